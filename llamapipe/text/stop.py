@@ -1,0 +1,140 @@
+"""Finds stop strings in text that arrives in parts, and shows nothing that may still belong to one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+
+class StopChecker:
+    """Passes text through until one of `stops` is complete.
+
+    The stop string that is complete first ends the text; if several end at the same character, the longest
+    of them does. So the result never depends on how the text was cut into parts, it is known without looking
+    one character ahead, and the text that came out contains no stop string.
+
+    Held back is exactly the longest tail that is the beginning of a stop string. The work is proportional to
+    the length of the text, whatever the number of stop strings and however they overlap.
+
+    Comparison is by code points; nothing is normalised or case-folded. One object serves one stream; it has
+    no lock and belongs to whichever thread feeds it. Checkers of equal stop strings share their tables.
+
+    Raises: TypeError for a `str` in place of a sequence and for strings that are not `str`, ValueError for an
+    empty stop string.
+    """
+
+    __slots__ = ("_automaton", "_held", "_matched", "_state")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str):
+            raise TypeError(
+                f"stop: expected a sequence of strings, got the string {stops!r}; pass [{stops!r}]"
+            )
+        for stop in stops:
+            if not isinstance(stop, str):
+                raise TypeError(f"stop: expected strings, got {stop!r} of type {type(stop).__name__}")
+            if not stop:
+                raise ValueError("stop: an empty string would end every text before it begins; leave it out")
+        self._automaton = _automaton(tuple(stops))
+        self._state = 0
+        self._held = ""
+        self._matched: str | None = None
+
+    def __repr__(self) -> str:
+        return f"StopChecker(matched={self._matched!r}, held={self._held!r})"
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return self._matched
+
+    @property
+    def held(self) -> str:
+        """The tail kept back because it may become a stop string."""
+        return self._held
+
+    def feed(self, text: str) -> str:
+        """Take the next part; return what may be shown now. After a match the answer is always ``""``."""
+        automaton = self._automaton
+        state = self._state
+        if not state and automaton.first_characters.isdisjoint(text):
+            return text if self._matched is None else ""
+        if self._matched is not None:
+            return ""
+
+        children, fallback, match = automaton.children, automaton.fallback, automaton.match
+        for position, character in enumerate(text):
+            while (child := children[state].get(character)) is None and state:
+                state = fallback[state]
+            state = child or 0
+            found = match[state]
+            if found is not None:
+                shown = (self._held + text[: position + 1])[: -len(found)]
+                self._matched, self._held, self._state = found, "", 0
+                return shown
+        self._state = state
+        shown = self._held + text
+        n_shown = len(shown) - automaton.depth[state]
+        self._held = shown[n_shown:]
+        return shown[:n_shown]
+
+    def finish(self) -> str:
+        """Return the held tail: generation ended, it can no longer become a stop string."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+
+class _Automaton:
+    """The Aho-Corasick automaton of a set of strings: a state is the longest tail that begins one of them.
+
+    Source: A. V. Aho, M. J. Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975.
+    State 0 is the empty tail. Never changed once built, so any number of checkers and threads share one.
+    """
+
+    __slots__ = ("children", "depth", "fallback", "first_characters", "match")
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self.children: list[dict[str, int]] = [{}]
+        self.depth: list[int] = [0]  # length of the tail a state stands for: what has to be held back
+        self.fallback: list[int] = [0]  # the state of the next shorter tail that also begins a string
+        self.match: list[str | None] = [None]  # the longest string that ends in this state
+        for string in strings:
+            self._insert(string)
+        self._link()
+        self.first_characters = frozenset(self.children[0])
+
+    def _insert(self, string: str) -> None:
+        state = 0
+        for character in string:
+            child = self.children[state].get(character)
+            if child is None:
+                child = len(self.children)
+                self.children[state][character] = child
+                self.children.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.fallback.append(0)
+                self.match.append(None)
+            state = child
+        self.match[state] = string
+
+    def _link(self) -> None:
+        """Fill `fallback`, and `match` of the states in whose tail a shorter string ends; breadth first."""
+        queue = deque(self.children[0].values())
+        while queue:
+            state = queue.popleft()
+            shorter = self.fallback[state]
+            if self.match[state] is None:
+                self.match[state] = self.match[shorter]
+            for character, child in self.children[state].items():
+                candidate = shorter
+                while character not in self.children[candidate] and candidate:
+                    candidate = self.fallback[candidate]
+                self.fallback[child] = self.children[candidate].get(character, 0)
+                queue.append(child)
+
+
+@lru_cache(maxsize=64)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """Build the tables once for all requests that use the same stop strings."""
+    return _Automaton(stops)

@@ -1,0 +1,91 @@
+"""The package build (PEP 517 and 660): setuptools', with CMake and Ninja fetched only where the system lacks them.
+
+Settings: ``pip install . --config-settings=backend=vulkan``; all of them in ``options.with_settings``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from setuptools import build_meta
+
+from native_build.errors import BuildError
+from native_build.options import BuildOptions, with_settings
+from native_build.toolchain import package_requirements
+
+Settings = Mapping[str, "str | list[str]"]
+
+# What the ``build_native`` command of setup.py builds; the hooks below set it, in the same process.
+options = BuildOptions()
+
+
+@contextmanager
+def _settings(given: Settings | None) -> Iterator[dict[str, str | list[str]]]:
+    """Take our settings; yields those for setuptools. A BuildError ends the process with its message alone."""
+    global options
+    try:
+        mine = {
+            name: value if isinstance(value, str) else " ".join(value)
+            for name, value in (given or {}).items()
+            if not name.startswith("--")
+        }
+        options = with_settings(BuildOptions(), mine)
+        yield {name: value for name, value in (given or {}).items() if name.startswith("--")}
+    except BuildError as error:
+        # pip shows what the hook printed; a traceback would only hide the message.
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
+    """What to install before ``build_wheel``."""
+    with _settings(config_settings) as rest:
+        return build_meta.get_requires_for_build_wheel(rest) + package_requirements()
+
+
+def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
+    """What to install before ``build_editable``."""
+    with _settings(config_settings) as rest:
+        return build_meta.get_requires_for_build_editable(rest) + package_requirements()
+
+
+def get_requires_for_build_sdist(config_settings: Settings | None = None) -> list[str]:
+    """What to install before ``build_sdist``: nothing native is compiled for it."""
+    with _settings(config_settings) as rest:
+        return build_meta.get_requires_for_build_sdist(rest)
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Settings | None = None) -> str:
+    """Write the wheel's metadata."""
+    with _settings(config_settings) as rest:
+        return build_meta.prepare_metadata_for_build_wheel(metadata_directory, rest)
+
+
+def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: Settings | None = None) -> str:
+    """Write an editable install's metadata."""
+    with _settings(config_settings) as rest:
+        return build_meta.prepare_metadata_for_build_editable(metadata_directory, rest)
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
+) -> str:
+    """Build the native part and the wheel."""
+    with _settings(config_settings) as rest:
+        return build_meta.build_wheel(wheel_directory, rest, metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
+) -> str:
+    """Build the native part in place, and a wheel that points to the source tree."""
+    with _settings(config_settings) as rest:
+        return build_meta.build_editable(wheel_directory, rest, metadata_directory)
+
+
+def build_sdist(sdist_directory: str, config_settings: Settings | None = None) -> str:
+    """Pack the sources."""
+    with _settings(config_settings) as rest:
+        return build_meta.build_sdist(sdist_directory, rest)

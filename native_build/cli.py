@@ -1,0 +1,87 @@
+"""The command line of ``build_native.py``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from native_build.errors import BuildError
+from native_build.install import build
+from native_build.options import BACKENDS, BuildOptions
+from native_build.paths import PACKAGE_NATIVE, cache_dir
+from native_build.sources import find_source
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build, or say in one message why not. Returns the exit code."""
+    given = _parser().parse_args(arguments)
+    try:
+        if given.print_source:
+            print(find_source(given.source, say).path)
+            return 0
+        options = BuildOptions(
+            backends=tuple(name for group in given.backend or [["cpu"]] for name in group),
+            all_variants=given.all_variants,
+            openmp=given.openmp,
+            source=given.source,
+            jobs=given.jobs,
+            clean=given.clean,
+            cuda_architectures=given.cuda_architectures,
+        )
+        start = time.monotonic()
+        build(options, given.output, say)
+        say(f"done in {time.monotonic() - start:.1f} s: {', '.join(options.backends)} in {given.output}")
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on where this one stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"[llamapipe] {text}", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="build_native.py",
+        description="Build llama.cpp and the cffi module into the source tree (or another folder).",
+        epilog=f"Results are cached in {cache_dir()} (LLAMAPIPE_CACHE_DIR chooses another folder).",
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        nargs="+",
+        choices=BACKENDS,
+        metavar="|".join(BACKENDS),
+        help="backends to build, one or more; the CPU's is always built (default: cpu)",
+    )
+    parser.add_argument("--source", type=Path, metavar="DIR", help="a llama.cpp source tree, instead of the pinned one")
+    parser.add_argument("--output", type=Path, default=PACKAGE_NATIVE, metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilations at once (default: the cores available)")
+    parser.add_argument("--clean", action="store_true", help="forget the cached result of this very build first")
+    parser.add_argument(
+        "--all-variants",
+        action="store_true",
+        help="one CPU module per instruction set, chosen at run time (for wheels), instead of one for this machine",
+    )
+    parser.add_argument(
+        "--openmp",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="OpenMP threads in the CPU backend where the compiler has them (default: on)",
+    )
+    parser.add_argument(
+        "--cuda-architectures",
+        default="",
+        metavar="LIST",
+        help="as CMake spells them, e.g. '90;120' (default: the GPUs present, else all usual ones)",
+    )
+    parser.add_argument("--print-source", action="store_true", help="print the source tree's folder (fetched if need be)")
+    return parser

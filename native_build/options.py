@@ -1,0 +1,87 @@
+"""What can be chosen about a build."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from native_build.errors import BuildError
+
+BACKENDS = ("cpu", "cuda", "vulkan", "metal")
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """One build's choices. The CPU backend is always part of it: llama.cpp keeps some tensors there.
+
+    ``all_variants``: one CPU module per instruction set, chosen at run time (for wheels), instead of one for this
+    machine. ``cuda_architectures``: as CMake spells them; empty means the GPUs present, or all usual ones.
+    """
+
+    backends: tuple[str, ...] = ("cpu",)
+    all_variants: bool = False
+    openmp: bool = True
+    source: Path | None = None
+    jobs: int | None = None
+    clean: bool = False
+    cuda_architectures: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.backends:
+            if name not in BACKENDS:
+                raise BuildError(f"there is no backend {name!r}", f"choose among: {', '.join(BACKENDS)}")
+        if self.jobs is not None and self.jobs < 1:
+            raise BuildError(f"--jobs {self.jobs}: at least one job is needed", "--jobs 1")
+        ordered = tuple(name for name in BACKENDS if name == "cpu" or name in self.backends)
+        object.__setattr__(self, "backends", ordered)
+
+    @property
+    def n_jobs(self) -> int:
+        """Compilations to run at once: what was asked for, else the cores this process may use."""
+        if self.jobs is not None:
+            return self.jobs
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0)) or 1
+        return os.cpu_count() or 1
+
+
+def parse_flag(name: str, text: str) -> bool:
+    """Read an on/off setting; raises BuildError naming it."""
+    lowered = text.strip().lower()
+    if lowered in ("1", "on", "true", "yes"):
+        return True
+    if lowered in ("0", "off", "false", "no", ""):
+        return False
+    raise BuildError(f"{name}={text!r} is neither on nor off", f"{name}=on or {name}=off")
+
+
+def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptions:
+    """Apply settings given to a package build (``pip install . -C backend=vulkan``).
+
+    Known: ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``source``, ``jobs``,
+    ``cuda-architectures``. Raises BuildError for any other, so that a misspelt one does not go unnoticed.
+    """
+    for name, text in settings.items():
+        if name == "backend":
+            options = replace(options, backends=tuple(text.replace(",", " ").split()))
+        elif name == "all-variants":
+            options = replace(options, all_variants=parse_flag(name, text))
+        elif name == "openmp":
+            options = replace(options, openmp=parse_flag(name, text))
+        elif name == "source":
+            options = replace(options, source=Path(text))
+        elif name == "jobs":
+            options = replace(options, jobs=_positive(name, text))
+        elif name == "cuda-architectures":
+            options = replace(options, cuda_architectures=text)
+        else:
+            known = "backend, all-variants, openmp, source, jobs, cuda-architectures"
+            raise BuildError(f"there is no build setting {name!r}", f"choose among: {known}")
+    return options
+
+
+def _positive(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise BuildError(f"{name}={text!r} is not a positive whole number", f"{name}=2")
+    return int(text)

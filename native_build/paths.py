@@ -1,0 +1,28 @@
+"""Where things are: the project, the user's cache, the package's native folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parent.parent
+PACKAGE_NATIVE = PROJECT / "llamapipe" / "native"
+REQUIREMENTS = PROJECT / "third_party" / "llama-cpp-python.txt"
+CHECKOUT = PROJECT / "third_party" / "llama.cpp"
+
+
+def cache_dir() -> Path:
+    """The folder that downloads, build trees and built libraries are kept in, shared by all environments.
+
+    ``LLAMAPIPE_CACHE_DIR`` sets it; else it is ``llamapipe`` in the user's cache folder
+    (``XDG_CACHE_HOME``, ``~/Library/Caches`` on macOS, ``~/.cache`` elsewhere). It may be deleted at any time.
+    """
+    if own := os.environ.get("LLAMAPIPE_CACHE_DIR"):
+        return Path(own).expanduser().absolute()
+    # The specification has relative paths ignored.
+    if (xdg := os.environ.get("XDG_CACHE_HOME")) and os.path.isabs(xdg):
+        return Path(xdg) / "llamapipe"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "llamapipe"
+    return Path.home() / ".cache" / "llamapipe"

@@ -1,0 +1,151 @@
+"""Finds compilers and build tools and says, in one message, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from native_build.errors import BuildError
+from native_build.system import install_command
+
+# The pinned llama.cpp asks for 3.14, its Vulkan backend for 3.19; older ones than 3.21 were not tried.
+MIN_CMAKE = (3, 21)
+
+_CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std::string_view().empty() ? 0 : 1; }\n"
+
+
+@dataclass(frozen=True)
+class Compilers:
+    """The C and C++ compiler commands, and a text that changes when another compiler would be used."""
+
+    c: tuple[str, ...]
+    cxx: tuple[str, ...]
+    version: str
+    native_flag: str
+    native_identity: str
+
+
+def find_compilers() -> Compilers:
+    """The compilers from ``CC``/``CXX``, else the system's; raises BuildError if they are missing or too old."""
+    cxx = _command("CXX", ("c++", "g++", "clang++"), "C++ compiler")
+    c = _command("CC", ("cc", "gcc", "clang"), "C compiler")
+    if (done := _try(cxx, ["-std=c++17", "-x", "c++", "-fsyntax-only", "-"], _CXX17)).returncode != 0:
+        raise BuildError(
+            f"the C++ compiler ({shlex.join(cxx)}) cannot compile a C++17 program: {_first_error(done.stderr)}",
+            f"{install_command('compiler')}    (GCC 9 or Clang 9 at least; CXX=... chooses another)",
+        )
+    if (done := _try(c, ["-x", "c", "-fsyntax-only", "-"], "#include <stdlib.h>\n")).returncode != 0:
+        raise BuildError(
+            f"the C compiler ({shlex.join(c)}) cannot compile a C program: {_first_error(done.stderr)}",
+            f"{install_command('compiler')}    (CC=... chooses another)",
+        )
+    version = " / ".join(_first_line([*command, "--version"]) for command in (c, cxx))
+    version += " / " + _first_line([*cxx, "-dumpmachine"])
+    flag, identity = _native(cxx)
+    return Compilers(c, cxx, version, flag, identity)
+
+
+def _command(variable: str, names: Sequence[str], what: str) -> tuple[str, ...]:
+    if given := shlex.split(os.environ.get(variable, "")):
+        if shutil.which(given[0]):
+            return tuple(given)
+        raise BuildError(f"{variable}={given[0]}: there is no such {what}", f"unset {variable}, or set it to one")
+    for name in names:
+        if found := shutil.which(name):
+            return (found,)
+    raise BuildError(f"no {what} was found (looked for {', '.join(names)})", install_command("compiler"))
+
+
+def _native(cxx: Sequence[str]) -> tuple[str, str]:
+    """The flag for this machine's own instructions, and which those are (the macros the compiler then defines)."""
+    for flag in ("-march=native", "-mcpu=native"):
+        done = _try(cxx, [flag, "-x", "c++", "-E", "-dM", "-"], "")
+        if done.returncode == 0:
+            return flag, "\n".join(sorted(done.stdout.splitlines()))
+    return "", ""
+
+
+def check_python_headers() -> Path:
+    """The folder of ``Python.h``; raises BuildError if it is not installed."""
+    include = Path(sysconfig.get_paths()["include"])
+    if not (include / "Python.h").is_file():
+        raise BuildError(
+            f"Python's C headers are missing (no {include / 'Python.h'})", install_command("python headers")
+        )
+    return include
+
+
+def find_cmake() -> str:
+    """A CMake that is new enough; raises BuildError with pip's command otherwise."""
+    found, old = find_tool("cmake"), ""
+    if found:
+        version = cmake_version(found)
+        if version >= MIN_CMAKE:
+            return found
+        old = f" (found {'.'.join(map(str, version)) if version else 'one that does not run'} at {found})"
+    least = ".".join(map(str, MIN_CMAKE))
+    raise BuildError(f"CMake {least} or newer is missing{old}", f"{sys.executable} -m pip install cmake")
+
+
+def find_ninja() -> str:
+    """Ninja; raises BuildError with pip's command if it is missing."""
+    found = find_tool("ninja")
+    if found and _run([found, "--version"]).returncode == 0:
+        return found
+    raise BuildError("the build tool Ninja is missing", f"{sys.executable} -m pip install ninja")
+
+
+def find_tool(name: str) -> str | None:
+    """A program beside this Python (a virtual environment need not be activated), else on PATH."""
+    scripts = sysconfig.get_path("scripts")
+    return shutil.which(name, path=scripts) or shutil.which(name)
+
+
+def cmake_version(cmake: str) -> tuple[int, ...]:
+    """(major, minor) of a CMake; () if it does not run."""
+    found = re.search(r"cmake version (\d+)\.(\d+)", _run([cmake, "--version"]).stdout)
+    return (int(found[1]), int(found[2])) if found else ()
+
+
+def package_requirements() -> list[str]:
+    """What a package build has to fetch from the package index because the system has none that will do."""
+    needed = []
+    try:
+        find_cmake()
+    except BuildError:
+        needed.append(f"cmake>={'.'.join(map(str, MIN_CMAKE))}")
+    try:
+        find_ninja()
+    except BuildError:
+        needed.append("ninja")
+    return needed
+
+
+def _first_error(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if "error" in line]
+    return (lines or text.strip().splitlines() or ["no message"])[0]
+
+
+def _first_line(command: Sequence[str]) -> str:
+    return next(iter(_run(command).stdout.splitlines()), "?")
+
+
+def _try(command: Sequence[str], arguments: Sequence[str], program: str) -> subprocess.CompletedProcess[str]:
+    return _run([*command, *arguments], program)
+
+
+def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    try:
+        # Messages are read here, so they must be in English.
+        environment = {**os.environ, "LC_ALL": "C"}
+        return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=environment)
+    except OSError as error:
+        return subprocess.CompletedProcess(list(command), 127, "", str(error))

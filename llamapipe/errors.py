@@ -1,0 +1,37 @@
+"""Every exception llamapipe raises on purpose; this module imports nothing.
+
+Messages name the value, the limit and the fix. Wrong arguments are also ``ValueError`` (through
+``InvalidRequestError``) or plain ``ValueError``/``TypeError``.
+"""
+
+
+class LlamapipeError(Exception):
+    """Base of all llamapipe errors."""
+
+
+class ModelLoadError(LlamapipeError):
+    """A model file is missing, damaged, unsupported, or its loading was stopped."""
+
+
+class BackendError(LlamapipeError):
+    """The native libraries or a device could not be used."""
+
+
+class InvalidRequestError(LlamapipeError, ValueError):
+    """A request can never be served as it was asked for."""
+
+
+class ContextFullError(LlamapipeError):
+    """The KV cells are used up and nothing more can be moved out of the way."""
+
+
+class DecodeError(LlamapipeError):
+    """llama.cpp failed while computing a step; only the requests of that step are affected."""
+
+
+class QueueFullError(LlamapipeError):
+    """The engine's queue is at its limit and the caller asked not to wait."""
+
+
+class EngineClosedError(LlamapipeError):
+    """The engine, model or context was closed, or belongs to the process this one was forked from."""

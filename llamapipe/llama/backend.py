@@ -1,0 +1,67 @@
+"""The devices that the loaded backends offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llamapipe.native.load import native
+
+_TYPES = {
+    "GGML_BACKEND_DEVICE_TYPE_CPU": "cpu",
+    "GGML_BACKEND_DEVICE_TYPE_GPU": "gpu",
+    "GGML_BACKEND_DEVICE_TYPE_IGPU": "igpu",
+    "GGML_BACKEND_DEVICE_TYPE_ACCEL": "accel",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as its backend describes it.
+
+    ``memory_total`` and ``memory_free`` are bytes (free at the time of the call). ``async_compute``: a launch returns
+    before the work is done. ``events``: work can be ordered by events. ``host_buffer``: pinned host memory exists.
+    """
+
+    name: str
+    description: str
+    backend: str
+    type: str
+    memory_total: int
+    memory_free: int
+    async_compute: bool
+    events: bool
+    host_buffer: bool
+
+
+def device_handles() -> list[tuple[Device, Any]]:
+    """Every device with its native handle (valid for the life of the process)."""
+    module = native()
+    ffi, lib = module.ffi, module.lib
+    found = []
+    for i in range(lib.ggml_backend_dev_count()):
+        handle = lib.ggml_backend_dev_get(i)
+        props = ffi.new("struct ggml_backend_dev_props *")
+        lib.ggml_backend_dev_get_props(handle, props)
+        kind = ffi.typeof("enum ggml_backend_dev_type").elements.get(props.type, "")
+        device = Device(
+            name=ffi.string(props.name).decode(),
+            description=ffi.string(props.description).decode("utf-8", "replace").strip(),
+            backend=ffi.string(lib.ggml_backend_reg_name(lib.ggml_backend_dev_backend_reg(handle))).decode(),
+            type=_TYPES.get(kind, "other"),
+            memory_total=props.memory_total,
+            memory_free=props.memory_free,
+            async_compute=bool(props.caps.__getattribute__("async")),
+            events=bool(props.caps.events),
+            host_buffer=bool(props.caps.host_buffer),
+        )
+        found.append((device, handle))
+    return found
+
+
+def devices() -> list[Device]:
+    """The devices llamapipe can use, in llama.cpp's order (GPUs before CPUs). Any thread.
+
+    Raises BackendError when the native libraries cannot be loaded.
+    """
+    return [device for device, _ in device_handles()]

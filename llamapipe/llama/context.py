@@ -1,0 +1,286 @@
+"""A llama_context: KV cells for several sequences, decoding, logits rows. One thread at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llamapipe.errors import BackendError, ContextFullError, DecodeError, EngineClosedError, InvalidRequestError
+from llamapipe.llama.batch import Batch
+from llamapipe.llama.check import check_int
+from llamapipe.llama.model import Model
+from llamapipe.native.load import drain_log, last_error, native
+
+CACHE_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_0": "Q5_0", "q5_1": "Q5_1",
+               "q4_0": "Q4_0", "q4_1": "Q4_1", "iq4_nl": "IQ4_NL"}  # fmt: skip
+_FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+_INT32_MAX = 2**31 - 1
+
+
+def default_n_threads() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Context:
+    """KV cells and compute buffers over a model.
+
+    ``n_ctx``: positions each sequence may use; ``n_cells``: KV cells in all (default ``n_ctx * n_seq_max``; fewer only
+    with ``kv_unified``). ``n_batch``/``n_ubatch``: most tokens in a decode and in the physical chunks it is cut into.
+    ``n_outputs_max``: most output rows of a decode (default n_batch); it bounds memory. ``type_k``/``type_v``: number
+    format of the cache; ``flash_attn``: ``"auto"``, ``"on"`` or ``"off"``. ``n_threads`` computes single tokens,
+    ``n_threads_batch`` several.
+
+    The first thread that decodes owns the context; ``release_thread`` lets another take over. Close it before its model.
+
+    Raises TypeError and ValueError for bad arguments, BackendError when llama.cpp cannot create it (out of memory).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_ctx: int | None = None,
+        n_seq_max: int = 1,
+        n_cells: int | None = None,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_outputs_max: int | None = None,
+        n_threads: int | None = None,
+        n_threads_batch: int | None = None,
+        kv_unified: bool = False,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attn: str = "auto",
+    ) -> None:
+        self._handle: Any = None
+        if not isinstance(model, Model):
+            raise TypeError(f"model must be a Model, not {type(model).__name__}")
+        self._native = native()
+        ffi, lib = self._native.ffi, self._native.lib
+        handle = model.handle
+        if model.vocab_only:
+            raise InvalidRequestError(f"{model.path} was loaded with vocab_only=True; a context needs its weights")
+        if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
+            raise InvalidRequestError(f"{model.path} is not a decoder-only model; llamapipe generates with decoders only")
+        self.model = model
+        default_n_ctx = min(model.n_ctx_train, 4096)
+        self.n_ctx = check_int("n_ctx", default_n_ctx if n_ctx is None else n_ctx, 1, 2**26)
+        self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
+        self.n_cells = check_int("n_cells", self.n_ctx * self.n_seq_max if n_cells is None else n_cells, 1, _INT32_MAX)
+        self.kv_unified = bool(kv_unified)
+        if self.n_cells != self.n_ctx * self.n_seq_max and not self.kv_unified:
+            raise ValueError(
+                f"n_cells is {self.n_cells} but n_ctx * n_seq_max is {self.n_ctx * self.n_seq_max}; "
+                "a different number needs kv_unified=True"
+            )
+        self.n_batch = min(check_int("n_batch", n_batch, 1, 2**20), self.n_cells)  # llama.cpp cuts it down too
+        self.n_ubatch = min(check_int("n_ubatch", n_ubatch, 1, 2**20), self.n_batch)
+        most = check_int("n_outputs_max", self.n_batch if n_outputs_max is None else n_outputs_max, 1, self.n_batch)
+        self.n_outputs_max = max(most, min(self.n_seq_max, self.n_batch))
+        self.n_threads = check_int("n_threads", default_n_threads() if n_threads is None else n_threads, 1, 512)
+        self.n_threads_batch = check_int("n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch, 1, 512)
+        if self.n_seq_max > self.n_batch:
+            raise ValueError(f"n_seq_max is {self.n_seq_max} and n_batch {self.n_batch}; n_batch must not be smaller")
+        for name, value in (("type_k", type_k), ("type_v", type_v)):
+            if value not in CACHE_TYPES:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, CACHE_TYPES))}")
+        if flash_attn not in _FLASH_ATTN:
+            raise ValueError(f"flash_attn is {flash_attn!r}; it must be 'auto', 'on' or 'off'")
+
+        params = ffi.new("struct llama_context_params *", lib.llama_context_default_params())
+        padded = -(-self.n_ctx // 256) * 256  # llama.cpp divides n_ctx by the sequences and pads each part to 256
+        params.n_ctx = self.n_cells if self.kv_unified else padded * self.n_seq_max
+        params.n_batch, params.n_ubatch = self.n_batch, self.n_ubatch
+        params.n_seq_max = self.n_seq_max
+        params.n_outputs_max = self.n_outputs_max
+        params.n_threads, params.n_threads_batch = self.n_threads, self.n_threads_batch
+        params.kv_unified = self.kv_unified
+        params.type_k = getattr(lib, f"GGML_TYPE_{CACHE_TYPES[type_k]}")
+        params.type_v = getattr(lib, f"GGML_TYPE_{CACHE_TYPES[type_v]}")
+        params.flash_attn_type = _FLASH_ATTN[flash_attn]
+        params.no_perf = False
+        self._pid = os.getpid()
+        self._owner: int | None = None
+        model.adopt(self)
+        try:
+            drain_log(self._native)
+            new = lib.lp_context_new(handle, params)
+            problems = drain_log(self._native)
+            if new == ffi.NULL:
+                reason = "; ".join(problems[-2:]) or last_error(self._native)
+                raise BackendError(
+                    f"a context of {self.n_cells} cells for {self.n_seq_max} sequences could not be created ({reason}); "
+                    "try a smaller n_ctx, n_seq_max or n_batch, or another cache type"
+                )
+        except BaseException:
+            model.release(self)
+            raise
+        self._handle = new
+        got = lib.llama_n_ctx(new) if self.kv_unified else lib.llama_n_ctx_seq(new)
+        wanted = self.n_cells if self.kv_unified else self.n_ctx
+        if got < wanted:
+            self.close()
+            raise BackendError(f"llama.cpp gave {got} KV cells where {wanted} were asked for; set n_ctx to at most {got}")
+        self.n_batch = min(self.n_batch, lib.llama_n_batch(new))
+
+    def __repr__(self) -> str:
+        kind = "unified" if self.kv_unified else "per-sequence"
+        state = " closed" if self._handle is None else ""
+        return f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} n_cells={self.n_cells} kv={kind}{state}>"
+
+    # ---- decoding
+    def decode(self, batch: Batch) -> None:
+        """Computes a batch and returns when its logits can be read.
+
+        Raises ValueError for tokens, sequences or positions that do not fit (positions of a sequence go on from its
+        last one without a gap), ContextFullError when no cells are left, DecodeError when the computation fails.
+        """
+        if not isinstance(batch, Batch):
+            raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
+        self.handle  # noqa: B018
+        self._check(batch)
+        ffi = self._native.ffi
+        code = self.decode_arrays(
+            len(batch),
+            ffi.from_buffer("int32_t[]", batch.tokens),
+            ffi.from_buffer("int32_t[]", batch.positions),
+            ffi.from_buffer("int32_t[]", batch.seq_ids),
+            ffi.from_buffer("int8_t[]", batch.outputs),
+        )
+        if code == 1:
+            raise ContextFullError(f"no KV cells are left for {len(batch)} tokens; remove sequences or use a larger n_ctx")
+        if code != 0:
+            raise self.decode_error(code)
+
+    def decode_arrays(self, n_tokens: int, tokens: Any, positions: Any, seq_ids: Any, outputs: Any) -> int:
+        """The unchecked core of ``decode`` on cffi arrays; returns llama_decode's code. For callers that checked."""
+        self._claim()
+        return self._native.lib.lp_decode(self._handle, n_tokens, tokens, positions, seq_ids, outputs)  # type: ignore[no-any-return]
+
+    def decode_error(self, code: int) -> DecodeError:
+        """An error for a negative or abnormal result of ``decode_arrays``, with what llama.cpp logged."""
+        reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)
+        return DecodeError(f"llama.cpp failed to compute this step (code {code}: {reason})")
+
+    def _check(self, batch: Batch) -> None:
+        n = len(batch)
+        if n > self.n_batch:
+            raise ValueError(f"the batch has {n} tokens; n_batch is {self.n_batch}: cut it or use a larger n_batch")
+        n_outputs = int(np.count_nonzero(batch.outputs))
+        if n_outputs > self.n_outputs_max:
+            raise ValueError(f"the batch has {n_outputs} outputs; n_outputs_max is {self.n_outputs_max}")
+        for name, values, limit in (("tokens", batch.tokens, self.model.n_vocab), ("seq_ids", batch.seq_ids, self.n_seq_max)):
+            low, high = int(values.min()), int(values.max())
+            if low < 0 or high >= limit:
+                raise ValueError(f"{name} holds {low if low < 0 else high}; it must be from 0 to {limit - 1}")
+        for seq_id in np.unique(batch.seq_ids).tolist():
+            positions = batch.positions[batch.seq_ids == seq_id]
+            first = self.seq_pos_max(seq_id) + 1
+            if positions[0] != first or np.any(np.diff(positions) != 1):
+                raise ValueError(f"positions of sequence {seq_id} must go on from {first} without gaps, not {positions[:4].tolist()}…")
+            if positions[-1] >= self.n_ctx:
+                raise ValueError(f"sequence {seq_id} would reach position {positions[-1]}; n_ctx is {self.n_ctx}")
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """A copy of the logits of entry ``row`` of the last batch: float32 ``(n_vocab,)``.
+
+        Raises ValueError when that entry was not an output.
+        """
+        self._claim()
+        ffi = self._native.ffi
+        out = np.empty(self.model.n_vocab, dtype=np.float32)
+        rows = ffi.new("int32_t[1]", [check_int("row", row, 0, self.n_batch - 1)])
+        if self._native.lib.lp_logits(self.handle, 1, rows, self.model.n_vocab, ffi.from_buffer("float[]", out)) != 0:
+            drain_log(self._native)
+            raise ValueError(f"entry {row} of the last batch is not an output; set its outputs flag before decoding")
+        return out
+
+    @property
+    def n_reused(self) -> int:
+        """How often llama.cpp could reuse its last compute graph."""
+        return int(self._native.lib.llama_perf_context(self.handle).n_reused)
+
+    # ---- memory
+    def seq_pos_max(self, seq_id: int) -> int:
+        """Largest position held for a sequence, -1 when it is empty."""
+        lib = self._native.lib
+        check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
+        return int(lib.llama_memory_seq_pos_max(lib.llama_get_memory(self.handle), seq_id))
+
+    def seq_remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> bool:
+        """Forgets positions ``[p0, p1)`` of a sequence (to the end for -1).
+
+        False when the model's memory cannot remove a part (recurrent models); nothing is changed then.
+        """
+        self._claim()
+        check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
+        result = self._native.lib.lp_memory_remove(self.handle, seq_id, check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX))
+        if result < 0:
+            raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
+        return bool(result)
+
+    def seq_copy(self, src: int, dst: int, p0: int = 0, p1: int = -1) -> None:
+        """Shares positions ``[p0, p1)`` of ``src`` with ``dst``; part of a sequence only with ``kv_unified``.
+
+        Raises ValueError for a part across per-sequence streams, which llama.cpp cannot do (it would end the process).
+        """
+        self._claim()
+        check_int("src", src, 0, self.n_seq_max - 1)
+        check_int("dst", dst, 0, self.n_seq_max - 1)
+        first, end = check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX)
+        if not self.kv_unified and src != dst and (first > 0 or end >= 0):
+            raise ValueError(f"positions {first} to {end} of sequence {src} cannot be copied alone; copy all and remove the rest, or use kv_unified=True")
+        if self._native.lib.lp_memory_copy(self.handle, src, dst, first, end) != 0:
+            raise DecodeError(f"copying sequence {src} to {dst} failed ({last_error(self._native)})")
+
+    def clear(self) -> None:
+        """Forgets all sequences."""
+        self._claim()
+        self._native.lib.lp_memory_clear(self.handle)
+
+    # ---- lifetime
+    @property
+    def handle(self) -> Any:
+        """The native ``llama_context *``. Raises EngineClosedError when closed, or in a forked child."""
+        if self._handle is None:
+            raise EngineClosedError("the context is closed; create another")
+        if self._pid != os.getpid():
+            raise EngineClosedError("the context was created before fork(); create one in the child process")
+        return self._handle
+
+    def _claim(self) -> None:
+        if self._handle is None:
+            raise EngineClosedError("the context is closed; create another")
+        me = threading.get_ident()
+        if self._owner != me:
+            if self._owner is not None:
+                raise RuntimeError("this context belongs to another thread; call release_thread() there first")
+            self._owner = me
+
+    def release_thread(self) -> None:
+        """Lets another thread take the context over."""
+        self._owner = None
+
+    def close(self) -> None:
+        """Frees the native memory at once; a second call does nothing. Not while a decode runs."""
+        if self._handle is None or self._pid != os.getpid():
+            return
+        handle, self._handle = self._handle, None
+        self._native.lib.llama_free(handle)
+        self.model.release(self)
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None and self._pid == os.getpid():
+            warnings.warn(f"{self!r} was never closed; use `with` or close()", ResourceWarning, stacklevel=2, source=self)

@@ -1,0 +1,286 @@
+"""A loaded model: weights and vocabulary, shared by any number of contexts."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsIndex
+
+from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
+from llamapipe.llama.backend import Device, device_handles
+from llamapipe.llama.check import check_int
+from llamapipe.llama.gguf_check import check_gguf
+from llamapipe.llama.vocab import Vocab
+from llamapipe.native.load import drain_log, native
+
+Progress = Callable[[float], object]
+
+_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
+_loading = threading.local()  # the load running on this thread: its progress function and what that raised
+
+
+def demo_model_path() -> Path:
+    """Path of the small model shipped in the package."""
+    return Path(__file__).parent.parent / "data" / "demo.gguf"
+
+
+class Model:
+    """A model loaded from a GGUF file.
+
+    ``n_gpu_layers``: layers placed on GPUs, -1 for all. ``devices``: names or ``Device`` objects to use, None for all.
+    ``split_mode``: ``"none"``, ``"layer"``, ``"row"`` or ``"tensor"``; ``main_gpu``: the device of mode none;
+    ``tensor_split``: share of each device. ``progress``: called on this thread with 0.0 to 1.0 while loading; what it
+    raises stops the load and is raised here. ``vocab_only``: no weights, for tokenizing only.
+
+    Any thread may use a model. Close it, or use ``with``, after everything made from it; closing while contexts or
+    engines live is refused.
+
+    Raises ModelLoadError for a missing, damaged or unsupported file, TypeError and ValueError for bad arguments,
+    BackendError for an unknown device.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        n_gpu_layers: int = -1,
+        devices: Sequence[str | Device] | None = None,
+        split_mode: str = "layer",
+        main_gpu: int = 0,
+        tensor_split: Sequence[float] | None = None,
+        use_mmap: bool = True,
+        use_mlock: bool = False,
+        progress: Progress | None = None,
+        vocab_only: bool = False,
+    ) -> None:
+        self._handle: Any = None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._children: dict[int, str] = {}
+        try:
+            self.path = Path(os.fsdecode(path))
+        except TypeError:
+            raise TypeError(f"path must be a str or os.PathLike, not {type(path).__name__}") from None
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be callable, not {type(progress).__name__}")
+        if split_mode not in _SPLIT_MODES:
+            raise ValueError(f"split_mode is {split_mode!r}; it must be one of {', '.join(map(repr, _SPLIT_MODES))}")
+        n_layers = check_int("n_gpu_layers", n_gpu_layers, -1, 2**31 - 1)
+        gpu = check_int("main_gpu", main_gpu, 0, 1023)
+        info = check_gguf(self.path)
+        if info.is_vocab_only and not vocab_only:
+            raise ModelLoadError(
+                f"{self.path} holds a vocabulary without weights; load it with vocab_only=True to tokenize, "
+                "or give the file of a whole model"
+            )
+
+        self._native = native()
+        ffi, lib = self._native.ffi, self._native.lib
+        params = ffi.new("struct llama_model_params *", lib.llama_model_default_params())
+        params.n_gpu_layers = n_layers
+        params.split_mode = _SPLIT_MODES[split_mode]
+        params.main_gpu = gpu
+        params.vocab_only = bool(vocab_only)
+        mmap, mlock = lib.LLAMA_LOAD_MODE_MMAP, lib.LLAMA_LOAD_MODE_MLOCK
+        both, neither = lib.LLAMA_LOAD_MODE_MMAP_MLOCK, lib.LLAMA_LOAD_MODE_NONE
+        params.load_mode = (both if use_mlock else mmap) if use_mmap else (mlock if use_mlock else neither)
+        keep = [_device_list(ffi, devices), _split(ffi, lib, tensor_split)]  # alive until the load returned
+        params.devices, params.tensor_split = keep
+        self._handle = _load(self._native, self.path, params, progress)
+
+        self.vocab = Vocab(lib.llama_model_get_vocab(self._handle))
+        self.n_vocab: int = self.vocab.n_vocab
+        self.n_ctx_train: int = lib.llama_model_n_ctx_train(self._handle)
+        self.n_embd: int = lib.llama_model_n_embd(self._handle)
+        self.n_layer: int = lib.llama_model_n_layer(self._handle)
+        self.n_params: int = lib.llama_model_n_params(self._handle)
+        self.size_bytes: int = lib.llama_model_size(self._handle)
+        self.vocab_only = bool(vocab_only)
+        self.bos = self.vocab.bos
+        self.eos = self.vocab.eos
+
+    @classmethod
+    def demo(cls) -> Model:
+        """The small model shipped in the package: stories, counting, simple questions."""
+        return cls(demo_model_path())
+
+    def __repr__(self) -> str:
+        if self._handle is None:
+            return f"<Model {self.path.name!r} closed>"
+        return f"<Model {self.path.name!r} n_params={self.n_params} n_vocab={self.n_vocab} n_ctx_train={self.n_ctx_train}>"
+
+    # ---- text
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of ``text``: see ``Vocab.tokenize``."""
+        self.handle  # noqa: B018  (refuses a closed model)
+        return self.vocab.tokenize(text, add_special, parse_special)
+
+    def detokenize(self, ids: Iterable[SupportsIndex]) -> str:
+        """Text of token ids: see ``Vocab.detokenize``."""
+        self.handle  # noqa: B018
+        return self.vocab.detokenize(ids)
+
+    def piece(self, token: SupportsIndex) -> bytes:
+        """The bytes a token stands for."""
+        self.handle  # noqa: B018
+        return self.vocab.piece(token)
+
+    def is_eog(self, token: SupportsIndex) -> bool:
+        """Whether the token ends generation."""
+        return self.vocab.is_eog(token)
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """The file's metadata; arrays are left out, numbers are written as text."""
+        ffi, lib = self._native.ffi, self._native.lib
+        found = {}
+        for i in range(lib.llama_model_meta_count(self.handle)):
+            key = _text(ffi, lambda b, n, i=i: lib.llama_model_meta_key_by_index(self.handle, i, b, n))
+            found[key] = _text(ffi, lambda b, n, i=i: lib.llama_model_meta_val_str_by_index(self.handle, i, b, n))
+        return found
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja text of the model's chat template, None when it has none."""
+        ffi = self._native.ffi
+        text = self._native.lib.llama_model_chat_template(self.handle, ffi.NULL)
+        return None if text == ffi.NULL else ffi.string(text).decode("utf-8", "replace")
+
+    # ---- lifetime
+    @property
+    def handle(self) -> Any:
+        """The native ``llama_model *``. Raises EngineClosedError when the model is closed or belongs to another process."""
+        if self._handle is None:
+            raise EngineClosedError("the model is closed; load it again")
+        if self._pid != os.getpid():
+            raise EngineClosedError("the model was loaded before fork(); load it in the child process, or use the spawn start method")
+        return self._handle
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._handle is None
+
+    def adopt(self, child: object) -> None:
+        """Notes an object that uses the native model, so that ``close`` is refused while it lives."""
+        with self._lock:
+            self.handle  # noqa: B018
+            self._children[id(child)] = type(child).__name__
+
+    def release(self, child: object) -> None:
+        """Forgets an object noted by ``adopt``."""
+        with self._lock:
+            self._children.pop(id(child), None)
+
+    def close(self) -> None:
+        """Frees the native memory at once; a second call does nothing.
+
+        Raises EngineClosedError while contexts or engines made from it are open.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._handle is None:
+                return
+            if self._children:
+                names = ", ".join(sorted(set(self._children.values())))
+                raise EngineClosedError(f"{len(self._children)} open objects still use the model ({names}); close them first")
+            handle, self._handle = self._handle, None
+        self._native.lib.llama_model_free(handle)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None and self._pid == os.getpid():
+            warnings.warn(f"{self!r} was never closed; use `with` or close()", ResourceWarning, stacklevel=2, source=self)
+
+
+def _load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any:
+    """Runs the native load on this thread; the progress callback also lets Ctrl-C in."""
+    ffi, lib = module.ffi, module.lib
+    _define_callback(ffi)
+    params.progress_callback = lib.lp_on_progress
+    outer = getattr(_loading, "state", None)
+    _loading.state = state = _LoadState(progress)
+    drain_log(module)
+    try:
+        handle = lib.lp_model_load(os.fsencode(path), params)
+    finally:
+        _loading.state = outer
+    problems = drain_log(module)
+    if state.error is not None:
+        if handle != ffi.NULL:
+            lib.llama_model_free(handle)
+        raise state.error
+    if handle == ffi.NULL:
+        reason = problems[0] if problems else "no reason was logged"
+        raise ModelLoadError(f"llama.cpp could not load {path}: {reason}")
+    return handle
+
+
+class _LoadState:
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress = progress
+        self.error: BaseException | None = None
+
+
+_callback: Any = None
+
+
+def _define_callback(ffi: Any) -> None:
+    global _callback
+    if _callback is not None:
+        return
+
+    def failed(kind: Any, error: BaseException, trace: Any) -> bool:
+        _loading.state.error = error
+        return False  # stops the load
+
+    @ffi.def_extern(name="lp_on_progress", error=False, onerror=failed)  # type: ignore[untyped-decorator]
+    def on_progress(fraction: float, user_data: Any) -> bool:
+        state = _loading.state
+        if state.progress is not None:
+            state.progress(fraction)
+        return True
+
+    _callback = on_progress
+
+
+def _device_list(ffi: Any, wanted: Sequence[str | Device] | None) -> Any:
+    if wanted is None:
+        return ffi.NULL
+    if isinstance(wanted, str):
+        raise TypeError("devices must be a sequence of names or Device objects, not one str")
+    known = {device.name: handle for device, handle in device_handles()}
+    handles = []
+    for item in wanted:
+        name = item.name if isinstance(item, Device) else item
+        if name not in known:
+            raise BackendError(f"there is no device {name!r}; this build and machine have: {', '.join(known)}")
+        handles.append(known[name])
+    return ffi.new("ggml_backend_dev_t[]", [*handles, ffi.NULL])
+
+
+def _split(ffi: Any, lib: Any, shares: Sequence[float] | None) -> Any:
+    if shares is None:
+        return ffi.NULL
+    limit = lib.llama_max_devices()
+    values = [float(s) for s in shares]
+    if len(values) > limit or any(not 0 <= v < float("inf") for v in values):
+        raise ValueError(f"tensor_split is {values}; it must be at most {limit} numbers, none negative")
+    return ffi.new("float[]", values + [0.0] * (limit - len(values)))
+
+
+def _text(ffi: Any, read: Callable[[Any, int], int]) -> str:
+    n = read(ffi.NULL, 0)
+    text = ffi.new("char[]", max(n, 0) + 1)
+    read(text, max(n, 0) + 1)
+    return bytes(ffi.buffer(text, max(n, 0))).decode("utf-8", "replace")

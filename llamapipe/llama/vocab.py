@@ -1,0 +1,117 @@
+"""The vocabulary of a model: text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
+
+from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.check import check_int, check_tokens
+from llamapipe.native.load import last_error, native
+
+_INT32_MIN = -(2**31)
+_MAX_TEXT_BYTES = 2**30
+
+
+class Vocab:
+    """A view of a loaded model's vocabulary; it lives as long as the model. Any thread."""
+
+    def __init__(self, handle: Any) -> None:
+        self._native = native()
+        lib = self._native.lib
+        self._handle = handle
+        self._pieces: dict[int, bytes] = {}
+        self.n_vocab: int = lib.llama_vocab_n_tokens(handle)
+        self.bos: int | None = self._optional(lib.llama_vocab_bos(handle))
+        self.eos: int | None = self._optional(lib.llama_vocab_eos(handle))
+        self.eot: int | None = self._optional(lib.llama_vocab_eot(handle))
+        self.add_bos: bool = lib.llama_vocab_get_add_bos(handle)
+        self.eog_tokens: frozenset[int] = frozenset(t for t in range(self.n_vocab) if lib.llama_vocab_is_eog(handle, t))
+
+    def __repr__(self) -> str:
+        return f"<Vocab n_vocab={self.n_vocab} bos={self.bos} eos={self.eos}>"
+
+    def _optional(self, token: int) -> int | None:
+        return token if 0 <= token < self.n_vocab else None
+
+    @property
+    def handle(self) -> Any:
+        """The native ``llama_vocab *``."""
+        return self._handle
+
+    def is_eog(self, token: SupportsIndex) -> bool:
+        """Whether the token ends generation (EOS, EOT and the like)."""
+        return check_int("token", token, 0, self.n_vocab - 1) in self.eog_tokens
+
+    def is_control(self, token: SupportsIndex) -> bool:
+        """Whether the token is a control token, which has no text of its own."""
+        return bool(self._native.lib.llama_vocab_is_control(self._handle, check_int("token", token, 0, self.n_vocab - 1)))
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of ``text``.
+
+        ``add_special`` adds the tokens the model wants around a text (BOS), but never a second BOS when the text
+        itself begins with one; ``parse_special`` reads control tokens written in the text as such: leave it off for
+        text of users. Raises TypeError for what is not a str, ValueError for lone surrogates or over 1 GiB of text,
+        InvalidRequestError for text that the vocabulary cannot express.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be str, not {type(text).__name__}")
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(f"text has a lone surrogate at {e.start}, which UTF-8 cannot express; decode it properly first") from None
+        if len(data) > _MAX_TEXT_BYTES:
+            raise ValueError(f"text has {len(data)} bytes; the limit is {_MAX_TEXT_BYTES}: split it")
+        ffi, lib = self._native.ffi, self._native.lib
+        n_max = len(data) + 8
+        ids = ffi.new("int32_t[]", n_max)
+        n = lib.lp_tokenize(self._handle, data, len(data), ids, n_max, bool(add_special), bool(parse_special))
+        if _INT32_MIN < n < 0:
+            n_max = -n
+            ids = ffi.new("int32_t[]", n_max)
+            n = lib.lp_tokenize(self._handle, data, len(data), ids, n_max, bool(add_special), bool(parse_special))
+        if n < 0:
+            raise InvalidRequestError(f"the vocabulary cannot express this text ({last_error(self._native)})")
+        tokens: list[int] = ffi.unpack(ids, n) if n else []
+        if add_special and self.add_bos and n > 1 and tokens[0] == tokens[1] == self.bos:
+            del tokens[0]
+        return tokens
+
+    def detokenize(self, ids: Iterable[SupportsIndex], remove_special: bool = False, unparse_special: bool = False) -> str:
+        """Text of a sequence of token ids; bytes that form no character become U+FFFD.
+
+        ``unparse_special`` also writes control tokens. Raises TypeError or ValueError for bad ids.
+        """
+        tokens = check_tokens("ids", ids, self.n_vocab)
+        if not tokens:
+            return ""
+        ffi, lib = self._native.ffi, self._native.lib
+        n_max = 16 * len(tokens) + 64
+        for _ in range(2):
+            text = ffi.new("char[]", n_max)
+            n = lib.lp_detokenize(self._handle, tokens, len(tokens), text, n_max, bool(remove_special), bool(unparse_special))
+            if n >= 0:
+                return bytes(ffi.buffer(text, n)).decode("utf-8", "replace")
+            if n == _INT32_MIN:
+                break
+            n_max = -n
+        raise InvalidRequestError(f"these ids cannot be written as text ({last_error(self._native)})")
+
+    def piece(self, token: SupportsIndex) -> bytes:
+        """The bytes a token stands for; they may split a UTF-8 character. Control tokens have none."""
+        found = self._pieces.get(token)  # type: ignore[call-overload]
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        n_token = check_int("token", token, 0, self.n_vocab - 1)
+        ffi, lib = self._native.ffi, self._native.lib
+        n_max = 64
+        for _ in range(2):
+            data = ffi.new("char[]", n_max)
+            n = lib.lp_piece(self._handle, n_token, data, n_max, False)
+            if n >= 0:
+                piece = bytes(ffi.buffer(data, n))
+                self._pieces[n_token] = piece
+                return piece
+            n_max = max(-n, 1) if n != _INT32_MIN else 1
+        raise InvalidRequestError(f"the token {n_token} has no piece ({last_error(self._native)})")

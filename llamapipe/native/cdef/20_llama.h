@@ -1,0 +1,84 @@
+// From llama.h: only what is called, and only what cannot throw; the rest goes through native.h.
+typedef int32_t llama_pos;
+typedef int32_t llama_token;
+typedef int32_t llama_seq_id;
+typedef struct llama_memory_i * llama_memory_t;
+struct llama_vocab;
+struct llama_model;
+struct llama_context;
+
+enum llama_vocab_type { LLAMA_VOCAB_TYPE_NONE, ... };
+enum llama_split_mode { LLAMA_SPLIT_MODE_NONE, LLAMA_SPLIT_MODE_LAYER, LLAMA_SPLIT_MODE_ROW, LLAMA_SPLIT_MODE_TENSOR, ... };
+enum llama_load_mode { LLAMA_LOAD_MODE_AUTO = -1, LLAMA_LOAD_MODE_NONE, LLAMA_LOAD_MODE_MMAP, LLAMA_LOAD_MODE_MLOCK,
+                       LLAMA_LOAD_MODE_MMAP_MLOCK, ... };
+enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_AUTO = -1, LLAMA_FLASH_ATTN_TYPE_DISABLED,
+                             LLAMA_FLASH_ATTN_TYPE_ENABLED, ... };
+
+typedef bool (*llama_progress_callback)(float progress, void * user_data);
+
+struct llama_model_params {
+    ggml_backend_dev_t * devices;
+    int32_t n_gpu_layers;
+    enum llama_split_mode split_mode;
+    enum llama_load_mode load_mode;
+    int32_t main_gpu;
+    const float * tensor_split;
+    llama_progress_callback progress_callback;
+    void * progress_callback_user_data;
+    bool vocab_only;
+    ...;
+};
+
+struct llama_context_params {
+    uint32_t n_ctx; uint32_t n_batch; uint32_t n_ubatch; uint32_t n_seq_max;
+    uint32_t n_outputs_max;
+    int32_t n_threads; int32_t n_threads_batch;
+    enum llama_flash_attn_type flash_attn_type;
+    enum ggml_type type_k; enum ggml_type type_v;
+    bool no_perf; bool kv_unified;
+    ...;
+};
+
+struct llama_perf_context_data { int32_t n_p_eval; int32_t n_eval; int32_t n_reused; ...; };
+
+struct llama_model_params llama_model_default_params(void);
+struct llama_context_params llama_context_default_params(void);
+const char * llama_print_system_info(void);
+size_t llama_max_devices(void);
+size_t llama_max_parallel_sequences(void);
+
+void llama_model_free(struct llama_model * model);
+const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);
+int32_t llama_model_n_ctx_train(const struct llama_model * model);
+int32_t llama_model_n_embd(const struct llama_model * model);
+int32_t llama_model_n_layer(const struct llama_model * model);
+uint64_t llama_model_size(const struct llama_model * model);
+uint64_t llama_model_n_params(const struct llama_model * model);
+int32_t llama_model_desc(const struct llama_model * model, char * buf, size_t buf_size);
+bool llama_model_has_encoder(const struct llama_model * model);
+bool llama_model_has_decoder(const struct llama_model * model);
+int32_t llama_model_meta_count(const struct llama_model * model);
+int32_t llama_model_meta_key_by_index(const struct llama_model * model, int32_t i, char * buf, size_t buf_size);
+int32_t llama_model_meta_val_str_by_index(const struct llama_model * model, int32_t i, char * buf, size_t buf_size);
+const char * llama_model_chat_template(const struct llama_model * model, const char * name);
+
+enum llama_vocab_type llama_vocab_type(const struct llama_vocab * vocab);
+int32_t llama_vocab_n_tokens(const struct llama_vocab * vocab);
+bool llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
+bool llama_vocab_is_control(const struct llama_vocab * vocab, llama_token token);
+llama_token llama_vocab_bos(const struct llama_vocab * vocab);
+llama_token llama_vocab_eos(const struct llama_vocab * vocab);
+llama_token llama_vocab_eot(const struct llama_vocab * vocab);
+bool llama_vocab_get_add_bos(const struct llama_vocab * vocab);
+
+void llama_free(struct llama_context * ctx);
+uint32_t llama_n_ctx(const struct llama_context * ctx);
+uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
+uint32_t llama_n_batch(const struct llama_context * ctx);
+uint32_t llama_n_ubatch(const struct llama_context * ctx);
+uint32_t llama_n_seq_max(const struct llama_context * ctx);
+struct llama_perf_context_data llama_perf_context(const struct llama_context * ctx);
+llama_memory_t llama_get_memory(const struct llama_context * ctx);
+bool llama_memory_can_shift(llama_memory_t mem);
+llama_pos llama_memory_seq_pos_min(llama_memory_t mem, llama_seq_id seq_id);
+llama_pos llama_memory_seq_pos_max(llama_memory_t mem, llama_seq_id seq_id);

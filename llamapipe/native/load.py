@@ -1,0 +1,91 @@
+"""Finds the native module beside this file, loads the backends from our own folder only, and routes native logs.
+
+Nothing happens on import; the first object that needs llama.cpp calls ``native()``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from llamapipe.errors import BackendError
+
+LIB_DIR = Path(__file__).parent / "lib"
+logger = logging.getLogger("llamapipe.native")
+
+_lock = threading.Lock()
+_module: Any = None
+_LOG_BYTES = 512
+
+
+def build_info() -> dict[str, Any]:
+    """What the build wrote down about itself (commit, flags, backends); empty when it is missing."""
+    try:
+        info = json.loads((LIB_DIR / "build.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def native() -> Any:
+    """The cffi module with ``ffi`` and ``lib``; the first call loads the backends. Any thread.
+
+    Raises BackendError when the module is not built or finds no device.
+    """
+    global _module
+    if _module is not None:
+        return _module
+    with _lock:
+        if _module is None:
+            _module = _load()
+    return _module
+
+
+def _load() -> Any:
+    try:
+        from llamapipe.native import _native
+    except ImportError as e:
+        raise BackendError(
+            f"the native module cannot be loaded ({e}); build it: `pip install .` from a clone, or "
+            "`python build_native.py --backend cpu` in the source tree"
+        ) from e
+    lib = _native.lib
+    lib.lp_log_start()
+    n_devices = lib.lp_load_backends(str(LIB_DIR).encode())
+    drain_log(_native)
+    if n_devices <= 0:
+        raise BackendError(f"no backend could be loaded from {LIB_DIR}; rebuild: `python build_native.py --backend cpu --clean`")
+    return _native
+
+
+def last_error(module: Any) -> str:
+    """Text of the failure that the last native entry on this thread reported."""
+    return str(module.ffi.string(module.lib.lp_last_error()).decode("utf-8", "replace"))
+
+
+def drain_log(module: Any) -> list[str]:
+    """Hands waiting native log records to ``logging`` and returns the texts of warnings and errors. Any thread."""
+    ffi, lib = module.ffi, module.lib
+    text = ffi.new("char[]", _LOG_BYTES)
+    level = ffi.new("int *")
+    severities = {
+        lib.GGML_LOG_LEVEL_DEBUG: logging.DEBUG,
+        lib.GGML_LOG_LEVEL_WARN: logging.WARNING,
+        lib.GGML_LOG_LEVEL_ERROR: logging.ERROR,
+    }
+    problems: list[str] = []
+    severity = logging.DEBUG
+    while (n := lib.lp_log_next(text, _LOG_BYTES, level)) >= 0:
+        if level[0] != lib.GGML_LOG_LEVEL_CONT:
+            # llama.cpp's INFO is a page for each model: DEBUG in a library
+            severity = severities.get(level[0], logging.DEBUG)
+        line = ffi.buffer(text, n)[:].decode("utf-8", "replace").rstrip()
+        if not line.strip("."):
+            continue
+        logger.log(severity, "%s", line)
+        if severity >= logging.WARNING:
+            problems.append(line)
+    return problems

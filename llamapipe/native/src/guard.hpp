@@ -1,0 +1,25 @@
+// The catch-all around every entry: llama.cpp throws in places, and an exception through a C frame ends the process.
+#pragma once
+
+#include "native.h"
+
+#include <exception>
+#include <utility>
+
+namespace lp {
+
+void set_error(const char * text) noexcept;
+
+// Runs `body`; any exception becomes `failed` and a message for lp_last_error().
+template <typename Result, typename Body> Result guard(Result failed, Body && body) noexcept {
+    try {
+        return std::forward<Body>(body)();
+    } catch (const std::exception & e) {
+        set_error(e.what());
+    } catch (...) {
+        set_error("unknown C++ exception");
+    }
+    return failed;
+}
+
+}  // namespace lp

@@ -1,0 +1,80 @@
+// Error text of the calling thread, and the ring that native log records wait in until Python drains them.
+//
+// llama_log_set is process-wide and its callback may run on any thread, also while Python is shutting down: so the
+// callback only copies into fixed memory and never enters Python.
+#include "guard.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+
+namespace {
+
+constexpr int n_records    = 256;
+constexpr int record_bytes = 512;
+
+struct record {
+    int  level;
+    int  n;
+    char text[record_bytes];
+};
+
+struct ring {
+    std::mutex mutex;
+    record     records[n_records];
+    uint64_t   n_written = 0;
+    uint64_t   n_read    = 0;
+    uint64_t   n_dropped = 0;
+};
+
+ring & the_ring() {
+    static ring * r = new ring;  // never freed: records may arrive during static destruction
+    return *r;
+}
+
+void on_log(ggml_log_level level, const char * text, void *) {
+    ring & r = the_ring();
+    const std::lock_guard<std::mutex> lock(r.mutex);
+    if (r.n_written - r.n_read == n_records) {
+        r.n_read++;
+        r.n_dropped++;
+    }
+    record & out = r.records[r.n_written++ % n_records];
+    out.level    = level;
+    out.n        = (int) std::min(strlen(text), (size_t) record_bytes);
+    memcpy(out.text, text, out.n);
+}
+
+thread_local char last_error[512] = "";
+
+}  // namespace
+
+void lp::set_error(const char * text) noexcept {
+    strncpy(last_error, text, sizeof last_error - 1);
+}
+
+const char * lp_last_error(void) { return last_error; }
+
+void lp_log_start(void) {
+    the_ring();
+    llama_log_set(on_log, nullptr);  // also sets ggml's
+}
+
+int lp_log_next(char * text, int n_bytes, int * level) {
+    ring & r = the_ring();
+    const std::lock_guard<std::mutex> lock(r.mutex);
+    if (r.n_read == r.n_written) {
+        return -1;
+    }
+    const record & in = r.records[r.n_read++ % n_records];
+    const int      n  = std::min(in.n, n_bytes);
+    memcpy(text, in.text, n);
+    *level = in.level;
+    return n;
+}
+
+uint64_t lp_log_dropped(void) {
+    ring & r = the_ring();
+    const std::lock_guard<std::mutex> lock(r.mutex);
+    return r.n_dropped;
+}

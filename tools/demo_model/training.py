@@ -1,0 +1,92 @@
+"""The training loop: packs documents into rows, two optimizers, one decaying rate."""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .lessons import document, questions
+from .network import Network
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast to train; a step is `n_tokens` tokens."""
+
+    n_steps: int = 1800
+    n_tokens: int = 8192
+    n_row: int = 512  # positions of a row, until the last part
+    n_row_last: int = 1024  # the last part's longer rows teach the far positions
+    last_part: float = 0.15
+    n_warmup: int = 40
+    rate_matrices: float = 0.02
+    rate_rest: float = 0.004
+
+
+def rows(tokenizer: Tokenizer, seed: int, n_row: int) -> Iterator[list[int]]:
+    """Endless rows of `n_row + 1` ids; each begins with a document's start and goes on with whole documents."""
+    rng = random.Random(seed)
+    pool = questions()
+    while True:
+        row: list[int] = []
+        while len(row) <= n_row:
+            row += tokenizer.encode(document(rng, pool))
+        yield row[: n_row + 1]
+
+
+def batches(tokenizer: Tokenizer, seed: int, n_tokens: int, n_row: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless inputs and targets, int64 `(n_tokens / n_row, n_row)` each."""
+    source = rows(tokenizer, seed, n_row)
+    while True:
+        ids = torch.tensor([next(source) for _ in range(n_tokens // n_row)])
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def validation_loss(network: Network, tokenizer: Tokenizer, n_row: int, n_batches: int = 4) -> float:
+    """Mean loss in nats per token on documents of a seed that training does not use."""
+    source = batches(tokenizer, 999_983, 16 * n_row, n_row)
+    with torch.no_grad():
+        return sum(network(*next(source)).item() for _ in range(n_batches)) / n_batches
+
+
+def train(network: Network, tokenizer: Tokenizer, schedule: Schedule, seed: int) -> dict[str, float]:
+    """Trains in place; returns figures for the card: losses, tokens, minutes."""
+    matrices = [p for name, p in network.named_parameters() if p.ndim == 2 and "embd" not in name]
+    rest = [p for name, p in network.named_parameters() if p.ndim != 2 or "embd" in name]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=schedule.rate_matrices, weight_decay=0.01),
+        torch.optim.AdamW(rest, lr=schedule.rate_rest, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    base = [schedule.rate_matrices, schedule.rate_rest]
+    switch = int(schedule.n_steps * (1 - schedule.last_part))
+    source = batches(tokenizer, seed, schedule.n_tokens, schedule.n_row)
+    start, recent = time.perf_counter(), 0.0
+    for step in range(schedule.n_steps):
+        if step == switch:
+            source = batches(tokenizer, seed + 1, schedule.n_tokens, schedule.n_row_last)
+        left = (schedule.n_steps - step) / schedule.n_steps
+        factor = min((step + 1) / schedule.n_warmup, 1.0, left / 0.7)
+        for optimizer, rate in zip(optimizers, base, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = network(*next(source))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        recent = loss.item() if step == 0 else 0.95 * recent + 0.05 * loss.item()
+        if step % 25 == 0 or step == schedule.n_steps - 1:
+            minutes = (time.perf_counter() - start) / 60
+            print(f"step {step} of {schedule.n_steps}, loss {recent:.4f}, {minutes:.1f} min", flush=True)
+    return {
+        "training_loss": recent,
+        "validation_loss_512": validation_loss(network, tokenizer, 512),
+        "validation_loss_1024": validation_loss(network, tokenizer, 1024),
+        "n_tokens": float(schedule.n_steps * schedule.n_tokens),
+        "minutes": (time.perf_counter() - start) / 60,
+    }

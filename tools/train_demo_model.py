@@ -1,0 +1,59 @@
+"""Makes the model that llamapipe ships: writes its text, learns its vocabulary, trains it, writes the GGUF file.
+
+Needs `pip install torch==2.13.0 gguf` (the CPU build is enough) and about half an hour on two cores:
+
+    python tools/train_demo_model.py --out llamapipe/data/demo.gguf
+"""
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from demo_model.export import write_gguf
+from demo_model.lessons import document, plain, questions
+from demo_model.network import Network, Shape
+from demo_model.tokenizer import Tokenizer, learn
+from demo_model.training import Schedule, train
+
+N_VOCAB = 2400
+N_VOCABULARY_DOCUMENTS = 20_000
+
+
+def vocabulary(seed: int) -> Tokenizer:
+    """The tokenizer, learned from documents of its own seed."""
+    rng, pool = random.Random(seed), questions()
+    return Tokenizer(learn((plain(document(rng, pool)) for _ in range(N_VOCABULARY_DOCUMENTS)), N_VOCAB))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("llamapipe/data/demo.gguf"))
+    parser.add_argument("--steps", type=int, default=Schedule.n_steps)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--weights", type=Path, help="also save the unquantized weights here, for torch.load")
+    args = parser.parse_args()
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    tokenizer = vocabulary(args.seed)
+    shape = Shape(n_vocab=len(tokenizer.texts()))
+    network = Network(shape)
+    n_parameters = sum(p.numel() for p in network.parameters())
+    print(f"{shape}, {n_parameters} parameters", flush=True)
+    figures = train(network, tokenizer, Schedule(n_steps=args.steps), seed=1000 * args.seed)
+    if args.weights:
+        torch.save(network.state_dict(), args.weights)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_gguf(args.out, network, tokenizer)
+    print(json.dumps(figures | {"n_parameters": n_parameters, "n_bytes": args.out.stat().st_size}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

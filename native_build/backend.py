@@ -63,7 +63,9 @@ def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: S
         return build_meta.prepare_metadata_for_build_wheel(metadata_directory, rest)
 
 
-def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: Settings | None = None) -> str:
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: Settings | None = None
+) -> str:
     """Write an editable install's metadata."""
     with _settings(config_settings) as rest:
         return build_meta.prepare_metadata_for_build_editable(metadata_directory, rest)

@@ -62,10 +62,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="|".join(BACKENDS),
         help="backends to build, one or more; the CPU's is always built (default: cpu)",
     )
-    parser.add_argument("--source", type=Path, metavar="DIR", help="a llama.cpp source tree, instead of the pinned one")
-    parser.add_argument("--output", type=Path, default=PACKAGE_NATIVE, metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilations at once (default: the cores available)")
-    parser.add_argument("--clean", action="store_true", help="forget the cached result of this very build first")
+    parser.add_argument(
+        "--source", type=Path, metavar="DIR", help="a llama.cpp source tree, instead of the pinned one"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=PACKAGE_NATIVE, metavar="DIR", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="compilations at once (default: the cores available)"
+    )
+    parser.add_argument(
+        "--clean", action="store_true", help="forget the cached result of this very build first"
+    )
     parser.add_argument(
         "--all-variants",
         action="store_true",
@@ -83,5 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="as CMake spells them, e.g. '90;120' (default: the GPUs present, else all usual ones)",
     )
-    parser.add_argument("--print-source", action="store_true", help="print the source tree's folder (fetched if need be)")
+    parser.add_argument(
+        "--print-source", action="store_true", help="print the source tree's folder (fetched if need be)"
+    )
     return parser

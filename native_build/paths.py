@@ -21,7 +21,7 @@ def cache_dir() -> Path:
     if own := os.environ.get("LLAMAPIPE_CACHE_DIR"):
         return Path(own).expanduser().absolute()
     # The specification has relative paths ignored.
-    if (xdg := os.environ.get("XDG_CACHE_HOME")) and os.path.isabs(xdg):
+    if (xdg := os.environ.get("XDG_CACHE_HOME")) and Path(xdg).is_absolute():
         return Path(xdg) / "llamapipe"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "llamapipe"

@@ -16,7 +16,11 @@ _TAIL = 30
 
 
 def run(
-    command: Sequence[str], log: TextIO, environment: dict[str, str], what: str, say: Callable[[str], None] | None
+    command: Sequence[str],
+    log: TextIO,
+    environment: dict[str, str],
+    what: str,
+    say: Callable[[str], None] | None,
 ) -> None:
     """Run ``command``; its output goes to ``log``. With ``say``, its ``[k/n]`` lines are shown as progress.
 
@@ -27,7 +31,12 @@ def run(
     start, shown = time.monotonic(), 0
     lines: list[str] = []
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -48,7 +57,9 @@ def run(
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     log.flush()
     if process.returncode != 0:
-        errors = [line for line in lines if re.search(r"\berror\b|CMake Error|FAILED", line)][:8] or lines[-_TAIL:]
+        errors = [line for line in lines if re.search(r"\berror\b|CMake Error|FAILED", line)][:8] or lines[
+            -_TAIL:
+        ]
         raise BuildError(
             f"{what} llama.cpp failed (exit code {process.returncode}):\n    " + "\n    ".join(errors),
             f"see {log.name}; after putting it right, run the same command with --clean",

@@ -146,7 +146,8 @@ def _fetch(pin: Pin, folder: Path, say: Callable[[str], None]) -> None:
         unpacked = scratch / "unpacked"
         commit = _extract(archive, unpacked)
         (unpacked / "source.json").write_text(
-            json.dumps({"requirement": pin.requirement, "sha256": pin.sha256, "commit": commit}), encoding="utf-8"
+            json.dumps({"requirement": pin.requirement, "sha256": pin.sha256, "commit": commit}),
+            encoding="utf-8",
         )
         unpacked.rename(folder)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -55,7 +54,7 @@ def publish(files: dict[str, Path], about: dict[str, Any], target: Path) -> None
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         scratch.chmod(0o755)
-        os.rename(scratch, target)
+        scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

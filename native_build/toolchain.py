@@ -15,6 +15,7 @@ from pathlib import Path
 
 from native_build.errors import BuildError
 from native_build.system import install_command
+from native_build.workarounds import workaround_flags
 
 # The pinned llama.cpp asks for 3.14, its Vulkan backend for 3.19; older ones than 3.21 were not tried.
 MIN_CMAKE = (3, 21)
@@ -24,13 +25,18 @@ _CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std
 
 @dataclass(frozen=True)
 class Compilers:
-    """The C and C++ compiler commands, and a text that changes when another compiler would be used."""
+    """The C and C++ compiler commands and what was found out about them.
+
+    ``version`` changes when another compiler would be used, ``native_identity`` when this machine's instructions
+    (switched on by ``native_flag``) are others. ``workarounds``: flags that keep known faults out.
+    """
 
     c: tuple[str, ...]
     cxx: tuple[str, ...]
     version: str
-    native_flag: str
-    native_identity: str
+    native_flag: str = ""
+    native_identity: str = ""
+    workarounds: tuple[str, ...] = ()
 
 
 def find_compilers() -> Compilers:
@@ -50,14 +56,16 @@ def find_compilers() -> Compilers:
     version = " / ".join(_first_line([*command, "--version"]) for command in (c, cxx))
     version += " / " + _first_line([*cxx, "-dumpmachine"])
     flag, identity = _native(cxx)
-    return Compilers(c, cxx, version, flag, identity)
+    return Compilers(c, cxx, version, flag, identity, workaround_flags(cxx))
 
 
 def _command(variable: str, names: Sequence[str], what: str) -> tuple[str, ...]:
     if given := shlex.split(os.environ.get(variable, "")):
         if shutil.which(given[0]):
             return tuple(given)
-        raise BuildError(f"{variable}={given[0]}: there is no such {what}", f"unset {variable}, or set it to one")
+        raise BuildError(
+            f"{variable}={given[0]}: there is no such {what}", f"unset {variable}, or set it to one"
+        )
     for name in names:
         if found := shutil.which(name):
             return (found,)
@@ -146,6 +154,8 @@ def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[
     try:
         # Messages are read here, so they must be in English.
         environment = {**os.environ, "LC_ALL": "C"}
-        return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=environment)
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, check=False, env=environment
+        )
     except OSError as error:
         return subprocess.CompletedProcess(list(command), 127, "", str(error))

@@ -1,0 +1,115 @@
+"""How llama.cpp is compiled: CMake's arguments, and the key under which the result is kept."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from native_build.options import BuildOptions
+from native_build.sources import Source
+from native_build.store import key_of
+from native_build.toolchain import Compilers
+
+# Raise when the same inputs give another result: every cached one is then built anew.
+VERSION = 1
+# Given to llama.cpp's build as CMAKE_PROJECT_INCLUDE.
+# Other bindings ship libllama.so.0 and libggml-base.so.0 too, and the loader takes a library that is already in
+# the process for every other of its name: so ours have names of their own. Backend modules are opened by their
+# path, so they keep llama.cpp's names, by which its loader finds them.
+INJECTED = 'set(CMAKE_SHARED_LIBRARY_PREFIX "libllamapipe-")\n'
+# Set by people to influence compilers. CMake takes the last three from the environment by itself.
+_VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT")
+_LEFT_OUT = ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP", "UI")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what the core libraries and the CPU modules are."""
+
+    options: BuildOptions
+    source: Source
+    compilers: Compilers
+
+    @property
+    def tuning(self) -> tuple[str, ...]:
+        """Compiler flags for this machine's own instructions; none where the choice is made at run time."""
+        flag = self.compilers.native_flag
+        return (flag,) if flag and not self.options.all_variants else ()
+
+    def compiler_flags(self, language: str) -> list[str]:
+        """What the user set for ``language`` (C or CXX), then ours."""
+        given = [
+            *shlex.split(os.environ.get("CPPFLAGS", "")),
+            *shlex.split(os.environ.get(f"{language}FLAGS", "")),
+        ]
+        return [*given, *self.compilers.workarounds, *self.tuning]
+
+    @property
+    def cmake_arguments(self) -> tuple[str, ...]:
+        """The arguments that all backends share: adding one changes none of them, so the core stays as it is."""
+        origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
+        return (
+            # A list: a compiler command may have fixed arguments (CXX="ccache g++").
+            f"-DCMAKE_C_COMPILER={';'.join(self.compilers.c)}",
+            f"-DCMAKE_CXX_COMPILER={';'.join(self.compilers.cxx)}",
+            f"-DCMAKE_C_FLAGS={shlex.join(self.compiler_flags('C'))}",
+            f"-DCMAKE_CXX_FLAGS={shlex.join(self.compiler_flags('CXX'))}",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DCMAKE_INSTALL_RPATH={origin}",
+            "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+            "-DBUILD_SHARED_LIBS=ON",
+            "-DGGML_BACKEND_DL=ON",
+            # llama.cpp refuses GGML_NATIVE together with loadable backends; `tuning` does its work.
+            "-DGGML_NATIVE=OFF",
+            f"-DGGML_CPU_ALL_VARIANTS={_on(self.options.all_variants)}",
+            f"-DGGML_OPENMP={_on(self.options.openmp)}",
+            "-DGGML_BLAS=OFF",
+            "-DLLAMA_OPENSSL=OFF",
+            *(f"-DLLAMA_BUILD_{part}=OFF" for part in _LEFT_OUT),
+        )
+
+    @property
+    def key(self) -> str:
+        """Equal for builds whose results are interchangeable."""
+        return key_of({**self._parts(), "source": self.source.identity})
+
+    @property
+    def tree_key(self) -> str:
+        """Names the folder to compile in.
+
+        A source under development keeps it when its files change, so that only those are compiled.
+        """
+        place = self.source.identity if self.source.pinned else str(self.source.path)
+        return key_of({**self._parts(), "source": place})
+
+    def _parts(self) -> dict[str, object]:
+        return {
+            "version": VERSION,
+            "injected": INJECTED,
+            "arguments": self.cmake_arguments,
+            "compilers": self.compilers.version,
+            "instructions": self.compilers.native_identity if self.tuning else "",
+            "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+            "platform": [sys.platform, platform.machine()],
+        }
+
+
+def core_libraries(folder: Path) -> dict[str, Path]:
+    """File name to ship → file, for the libraries that every backend and the cffi module link to.
+
+    Only the name that dependents ask for, with the ABI's number alone: a wheel cannot hold the links beside it.
+    """
+    files = {}
+    for name in ("llama", "ggml", "ggml-base"):
+        pattern = f"libllamapipe-{name}.*.dylib" if sys.platform == "darwin" else f"libllamapipe-{name}.so.*"
+        path = min(folder.glob(pattern), key=lambda found: len(found.name))
+        files[path.name] = path
+    return files
+
+
+def _on(value: bool) -> str:
+    return "ON" if value else "OFF"

@@ -1,0 +1,41 @@
+"""Flags that keep known compiler faults out of the libraries, chosen by trying the compiler, not by its version."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from native_build.paths import cache_dir
+
+_HEADER = Path(__file__).with_name("amx_tileconfig.h")
+_MARK = "23130"
+# A store that only ldtilecfg reads: where the compiler drops it, the mark is missing from the assembly.
+_PROGRAM = f"""#include <immintrin.h>
+struct config {{ unsigned char head[16]; unsigned short colsb[16]; unsigned char rows[16]; }};
+void load(void) {{ struct config c = {{{{1}}, {{0}}, {{0}}}}; c.colsb[7] = {_MARK}; _tile_loadconfig(&c); }}
+"""
+
+
+def workaround_flags(cxx: Sequence[str]) -> tuple[str, ...]:
+    """Flags for C and C++ alike; none where the compiler needs none."""
+    if platform.machine().lower() not in ("x86_64", "amd64") or not _loses_tile_configuration(cxx):
+        return ()
+    # A copy at a place that does not change with the clone, so that every clone finds the same build in the cache.
+    text = _HEADER.read_bytes()
+    copy = cache_dir() / "include" / f"amx_tileconfig-{hashlib.sha256(text).hexdigest()[:12]}.h"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    if not copy.is_file():
+        with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
+            file.write(text)
+        Path(file.name).replace(copy)
+    return ("-include", str(copy))
+
+
+def _loses_tile_configuration(cxx: Sequence[str]) -> bool:
+    command = [*cxx, "-O2", "-mamx-tile", "-S", "-o", "-", "-x", "c++", "-"]
+    done = subprocess.run(command, input=_PROGRAM, capture_output=True, text=True, check=False)
+    return done.returncode == 0 and _MARK not in done.stdout

@@ -1,0 +1,328 @@
+"""Parses the head of a GGUF file (metadata and tensor list) with every length checked before it is used.
+
+Nothing is copied but what is asked for: arrays stay in the mapped file, strings of an array are offsets into it.
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+U16, U32, I32, F32, BOOL, STRING, ARRAY = 2, 4, 5, 6, 7, 8, 9
+TYPE_NAMES: Final = (
+    "u8",
+    "i8",
+    "u16",
+    "i16",
+    "u32",
+    "i32",
+    "f32",
+    "bool",
+    "string",
+    "array",
+    "u64",
+    "i64",
+    "f64",
+)
+_SCALARS: Final = {
+    kind: struct.Struct("<" + code)
+    for kind, code in {
+        0: "B",
+        1: "b",
+        2: "H",
+        3: "h",
+        4: "I",
+        5: "i",
+        6: "f",
+        7: "B",
+        10: "Q",
+        11: "q",
+        12: "d",
+    }.items()
+}
+_DTYPES: Final = {
+    kind: np.dtype("<" + code)
+    for kind, code in {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "u1"}.items()
+} | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+_U32: Final = struct.Struct("<I")
+_U64: Final = struct.Struct("<Q")
+_HEADER_BYTES: Final = 24
+
+_MAX_KEY_BYTES: Final = 65_535
+_MAX_STRING_BYTES: Final = 1 << 30  # llama.cpp's own limit
+_MAX_NAME_BYTES: Final = 63  # GGML_MAX_NAME - 1
+_SCAN_BYTES: Final = 1 << 22
+
+Scalar = int | float | bytes
+
+
+class Damage(Exception):  # noqa: N818 - not raised to users: check_gguf turns it into a ModelLoadError
+    """What is wrong with a file, without its name."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of the metadata: element type and count, and where in the mapped file its elements are.
+
+    `starts` and `lengths` (int64, `(count,)`) are set for strings; `data` for numbers.
+    """
+
+    kind: int
+    count: int
+    data: npt.NDArray[np.generic]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of the metadata. `value` of a string is bytes up to the first NUL, as C code sees it."""
+
+    kind: int
+    value: Scalar | Array
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor as listed: `dims` innermost first, ggml's number of its type, `offset` in the data section."""
+
+    name: str
+    dims: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """All that stands before the tensor data. `buffer` is the mapped file; arrays refer to it."""
+
+    version: int
+    entries: dict[str, Entry]
+    tensors: list[Tensor]
+    alignment: int
+    data_start: int
+    buffer: mmap.mmap
+
+    def strings(self, array: Array) -> list[bytes]:
+        """The strings of an array, each up to its first NUL, as C code sees them."""
+        if array.count == 0:
+            return []
+        first = int(array.starts[0])
+        end = int(array.starts[-1] + array.lengths[-1])
+        region = self.buffer[first:end]
+        starts = (array.starts - first).tolist()
+        ends = (array.starts + array.lengths - first).tolist()
+        found = [region[start:end] for start, end in zip(starts, ends, strict=True)]
+        # The region holds the lengths of all strings but the first; their zero bytes do not count.
+        n_zero = 8 * (array.count - 1) - sum(
+            int(np.count_nonzero(array.lengths[1:] >> shift & 0xFF)) for shift in range(0, 32, 8)
+        )
+        if region.count(0) != n_zero:
+            found = [piece.split(b"\0", 1)[0] for piece in found]
+        return found
+
+
+def parse_head(buffer: mmap.mmap) -> Head:
+    """Parse a mapped file that begins with the GGUF magic; raises Damage."""
+    return _Parser(buffer).head()
+
+
+class _Parser:
+    def __init__(self, buffer: mmap.mmap) -> None:
+        self._buffer = buffer
+        self._size = len(buffer)
+        self._pos = 0
+
+    def head(self) -> Head:
+        if self._size < _HEADER_BYTES:
+            raise Damage(f"the file has {self._size} bytes, less than a GGUF header of {_HEADER_BYTES}")
+        version = _U32.unpack_from(self._buffer, 4)[0]
+        _check_version(version)
+        n_tensors, n_entries = struct.unpack_from("<QQ", self._buffer, 8)
+        # The smallest entry is a key of one byte with a one-byte value; the smallest tensor has no dimension.
+        for what, count, smallest in (("metadata entries", n_entries, 14), ("tensors", n_tensors, 25)):
+            if count * smallest > self._size:
+                raise Damage(f"the header claims {count} {what}, but the file has only {self._size} bytes")
+        self._pos = _HEADER_BYTES
+        entries: dict[str, Entry] = {}
+        for i in range(n_entries):
+            key = self._key(i)
+            if key in entries:
+                raise Damage(f"the key {key!r} occurs twice in the metadata")
+            entries[key] = self._entry(key)
+        alignment = _alignment(entries)
+        names: set[str] = set()
+        tensors = []
+        for i in range(n_tensors):
+            tensor = self._tensor(i)
+            if tensor.name in names:
+                raise Damage(f"the tensor {tensor.name!r} occurs twice")
+            names.add(tensor.name)
+            tensors.append(tensor)
+        start = -(-self._pos // alignment) * alignment if tensors else self._pos
+        return Head(version, entries, tensors, alignment, start, self._buffer)
+
+    def _need(self, n_bytes: int, what: str) -> int:
+        """The current position, moved on by `n_bytes`."""
+        pos = self._pos
+        if n_bytes > self._size - pos:
+            raise Damage(
+                f"{what} at byte {pos} needs {n_bytes} bytes, but the file ends at byte {self._size}:"
+                " it is truncated or damaged"
+            )
+        self._pos = pos + n_bytes
+        return pos
+
+    def _u32(self, what: str) -> int:
+        return int(_U32.unpack_from(self._buffer, self._need(4, what))[0])
+
+    def _u64(self, what: str) -> int:
+        return int(_U64.unpack_from(self._buffer, self._need(8, what))[0])
+
+    def _string(self, what: str, limit: int) -> bytes:
+        length = self._u64(f"the length of {what}")
+        if length > limit:
+            raise Damage(f"{what} at byte {self._pos} claims {length} bytes, the limit is {limit}")
+        pos = self._need(length, what)
+        return self._buffer[pos : pos + length]
+
+    def _key(self, i: int) -> str:
+        key = self._string(f"key {i} of the metadata", _MAX_KEY_BYTES)
+        if not key or b"\0" in key:
+            raise Damage(f"key {i} of the metadata is {'empty' if not key else repr(key)}")
+        return key.decode("utf-8", "backslashreplace")
+
+    def _entry(self, key: str) -> Entry:
+        kind = self._u32(f"the type of {key!r}")
+        if kind == ARRAY:
+            return Entry(ARRAY, self._array(key))
+        if kind == STRING:
+            return Entry(STRING, self._string(f"the value of {key!r}", _MAX_STRING_BYTES).split(b"\0", 1)[0])
+        scalar = _SCALARS.get(kind)
+        if scalar is None:
+            raise Damage(f"{key!r} has the unknown value type {kind}")
+        value = scalar.unpack_from(self._buffer, self._need(scalar.size, f"the value of {key!r}"))[0]
+        return Entry(kind, value)
+
+    def _array(self, key: str) -> Array:
+        kind = self._u32(f"the element type of {key!r}")
+        count = self._u64(f"the length of {key!r}")
+        nothing = np.empty(0, np.int64)
+        if kind == STRING:
+            starts, lengths = self._string_array(key, count)
+            return Array(kind, count, nothing, starts, lengths)
+        dtype = _DTYPES.get(kind)
+        if dtype is None:
+            name = "array" if kind == ARRAY else str(kind)
+            raise Damage(f"{key!r} is an array of type {name}, which llama.cpp does not read")
+        pos = self._need(count * dtype.itemsize, f"the array {key!r} of {count} elements")
+        # frombuffer refuses an empty view at the very end of the file.
+        data = np.frombuffer(self._buffer, dtype, count, pos) if count else np.empty(0, dtype)
+        return Array(kind, count, data, nothing, nothing)
+
+    def _string_array(self, key: str, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Starts and lengths of `count` strings; each is a u64 length followed by that many bytes.
+
+        Where a string starts is known only once the one before it is read, which in Python is slow for half a million
+        strings. So candidates are found all at once (a length below 65,536 ends in six zero bytes, which text hardly
+        holds) and kept as far as they form an unbroken chain; what is unusual is read one by one.
+        """
+        if count * 8 > self._size - self._pos:
+            raise Damage(
+                f"the array {key!r} claims {count} strings, but only {self._size - self._pos} bytes are left:"
+                " the file is truncated or damaged"
+            )
+        starts: list[npt.NDArray[np.int64]] = []
+        lengths: list[npt.NDArray[np.int64]] = []
+        left, patience = count, 64
+        while left:
+            found = self._chain(left) if left > 32 else None
+            if found is None:
+                # Doubling keeps a file made to defeat the fast way from making it slow.
+                found = self._one_by_one(key, min(left, patience), count - left)
+                patience *= 2
+            starts.append(found[0])
+            lengths.append(found[1])
+            left -= len(found[0])
+        if not starts:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return np.concatenate(starts), np.concatenate(lengths)
+
+    def _chain(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """At most `most` strings from here on that surely follow each other, or None."""
+        # Words of four bytes from the aligned place at or before here; strings are rarely longer than 40 bytes.
+        base = self._pos & ~3
+        n_words = min(_SCAN_BYTES, 48 * most + 64, self._size - base) // 4
+        words = np.frombuffer(self._buffer, "<u4", n_words, base)
+        window = words.view(np.uint8)
+        # The seven zeros of a length below 256 hold one aligned zero word; the text begins in the next word.
+        zero = np.flatnonzero(words[:-1] == 0)
+        after = words[zero + 1]
+        lead = np.where(after & 0xFF, 0, np.where(after & 0xFF00, 1, np.where(after & 0xFF0000, 2, 3)))
+        at = 4 * zero - 4 + lead
+        at = at[(after != 0) & (at >= self._pos - base)][:most]
+        if len(at) == 0 or at[0] != self._pos - base:
+            return None
+        lengths = window[at].astype(np.int64)
+        for i in range(1, 4):
+            lengths |= window[at + i].astype(np.int64) << 8 * i
+        ends = at + 8 + lengths
+        broken = np.flatnonzero(at[1:] != ends[:-1])
+        n = int(broken[0]) + 1 if len(broken) else len(at)
+        if base + int(ends[n - 1]) > self._size:
+            n -= 1
+        if n == 0:
+            return None
+        self._pos = base + int(ends[n - 1])
+        return at[:n] + 8 + base, lengths[:n]
+
+    def _one_by_one(
+        self, key: str, n: int, first: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        starts, lengths = [], []
+        for i in range(first, first + n):
+            length = self._u64(f"the length of string {i} of {key!r}")
+            if length > _MAX_STRING_BYTES:
+                raise Damage(f"string {i} of {key!r} claims {length} bytes, the limit is {_MAX_STRING_BYTES}")
+            starts.append(self._need(length, f"string {i} of {key!r}"))
+            lengths.append(length)
+        return np.array(starts, np.int64), np.array(lengths, np.int64)
+
+    def _tensor(self, i: int) -> Tensor:
+        raw = self._string(f"the name of tensor {i}", _MAX_NAME_BYTES)
+        if not raw or b"\0" in raw:
+            raise Damage(f"tensor {i} is named {raw!r}")
+        name = raw.decode("utf-8", "backslashreplace")
+        n_dims = self._u32(f"the number of dimensions of tensor {name!r}")
+        if not 1 <= n_dims <= 4:
+            raise Damage(f"tensor {name!r} has {n_dims} dimensions, llama.cpp reads 1 to 4")
+        pos = self._need(8 * n_dims + 12, f"the description of tensor {name!r}")
+        *dims, kind, offset = struct.unpack_from(f"<{n_dims}QIQ", self._buffer, pos)
+        return Tensor(name, tuple(dims), kind, offset)
+
+
+def _check_version(version: int) -> None:
+    if version & 0xFFFF == 0:
+        raise Damage("it is big-endian; convert it again for this machine's byte order")
+    if version == 1:
+        raise Damage("it has GGUF version 1, which llama.cpp no longer reads; convert the model again")
+    if version > 3:
+        raise Damage(
+            f"it has GGUF version {version}, this llama.cpp reads up to 3; a newer llamapipe may read it"
+        )
+
+
+def _alignment(entries: dict[str, Entry]) -> int:
+    entry = entries.get("general.alignment")
+    if entry is None:
+        return 32
+    value = entry.value
+    if entry.kind != U32 or not isinstance(value, int) or value <= 0 or value & (value - 1):
+        raise Damage(f"general.alignment is {value!r}, it must be a u32 and a power of two")
+    return value

@@ -49,8 +49,8 @@ def check_tensors(head: Head) -> None:
         expected += -(-n_bytes // head.alignment) * head.alignment
     if truncated is not None:
         raise Damage(
-            f"the data of {truncated!r} is missing: the file ends at byte {size} but should have {end}; it is truncated,"
-            " download or convert it again"
+            f"the data of {truncated!r} is missing: the file ends at byte {size} but should have {end}:"
+            " it is truncated, download or convert it again"
         )
 
 

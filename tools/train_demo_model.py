@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Schedule.n_steps)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--weights", type=Path, help="also save the unquantized weights here, for torch.load")
+    parser.add_argument("--weights", type=Path, help="keep the unquantized weights here while training")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -47,9 +47,12 @@ def main() -> None:
     network = Network(shape)
     n_parameters = sum(p.numel() for p in network.parameters())
     print(f"{shape}, {n_parameters} parameters", flush=True)
-    figures = train(network, tokenizer, Schedule(n_steps=args.steps), seed=1000 * args.seed)
-    if args.weights:
-        torch.save(network.state_dict(), args.weights)
+
+    def save() -> None:
+        if args.weights:
+            torch.save(network.state_dict(), args.weights)
+
+    figures = train(network, tokenizer, Schedule(n_steps=args.steps), 1000 * args.seed, save)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_gguf(args.out, network, tokenizer)
     print(json.dumps(figures | {"n_parameters": n_parameters, "n_bytes": args.out.stat().st_size}, indent=1))

@@ -3,6 +3,7 @@
 A document is text in which the control tokens stand by their names; the tokenizer turns those into single ids.
 """
 
+import itertools
 import random
 import re
 import string
@@ -89,11 +90,11 @@ def questions() -> dict[str, dict[str, str]]:
         ),
         "letters after": (
             (f"Which letter comes after {a}?", f"{b} comes after {a}.")
-            for a, b in zip(letters, letters[1:], strict=False)
+            for a, b in itertools.pairwise(letters)
         ),
         "letters before": (
             (f"Which letter comes before {b}?", f"{a} comes before {b}.")
-            for a, b in zip(letters, letters[1:], strict=False)
+            for a, b in itertools.pairwise(letters)
         ),
         "days": _circle(facts.DAYS, "day"),
         "months": _circle(facts.MONTHS, "month"),

@@ -8,13 +8,24 @@ Slots: `{N}` hero, `{kind}`, `{adj}`; `{F}` friend, `{fkind}`; `{he}`, `{him}`, 
 """
 
 NAMES = {
-    "he": "Ben Tom Max Sam Leo Pip Finn Jack Tim Otto Hugo Noah Toby Oscar Felix Bruno Theo Gus Milo Rex Ned Archie".split(),
-    "she": "Lily Mia Anna Zoe Ella Ruby Rosie Daisy Nora Lucy Clara Molly Ivy Hazel Luna Poppy Bella Tess Emma Ada Kiki Fay".split(),
+    "he": (
+        "Ben Tom Max Sam Leo Pip Finn Jack Tim Otto Hugo Noah Toby Oscar Felix Bruno Theo Gus "
+        "Milo Rex Ned Archie"
+    ).split(),
+    "she": (
+        "Lily Mia Anna Zoe Ella Ruby Rosie Daisy Nora Lucy Clara Molly Ivy Hazel Luna Poppy Bella "
+        "Tess Emma Ada Kiki Fay"
+    ).split(),
 }
 
 WORDS: dict[str, list[str]] = {
-    "kind": "fox rabbit bear mouse cat dog owl hedgehog squirrel frog duck turtle pig lamb pony kitten puppy beaver otter penguin".split(),
-    "adj": "little small brave kind happy shy clever curious gentle cheerful young quiet friendly playful".split(),
+    "kind": (
+        "fox rabbit bear mouse cat dog owl hedgehog squirrel frog duck turtle pig lamb pony "
+        "kitten puppy beaver otter penguin"
+    ).split(),
+    "adj": (
+        "little small brave kind happy shy clever curious gentle cheerful young quiet friendly playful"
+    ).split(),
     "colour": "red blue green yellow purple white orange pink brown".split(),
     "toy": "ball kite drum hat boat scarf bell cup button ribbon lantern whistle book".split(),
     "food": [

@@ -23,6 +23,12 @@ def _article(text: str) -> str:
     return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
 
 
+def _invented_name(rng: random.Random) -> str:
+    """A name that is on no list, so that names are learned as something to repeat."""
+    syllables = (rng.choice("bdfgjklmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((2, 2, 3))))
+    return ("".join(syllables) + rng.choice(["", "", "n", "s", "x"])).capitalize()
+
+
 def _cast(rng: random.Random) -> dict[str, str]:
     """Slot values for one story: words that occur twice differ (hero and friend, place and place2 …)."""
     slots: dict[str, str] = {}
@@ -31,7 +37,7 @@ def _cast(rng: random.Random) -> dict[str, str]:
         for suffix, word in zip(("", "2", "3"), chosen, strict=False):
             slots[key + suffix] = word
     hero, friend = rng.choice(["he", "she"]), rng.choice(["he", "she"])
-    slots["N"] = rng.choice(NAMES[hero])
+    slots["N"] = _invented_name(rng) if rng.random() < 0.15 else rng.choice(NAMES[hero])
     slots["F"] = rng.choice([name for name in NAMES[friend] if name != slots["N"]])
     slots["fkind"] = slots["kind2"]
     for prefix, gender in (("", hero), ("f", friend)):

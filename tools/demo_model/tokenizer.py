@@ -6,6 +6,7 @@ left; a character without a piece becomes its UTF-8 bytes. Each learned piece's 
 """
 
 import heapq
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -35,7 +36,7 @@ def learn(texts: Iterable[str], n_vocab: int) -> list[str]:
     while FIRST_PIECE + len(single) + len(merged) < n_vocab:
         pairs: Counter[str] = Counter()
         for word, parts in words.items():
-            for left, right in zip(parts, parts[1:], strict=False):
+            for left, right in itertools.pairwise(parts):
                 pairs[left + right] += counts[word]
         if not pairs:
             break
@@ -84,6 +85,13 @@ class Tokenizer:
                     self._cache[chunk] = self._merge(chunk)
                 out += self._cache[chunk]
         return out
+
+    def encode_cut(self, text: str, at: int) -> list[int]:
+        """Ids of `text` as if a prompt ended at character `at`; a place inside a control token's name is moved."""
+        for match in CONTROL_SPLIT.finditer(text):
+            if match.start() < at < match.end():
+                at = match.start()
+        return self.encode(text[:at]) + self.encode(text[at:])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, control tokens by their names."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from native_build.errors import BuildError
-from native_build.install import build
+from native_build.install import build, check
 from native_build.options import BACKENDS, BuildOptions
 from native_build.paths import PACKAGE_NATIVE, cache_dir
 from native_build.sources import find_source
@@ -31,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             clean=given.clean,
             cuda_architectures=given.cuda_architectures,
         )
+        if given.check:
+            check(options)
+            say(f"{', '.join(options.backends)}: everything that the build needs is here")
+            return 0
         start = time.monotonic()
         build(options, given.output, say)
         say(f"done in {time.monotonic() - start:.1f} s: {', '.join(options.backends)} in {given.output}")
@@ -90,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="LIST",
         help="as CMake spells them, e.g. '90;120' (default: the GPUs present, else all usual ones)",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="build nothing; say whether all is there to do it"
     )
     parser.add_argument(
         "--print-source", action="store_true", help="print the source tree's folder (fetched if need be)"

@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from native_build.accelerators import Machine, find_accelerator
 from native_build.errors import BuildError
 from native_build.libraries import Libraries, build_libraries
-from native_build.module import build_module, file_name
+from native_build.module import build_module, check_cffi, file_name
 from native_build.options import BuildOptions
 from native_build.recipe import Recipe
 from native_build.sources import find_source
 from native_build.store import MANIFEST
-from native_build.toolchain import find_compilers
+from native_build.toolchain import Compilers, check_python_headers, find_cmake, find_compilers, find_ninja
 
 
 def build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> None:
@@ -26,9 +27,10 @@ def build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> No
 
     Files are replaced, never written over: a process that uses the old ones keeps them. Raises BuildError.
     """
-    if sys.platform == "win32":
-        raise BuildError("Windows is not supported yet", "build inside WSL (wsl --install)")
-    compilers = find_compilers()
+    compilers = _compilers()
+    # Before the minutes of compiling, not after them.
+    check_cffi()
+    check_python_headers()
     recipe = Recipe(options, find_source(options.source, say), compilers)
     libraries = build_libraries(recipe, say)
     module = build_module(recipe, libraries, say)
@@ -50,6 +52,23 @@ def build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> No
             path.name not in kept
         ):  # of an earlier build: a backend that was not asked for now would still be loaded
             path.unlink()
+
+
+def check(options: BuildOptions) -> None:
+    """Raise BuildError if something is missing that a build of ``options`` needs. Fetches and compiles nothing."""
+    compilers = _compilers()
+    check_cffi()
+    check_python_headers()
+    machine = Machine(options, compilers, find_cmake())
+    find_ninja()
+    for name in options.accelerators:
+        find_accelerator(name, machine)
+
+
+def _compilers() -> Compilers:
+    if sys.platform == "win32":
+        raise BuildError("Windows is not supported yet", "build inside WSL (wsl --install)")
+    return find_compilers()
 
 
 def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:

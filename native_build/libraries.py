@@ -58,7 +58,7 @@ def build_libraries(recipe: Recipe, say: Callable[[str], None]) -> Libraries:
 
 
 def _accelerators(recipe: Recipe) -> dict[str, Accelerator]:
-    names = [name for name in recipe.options.backends if name != "cpu"]
+    names = recipe.options.accelerators
     if not names:
         return {}  # nothing to check, and no CMake needed for what is cached
     machine = Machine(recipe.options, recipe.compilers, find_cmake())

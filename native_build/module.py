@@ -40,7 +40,7 @@ def file_name() -> str:
 
 def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None]) -> Path:
     """The compiled module, in the cache. Raises BuildError with the compiler's first errors."""
-    cffi_version = _cffi_version()
+    cffi_version = check_cffi()
     headers = check_python_headers()
     declarations = _read(sorted((PACKAGE_NATIVE / "cdef").glob("*.h")))
     sources = _read(sorted((PACKAGE_NATIVE / "src").iterdir()))
@@ -71,7 +71,8 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
     return target / file_name()
 
 
-def _cffi_version() -> str:
+def check_cffi() -> str:
+    """The version of cffi; raises BuildError if it is not installed."""
     try:
         import cffi
     except ImportError:

@@ -37,6 +37,11 @@ class BuildOptions:
         object.__setattr__(self, "backends", ordered)
 
     @property
+    def accelerators(self) -> tuple[str, ...]:
+        """The backends beyond the CPU's."""
+        return self.backends[1:]
+
+    @property
     def n_jobs(self) -> int:
         """Compilations to run at once: what was asked for, else the cores this process may use."""
         if self.jobs is not None:

@@ -152,35 +152,6 @@ def _fetch(pin: Pin, folder: Path, say: Callable[[str], None]) -> None:
         unpacked.rename(folder)
 
 
-def _download(pin: Pin, scratch: Path) -> Path:
-    hashed = scratch / "requirements.txt"
-    hashed.write_text(f"{pin.requirement} --hash=sha256:{pin.sha256}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
-    command += ["--require-hashes", "-r", str(hashed), "-d", str(scratch), "--progress-bar", "off"]
-    command += ["--disable-pip-version-check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    archives = list(scratch.glob("llama_cpp_python-*.tar.gz"))
-    if done.returncode == 0 and archives:
-        return archives[0]
-    output = done.stdout + done.stderr
-    if "No module named pip" in output:
-        raise BuildError("pip is missing; it fetches the llama.cpp source", f"{sys.executable} -m ensurepip")
-    if got := re.search(r"Got\s+([0-9a-f]{64})", output):
-        raise _changed_hash(pin, got[1])
-    last = next((line for line in reversed(output.splitlines()) if line.strip()), "pip gave no reason")
-    if _looks_offline(output):
-        raise BuildError(
-            f"the llama.cpp source ({pin.requirement}) cannot be fetched: the package index cannot be reached"
-            f" ({_reason(output) or last.strip()})",
-            "connect, or set pip's proxy (pip config set global.proxy URL); or, with a llama.cpp tree on disk,\n"
-            f"{ENVIRONMENT_VARIABLE}=/path/to/llama.cpp",
-        )
-    raise BuildError(
-        f"the llama.cpp source ({pin.requirement}) cannot be fetched: {last.strip()}",
-        " ".join(command[:-1]).replace(str(hashed), str(REQUIREMENTS)).replace(str(scratch), "."),
-    )
-
-
 _OFFLINE_SIGNS = (
     "NewConnectionError",
     "Failed to establish a new connection",
@@ -192,11 +163,39 @@ _OFFLINE_SIGNS = (
     "Network is unreachable",
     "Connection refused",
     "connection broken",
+    "connection error",
 )
 
 
-def _looks_offline(output: str) -> bool:
-    return any(sign in output for sign in _OFFLINE_SIGNS)
+def _download(pin: Pin, scratch: Path) -> Path:
+    hashed = scratch / "requirements.txt"
+    hashed.write_text(f"{pin.requirement} --hash=sha256:{pin.sha256}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
+    command += ["--require-hashes", "-r", str(hashed), "-d", str(scratch), "--progress-bar", "off"]
+    command += ["--disable-pip-version-check"]
+    # pip says why an index could not be read only when it is asked to be verbose.
+    done = subprocess.run([*command, "-vv"], capture_output=True, text=True, errors="replace", check=False)
+    archives = list(scratch.glob("llama_cpp_python-*.tar.gz"))
+    if done.returncode == 0 and archives:
+        return archives[0]
+    output = done.stdout + done.stderr
+    if "No module named pip" in output:
+        raise BuildError("pip is missing; it fetches the llama.cpp source", f"{sys.executable} -m ensurepip")
+    if got := re.search(r"Got\s+([0-9a-f]{64})", output):
+        raise _changed_hash(pin, got[1])
+    errors = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
+    last = errors[-1].strip() if errors else "pip gave no reason"
+    if any(sign in output for sign in _OFFLINE_SIGNS):
+        raise BuildError(
+            f"the llama.cpp source ({pin.requirement}) cannot be fetched: the package index cannot be reached"
+            f" ({_reason(output) or last})",
+            "connect, or set pip's proxy (pip config set global.proxy URL); or, with a llama.cpp tree on disk,\n"
+            f"{ENVIRONMENT_VARIABLE}=/path/to/llama.cpp",
+        )
+    raise BuildError(
+        f"the llama.cpp source ({pin.requirement}) cannot be fetched: {last}",
+        " ".join(command[:-1]).replace(str(hashed), str(REQUIREMENTS)).replace(str(scratch), "."),
+    )
 
 
 def _reason(output: str) -> str:

@@ -81,9 +81,9 @@ def _native(cxx: Sequence[str]) -> tuple[str, str]:
     return "", ""
 
 
-def check_python_headers() -> Path:
-    """The folder of ``Python.h``; raises BuildError if it is not installed."""
-    include = Path(sysconfig.get_paths()["include"])
+def check_python_headers(include: Path | None = None) -> Path:
+    """The folder of ``Python.h`` (this Python's own, if none is given); raises BuildError if it is not there."""
+    include = include or Path(sysconfig.get_paths()["include"])
     if not (include / "Python.h").is_file():
         raise BuildError(
             f"Python's C headers are missing (no {include / 'Python.h'})", install_command("python headers")

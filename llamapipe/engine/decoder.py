@@ -1,0 +1,327 @@
+"""The decoder thread: takes commands, runs the scheduler's steps on the context, delivers what comes out.
+
+It is the only thread that touches scheduler and context. Other threads talk to it through ``call``; it talks to them
+through mailboxes. Between two steps it takes every command that has come.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import Any
+
+from llamapipe.engine.at_exit import close_at_exit, forget
+from llamapipe.engine.mailbox import Outbox
+from llamapipe.engine.request import UNLIMITED, Request, State
+from llamapipe.engine.results import EngineStats
+from llamapipe.engine.sampling import history
+from llamapipe.engine.scheduler import Scheduler, StepPlan
+from llamapipe.errors import BackendError, ContextFullError, DecodeError, EngineClosedError
+from llamapipe.pipeline.direct import Executor
+
+Command = tuple[Callable[..., object], tuple[Any, ...]]
+_MAX_SKIPPED_WINDOWS = 7
+_THREAD_NAME = "llamapipe-decoder"
+
+
+def alone() -> bool:
+    """Whether no other thread could make a request while this one waits for its own."""
+    mine = threading.current_thread()
+    return all(thread is mine or thread.name == _THREAD_NAME for thread in threading.enumerate())
+
+
+class Decoder:
+    """Runs steps on a thread of its own until it is told to stop; the thread closes the executor at its end.
+
+    ``make_sampler`` gives a request its sampler when it first gets a slot. ``window_s``: how long an idle decoder
+    waits for siblings of the request that woke it. ``left_queue`` is told how many new requests left the queue.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        make_sampler: Callable[[Request], Any],
+        window_s: float = 0.0,
+        left_queue: Callable[[int], object] = lambda n: None,
+    ) -> None:
+        self.outbox = Outbox()
+        self.alone = False  # set by callers: no other thread or task could call while this one waits
+        self._scheduler = scheduler
+        self._executor = executor
+        self._make_sampler = make_sampler
+        self._window_s = window_s
+        self._left_queue = left_queue
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._n_dequeued = 0
+        self._n_skip = self._n_skipped = 0  # windows to skip after waiting in vain, and skipped since
+        self._n_steps = self._n_requests = self._n_prompt = self._n_generated = 0
+        self._plan_s = self._launch_s = self._sample_s = self._deliver_s = self._idle_s = 0.0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # orders what callers submit before the command that ends the loop
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
+        self._thread.start()
+        close_at_exit(self)
+
+    # ---- any thread
+    @property
+    def closing(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closing
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError when closed, or in a process that was forked from this one's."""
+        if self._pid != os.getpid():
+            raise EngineClosedError(
+                "the engine was made before fork(); make one in the child process, or use the spawn start method"
+            )
+        if self._closing:
+            raise EngineClosedError("the engine is closed; make another")
+
+    def submit(self, request: Request) -> None:
+        """Queues a new request. Raises EngineClosedError."""
+        with self._lock:
+            self.check_open()
+            self._inbox.put((self.add, (request,)))
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Has ``function`` run on the decoder thread between two steps, in the order of calls; dropped after its end."""
+        self._inbox.put((function, arguments))
+
+    def ask(self, question: Callable[[], Any]) -> Any:
+        """The result of ``question`` on the decoder thread, or on this one after its end; raises what it raised."""
+        replies: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+        def answer() -> None:
+            try:
+                replies.put((question(), None))
+            except Exception as e:
+                replies.put((None, e))
+
+        with self._lock:
+            if not self._closing:
+                self.check_open()
+                self._inbox.put((answer, ()))
+        if self._closing:
+            self._thread.join()
+            if replies.empty():
+                answer()
+        result, error = replies.get()
+        if error is not None:
+            raise error
+        return result
+
+    def close(self, drain: bool) -> None:
+        """Ends the thread and waits for it; the context is freed then. Does nothing in a forked child."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._inbox.put((self.stop, (drain,)))
+        self._thread.join()
+        forget(self)
+
+    # ---- commands, run on the decoder thread
+    def add(self, request: Request) -> None:
+        """Takes a new request."""
+        self._n_requests += 1
+        self._scheduler.add(request)
+        if self._error is not None:
+            self._fail(request, self._error)
+        elif self._stopping or request.cancelled:
+            self.cancel(request)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request wherever it is."""
+        if request.state is not State.FINISHED and request.arrival >= 0:
+            self._scheduler.cancel(request)
+            self._finished(request)
+
+    def resume(self, request: Request) -> None:
+        """Lets a paused request go on, as far as its limit says."""
+        if request.state is not State.FINISHED:
+            if request.finish_reason is None:
+                self._scheduler.resume(request)
+            else:
+                request.sink.finish(request)
+
+    def change(self, request: Request, n_keep: int | None, tokens: list[int]) -> None:
+        """Cuts a kept request's sequence to ``n_keep`` tokens, or adds some; penalties then look at what it is now."""
+        if request.state is State.FINISHED:
+            return
+        if n_keep is not None:
+            self._scheduler.trim(request, n_keep)
+        if tokens:
+            self._scheduler.append(request, tokens)
+        if request.sampler is not None:
+            request.sampler.reset()
+            request.sampler.accept(history(request.params, request.tokens))
+        request.sink.restart_text()
+
+    def stop(self, drain: bool) -> None:
+        """Ends the loop, after the work that was asked for or at once."""
+        self._stopping = True
+        for request in self._scheduler.live():
+            waits_for_caller = request.keep and (request.finish_reason is not None or request.n_total >= request.limit)
+            if not drain or waits_for_caller:
+                self.cancel(request)
+            elif not request.keep:
+                request.limit = UNLIMITED  # a stream's reader finds the rest in its mailbox
+                self._scheduler.resume(request)
+
+    def stats(self) -> EngineStats:
+        """A copy of the counters; for the decoder thread, or any thread after its end."""
+        return EngineStats(
+            steps=self._n_steps,
+            n_tokens_prompt=self._n_prompt,
+            n_tokens_generated=self._n_generated,
+            n_requests=self._n_requests,
+            n_preempted=self._scheduler.n_preempted,
+            n_active=self._scheduler.n_active,
+            n_queued=self._scheduler.n_queued,
+            plan_s=self._plan_s,
+            launch_s=self._launch_s,
+            sample_s=self._sample_s,
+            deliver_s=self._deliver_s,
+            idle_s=self._idle_s,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the scheduler's state is inconsistent; threads as for ``stats``."""
+        self._scheduler.check_integrity()
+
+    # ---- the loop
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as e:  # callers wait for this thread: it must not end without telling them
+            self._serve_errors(e)
+        finally:
+            self._executor.close()
+
+    def _loop(self) -> None:
+        scheduler, inbox = self._scheduler, self._inbox
+        started = perf_counter()
+        while True:
+            while not inbox.empty():
+                function, arguments = inbox.get()
+                function(*arguments)
+            plan = scheduler.plan()
+            if scheduler.n_dequeued != self._n_dequeued:
+                self._left_queue(scheduler.n_dequeued - self._n_dequeued)
+                self._n_dequeued = scheduler.n_dequeued
+            if plan is not None:
+                self._step(plan, started)
+                started = perf_counter()
+                continue
+            self._remove_cells()
+            self._flush()
+            if self._stopping and scheduler.n_live == 0 and inbox.empty():
+                return
+            self._wait()
+            waited = perf_counter()
+            self._idle_s += waited - started
+            started = waited
+
+    def _wait(self) -> None:
+        """Blocks for a command, then a moment longer for those of its siblings, if that has paid lately."""
+        function, arguments = self._inbox.get()
+        function(*arguments)
+        if self.alone or self._window_s <= 0:
+            return
+        if self._n_skipped < self._n_skip:
+            self._n_skipped += 1
+            return
+        deadline = perf_counter() + self._window_s
+        n_came = 0
+        while not (self._scheduler.n_active and self._scheduler.all_ready):
+            left_s = deadline - perf_counter()
+            if left_s <= 0:
+                break
+            try:
+                function, arguments = self._inbox.get(timeout=left_s)
+            except Empty:
+                break
+            function(*arguments)
+            n_came += 1
+        self._n_skip = 0 if n_came else min(2 * self._n_skip + 1, _MAX_SKIPPED_WINDOWS)
+        self._n_skipped = 0
+
+    def _step(self, plan: StepPlan, started: float) -> None:
+        scheduler, executor = self._scheduler, self._executor
+        self._remove_cells()
+        for request in plan.requests:
+            if request.sampler is None:
+                request.sampler = self._make_sampler(request)
+        planned = perf_counter()
+        try:
+            executor.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
+        except ContextFullError as e:
+            if scheduler.relieve() is None:
+                self._abort(plan, e)
+            return
+        except DecodeError as e:
+            self._abort(plan, e)
+            return
+        launched = perf_counter()
+        sampled = executor.sample(plan.rows, [r.sampler for r in plan.requests]) if plan.rows else []
+        drawn = perf_counter()
+        scheduler.commit(plan, sampled)
+        for request, token in zip(plan.requests, sampled, strict=True):
+            if request.error is None and token not in request.stop_tokens and request.sink.token(request, token):
+                scheduler.finish(request, "stop")
+            if request.finish_reason is not None:
+                self._finished(request)
+        self._flush()
+        self._n_steps += 1
+        self._n_generated += len(sampled)
+        self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.fillers)
+        self._plan_s += planned - started
+        self._launch_s += launched - planned
+        self._sample_s += drawn - launched
+        self._deliver_s += perf_counter() - drawn
+
+    def _remove_cells(self) -> None:
+        for slot, position in self._scheduler.take_removals():
+            if not self._executor.remove(slot, position):
+                self._scheduler.recompute(slot)
+
+    def _flush(self) -> None:
+        for request in self.outbox.flush():
+            self.cancel(request)
+
+    def _finished(self, request: Request) -> None:
+        """Tells the caller; frees the sampler unless the request may go on after a change."""
+        if request.state is State.FINISHED and request.sampler is not None:
+            request.sampler.close()
+            request.sampler = None
+        request.sink.finish(request)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        if request.state is not State.FINISHED:
+            self._scheduler.fail(request, error)
+            self._finished(request)
+
+    def _abort(self, plan: StepPlan, error: BaseException) -> None:
+        self._scheduler.abort(plan, error)
+        for request, _ in plan.fed:
+            self._finished(request)
+
+    def _serve_errors(self, error: BaseException) -> None:
+        """After a defect of our own: fails everything there is and everything that comes, until the engine is closed."""
+        self._error = BackendError(f"the decoder thread failed ({error!r}); close this engine and make another")
+        self._error.__cause__ = error
+        for request in self._scheduler.live():
+            self._fail(request, self._error)
+        self._flush()
+        while not self._stopping:
+            function, arguments = self._inbox.get()
+            function(*arguments)
+            self._flush()

@@ -1,0 +1,355 @@
+"""The engine: what callers use. Hands checked requests to the decoder thread and waits for answers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import warnings
+from collections.abc import Sequence
+from queue import Empty
+from time import perf_counter
+from types import TracebackType
+from typing import Any, overload
+
+from llamapipe.engine.decoder import Decoder, alone
+from llamapipe.engine.generation import Generation
+from llamapipe.engine.intake import Intake, Item, Prompt
+from llamapipe.engine.mailbox import AsyncMailbox, ThreadMailbox
+from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.progress import progress_bar
+from llamapipe.engine.queue_limit import QueueLimit
+from llamapipe.engine.request import Request
+from llamapipe.engine.results import Completion, EngineStats
+from llamapipe.engine.sampling import sampler_factory
+from llamapipe.engine.scheduler import Scheduler
+from llamapipe.engine.sink import Failure
+from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
+from llamapipe.llama.check import check_int
+from llamapipe.llama.context import Context
+from llamapipe.llama.model import Model
+from llamapipe.pipeline.direct import DirectPipeline
+
+_MAX_WINDOW_US = 1_000_000
+
+
+class Engine:
+    """Serves any number of threads and asyncio tasks from one context.
+
+    ``n_ctx``: positions each request may use, prompt and generated (default: the smaller of the model's training
+    context and 4096). ``n_seq_max``: requests computed at once; more wait. ``n_cells``: KV cells in all; fewer than
+    ``n_ctx * n_seq_max`` make the KV cache unified, and requests are preempted when cells run out.
+    ``batch_window_us``: how long an idle engine waits for siblings of the request that woke it. ``max_queue``: most
+    requests that wait for a slot, None for any number. For the other options see ``Context``.
+
+    Any thread. Close it, or use ``with`` or ``async with``, before its model. In a child after ``fork()`` its use is
+    refused.
+
+    Raises TypeError and ValueError for bad options, BackendError when the context cannot be created.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_ctx: int | None = None,
+        n_seq_max: int = 8,
+        n_cells: int | None = None,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        n_threads_batch: int | None = None,
+        kv_unified: bool | None = None,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attn: str = "auto",
+        batch_window_us: int = 200,
+        max_queue: int | None = None,
+    ) -> None:
+        window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
+        self._queue = QueueLimit(None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1))
+        # docs/decisions.md: per-sequence streams are faster where no cells are shared.
+        unified = n_cells is not None if kv_unified is None else kv_unified
+        context = Context(
+            model,
+            n_ctx=n_ctx,
+            n_seq_max=n_seq_max,
+            n_cells=n_cells,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_outputs_max=min(n_seq_max, n_batch),
+            n_threads=n_threads,
+            n_threads_batch=n_threads_batch,
+            kv_unified=unified,
+            type_k=type_k,
+            type_v=type_v,
+            flash_attn=flash_attn,
+        )
+        try:
+            filler = None if unified or model.is_recurrent else 0
+            scheduler = Scheduler(
+                context.n_seq_max, context.n_ctx, context.n_cells, context.n_batch, context.n_ubatch, filler
+            )
+        except ValueError:
+            context.close()
+            raise
+        self.model = model
+        self.n_ctx = context.n_ctx
+        self.n_seq_max = context.n_seq_max
+        self.n_cells = context.n_cells
+        self._context_repr = repr(context)
+        self._intake = Intake(model, context.n_ctx)
+        self._decoder = Decoder(
+            scheduler,
+            DirectPipeline(context),
+            sampler_factory(model.vocab, context.n_ctx),
+            window_us * 1e-6,
+            self._queue.leave,
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"n_queued={self._queue.n}"
+        return f"<Engine {state} {self._context_repr} {self.model.path.name!r}>"
+
+    # ---- blocking calls
+    @overload
+    def generate(
+        self,
+        prompt: str,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Any: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Completion | list[Completion]:
+        """Completes a prompt, or several at once, and returns when all are finished.
+
+        ``prompt``: text, token ids, or a list of those; a list gives a list of completions in its order. ``params``:
+        for all, or one for each prompt. ``timeout``: seconds for the whole call. ``block``: wait for room in the queue,
+        or raise QueueFullError. ``progress``: a bar on a terminal (needs tqdm).
+
+        Ctrl-C, a timeout and any error cancel what this call started. Raises InvalidRequestError, TypeError or
+        ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
+        """
+        self._decoder.check_open()
+        deadline = _deadline(timeout)
+        items, single = self._intake.items(prompt, params)
+        bar = progress_bar(progress, len(items))
+        mailbox = ThreadMailbox()
+        started: list[Request] = []
+        results: list[Any] = [None] * len(items)
+        try:
+            if not block:
+                self._queue.enter_at_once(len(items))
+            self._decoder.alone = alone()
+            for index, item in enumerate(items):
+                request = self._intake.completion(item, mailbox, index)
+                if block:
+                    self._queue.enter(deadline)
+                started.append(request)
+                self._submit(request)
+            for _ in items:
+                index, result = mailbox.get(timeout=_left_s(deadline))
+                if isinstance(result, Failure):
+                    raise result.error
+                results[index] = result
+                bar.update()
+        except Empty:
+            self._cancel(started)
+            raise TimeoutError(f"not finished within the timeout of {timeout} s; what was left is cancelled") from None
+        except BaseException:
+            self._cancel(started)
+            raise
+        finally:
+            bar.close()
+        return results[0] if single else results
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, block: bool = True
+    ) -> Stream:
+        """Starts a completion and returns an iterator over its deltas; see ``Stream``. Raises as ``generate`` does."""
+        self._decoder.check_open()
+        deadline = _deadline(timeout)
+        mailbox = ThreadMailbox()
+        request = self._intake.stream(self._intake.item(prompt, params), mailbox, BUFFER_TOKENS)
+        if block:
+            self._queue.enter(deadline)
+        else:
+            self._queue.enter_at_once()
+        self._decoder.alone = alone()
+        self._submit(request)
+        return Stream(self._decoder, request, mailbox, deadline)
+
+    def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """A generation that computes one token for each call of ``next``, and nothing before the first.
+
+        Raises as ``generate`` does.
+        """
+        self._decoder.check_open()
+        item = self._intake.item(prompt, params)
+        mailbox = ThreadMailbox()
+        request = self._intake.generation(item, mailbox)
+        self._decoder.submit(request)
+        return Generation(self._decoder, request, mailbox, self.model.n_vocab, self.n_ctx)
+
+    # ---- asyncio
+    async def agenerate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> Any:
+        """``generate`` for asyncio: a Completion, or a list of them for a list of prompts.
+
+        Cancelling the task cancels its requests. Raises as ``generate`` does.
+        """
+        self._decoder.check_open()
+        _deadline(timeout)
+        items, single = self._intake.items(prompt, params)
+        work = self._complete(items, block)
+        results = await (work if timeout is None else _with_timeout(work, timeout))
+        return results[0] if single else results
+
+    async def _complete(self, items: list[Item], block: bool) -> list[Completion]:
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
+        results: list[Any] = [None] * len(items)
+        try:
+            if not block:
+                self._queue.enter_at_once(len(items))
+            self._decoder.alone = False
+            for index, item in enumerate(items):
+                request = self._intake.completion(item, mailbox, index)
+                if block:
+                    await self._queue.aenter()
+                mailbox.requests.append(request)
+                self._submit(request)
+            for _ in items:
+                index, result = await mailbox.get()
+                if isinstance(result, Failure):
+                    raise result.error
+                results[index] = result
+        except BaseException:
+            self._cancel(mailbox.requests)
+            raise
+        return results
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, block: bool = True
+    ) -> AsyncStream:
+        """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
+        self._decoder.check_open()
+        deadline = _deadline(timeout)
+        item = self._intake.item(prompt, params)
+
+        async def begin() -> tuple[Request, AsyncMailbox]:
+            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
+            request = self._intake.stream(item, mailbox, BUFFER_TOKENS)
+            mailbox.requests.append(request)
+            if block:
+                await self._queue.aenter()
+            else:
+                self._queue.enter_at_once()
+            self._decoder.alone = False
+            self._submit(request)
+            return request, mailbox
+
+        return AsyncStream(self._decoder, begin, deadline)
+
+    # ---- state
+    def stats(self) -> EngineStats:
+        """A consistent copy of the counters; waits for the end of the running step."""
+        stats: EngineStats = self._decoder.ask(self._decoder.stats)
+        return stats
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
+        self._decoder.ask(self._decoder.check_integrity)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._decoder.closing
+
+    def close(self, drain: bool = True) -> None:
+        """Ends the engine and frees its native memory before it returns; a second call does nothing.
+
+        ``drain``: finish what callers wait for, else cancel it. New requests are refused from now on. Any thread.
+        """
+        self._decoder.close(bool(drain))
+
+    async def aclose(self, drain: bool = True) -> None:
+        """``close`` without blocking the event loop."""
+        await asyncio.to_thread(self.close, drain)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(drain=kind is None)
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose(drain=kind is None)
+
+    def __del__(self) -> None:
+        decoder = getattr(self, "_decoder", None)
+        if decoder is not None and not decoder.closing:
+            warnings.warn(f"{self!r} was never closed; use `with` or close()", ResourceWarning, stacklevel=2, source=self)
+
+    # ---- inside
+    def _submit(self, request: Request) -> None:
+        try:
+            self._decoder.submit(request)
+        except BaseException:
+            self._queue.leave(1)
+            raise
+
+    def _cancel(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.cancelled = True
+            self._decoder.call(self._decoder.cancel, request)
+
+
+def _deadline(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None, not {type(timeout).__name__}")
+    if math.isnan(timeout) or timeout < 0:
+        raise ValueError(f"timeout is {timeout}; it must be 0 or more seconds, or None")
+    return perf_counter() + min(timeout, threading.TIMEOUT_MAX)
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else min(max(deadline - perf_counter(), 0.0), threading.TIMEOUT_MAX)
+
+
+async def _with_timeout(work: Any, timeout: float) -> Any:
+    try:
+        return await asyncio.wait_for(work, timeout)
+    except asyncio.TimeoutError:
+        raise TimeoutError(f"not finished within the timeout of {timeout} s; what was left is cancelled") from None

@@ -1,0 +1,150 @@
+"""A generation: one token at a time, on demand, on a sequence that can be cut and lengthened."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from types import TracebackType
+from typing import SupportsIndex
+
+from llamapipe.engine.decoder import Decoder, alone
+from llamapipe.engine.mailbox import ThreadMailbox
+from llamapipe.engine.request import Request, State
+from llamapipe.engine.results import FinishReason, Token
+from llamapipe.engine.sink import Failure
+from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.check import check_int, check_tokens
+
+
+class Generation:
+    """A sequence that is continued by ``next``; nothing is computed ahead of a call.
+
+    For one thread at a time, except ``cancel``. Between calls the sequence keeps its slot and cells until somebody
+    else needs them; then it computes its tokens again when it goes on. Close it, or use ``with``, when done.
+    """
+
+    def __init__(self, decoder: Decoder, request: Request, mailbox: ThreadMailbox, n_vocab: int, n_ctx: int) -> None:
+        self._decoder = decoder
+        self._request = request
+        self._mailbox = mailbox
+        self._n_vocab = n_vocab
+        self._n_ctx = n_ctx
+        self._tokens = list(request.tokens)
+
+    def __repr__(self) -> str:
+        return f"<Generation n_tokens={self.n_tokens} {self.finish_reason or 'open'}>"
+
+    def __iter__(self) -> Generation:
+        return self
+
+    def __next__(self) -> Token:
+        token = self.next()
+        if token is None:
+            raise StopIteration
+        return token
+
+    def next(self) -> Token | None:
+        """The next token; None when the generation is finished or cancelled, without any model work.
+
+        Blocks until the token is there. Raises what the request failed with, EngineClosedError after ``fork()``.
+        """
+        request = self._request
+        if request.error is not None:
+            raise request.error
+        if self.finish_reason is not None:
+            return None
+        self._decoder.check_open()
+        self._decoder.alone = alone()
+        request.limit = request.n_total + 1
+        self._decoder.call(self._decoder.resume, request)
+        try:
+            item = self._mailbox.get()
+        except BaseException:  # Ctrl-C while waiting: the token that still comes would answer a later call
+            self.cancel()
+            raise
+        if isinstance(item, Failure):
+            raise item.error
+        if item is None:
+            return None
+        self._tokens.append(item.id)
+        token: Token = item
+        return token
+
+    @property
+    def n_tokens(self) -> int:
+        """Length of the sequence, prompt and appended tokens included."""
+        return len(self._tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A copy of the sequence: the prompt's tokens, then generated and appended ones."""
+        return list(self._tokens)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while ``next`` may give a token."""
+        if self._request.cancelled:
+            return "cancelled"
+        return self._request.finish_reason  # type: ignore[return-value]
+
+    def trim(self, n_keep: SupportsIndex) -> None:
+        """Keeps the first ``n_keep`` positions; ``next`` continues from the last of them, also after the end.
+
+        ``max_tokens`` and stop strings count from here. Raises ValueError outside ``[1, n_tokens]``,
+        InvalidRequestError when the generation was cancelled or failed.
+        """
+        n = check_int("n_keep", n_keep, 1, len(self._tokens))
+        self._check_open()
+        if n < len(self._tokens) or self.finish_reason is not None:
+            del self._tokens[n:]
+            self._change(n, [])
+
+    def append(self, tokens: Iterable[SupportsIndex]) -> None:
+        """Adds tokens; ``next`` continues from the last of them, also after the end.
+
+        ``max_tokens`` and stop strings count from here. Raises TypeError or ValueError for bad token ids,
+        InvalidRequestError when they do not fit in the context or the generation was cancelled.
+        """
+        ids = check_tokens("tokens", tokens, self._n_vocab)
+        self._check_open()
+        if len(self._tokens) + len(ids) >= self._n_ctx:
+            raise InvalidRequestError(
+                f"the sequence would have {len(self._tokens) + len(ids)} tokens; n_ctx is {self._n_ctx} and one must stay "
+                "free: trim it, or make the engine with a larger n_ctx"
+            )
+        if ids:
+            self._tokens += ids
+            self._change(None, ids)
+
+    def cancel(self) -> None:
+        """Ends the generation and frees its slot; ``next`` then returns None without a step. Any thread."""
+        request = self._request
+        if not request.cancelled and request.state is not State.FINISHED:
+            request.cancelled = True
+            self._decoder.call(self._decoder.cancel, request)
+
+    def close(self) -> None:
+        """The same as ``cancel``."""
+        self.cancel()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        request = getattr(self, "_request", None)
+        if request is not None and not request.cancelled and request.state is not State.FINISHED:
+            warnings.warn(f"{self!r} was dropped while it held a slot; use `with` or cancel()", ResourceWarning, stacklevel=2)
+            self.cancel()
+
+    def _check_open(self) -> None:
+        self._decoder.check_open()
+        if self._request.cancelled or self._request.state is State.FINISHED:
+            raise InvalidRequestError("the generation was cancelled; start another")
+
+    def _change(self, n_keep: int | None, tokens: list[int]) -> None:
+        request = self._request
+        request.finish_reason = None  # the decoder thread leaves a waiting request alone; `finish_reason` must hold at once
+        self._decoder.call(self._decoder.change, request, n_keep, tokens)

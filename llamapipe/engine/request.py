@@ -1,0 +1,108 @@
+"""One request as the scheduler sees it, and every transition of its state.
+
+::
+
+    WAITING -> RUNNING -> PAUSED -> RUNNING ...     a request pauses when it has produced what it may for now
+       ^          |          |
+       +----------+----------+                      preempted: its cells are dropped, its tokens kept
+    any state -> FINISHED                           or, for a kept request, PAUSED with a finish reason
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+UNLIMITED = 2**62
+
+
+class State(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"  # no slot: queued, preempted, or preempted and without leave to go on
+    RUNNING = "running"  # in a slot, part of the next steps
+    PAUSED = "paused"  # in a slot, but not allowed to produce more for now
+    FINISHED = "finished"
+
+
+_ALLOWED = {
+    State.WAITING: {State.RUNNING, State.FINISHED},
+    State.RUNNING: {State.PAUSED, State.WAITING, State.FINISHED},
+    State.PAUSED: {State.RUNNING, State.WAITING, State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+class Request:
+    """A sequence of tokens that is being continued.
+
+    ``tokens``: the whole sequence, prompt and generated; the first ``n_past`` of them are in KV cells. ``limit``: how
+    many tokens it may have generated in all before it pauses; consumers raise it. ``max_tokens``: most generated
+    tokens since the start or the last append. ``sink``: what receives the results; opaque here.
+
+    Only the decoder thread changes a request, except ``limit`` and ``cancelled``, which its one consumer sets.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cancelled",
+        "error",
+        "finish_reason",
+        "keep",
+        "limit",
+        "max_tokens",
+        "n_generated",
+        "n_past",
+        "n_prompt",
+        "n_total",
+        "params",
+        "sampler",
+        "seed",
+        "sink",
+        "slot",
+        "state",
+        "stop_tokens",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        tokens: list[int],
+        max_tokens: int | None = None,
+        stop_tokens: frozenset[int] = frozenset(),
+        limit: int = UNLIMITED,
+        keep: bool = False,
+        sink: Any = None,
+    ) -> None:
+        self.tokens = tokens
+        self.n_prompt = len(tokens)
+        self.max_tokens = UNLIMITED if max_tokens is None else max_tokens
+        self.stop_tokens = stop_tokens
+        self.limit = limit
+        self.keep = keep
+        self.sink = sink
+        self.params: Any = None  # opaque here, like the sampler and the sink
+        self.seed = 0
+        self.sampler: Any = None
+        self.arrival = -1  # order of arrival, set by the scheduler
+        self.slot = -1
+        self.n_past = 0
+        self.n_generated = 0  # since the start or the last append: against max_tokens
+        self.n_total = 0  # ever: against limit
+        self.state = State.WAITING
+        self.cancelled = False
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        why = f" {self.finish_reason}" if self.finish_reason else ""
+        return (
+            f"<Request {self.arrival} {self.state.value}{why} slot={self.slot} n_prompt={self.n_prompt} "
+            f"n_tokens={len(self.tokens)} n_past={self.n_past}>"
+        )
+
+    def move(self, state: State) -> None:
+        """Changes the state; the only place that does."""
+        if state not in _ALLOWED[self.state]:
+            raise AssertionError(f"{self!r} cannot become {state.value}")
+        self.state = state

@@ -1,0 +1,69 @@
+"""What callers get: completions, deltas, tokens, and an engine's counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Durations in seconds since the request was submitted; ``first_token_s`` is None when none came."""
+
+    first_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request.
+
+    ``token_ids``: the generated tokens, without the one that ended generation. ``text``: their text, cut before a
+    stop string. ``prompt_tokens``: length of the prompt. ``seed``: the one used, also when it was drawn.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    seed: int
+    timings: Timings
+
+
+class Delta(NamedTuple):
+    """A part of a stream: new text (whole characters, possibly none yet), new tokens; the last one has a finish reason."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+class Token(NamedTuple):
+    """One generated token: its id, its bytes, and the text that is complete with it."""
+
+    id: int
+    piece: bytes
+    text: str
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was made, and what it holds now; a consistent copy between two steps.
+
+    ``n_tokens_prompt``: prompt tokens fed, again for what was preempted. Stage times are seconds of the decoder thread.
+    """
+
+    steps: int
+    n_tokens_prompt: int
+    n_tokens_generated: int
+    n_requests: int
+    n_preempted: int
+    n_active: int
+    n_queued: int
+    plan_s: float
+    launch_s: float
+    sample_s: float
+    deliver_s: float
+    idle_s: float

@@ -1,0 +1,387 @@
+"""Decides what each step computes and records what came of it. Pure policy: no threads, no native code.
+
+One thread calls it. ``plan`` says what the next step feeds, ``commit`` takes the sampled tokens. In a step, requests
+that decode come first, then prompts in the order of arrival up to the token budget, cut into chunks: while streams are
+decoding a step takes at most ``n_ubatch`` tokens, so that a long prompt does not hold them up.
+
+When slots or cells run out, requests that wait for their reader give way first, then the newest; what is preempted
+keeps its tokens and computes them again later.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from operator import attrgetter
+
+from llamapipe.engine.request import Request, State
+from llamapipe.engine.slots import Slots
+from llamapipe.errors import DecodeError
+
+_by_slot = attrgetter("slot")
+_by_arrival = attrgetter("arrival")
+
+
+class StepPlan:
+    """What one step feeds: parallel lists over batch entries, and whose rows come out.
+
+    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``. ``fed``: each request with its number of
+    entries, the first ``n_decode`` of them decoding. ``fillers``: (seq_id, position) of entries that only keep the batch in one piece; removed afterwards.
+    """
+
+    __slots__ = ("fed", "fillers", "n_decode", "outputs", "positions", "requests", "rows", "seq_ids", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.seq_ids: list[int] = []
+        self.outputs: list[int] = []
+        self.rows: list[int] = []
+        self.requests: list[Request] = []
+        self.fed: list[tuple[Request, int]] = []
+        self.fillers: list[tuple[int, int]] = []
+        self.n_decode = 0
+
+    def __repr__(self) -> str:
+        return f"<StepPlan n_tokens={len(self.tokens)} n_outputs={len(self.rows)} fed={[(r.arrival, n) for r, n in self.fed]}>"
+
+
+class Scheduler:
+    """The requests of one context and their order.
+
+    ``n_slots`` sequences, at most ``n_ctx`` positions each and ``n_cells`` in all; ``n_batch`` tokens in a step.
+    ``filler``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
+    """
+
+    def __init__(self, n_slots: int, n_ctx: int, n_cells: int, n_batch: int, n_ubatch: int, filler: int | None = None) -> None:
+        if n_cells < n_ctx:
+            raise ValueError(f"n_cells is {n_cells} and n_ctx {n_ctx}; one request could never use its n_ctx: raise n_cells")
+        self.n_ctx = n_ctx
+        self.n_cells = n_cells
+        self.n_batch = n_batch
+        self.n_ubatch = n_ubatch
+        self.n_preempted = 0
+        self.n_dequeued = 0  # new requests that left the queue, for whatever reason
+        self._filler = filler
+        self._slots = Slots(n_slots)
+        self._scarce = n_cells < n_ctx * n_slots
+        self._n_arrived = 0
+        self._queue: OrderedDict[Request, None] = OrderedDict()  # new, in order of arrival
+        self._ready: list[Request] = []  # preempted and allowed to go on, in order of arrival
+        self._parked: set[Request] = set()  # preempted while waiting for their reader
+        self._decoding: list[Request] = []  # running, by slot
+        self._prefilling: list[Request] = []  # running, by arrival
+        self._paused: OrderedDict[Request, None] = OrderedDict()  # in a slot, longest paused first
+        self._removals: list[tuple[int, int]] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scheduler queued={len(self._queue)} ready={len(self._ready)} parked={len(self._parked)} "
+            f"prefilling={len(self._prefilling)} decoding={len(self._decoding)} paused={len(self._paused)}>"
+        )
+
+    # ---- what the decoder thread asks
+    @property
+    def n_queued(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._queue) + len(self._ready)
+
+    @property
+    def n_active(self) -> int:
+        """Requests in a slot."""
+        return len(self._decoding) + len(self._prefilling) + len(self._paused)
+
+    @property
+    def n_live(self) -> int:
+        """Requests that are not finished."""
+        return self.n_queued + self.n_active + len(self._parked)
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every unfinished request may go on, so that none is worth waiting for."""
+        return not self._paused and not self._parked
+
+    def live(self) -> list[Request]:
+        """Every unfinished request."""
+        return [*self._decoding, *self._prefilling, *self._paused, *self._ready, *self._parked, *self._queue]
+
+    def take_removals(self) -> list[tuple[int, int]]:
+        """(seq_id, position): cells to forget from that position on, before the next step; in order."""
+        removals, self._removals = self._removals, []
+        return removals
+
+    # ---- events
+    def add(self, request: Request) -> None:
+        """Queues a new request."""
+        request.arrival = self._n_arrived
+        self._n_arrived += 1
+        if request.n_total < request.limit:
+            self._queue[request] = None
+        else:
+            self._parked.add(request)
+            self.n_dequeued += 1
+
+    def resume(self, request: Request) -> None:
+        """Lets a request go on whose ``limit`` was raised or whose tokens were changed; otherwise does nothing."""
+        if request.finish_reason is not None or request.n_total >= request.limit:
+            return
+        if request in self._paused:
+            del self._paused[request]
+            request.move(State.RUNNING)
+            self._run(request)
+        elif request in self._parked:
+            self._parked.discard(request)
+            insort(self._ready, request, key=_by_arrival)
+
+    def trim(self, request: Request, n_keep: int) -> None:
+        """Keeps the first ``n_keep`` tokens of a kept request that is not running."""
+        del request.tokens[n_keep:]
+        # The last token is computed again: its logits are what the next one is drawn from.
+        n_past = min(request.n_past, n_keep - 1)
+        if request.slot >= 0 and n_past < request.n_past:
+            self._removals.append((request.slot, n_past))
+        request.n_past = n_past
+        self._reopen(request)
+
+    def append(self, request: Request, tokens: Sequence[int]) -> None:
+        """Adds tokens to a kept request that is not running."""
+        request.tokens.extend(tokens)
+        self._reopen(request)
+
+    def _reopen(self, request: Request) -> None:
+        request.finish_reason = None
+        request.n_generated = 0
+
+    def finish(self, request: Request, reason: str) -> None:
+        """Ends a request: its slot is free at once; a kept one keeps slot and cells, unless cancelled."""
+        if request.state is State.FINISHED:
+            return
+        request.finish_reason = reason
+        if request.keep and reason in ("stop", "length"):
+            self._pause(request)
+            return
+        self._leave(request)
+        request.move(State.FINISHED)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request wherever it is."""
+        self.finish(request, "cancelled")
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """Ends a request with an error."""
+        if request.state is not State.FINISHED:
+            request.error = error
+            self.finish(request, "cancelled")
+
+    def preempt(self, request: Request) -> None:
+        """Takes slot and cells from a request; it computes its tokens again when it gets its turn."""
+        self._leave(request)
+        request.n_past = 0
+        request.move(State.WAITING)
+        self.n_preempted += 1
+        if request.finish_reason is None and request.n_total < request.limit:
+            insort(self._ready, request, key=_by_arrival)
+        else:
+            self._parked.add(request)
+
+    # ---- steps
+    def plan(self) -> StepPlan | None:
+        """What the next step feeds, None when nothing can be done now."""
+        if self._queue or self._ready:
+            self._admit()
+        if not self._decoding and not self._prefilling:
+            return None
+        if self._scarce:
+            self._make_room()
+        plan = StepPlan()
+        if self._decoding:
+            self._plan_decode(plan)
+        if self._prefilling:
+            self._plan_prefill(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> None:
+        """Records a step: the cells it filled and the token drawn for each of ``plan.requests`` (-1: none could be)."""
+        for request, n in plan.fed:
+            request.n_past += n
+        for request, token in zip(plan.requests, sampled, strict=True):
+            if token in request.stop_tokens:
+                self.finish(request, "stop")
+                continue
+            if token < 0:
+                self.fail(request, DecodeError("no logit of this request's row is finite; the model or its weights are damaged"))
+                continue
+            tokens = request.tokens
+            tokens.append(token)
+            request.n_generated += 1
+            request.n_total += 1
+            if request.n_generated >= request.max_tokens or len(tokens) >= self.n_ctx:
+                self.finish(request, "length")
+            elif request.n_total >= request.limit:
+                self._pause(request)
+        self._removals += plan.fillers
+        if self._prefilling:
+            for request in [r for r in self._prefilling if len(r.tokens) - r.n_past == 1]:
+                self._prefilling.remove(request)
+                insort(self._decoding, request, key=_by_slot)
+
+    def abort(self, plan: StepPlan, error: BaseException) -> None:
+        """Ends the requests of a step that failed; nobody else's."""
+        for request, _ in plan.fed:
+            self.fail(request, error)
+        self._removals += plan.fillers
+
+    def recompute(self, slot: int) -> None:
+        """The memory could not forget a part of this sequence and lost all of it: its tokens are computed again."""
+        for request in (*self._decoding, *self._prefilling, *self._paused):
+            if request.slot == slot:
+                request.n_past = 0
+                if request in self._decoding:
+                    self._decoding.remove(request)
+                    self._run(request)
+
+    def relieve(self) -> Request | None:
+        """Preempts the newest of several running requests, None when only one is left."""
+        running = [*self._decoding, *self._prefilling, *self._paused]
+        if len(running) < 2:
+            return None
+        newest = next(iter(self._paused)) if self._paused else max(running, key=_by_arrival)
+        self.preempt(newest)
+        return newest
+
+    # ---- inside
+    def _admit(self) -> None:
+        while self._queue or self._ready:
+            if not self._slots.n_free:
+                if not self._paused:
+                    return
+                self.preempt(next(iter(self._paused)))
+            request = self._ready[0] if self._ready else next(iter(self._queue))
+            if self._scarce and self._cells_used() + len(request.tokens) > self.n_cells:
+                if self._paused:
+                    self.preempt(next(iter(self._paused)))
+                    continue
+                if self._decoding or self._prefilling:
+                    return
+            if self._ready:
+                del self._ready[0]
+            else:
+                del self._queue[request]
+                self.n_dequeued += 1
+            request.slot = self._slots.take()
+            request.move(State.RUNNING)
+            self._run(request)
+
+    def _cells_used(self) -> int:
+        """Cells that running requests hold or will hold once their tokens are fed."""
+        running = sum(len(r.tokens) for r in self._decoding) + sum(len(r.tokens) for r in self._prefilling)
+        return running + sum(r.n_past for r in self._paused)
+
+    def _make_room(self) -> None:
+        while self._cells_used() > self.n_cells and self.relieve() is not None:
+            pass
+
+    def _run(self, request: Request) -> None:
+        if len(request.tokens) - request.n_past == 1:
+            insort(self._decoding, request, key=_by_slot)
+        else:
+            insort(self._prefilling, request, key=_by_arrival)
+
+    def _pause(self, request: Request) -> None:
+        if request.state is State.RUNNING:
+            self._stop(request)
+            self._paused[request] = None
+            request.move(State.PAUSED)
+
+    def _stop(self, request: Request) -> None:
+        if request in self._decoding:
+            self._decoding.remove(request)
+        else:
+            self._prefilling.remove(request)
+
+    def _leave(self, request: Request) -> None:
+        """Takes a request out of wherever it is and frees its slot."""
+        if request.state is State.RUNNING:
+            self._stop(request)
+        elif request.state is State.PAUSED:
+            del self._paused[request]
+        elif request in self._parked:
+            self._parked.discard(request)
+        elif request in self._queue:
+            del self._queue[request]
+            self.n_dequeued += 1
+        else:
+            self._ready.remove(request)
+        if request.slot >= 0:
+            self._removals.append((request.slot, 0))
+            self._slots.give(request.slot)
+            request.slot = -1
+
+    def _plan_decode(self, plan: StepPlan) -> None:
+        decoding = self._decoding
+        n = plan.n_decode = len(decoding)
+        plan.tokens = [r.tokens[-1] for r in decoding]
+        plan.positions = [r.n_past for r in decoding]
+        plan.seq_ids = [r.slot for r in decoding]
+        plan.outputs = [1] * n
+        plan.rows = list(range(n))
+        plan.requests = decoding.copy()
+        plan.fed = [(r, 1) for r in decoding]
+        if self._filler is not None and plan.seq_ids[-1] - plan.seq_ids[0] >= n:
+            self._fill_gaps(plan, self._filler)
+
+    def _fill_gaps(self, plan: StepPlan, filler: int) -> None:
+        """Gives the sequences in the gaps a token each, where that is cheaper than cutting the batch there."""
+        feeding = {r.slot for r in self._prefilling}  # have tokens of their own in this step
+        held = {r.slot: r.n_past for r in self._paused}
+        first, last = plan.seq_ids[0], plan.seq_ids[-1]
+        gaps = sorted(set(range(first, last)) - set(plan.seq_ids) - feeding)
+        if len(gaps) > len(plan.seq_ids) or any(held.get(slot, 0) >= self.n_ctx for slot in gaps):
+            return
+        for slot in gaps:
+            position = held.get(slot, 0)
+            i = slot - first - sum(1 for f in feeding if first < f < slot)
+            plan.tokens.insert(i, filler)
+            plan.positions.insert(i, position)
+            plan.seq_ids.insert(i, slot)
+            plan.outputs.insert(i, 0)
+            plan.fillers.append((slot, position))
+        plan.rows = [i for i, output in enumerate(plan.outputs) if output]
+
+    def _plan_prefill(self, plan: StepPlan) -> None:
+        budget = self.n_batch - len(plan.tokens)
+        if self._decoding:
+            budget = min(budget, max(self.n_ubatch - len(plan.tokens), 1))
+        for request in self._prefilling:
+            if budget <= 0:
+                return
+            first = request.n_past
+            n_left = len(request.tokens) - first
+            n = min(n_left, budget)
+            budget -= n
+            plan.tokens += request.tokens[first : first + n]
+            plan.positions += range(first, first + n)
+            plan.seq_ids += [request.slot] * n
+            plan.outputs += [0] * n
+            plan.fed.append((request, n))
+            if n == n_left:
+                plan.outputs[-1] = 1
+                plan.rows.append(len(plan.tokens) - 1)
+                plan.requests.append(request)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when slots, states and lists disagree. For tests and debugging."""
+        held = [*self._decoding, *self._prefilling, *self._paused]
+        taken = sorted(r.slot for r in held)
+        assert len(set(taken)) == len(taken), f"two requests in one slot: {taken}"
+        assert self._slots.free.isdisjoint(taken), f"a used slot counts as free: {taken} {self._slots.free}"
+        assert len(taken) + self._slots.n_free == self._slots.n, f"slots are lost: {taken} {self._slots.free}"
+        assert self._decoding == sorted(self._decoding, key=_by_slot)
+        for request in held:
+            assert request.state in (State.RUNNING, State.PAUSED), request
+            assert 0 <= request.n_past <= len(request.tokens) <= self.n_ctx, request
+        for request in (*self._queue, *self._ready, *self._parked):
+            assert request.state is State.WAITING and request.slot == -1 and request.n_past == 0, request
+        for request in self._decoding:
+            assert len(request.tokens) - request.n_past == 1, request

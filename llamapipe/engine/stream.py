@@ -1,0 +1,166 @@
+"""Streams: a request's deltas as they come, for a thread or an asyncio task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from queue import Empty
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from llamapipe.engine.decoder import Decoder
+from llamapipe.engine.mailbox import AsyncMailbox, ThreadMailbox
+from llamapipe.engine.request import Request, State
+from llamapipe.engine.results import Delta
+from llamapipe.engine.sink import Failure
+
+BUFFER_TOKENS = 64  # what a stream may be ahead of its reader before its sequence pauses
+
+
+class _Reader:
+    """What both kinds of stream share: credit for what was read, the end, cancelling."""
+
+    def __init__(self, decoder: Decoder, request: Request, deadline: float | None) -> None:
+        self._decoder = decoder
+        self._request = request
+        self._deadline = deadline
+        self._done = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {'done' if self._done else 'open'} {self._request!r}>"
+
+    def _read(self, item: Any) -> Delta:
+        if isinstance(item, Failure):
+            self._done = True
+            raise item.error
+        delta: Delta = item
+        if delta.finish_reason is not None:
+            self._done = True
+        request = self._request
+        request.limit += len(delta.token_ids)
+        # Waking the decoder for every token would cost it a command each: half a buffer at once is enough.
+        if request.state in (State.PAUSED, State.WAITING) and request.limit - request.n_total >= BUFFER_TOKENS // 2:
+            self._decoder.call(self._decoder.resume, request)
+        return delta
+
+    def _left_s(self) -> float | None:
+        if self._deadline is None:
+            return None
+        return max(self._deadline - perf_counter(), 0.0)
+
+    def _expired(self) -> TimeoutError:
+        self.cancel()
+        return TimeoutError("the request did not finish within its timeout and was cancelled")
+
+    def cancel(self) -> None:
+        """Ends the request within a step; the stream then ends too. Any thread; a second call does nothing."""
+        self._done = True
+        request = self._request
+        if not request.cancelled and request.state is not State.FINISHED:
+            request.cancelled = True
+            self._decoder.call(self._decoder.cancel, request)
+
+    def __del__(self) -> None:
+        # Dropped before its end: nobody can read the rest. Taking no lock, this is safe wherever the collector runs.
+        if not getattr(self, "_done", True):
+            self.cancel()
+
+
+class Stream(_Reader):
+    """An iterator over a request's deltas; closing or dropping it cancels the request.
+
+    For one thread at a time. When its reader is slow, only its own sequence waits. Iterating raises what the request
+    failed with, and TimeoutError when its timeout passed.
+    """
+
+    def __init__(self, decoder: Decoder, request: Request, mailbox: ThreadMailbox, deadline: float | None) -> None:
+        super().__init__(decoder, request, deadline)
+        self._mailbox = mailbox
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Delta:
+        if self._done:
+            raise StopIteration
+        try:
+            item = self._mailbox.get(timeout=self._left_s())
+        except Empty:
+            raise self._expired() from None
+        except BaseException:  # Ctrl-C while waiting
+            self.cancel()
+            raise
+        return self._read(item)
+
+    def close(self) -> None:
+        """Cancels what is left."""
+        self.cancel()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncStream(_Reader):
+    """An asynchronous iterator over a request's deltas; closing or dropping it, or cancelling its task, cancels the request.
+
+    For one task at a time, of the event loop it was made in. Raises as ``Stream`` does.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        begin: Callable[[], Coroutine[Any, Any, tuple[Request, AsyncMailbox]]],
+        deadline: float | None,
+    ) -> None:
+        self._decoder = decoder
+        self._deadline = deadline
+        self._begin: Callable[[], Coroutine[Any, Any, tuple[Request, AsyncMailbox]]] | None = begin
+        self._done = True  # nothing to cancel before it is started
+
+    def __repr__(self) -> str:
+        return "<AsyncStream not started>" if self._begin is not None else super().__repr__()
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._begin is None and self._done:
+            raise StopAsyncIteration
+        try:
+            if self._deadline is None:
+                item = await self._next()
+            else:
+                item = await asyncio.wait_for(self._next(), self._left_s())
+        except asyncio.TimeoutError:
+            raise self._expired() from None
+        except BaseException:
+            self.cancel()
+            raise
+        return self._read(item)
+
+    async def _next(self) -> Any:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            self._request, self._mailbox = await begin()
+            self._done = False
+        return await self._mailbox.get()
+
+    def cancel(self) -> None:
+        """Ends the request within a step; the stream then ends too. A second call does nothing."""
+        self._begin = None
+        if not self._done:
+            super().cancel()
+
+    async def aclose(self) -> None:
+        """Cancels what is left."""
+        self.cancel()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()

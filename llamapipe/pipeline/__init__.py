@@ -1,0 +1,1 @@
+"""From a step's batch to its outputs."""

@@ -45,8 +45,8 @@ class Decoder:
         scheduler: Scheduler,
         executor: Executor,
         make_sampler: Callable[[Request], Any],
-        window_s: float = 0.0,
-        left_queue: Callable[[int], object] = lambda n: None,
+        window_s: float,
+        left_queue: Callable[[int], object],
     ) -> None:
         self.outbox = Outbox()
         self.alone = False  # set by callers: no other thread or task could call while this one waits
@@ -91,7 +91,7 @@ class Decoder:
             self._inbox.put((self.add, (request,)))
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Has ``function`` run on the decoder thread between two steps, in the order of calls; dropped after its end."""
+        """Has ``function`` run on the decoder thread between two steps, in the order of calls."""
         self._inbox.put((function, arguments))
 
     def ask(self, question: Callable[[], Any]) -> Any:
@@ -169,7 +169,9 @@ class Decoder:
         """Ends the loop, after the work that was asked for or at once."""
         self._stopping = True
         for request in self._scheduler.live():
-            waits_for_caller = request.keep and (request.finish_reason is not None or request.n_total >= request.limit)
+            waits_for_caller = request.keep and (
+                request.finish_reason is not None or request.n_total >= request.limit
+            )
             if not drain or waits_for_caller:
                 self.cancel(request)
             elif not request.keep:
@@ -275,7 +277,11 @@ class Decoder:
         drawn = perf_counter()
         scheduler.commit(plan, sampled)
         for request, token in zip(plan.requests, sampled, strict=True):
-            if request.error is None and token not in request.stop_tokens and request.sink.token(request, token):
+            if (
+                request.error is None
+                and token not in request.stop_tokens
+                and request.sink.token(request, token)
+            ):
                 scheduler.finish(request, "stop")
             if request.finish_reason is not None:
                 self._finished(request)
@@ -315,8 +321,10 @@ class Decoder:
             self._finished(request)
 
     def _serve_errors(self, error: BaseException) -> None:
-        """After a defect of our own: fails everything there is and everything that comes, until the engine is closed."""
-        self._error = BackendError(f"the decoder thread failed ({error!r}); close this engine and make another")
+        """After a defect of our own: fails all there is and all that comes, until the engine is closed."""
+        self._error = BackendError(
+            f"the decoder thread failed ({error!r}); close this engine and make another"
+        )
         self._error.__cause__ = error
         for request in self._scheduler.live():
             self._fail(request, self._error)

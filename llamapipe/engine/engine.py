@@ -66,7 +66,9 @@ class Engine:
         max_queue: int | None = None,
     ) -> None:
         window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
-        self._queue = QueueLimit(None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1))
+        self._queue = QueueLimit(
+            None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1)
+        )
         # docs/decisions.md: per-sequence streams are faster where no cells are shared.
         unified = n_cells is not None if kv_unified is None else kv_unified
         context = Context(
@@ -176,7 +178,9 @@ class Engine:
                 bar.update()
         except Empty:
             self._cancel(started)
-            raise TimeoutError(f"not finished within the timeout of {timeout} s; what was left is cancelled") from None
+            raise TimeoutError(
+                f"not finished within the timeout of {timeout} s; what was left is cancelled"
+            ) from None
         except BaseException:
             self._cancel(started)
             raise
@@ -185,7 +189,12 @@ class Engine:
         return results[0] if single else results
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, block: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
     ) -> Stream:
         """Starts a completion and returns an iterator over its deltas; see ``Stream``. Raises as ``generate`` does."""
         self._decoder.check_open()
@@ -256,7 +265,12 @@ class Engine:
         return results
 
     def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, block: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
     ) -> AsyncStream:
         """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
         self._decoder.check_open()
@@ -306,19 +320,28 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(drain=kind is None)
 
     async def __aenter__(self) -> Engine:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.aclose(drain=kind is None)
 
     def __del__(self) -> None:
         decoder = getattr(self, "_decoder", None)
         if decoder is not None and not decoder.closing:
-            warnings.warn(f"{self!r} was never closed; use `with` or close()", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(
+                f"{self!r} was never closed; use `with` or close()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
     # ---- inside
     def _submit(self, request: Request) -> None:
@@ -352,4 +375,6 @@ async def _with_timeout(work: Any, timeout: float) -> Any:
     try:
         return await asyncio.wait_for(work, timeout)
     except asyncio.TimeoutError:
-        raise TimeoutError(f"not finished within the timeout of {timeout} s; what was left is cancelled") from None
+        raise TimeoutError(
+            f"not finished within the timeout of {timeout} s; what was left is cancelled"
+        ) from None

@@ -23,7 +23,9 @@ class Generation:
     else needs them; then it computes its tokens again when it goes on. Close it, or use ``with``, when done.
     """
 
-    def __init__(self, decoder: Decoder, request: Request, mailbox: ThreadMailbox, n_vocab: int, n_ctx: int) -> None:
+    def __init__(
+        self, decoder: Decoder, request: Request, mailbox: ThreadMailbox, n_vocab: int, n_ctx: int
+    ) -> None:
         self._decoder = decoder
         self._request = request
         self._mailbox = mailbox
@@ -109,8 +111,8 @@ class Generation:
         self._check_open()
         if len(self._tokens) + len(ids) >= self._n_ctx:
             raise InvalidRequestError(
-                f"the sequence would have {len(self._tokens) + len(ids)} tokens; n_ctx is {self._n_ctx} and one must stay "
-                "free: trim it, or make the engine with a larger n_ctx"
+                f"the sequence would have {len(self._tokens) + len(ids)} tokens; n_ctx is {self._n_ctx} and one must "
+                "stay free: trim it, or make the engine with a larger n_ctx"
             )
         if ids:
             self._tokens += ids
@@ -130,13 +132,19 @@ class Generation:
     def __enter__(self) -> Generation:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.cancel()
 
     def __del__(self) -> None:
         request = getattr(self, "_request", None)
         if request is not None and not request.cancelled and request.state is not State.FINISHED:
-            warnings.warn(f"{self!r} was dropped while it held a slot; use `with` or cancel()", ResourceWarning, stacklevel=2)
+            warnings.warn(
+                f"{self!r} was dropped while it held a slot; use `with` or cancel()",
+                ResourceWarning,
+                stacklevel=2,
+            )
             self.cancel()
 
     def _check_open(self) -> None:
@@ -146,5 +154,7 @@ class Generation:
 
     def _change(self, n_keep: int | None, tokens: list[int]) -> None:
         request = self._request
-        request.finish_reason = None  # the decoder thread leaves a waiting request alone; `finish_reason` must hold at once
+        request.finish_reason = (
+            None  # the decoder thread leaves a waiting request alone; `finish_reason` must hold at once
+        )
         self._decoder.call(self._decoder.change, request, n_keep, tokens)

@@ -37,7 +37,9 @@ class Intake:
         elif isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
             raise TypeError(f"params must be SamplingParams or a list of them, not {type(params).__name__}")
         elif len(params) != len(prompts):
-            raise ValueError(f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one for each")
+            raise ValueError(
+                f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one for each"
+            )
         else:
             each = params
         return [self.item(p, q) for p, q in zip(prompts, each, strict=True)], single
@@ -49,7 +51,11 @@ class Intake:
         elif not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         n_vocab = self._model.n_vocab
-        tokens = self._model.tokenize(prompt) if isinstance(prompt, str) else check_tokens("prompt", prompt, n_vocab)
+        tokens = (
+            self._model.tokenize(prompt)
+            if isinstance(prompt, str)
+            else check_tokens("prompt", prompt, n_vocab)
+        )
         if not tokens:
             raise InvalidRequestError("the prompt is empty; give at least one token")
         if len(tokens) >= self._n_ctx:
@@ -60,13 +66,17 @@ class Intake:
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
             bad = [t for t in ids if t >= n_vocab]
             if bad:
-                raise InvalidRequestError(f"{name} holds {bad[0]}; this vocabulary has the ids 0 to {n_vocab - 1}")
+                raise InvalidRequestError(
+                    f"{name} holds {bad[0]}; this vocabulary has the ids 0 to {n_vocab - 1}"
+                )
         return tokens, params
 
     def completion(self, item: Item, mailbox: Mailbox, index: int) -> Request:
         """A request answered with ``(index, Completion)``."""
         request = self._request(item, UNLIMITED, keep=False)
-        request.sink = CompletionSink(mailbox, self._model.vocab.piece, item[1].stop, request.seed, index)
+        request.sink = CompletionSink(
+            mailbox, self._model.vocab.piece, tuple(item[1].stop), request.seed, index
+        )
         return request
 
     def stream(self, item: Item, mailbox: Mailbox, n_ahead: int) -> Request:
@@ -78,7 +88,7 @@ class Intake:
         return self._with(TokenSink, self._request(item, 0, keep=True), item, mailbox)
 
     def _with(self, sink: Callable[..., Sink], request: Request, item: Item, mailbox: Mailbox) -> Request:
-        request.sink = sink(mailbox, self._model.vocab.piece, item[1].stop)
+        request.sink = sink(mailbox, self._model.vocab.piece, tuple(item[1].stop))
         return request
 
     def _request(self, item: Item, limit: int, keep: bool) -> Request:
@@ -97,11 +107,17 @@ def _split(prompt: Any) -> tuple[list[Any], bool]:
     if isinstance(prompt, str):
         return [prompt], True
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
-        raise TypeError(f"prompt must be a str, a sequence of token ids, or a list of those, not {type(prompt).__name__}")
+        raise TypeError(
+            f"prompt must be a str, a sequence of token ids, or a list of those, not {type(prompt).__name__}"
+        )
     items = list(prompt)
     if not items:
-        raise InvalidRequestError("the prompt is empty; give at least one token, or a list with at least one prompt")
-    whole = [isinstance(i, (str, bytes)) or (isinstance(i, Iterable) and getattr(i, "ndim", 1) > 0) for i in items]
+        raise InvalidRequestError(
+            "the prompt is empty; give at least one token, or a list with at least one prompt"
+        )
+    whole = [
+        isinstance(i, (str, bytes)) or (isinstance(i, Iterable) and getattr(i, "ndim", 1) > 0) for i in items
+    ]
     if all(whole):
         return items, False
     if any(whole):

@@ -62,16 +62,32 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos must be a bool, not {type(self.ignore_eos).__name__}")
         self._set("stop", _stop_strings(self.stop))
-        self._set("stop_token_ids", tuple(_token("stop_token_ids", t) for t in _items("stop_token_ids", self.stop_token_ids)))
+        self._set(
+            "stop_token_ids",
+            tuple(_token("stop_token_ids", t) for t in _items("stop_token_ids", self.stop_token_ids)),
+        )
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
-                raise TypeError(f"logit_bias must map token ids to numbers, not be a {type(self.logit_bias).__name__}")
+                raise TypeError(
+                    f"logit_bias must map token ids to numbers, not be a {type(self.logit_bias).__name__}"
+                )
             biases = {_token("logit_bias", t): _bias(t, v) for t, v in self.logit_bias.items()}
             self._set("logit_bias", MappingProxyType(biases))
 
     def __hash__(self) -> int:
         biases = None if self.logit_bias is None else frozenset(self.logit_bias.items())
-        return hash((self.max_tokens, self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.stop, biases))
+        return hash(
+            (
+                self.max_tokens,
+                self.temperature,
+                self.top_k,
+                self.top_p,
+                self.min_p,
+                self.seed,
+                self.stop,
+                biases,
+            )
+        )
 
     def __reduce__(self) -> Any:  # a mappingproxy cannot be pickled
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any, Protocol
 
 
@@ -32,7 +33,7 @@ def progress_bar(wanted: bool, total: int) -> Progress:
     if not wanted:
         return _Silent()
     try:
-        from tqdm import tqdm
+        tqdm: Any = import_module("tqdm").tqdm
     except ImportError:
         raise ImportError('progress=True needs tqdm: pip install "llamapipe[progress]"') from None
     bar: Progress = tqdm(total=total, unit="prompt", disable=not sys.stderr.isatty())

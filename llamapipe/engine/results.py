@@ -33,7 +33,7 @@ class Completion:
 
 
 class Delta(NamedTuple):
-    """A part of a stream: new text (whole characters, possibly none yet), new tokens; the last one has a finish reason."""
+    """A part of a stream: new text (whole characters, maybe none yet), new tokens, at the end a finish reason."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -36,7 +36,9 @@ def sampler_factory(vocab: Vocab, n_ctx: int) -> Callable[[Request], SamplerChai
             chain.set_bias(biases)
         if params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             last_n = n_ctx if params.repeat_last_n < 0 else params.repeat_last_n
-            chain.set_penalties(last_n, params.repeat_penalty, params.frequency_penalty, params.presence_penalty)
+            chain.set_penalties(
+                last_n, params.repeat_penalty, params.frequency_penalty, params.presence_penalty
+            )
             chain.accept(history(params, request.tokens))
         if params.temperature == 0:
             return chain.add_temperature(0.0)

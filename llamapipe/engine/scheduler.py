@@ -27,10 +27,21 @@ class StepPlan:
     """What one step feeds: parallel lists over batch entries, and whose rows come out.
 
     ``rows[i]`` is the batch entry whose logits continue ``requests[i]``. ``fed``: each request with its number of
-    entries, the first ``n_decode`` of them decoding. ``fillers``: (seq_id, position) of entries that only keep the batch in one piece; removed afterwards.
+    entries, the first ``n_decode`` of them decoding. ``fillers``: (seq_id, position) of entries that only keep the
+    batch in one piece; they are removed afterwards.
     """
 
-    __slots__ = ("fed", "fillers", "n_decode", "outputs", "positions", "requests", "rows", "seq_ids", "tokens")
+    __slots__ = (
+        "fed",
+        "fillers",
+        "n_decode",
+        "outputs",
+        "positions",
+        "requests",
+        "rows",
+        "seq_ids",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -44,7 +55,8 @@ class StepPlan:
         self.n_decode = 0
 
     def __repr__(self) -> str:
-        return f"<StepPlan n_tokens={len(self.tokens)} n_outputs={len(self.rows)} fed={[(r.arrival, n) for r, n in self.fed]}>"
+        fed = ", ".join(f"{request.arrival}: {n}" for request, n in self.fed)
+        return f"<StepPlan n_tokens={len(self.tokens)} n_outputs={len(self.rows)} fed {fed}>"
 
 
 class Scheduler:
@@ -54,9 +66,13 @@ class Scheduler:
     ``filler``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
     """
 
-    def __init__(self, n_slots: int, n_ctx: int, n_cells: int, n_batch: int, n_ubatch: int, filler: int | None = None) -> None:
+    def __init__(
+        self, n_slots: int, n_ctx: int, n_cells: int, n_batch: int, n_ubatch: int, filler: int | None = None
+    ) -> None:
         if n_cells < n_ctx:
-            raise ValueError(f"n_cells is {n_cells} and n_ctx {n_ctx}; one request could never use its n_ctx: raise n_cells")
+            raise ValueError(
+                f"n_cells is {n_cells} and n_ctx {n_ctx}; one request could never use its n_ctx: raise n_cells"
+            )
         self.n_ctx = n_ctx
         self.n_cells = n_cells
         self.n_batch = n_batch
@@ -210,7 +226,12 @@ class Scheduler:
                 self.finish(request, "stop")
                 continue
             if token < 0:
-                self.fail(request, DecodeError("no logit of this request's row is finite; the model or its weights are damaged"))
+                self.fail(
+                    request,
+                    DecodeError(
+                        "no logit of this request's row is finite; the model or its weights are damaged"
+                    ),
+                )
                 continue
             tokens = request.tokens
             tokens.append(token)

@@ -50,7 +50,9 @@ class CompletionSink(Sink):
 
     __slots__ = ("_first_at", "_index", "_parts", "_seed", "_tokens")
 
-    def __init__(self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...], seed: int, index: int) -> None:
+    def __init__(
+        self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...], seed: int, index: int
+    ) -> None:
         super().__init__(mailbox, piece, stops)
         self._seed = seed
         self._index = index
@@ -77,7 +79,9 @@ class CompletionSink(Sink):
         timings = Timings(first_s, perf_counter() - self.started_at)
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
         text = "".join(self._parts)
-        self.mailbox.put((self._index, Completion(text, self._tokens, reason, request.n_prompt, self._seed, timings)))
+        self.mailbox.put(
+            (self._index, Completion(text, self._tokens, reason, request.n_prompt, self._seed, timings))
+        )
 
 
 class DeltaSink(Sink):

@@ -40,7 +40,10 @@ class _Reader:
         request = self._request
         request.limit += len(delta.token_ids)
         # Waking the decoder for every token would cost it a command each: half a buffer at once is enough.
-        if request.state in (State.PAUSED, State.WAITING) and request.limit - request.n_total >= BUFFER_TOKENS // 2:
+        if (
+            request.state in (State.PAUSED, State.WAITING)
+            and request.limit - request.n_total >= BUFFER_TOKENS // 2
+        ):
             self._decoder.call(self._decoder.resume, request)
         return delta
 
@@ -74,7 +77,9 @@ class Stream(_Reader):
     failed with, and TimeoutError when its timeout passed.
     """
 
-    def __init__(self, decoder: Decoder, request: Request, mailbox: ThreadMailbox, deadline: float | None) -> None:
+    def __init__(
+        self, decoder: Decoder, request: Request, mailbox: ThreadMailbox, deadline: float | None
+    ) -> None:
         super().__init__(decoder, request, deadline)
         self._mailbox = mailbox
 
@@ -100,14 +105,16 @@ class Stream(_Reader):
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 class AsyncStream(_Reader):
-    """An asynchronous iterator over a request's deltas; closing or dropping it, or cancelling its task, cancels the request.
+    """An asynchronous iterator over a request's deltas.
 
-    For one task at a time, of the event loop it was made in. Raises as ``Stream`` does.
+    Closing or dropping it, or cancelling the task that waits for it, cancels the request. For one task at a time, of the event loop it was made in. Raises as ``Stream`` does.
     """
 
     def __init__(
@@ -162,5 +169,7 @@ class AsyncStream(_Reader):
     async def __aenter__(self) -> AsyncStream:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.aclose()

@@ -28,12 +28,16 @@ class Batch:
         n = len(self.tokens)
         for name in ("positions", "seq_ids", "outputs"):
             if len(getattr(self, name)) != n:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries and tokens {n}; they must be as many")
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries and tokens {n}; they must be as many"
+                )
         if n == 0:
             raise ValueError("a batch needs at least one token")
 
     @classmethod
-    def of_tokens(cls, tokens: Sequence[int], first_position: int = 0, seq_id: int = 0, all_outputs: bool = False) -> Batch:
+    def of_tokens(
+        cls, tokens: Sequence[int], first_position: int = 0, seq_id: int = 0, all_outputs: bool = False
+    ) -> Batch:
         """A run of tokens of one sequence from ``first_position`` on; the last one, or all, are outputs."""
         n = len(tokens)
         outputs = np.full(n, all_outputs, dtype=np.int8)
@@ -55,9 +59,12 @@ class Batch:
 def _array(name: str, values: Any, dtype: type[np.signedinteger[Any]]) -> npt.NDArray[Any]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
-        raise TypeError(f"{name} must be a one-dimensional sequence of integers, not {array.dtype} of shape {array.shape}")
+        raise TypeError(
+            f"{name} must be a one-dimensional sequence of integers, not {array.dtype} of shape {array.shape}"
+        )
     if dtype is np.int8:
-        return (array != 0).astype(np.int8)
-    if array.size and not (-(2**31) <= array.min() and array.max() < 2**31):
+        flags: npt.NDArray[Any] = (array != 0).astype(np.int8)
+        return flags
+    if array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
         raise ValueError(f"{name} holds values outside int32")
     return np.ascontiguousarray(array, dtype=dtype)

@@ -36,5 +36,7 @@ def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> li
         raise TypeError(f"{name} must be a sequence of integers (token ids)") from None
     if ids and not (min(ids) >= 0 and max(ids) < n_vocab):
         bad = next(i for i in ids if not 0 <= i < n_vocab)
-        raise ValueError(f"{name} contains the token id {bad}; this vocabulary has the ids 0 to {n_vocab - 1}")
+        raise ValueError(
+            f"{name} contains the token id {bad}; this vocabulary has the ids 0 to {n_vocab - 1}"
+        )
     return ids

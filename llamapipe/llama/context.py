@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe.errors import BackendError, ContextFullError, DecodeError, EngineClosedError, InvalidRequestError
+from llamapipe.errors import (
+    BackendError,
+    ContextFullError,
+    DecodeError,
+    EngineClosedError,
+    InvalidRequestError,
+)
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.check import check_int
 from llamapipe.llama.model import Model
@@ -37,7 +43,7 @@ class Context:
     format of the cache; ``flash_attn``: ``"auto"``, ``"on"`` or ``"off"``. ``n_threads`` computes single tokens,
     ``n_threads_batch`` several.
 
-    The first thread that decodes owns the context; ``release_thread`` lets another take over. Close it before its model.
+    The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
     Raises TypeError and ValueError for bad arguments, BackendError when llama.cpp cannot create it (out of memory).
     """
@@ -65,36 +71,56 @@ class Context:
         ffi, lib = self._native.ffi, self._native.lib
         handle = model.handle
         if model.vocab_only:
-            raise InvalidRequestError(f"{model.path} was loaded with vocab_only=True; a context needs its weights")
+            raise InvalidRequestError(
+                f"{model.path} was loaded with vocab_only=True; a context needs its weights"
+            )
         if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
-            raise InvalidRequestError(f"{model.path} is not a decoder-only model; llamapipe generates with decoders only")
+            raise InvalidRequestError(
+                f"{model.path} is not a decoder-only model; llamapipe generates with decoders only"
+            )
         self.model = model
         default_n_ctx = min(model.n_ctx_train, 4096)
         self.n_ctx = check_int("n_ctx", default_n_ctx if n_ctx is None else n_ctx, 1, 2**26)
         self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
-        self.n_cells = check_int("n_cells", self.n_ctx * self.n_seq_max if n_cells is None else n_cells, 1, _INT32_MAX)
+        self.n_cells = check_int(
+            "n_cells", self.n_ctx * self.n_seq_max if n_cells is None else n_cells, 1, _INT32_MAX
+        )
         self.kv_unified = bool(kv_unified)
         if self.n_cells != self.n_ctx * self.n_seq_max and not self.kv_unified:
             raise ValueError(
                 f"n_cells is {self.n_cells} but n_ctx * n_seq_max is {self.n_ctx * self.n_seq_max}; "
                 "a different number needs kv_unified=True"
             )
-        self.n_batch = min(check_int("n_batch", n_batch, 1, 2**20), self.n_cells)  # llama.cpp cuts it down too
+        self.n_batch = min(
+            check_int("n_batch", n_batch, 1, 2**20), self.n_cells
+        )  # llama.cpp cuts it down too
         self.n_ubatch = min(check_int("n_ubatch", n_ubatch, 1, 2**20), self.n_batch)
-        most = check_int("n_outputs_max", self.n_batch if n_outputs_max is None else n_outputs_max, 1, self.n_batch)
+        most = check_int(
+            "n_outputs_max", self.n_batch if n_outputs_max is None else n_outputs_max, 1, self.n_batch
+        )
         self.n_outputs_max = max(most, min(self.n_seq_max, self.n_batch))
-        self.n_threads = check_int("n_threads", default_n_threads() if n_threads is None else n_threads, 1, 512)
-        self.n_threads_batch = check_int("n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch, 1, 512)
+        self.n_threads = check_int(
+            "n_threads", default_n_threads() if n_threads is None else n_threads, 1, 512
+        )
+        self.n_threads_batch = check_int(
+            "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch, 1, 512
+        )
         if self.n_seq_max > self.n_batch:
-            raise ValueError(f"n_seq_max is {self.n_seq_max} and n_batch {self.n_batch}; n_batch must not be smaller")
+            raise ValueError(
+                f"n_seq_max is {self.n_seq_max} and n_batch {self.n_batch}; n_batch must not be smaller"
+            )
         for name, value in (("type_k", type_k), ("type_v", type_v)):
             if value not in CACHE_TYPES:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, CACHE_TYPES))}")
+                raise ValueError(
+                    f"{name} is {value!r}; it must be one of {', '.join(map(repr, CACHE_TYPES))}"
+                )
         if flash_attn not in _FLASH_ATTN:
             raise ValueError(f"flash_attn is {flash_attn!r}; it must be 'auto', 'on' or 'off'")
 
         params = ffi.new("struct llama_context_params *", lib.llama_context_default_params())
-        padded = -(-self.n_ctx // 256) * 256  # llama.cpp divides n_ctx by the sequences and pads each part to 256
+        padded = (
+            -(-self.n_ctx // 256) * 256
+        )  # llama.cpp divides n_ctx by the sequences and pads each part to 256
         params.n_ctx = self.n_cells if self.kv_unified else padded * self.n_seq_max
         params.n_batch, params.n_ubatch = self.n_batch, self.n_ubatch
         params.n_seq_max = self.n_seq_max
@@ -115,8 +141,8 @@ class Context:
             if new == ffi.NULL:
                 reason = "; ".join(problems[-2:]) or last_error(self._native)
                 raise BackendError(
-                    f"a context of {self.n_cells} cells for {self.n_seq_max} sequences could not be created ({reason}); "
-                    "try a smaller n_ctx, n_seq_max or n_batch, or another cache type"
+                    f"a context of {self.n_cells} cells for {self.n_seq_max} sequences could not be created "
+                    f"({reason}); try a smaller n_ctx, n_seq_max or n_batch, or another cache type"
                 )
         except BaseException:
             model.release(self)
@@ -126,13 +152,17 @@ class Context:
         wanted = self.n_cells if self.kv_unified else self.n_ctx
         if got < wanted:
             self.close()
-            raise BackendError(f"llama.cpp gave {got} KV cells where {wanted} were asked for; set n_ctx to at most {got}")
+            raise BackendError(
+                f"llama.cpp gave {got} KV cells where {wanted} were asked for; set n_ctx to at most {got}"
+            )
         self.n_batch = min(self.n_batch, lib.llama_n_batch(new))
 
     def __repr__(self) -> str:
         kind = "unified" if self.kv_unified else "per-sequence"
         state = " closed" if self._handle is None else ""
-        return f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} n_cells={self.n_cells} kv={kind}{state}>"
+        return (
+            f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} n_cells={self.n_cells} kv={kind}{state}>"
+        )
 
     # ---- decoding
     def decode(self, batch: Batch) -> None:
@@ -154,7 +184,9 @@ class Context:
             ffi.from_buffer("int8_t[]", batch.outputs),
         )
         if code == 1:
-            raise ContextFullError(f"no KV cells are left for {len(batch)} tokens; remove sequences or use a larger n_ctx")
+            raise ContextFullError(
+                f"no KV cells are left for {len(batch)} tokens; remove sequences or use a larger n_ctx"
+            )
         if code != 0:
             raise self.decode_error(code)
 
@@ -171,11 +203,16 @@ class Context:
     def _check(self, batch: Batch) -> None:
         n = len(batch)
         if n > self.n_batch:
-            raise ValueError(f"the batch has {n} tokens; n_batch is {self.n_batch}: cut it or use a larger n_batch")
+            raise ValueError(
+                f"the batch has {n} tokens; n_batch is {self.n_batch}: cut it or use a larger n_batch"
+            )
         n_outputs = int(np.count_nonzero(batch.outputs))
         if n_outputs > self.n_outputs_max:
             raise ValueError(f"the batch has {n_outputs} outputs; n_outputs_max is {self.n_outputs_max}")
-        for name, values, limit in (("tokens", batch.tokens, self.model.n_vocab), ("seq_ids", batch.seq_ids, self.n_seq_max)):
+        for name, values, limit in (
+            ("tokens", batch.tokens, self.model.n_vocab),
+            ("seq_ids", batch.seq_ids, self.n_seq_max),
+        ):
             low, high = int(values.min()), int(values.max())
             if low < 0 or high >= limit:
                 raise ValueError(f"{name} holds {low if low < 0 else high}; it must be from 0 to {limit - 1}")
@@ -183,9 +220,14 @@ class Context:
             positions = batch.positions[batch.seq_ids == seq_id]
             first = self.seq_pos_max(seq_id) + 1
             if positions[0] != first or np.any(np.diff(positions) != 1):
-                raise ValueError(f"positions of sequence {seq_id} must go on from {first} without gaps, not {positions[:4].tolist()}…")
+                raise ValueError(
+                    f"positions of sequence {seq_id} must go on from {first} without gaps, "
+                    f"not {positions[:4].tolist()}…"
+                )
             if positions[-1] >= self.n_ctx:
-                raise ValueError(f"sequence {seq_id} would reach position {positions[-1]}; n_ctx is {self.n_ctx}")
+                raise ValueError(
+                    f"sequence {seq_id} would reach position {positions[-1]}; n_ctx is {self.n_ctx}"
+                )
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """A copy of the logits of entry ``row`` of the last batch: float32 ``(n_vocab,)``.
@@ -196,9 +238,16 @@ class Context:
         ffi = self._native.ffi
         out = np.empty(self.model.n_vocab, dtype=np.float32)
         rows = ffi.new("int32_t[1]", [check_int("row", row, 0, self.n_batch - 1)])
-        if self._native.lib.lp_logits(self.handle, 1, rows, self.model.n_vocab, ffi.from_buffer("float[]", out)) != 0:
+        if (
+            self._native.lib.lp_logits(
+                self.handle, 1, rows, self.model.n_vocab, ffi.from_buffer("float[]", out)
+            )
+            != 0
+        ):
             drain_log(self._native)
-            raise ValueError(f"entry {row} of the last batch is not an output; set its outputs flag before decoding")
+            raise ValueError(
+                f"entry {row} of the last batch is not an output; set its outputs flag before decoding"
+            )
         return out
 
     @property
@@ -220,7 +269,9 @@ class Context:
         """
         self._claim()
         check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
-        result = self._native.lib.lp_memory_remove(self.handle, seq_id, check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX))
+        result = self._native.lib.lp_memory_remove(
+            self.handle, seq_id, check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX)
+        )
         if result < 0:
             raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
         return bool(result)
@@ -235,7 +286,10 @@ class Context:
         check_int("dst", dst, 0, self.n_seq_max - 1)
         first, end = check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX)
         if not self.kv_unified and src != dst and (first > 0 or end >= 0):
-            raise ValueError(f"positions {first} to {end} of sequence {src} cannot be copied alone; copy all and remove the rest, or use kv_unified=True")
+            raise ValueError(
+                f"positions {first} to {end} of sequence {src} cannot be copied alone; "
+                "copy all and remove the rest, or use kv_unified=True"
+            )
         if self._native.lib.lp_memory_copy(self.handle, src, dst, first, end) != 0:
             raise DecodeError(f"copying sequence {src} to {dst} failed ({last_error(self._native)})")
 
@@ -260,7 +314,9 @@ class Context:
         me = threading.get_ident()
         if self._owner != me:
             if self._owner is not None:
-                raise RuntimeError("this context belongs to another thread; call release_thread() there first")
+                raise RuntimeError(
+                    "this context belongs to another thread; call release_thread() there first"
+                )
             self._owner = me
 
     def release_thread(self) -> None:
@@ -278,9 +334,16 @@ class Context:
     def __enter__(self) -> Context:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None and self._pid == os.getpid():
-            warnings.warn(f"{self!r} was never closed; use `with` or close()", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(
+                f"{self!r} was never closed; use `with` or close()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsIndex
@@ -68,7 +68,9 @@ class Model:
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
         if split_mode not in _SPLIT_MODES:
-            raise ValueError(f"split_mode is {split_mode!r}; it must be one of {', '.join(map(repr, _SPLIT_MODES))}")
+            raise ValueError(
+                f"split_mode is {split_mode!r}; it must be one of {', '.join(map(repr, _SPLIT_MODES))}"
+            )
         n_layers = check_int("n_gpu_layers", n_gpu_layers, -1, 2**31 - 1)
         gpu = check_int("main_gpu", main_gpu, 0, 1023)
         info = check_gguf(self.path)
@@ -99,7 +101,9 @@ class Model:
         self.n_layer: int = lib.llama_model_n_layer(self._handle)
         self.n_params: int = lib.llama_model_n_params(self._handle)
         self.size_bytes: int = lib.llama_model_size(self._handle)
-        self.is_recurrent: bool = lib.llama_model_is_recurrent(self._handle) or lib.llama_model_is_hybrid(self._handle)
+        self.is_recurrent: bool = lib.llama_model_is_recurrent(self._handle) or lib.llama_model_is_hybrid(
+            self._handle
+        )
         self.vocab_only = bool(vocab_only)
         self.bos = self.vocab.bos
         self.eos = self.vocab.eos
@@ -112,7 +116,8 @@ class Model:
     def __repr__(self) -> str:
         if self._handle is None:
             return f"<Model {self.path.name!r} closed>"
-        return f"<Model {self.path.name!r} n_params={self.n_params} n_vocab={self.n_vocab} n_ctx_train={self.n_ctx_train}>"
+        sizes = f"n_params={self.n_params} n_vocab={self.n_vocab} n_ctx_train={self.n_ctx_train}"
+        return f"<Model {self.path.name!r} {sizes}>"
 
     # ---- text
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
@@ -140,8 +145,8 @@ class Model:
         ffi, lib = self._native.ffi, self._native.lib
         found = {}
         for i in range(lib.llama_model_meta_count(self.handle)):
-            key = _text(ffi, lambda b, n, i=i: lib.llama_model_meta_key_by_index(self.handle, i, b, n))
-            found[key] = _text(ffi, lambda b, n, i=i: lib.llama_model_meta_val_str_by_index(self.handle, i, b, n))
+            key = _text(ffi, partial(lib.llama_model_meta_key_by_index, self.handle, i))
+            found[key] = _text(ffi, partial(lib.llama_model_meta_val_str_by_index, self.handle, i))
         return found
 
     @cached_property
@@ -154,11 +159,13 @@ class Model:
     # ---- lifetime
     @property
     def handle(self) -> Any:
-        """The native ``llama_model *``. Raises EngineClosedError when the model is closed or belongs to another process."""
+        """The native ``llama_model *``. Raises EngineClosedError when closed, or in a forked child."""
         if self._handle is None:
             raise EngineClosedError("the model is closed; load it again")
         if self._pid != os.getpid():
-            raise EngineClosedError("the model was loaded before fork(); load it in the child process, or use the spawn start method")
+            raise EngineClosedError(
+                "the model was loaded before fork(); load it in the child process, or use the spawn start method"
+            )
         return self._handle
 
     @property
@@ -189,19 +196,28 @@ class Model:
                 return
             if self._children:
                 names = ", ".join(sorted(set(self._children.values())))
-                raise EngineClosedError(f"{len(self._children)} open objects still use the model ({names}); close them first")
+                raise EngineClosedError(
+                    f"{len(self._children)} open objects still use the model ({names}); close them first"
+                )
             handle, self._handle = self._handle, None
         self._native.lib.llama_model_free(handle)
 
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None and self._pid == os.getpid():
-            warnings.warn(f"{self!r} was never closed; use `with` or close()", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(
+                f"{self!r} was never closed; use `with` or close()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
 
 def _load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any:
@@ -265,7 +281,9 @@ def _device_list(ffi: Any, wanted: Sequence[str | Device] | None) -> Any:
     for item in wanted:
         name = item.name if isinstance(item, Device) else item
         if name not in known:
-            raise BackendError(f"there is no device {name!r}; this build and machine have: {', '.join(known)}")
+            raise BackendError(
+                f"there is no device {name!r}; this build and machine have: {', '.join(known)}"
+            )
         handles.append(known[name])
     return ffi.new("ggml_backend_dev_t[]", [*handles, ffi.NULL])
 

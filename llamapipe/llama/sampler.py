@@ -46,18 +46,24 @@ class SamplerChain:
         values = [float(v) for v in bias.values()]
         return self._checked(self._native.lib.lp_sampler_set_bias(self.handle, len(tokens), tokens, values))
 
-    def set_penalties(self, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0) -> SamplerChain:
+    def set_penalties(
+        self, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0
+    ) -> SamplerChain:
         """Penalties on tokens among the last ``last_n`` accepted, as llama.cpp defines them.
 
         A logit is divided by ``repeat`` when positive and multiplied when not, then lowered by ``presence`` and by
         ``frequency`` for each occurrence.
         """
         n = check_int("last_n", last_n, 0, 2**31 - 1)
-        return self._checked(self._native.lib.lp_sampler_set_penalties(self.handle, n, repeat, frequency, presence))
+        return self._checked(
+            self._native.lib.lp_sampler_set_penalties(self.handle, n, repeat, frequency, presence)
+        )
 
     def add_top_k(self, k: int) -> SamplerChain:
         """Keeps the ``k`` largest logits, on ties the lower ids; 0 keeps all."""
-        return self._checked(self._native.lib.lp_sampler_add_top_k(self.handle, check_int("k", k, 0, 2**31 - 1)))
+        return self._checked(
+            self._native.lib.lp_sampler_add_top_k(self.handle, check_int("k", k, 0, 2**31 - 1))
+        )
 
     def add_typical(self, p: float) -> SamplerChain:
         """Keeps the locally typical tokens of mass ``p`` (arXiv 2202.00666)."""
@@ -121,9 +127,16 @@ class SamplerChain:
     def __enter__(self) -> SamplerChain:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
-            warnings.warn(f"{self!r} was never closed; use `with` or close()", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(
+                f"{self!r} was never closed; use `with` or close()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )

@@ -26,7 +26,9 @@ class Vocab:
         self.eos: int | None = self._optional(lib.llama_vocab_eos(handle))
         self.eot: int | None = self._optional(lib.llama_vocab_eot(handle))
         self.add_bos: bool = lib.llama_vocab_get_add_bos(handle)
-        self.eog_tokens: frozenset[int] = frozenset(t for t in range(self.n_vocab) if lib.llama_vocab_is_eog(handle, t))
+        self.eog_tokens: frozenset[int] = frozenset(
+            t for t in range(self.n_vocab) if lib.llama_vocab_is_eog(handle, t)
+        )
 
     def __repr__(self) -> str:
         return f"<Vocab n_vocab={self.n_vocab} bos={self.bos} eos={self.eos}>"
@@ -45,7 +47,11 @@ class Vocab:
 
     def is_control(self, token: SupportsIndex) -> bool:
         """Whether the token is a control token, which has no text of its own."""
-        return bool(self._native.lib.llama_vocab_is_control(self._handle, check_int("token", token, 0, self.n_vocab - 1)))
+        return bool(
+            self._native.lib.llama_vocab_is_control(
+                self._handle, check_int("token", token, 0, self.n_vocab - 1)
+            )
+        )
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of ``text``.
@@ -60,7 +66,9 @@ class Vocab:
         try:
             data = text.encode()
         except UnicodeEncodeError as e:
-            raise ValueError(f"text has a lone surrogate at {e.start}, which UTF-8 cannot express; decode it properly first") from None
+            raise ValueError(
+                f"text has a lone surrogate at {e.start}, which UTF-8 cannot express; decode it properly first"
+            ) from None
         if len(data) > _MAX_TEXT_BYTES:
             raise ValueError(f"text has {len(data)} bytes; the limit is {_MAX_TEXT_BYTES}: split it")
         ffi, lib = self._native.ffi, self._native.lib
@@ -70,7 +78,9 @@ class Vocab:
         if _INT32_MIN < n < 0:
             n_max = -n
             ids = ffi.new("int32_t[]", n_max)
-            n = lib.lp_tokenize(self._handle, data, len(data), ids, n_max, bool(add_special), bool(parse_special))
+            n = lib.lp_tokenize(
+                self._handle, data, len(data), ids, n_max, bool(add_special), bool(parse_special)
+            )
         if n < 0:
             raise InvalidRequestError(f"the vocabulary cannot express this text ({last_error(self._native)})")
         tokens: list[int] = ffi.unpack(ids, n) if n else []
@@ -78,7 +88,9 @@ class Vocab:
             del tokens[0]
         return tokens
 
-    def detokenize(self, ids: Iterable[SupportsIndex], remove_special: bool = False, unparse_special: bool = False) -> str:
+    def detokenize(
+        self, ids: Iterable[SupportsIndex], remove_special: bool = False, unparse_special: bool = False
+    ) -> str:
         """Text of a sequence of token ids; bytes that form no character become U+FFFD.
 
         ``unparse_special`` also writes control tokens. Raises TypeError or ValueError for bad ids.
@@ -90,7 +102,9 @@ class Vocab:
         n_max = 16 * len(tokens) + 64
         for _ in range(2):
             text = ffi.new("char[]", n_max)
-            n = lib.lp_detokenize(self._handle, tokens, len(tokens), text, n_max, bool(remove_special), bool(unparse_special))
+            n = lib.lp_detokenize(
+                self._handle, tokens, len(tokens), text, n_max, bool(remove_special), bool(unparse_special)
+            )
             if n >= 0:
                 return bytes(ffi.buffer(text, n)).decode("utf-8", "replace")
             if n == _INT32_MIN:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def native() -> Any:
 
 def _load() -> Any:
     try:
-        from llamapipe.native import _native
+        _native: Any = import_module("llamapipe.native._native")
     except ImportError as e:
         raise BackendError(
             f"the native module cannot be loaded ({e}); build it: `pip install .` from a clone, or "
@@ -57,7 +58,9 @@ def _load() -> Any:
     n_devices = lib.lp_load_backends(str(LIB_DIR).encode())
     drain_log(_native)
     if n_devices <= 0:
-        raise BackendError(f"no backend could be loaded from {LIB_DIR}; rebuild: `python build_native.py --backend cpu --clean`")
+        raise BackendError(
+            f"no backend could be loaded from {LIB_DIR}; rebuild: `python build_native.py --backend cpu --clean`"
+        )
     return _native
 
 

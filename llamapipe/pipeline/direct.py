@@ -21,7 +21,9 @@ class Executor(Protocol):
     def remove(self, seq_id: int, position: int) -> bool:
         """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
 
-    def launch(self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]) -> None:
+    def launch(
+        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+    ) -> None:
         """Starts computing a batch. Raises ContextFullError (nothing changed) or DecodeError."""
 
     def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
@@ -50,7 +52,9 @@ class DirectPipeline:
         self._context.seq_remove(seq_id)  # recurrent models keep no history to go back to
         return False
 
-    def launch(self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]) -> None:
+    def launch(
+        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+    ) -> None:
         """Computes a batch of at most ``n_batch`` entries.
 
         Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
@@ -72,7 +76,12 @@ class DirectPipeline:
         n = len(rows)
         self._rows[0:n] = rows
         self._samplers[0:n] = [s.handle for s in samplers]
-        if self._native.lib.lp_sample_rows(self._context.handle, n, self._rows, self._samplers, self._sampled) < 0:
+        if (
+            self._native.lib.lp_sample_rows(
+                self._context.handle, n, self._rows, self._samplers, self._sampled
+            )
+            < 0
+        ):
             raise RuntimeError(f"sampling failed: {last_error(self._native)}")
         return self._native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
 

@@ -1,0 +1,88 @@
+"""The ``llamapipe`` command: ``demo``, ``generate``, ``doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+
+import llamapipe
+from llamapipe.cli import demo, doctor, generate
+from llamapipe.cli.options import UsageError
+from llamapipe.errors import LlamapipeError
+
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
+_EPILOG = """\
+exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 the reader of the output went away
+colours: on a terminal only, and not if NO_COLOR is set"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return the exit status.
+
+    0: done; 1: failed, with one message on stderr; 2: wrong usage; 130: interrupted (Ctrl-C); 141: whoever read
+    the output stopped reading, as with ``| head``.
+    """
+    if sys.stdout is None:  # started with a closed stdout: what nobody reads goes nowhere
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            return main(argv)
+    with suppress(AttributeError):  # a replaced stdout may not have it
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    args = argparse.Namespace(verbose=False)
+    try:
+        args = _parser().parse_args(argv, args)
+        if args.verbose:
+            logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s", stream=sys.stderr)
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except SystemExit as stop:  # argparse printed its help or its message
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        _abandon_stdout()
+        return EXIT_READER_GONE
+    except UsageError as error:
+        args.parser.print_usage(sys.stderr)
+        return _fail(str(error), EXIT_USAGE)
+    except Exception as error:
+        if args.verbose:
+            traceback.print_exc()
+        if isinstance(error, (LlamapipeError, OSError, ValueError)):
+            return _fail(str(error) or type(error).__name__, EXIT_FAILURE)
+        return _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where)", EXIT_FAILURE)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llamapipe",
+        description="GGUF models through llama.cpp, in process, for many callers at once.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"llamapipe {llamapipe.__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "-v", "--verbose", action="store_true", help="llama.cpp's log and Python tracebacks on stderr"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (demo, generate, doctor):
+        command.add_parser(commands, common)
+    return parser
+
+
+def _fail(message: str, status: int) -> int:
+    with suppress(OSError):  # stderr may be gone too
+        print(f"llamapipe: {message}", file=sys.stderr)
+    return status
+
+
+def _abandon_stdout() -> None:
+    """Let what is still buffered go nowhere, or Python complains about it at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

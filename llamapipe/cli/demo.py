@@ -1,0 +1,248 @@
+"""``llamapipe demo``: what the library is for, on the model in the box."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from contextlib import aclosing, closing
+from dataclasses import dataclass, replace
+
+import llamapipe as lp
+from llamapipe.cli.board import Board
+from llamapipe.cli.measure import Measured, compare
+from llamapipe.cli.options import UsageError
+from llamapipe.cli.terminal import Terminal
+
+_N_TOGETHER = 16
+_N_TOKENS = 64
+_N_CTX = 256
+_READING_PACE = 45  # tokens a second and column: this model is much faster than anyone can read
+_FRAME_S = 1 / 25
+_GREEDY = lp.SamplingParams(max_tokens=120, temperature=0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and the title it is shown under."""
+
+    title: str
+    prompt: str
+
+
+THREE = [
+    Request("a story", "Once upon a time, there was a little fox named Lily."),
+    Request("counting", "Counting from 7 to 30:"),
+    Request("a question", "Question: Say the alphabet.\nAnswer:"),
+]
+_CANCELLED, _CANCEL_AFTER = 1, 18  # which of the three, after how many tokens
+BURST = [
+    f"Once upon a time, there was a {hero}."
+    for hero in (
+        "little fox named Lily", "brave rabbit named Ben", "happy bear named Mia", "shy mouse named Tom",
+        "clever cat named Anna", "curious dog named Max", "gentle owl named Zoe", "cheerful hedgehog named Sam",
+        "young squirrel named Ella", "quiet frog named Leo", "friendly duck named Ruby", "playful turtle named Pip",
+        "small pig named Rosie", "kind lamb named Finn", "little pony named Daisy", "brave otter named Jack",
+    )
+]  # fmt: skip
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "demo",
+        parents=[common],
+        help="see what it does, in under 20 seconds, offline",
+        description="Show what llamapipe is for on the model in the box: streams side by side, cancelling one, "
+        "a burst, and one by one against concurrent, measured.",
+    )
+    parser.add_argument(
+        "--pace",
+        type=float,
+        metavar="N",
+        help=f"tokens a second shown in a column; 0: no limit ({_READING_PACE} on a terminal)",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, metavar="N", help="runs that the table is the median of (%(default)s)"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    terminal = Terminal(sys.stdout)
+    pace = args.pace if args.pace is not None else _READING_PACE if terminal.redraws else 0
+    if args.runs < 1:
+        raise UsageError(f"--runs is {args.runs}, it must be at least 1")
+    if not pace >= 0:
+        raise UsageError(f"--pace is {pace}, it must be 0 or more")
+    with lp.Model.demo() as model, lp.Engine(model, n_ctx=_N_CTX, n_seq_max=_N_TOGETHER) as engine:
+        path = lp.demo_model_path()
+        names = ", ".join(device.description for device in lp.devices())
+        terminal.line(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB, shipped with llamapipe; {names}")
+        if pace:
+            terminal.line(
+                f"Streams are shown at {pace:g} tokens a second, to be readable; what is measured is not."
+            )
+        demo = _Demo(terminal, engine, pace)
+        demo.one()
+        undisturbed = asyncio.run(demo.three())
+        asyncio.run(demo.three_less_one(undisturbed))
+        demo.burst()
+        with lp.Engine(model, n_ctx=_N_CTX, n_seq_max=1) as blocking:
+            demo.table(blocking, args.runs)
+    return 0
+
+
+class _Demo:
+    """The parts of the demo, on one engine and one terminal; `pace` in tokens per second and column, 0: no limit."""
+
+    def __init__(self, terminal: Terminal, engine: lp.Engine, pace: float) -> None:
+        self._terminal = terminal
+        self._engine = engine
+        self._pace = pace
+
+    def one(self) -> None:
+        """One request, streamed."""
+        self._heading("1", "one request", "for delta in engine.stream(prompt, params): ...")
+        with Board(self._terminal, [THREE[0].title], n_lines=5) as board:
+            board.add(0, THREE[0].prompt)
+            n_tokens = 0
+            with closing(self._engine.stream(THREE[0].prompt, _GREEDY)) as deltas:
+                for delta in deltas:
+                    n_tokens += len(delta.token_ids)
+                    board.add(0, delta.text)
+                    board.note(0, f"{n_tokens} tokens")
+                    board.draw()
+                    if self._pace:
+                        time.sleep(len(delta.token_ids) / self._pace)
+            board.end(0, self._ended(n_tokens))
+
+    async def three(self) -> list[str]:
+        """Three requests at once, side by side; returns their texts."""
+        self._heading("2", "three at once", "async for delta in engine.astream(prompt, params): ...")
+        return await self._side_by_side(cancelled=None)
+
+    async def three_less_one(self, undisturbed: list[str]) -> None:
+        """The same three, one of which is cancelled on the way; `undisturbed` is what they said before."""
+        self._heading(
+            "3", "the same three, the second cancelled on its way", "break, task.cancel(), or a timeout"
+        )
+        texts = await self._side_by_side(cancelled=_CANCELLED)
+        same = all(a == b for i, (a, b) in enumerate(zip(texts, undisturbed, strict=True)) if i != _CANCELLED)
+        if same:
+            self._terminal.line(f"  {self._tick()} the other two said exactly what they said before")
+
+    def burst(self) -> None:
+        """Many requests in one call."""
+        self._heading("4", f"a burst of {len(BURST)}", "engine.generate(list_of_prompts, params)")
+        before = self._engine.stats()
+        start = time.perf_counter()
+        outs = self._engine.generate(BURST, replace(_GREEDY, max_tokens=_N_TOKENS))
+        seconds = time.perf_counter() - start
+        steps = self._engine.stats().steps - before.steps
+        width = self._terminal.columns - 7
+        for number, (prompt, out) in enumerate(zip(BURST, outs, strict=True), 1):
+            text = " ".join((prompt + out.text).split())
+            text = text if len(text) <= width else text[: width - 3] + "..."
+            self._terminal.line(
+                f"  {self._terminal.style(f'{number:2}', 'cyan')}  {self._terminal.text(text)}"
+            )
+        n_tokens = sum(len(out.token_ids) for out in outs)
+        self._terminal.line(
+            f"  {self._tick()} {n_tokens} tokens in {seconds:.2f} s and {steps} steps of the model"
+        )
+
+    def table(self, blocking: lp.Engine, n_runs: int) -> None:
+        """One by one against concurrent, measured."""
+        self._heading("5", "one by one, or concurrently", "")
+        params = replace(_GREEDY, max_tokens=_N_TOKENS, ignore_eos=True)
+        slow, fast = compare(blocking, self._engine, BURST, params, n_runs, self._progress)
+        self._progress(0, 0)
+        terminal = self._terminal
+        what = f"{len(BURST)} requests arriving at once, {_N_TOKENS} tokens each; medians of {n_runs} runs here and now"
+        terminal.line(f"  {what}")
+        terminal.line()
+        rows = [
+            ("", "tokens/s", "first token", "all done"),
+            ("one by one: Engine(n_seq_max=1) behind a lock", *_cells(slow)),
+            (f"concurrent: Engine(n_seq_max={_N_TOGETHER})", *_cells(fast)),
+            (
+                "speed-up",
+                f"{fast.tokens_per_s / slow.tokens_per_s:.1f} x",
+                f"{slow.first_token_s / fast.first_token_s:.1f} x",
+                f"{slow.seconds / fast.seconds:.1f} x",
+            ),
+        ]
+        for row, style in zip(rows, ("dim", "", "", "green"), strict=True):
+            line = f"  {row[0]:<46}" + "".join(f"{cell:>13}" for cell in row[1:])
+            terminal.line(terminal.style(line, style) if style else line)
+        terminal.line()
+        terminal.line(
+            terminal.style("  first token: median of the waits from the arrival of all requests", "dim")
+        )
+
+    async def _side_by_side(self, cancelled: int | None) -> list[str]:
+        with Board(self._terminal, [request.title for request in THREE]) as board:
+            tasks = [
+                asyncio.create_task(self._into(board, column, _CANCEL_AFTER if column == cancelled else None))
+                for column in range(len(THREE))
+            ]
+            try:
+                while not all(task.done() for task in tasks):
+                    board.draw()
+                    await asyncio.wait(tasks, timeout=_FRAME_S)
+                return [task.result() for task in tasks]
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _into(self, board: Board, column: int, cancel_after: int | None) -> str:
+        """Stream a request into its column, up to `cancel_after` tokens; returns its text."""
+        board.add(column, THREE[column].prompt)
+        text, n_tokens = "", 0
+        async with aclosing(self._engine.astream(THREE[column].prompt, _GREEDY)) as deltas:
+            async for delta in deltas:
+                n_tokens += len(delta.token_ids)
+                text += delta.text
+                board.add(column, delta.text)
+                board.note(column, f"{n_tokens} tokens")
+                if cancel_after is not None and n_tokens >= cancel_after:
+                    board.end(
+                        column, f"{self._terminal.symbol('■')} cancelled after {n_tokens} tokens", "yellow"
+                    )
+                    return text
+                if self._pace:
+                    await asyncio.sleep(len(delta.token_ids) / self._pace)
+        board.end(column, self._ended(n_tokens))
+        return text
+
+    def _ended(self, n_tokens: int) -> str:
+        return f"{self._tick()} {n_tokens} tokens"
+
+    def _tick(self) -> str:
+        return self._terminal.symbol("✓")
+
+    def _heading(self, number: str, title: str, code: str) -> None:
+        terminal = self._terminal
+        terminal.line()
+        heading = terminal.style(f"{number}. {title}", "bold")
+        terminal.line(f"{heading}   {terminal.style(code, 'dim')}".rstrip())
+        terminal.line()
+
+    def _progress(self, done: int, total: int) -> None:
+        """Show how far the measurement is, on a terminal; `total` 0 clears the line."""
+        if self._terminal.redraws:
+            bar = f"  measuring {self._terminal.symbol('█') * done}{self._terminal.symbol('░') * (total - done)}"
+            self._terminal.write(f"\r\x1b[2K{bar if total else ''}")
+
+
+def _cells(measured: Measured) -> tuple[str, str, str]:
+    return (
+        f"{measured.tokens_per_s:.0f}",
+        f"{1000 * measured.first_token_s:.0f} ms",
+        f"{measured.seconds:.2f} s",
+    )

@@ -1,0 +1,171 @@
+"""``llamapipe doctor``: what is installed, what it can run on, and what is wrong with how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import llamapipe as lp
+from llamapipe.cli.terminal import Terminal
+from llamapipe.native.load import build_info
+
+_PROBE_LIMIT_S = 120
+_REBUILD = (
+    "build it on this machine: `pip install --force-reinstall --no-cache-dir .` in a clone, "
+    "or `python build_native.py --backend cpu --clean` in the source tree"
+)
+# The parent's search path: a source tree in the current folder must not be taken for the installed package.
+_PROBE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from llamapipe.cli.probe import main; sys.exit(main())"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; `fix` says what to do if it is not `ok`."""
+
+    name: str
+    ok: bool
+    detail: str
+    fix: str = ""
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "doctor",
+        parents=[common],
+        help="show versions, build, devices, and what is wrong",
+        description="Show versions, build, devices and the model in the box, and what is wrong with how to mend it; "
+        "the exit status is 1 if anything is.",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    build = build_info()
+    results = _probe()
+    findings = [*_versions(), *_build(build), *_probed(results)]
+    ok = all(finding.ok for finding in findings)
+    if args.json:
+        report = {
+            "ok": ok,
+            "findings": [asdict(finding) for finding in findings],
+            "build": build,
+            "devices": results.get("devices", {}).get("devices", []),
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        _show(Terminal(sys.stdout), findings)
+    return 0 if ok else 1
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("llamapipe", True, f"{lp.__version__} in {Path(lp.__file__).parent}")
+    yield Finding("python", True, f"{platform.python_version()} on {platform.platform()}")
+    yield from (_package(name) for name in ("numpy", "cffi"))
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("processor", True, f"{usable} of {os.cpu_count()} cores may be used")
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, True, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed", f"pip install {name}")
+
+
+def _build(build: dict[str, Any]) -> Iterator[Finding]:
+    if not build:
+        yield Finding("build", False, "there is no record of a native build", _REBUILD)
+        return
+    backends = ", ".join(build.get("backends", []))
+    yield Finding(
+        "build",
+        True,
+        f"{backends}; {build.get('date', '?')}; {build.get('compiler', '?')}; {build.get('flags', '')}",
+    )
+    yield Finding(
+        "llama.cpp",
+        True,
+        f"{build.get('llama_cpp_commit', '?')[:9]} from {build.get('llama_cpp_source', '?')}",
+    )
+
+
+def _probe() -> dict[str, dict[str, Any]]:
+    """Run the probes in a process of their own; their results by name, up to the first that failed."""
+    command = [sys.executable, "-c", _PROBE, json.dumps(sys.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=_PROBE_LIMIT_S)
+            trouble = _ending(process.returncode, errors)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            trouble = f"no answer after {_PROBE_LIMIT_S} s"
+    results: dict[str, dict[str, Any]] = {}
+    for line in filter(lambda text: text.startswith("{"), output.splitlines()):
+        result = json.loads(line)
+        results[result["name"]] = result
+    for result in results.values():
+        if "ok" not in result:  # begun and not ended
+            result.update(ok=False, error=trouble)
+    return results or {"native module": {"ok": False, "error": trouble}}
+
+
+def _ending(status: int, errors: str) -> str:
+    """How a process ended that did not say so itself."""
+    if status == -signal.SIGILL:
+        return "the process was ended by SIGILL: the library was built for another processor"
+    if status < 0:
+        return f"the process was ended by {signal.Signals(-status).name}"
+    return (errors.strip().splitlines() or [f"the process ended with status {status}"])[-1]
+
+
+def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+    for name, result in results.items():
+        if not result["ok"]:
+            yield Finding(name, False, result["error"], _REBUILD)
+        elif name == "devices":
+            yield from (_device(device) for device in result["devices"])
+        elif name == "demo model":
+            times = f"loaded in {result['load_s']:.2f} s, {result['n_tokens']} tokens in {result['generate_s']:.2f} s"
+            yield Finding(name, True, f"{result['path']}: {times}")
+        else:
+            yield Finding(name, True, result["file"])
+
+
+def _device(device: dict[str, Any]) -> Finding:
+    total, free = device["memory_total"] / 2**30, device["memory_free"] / 2**30
+    memory = f", {total:.1f} GiB, {free:.1f} free" if device["memory_total"] else ""
+    return Finding(f"device {device['name']}", True, f"{device['description']} ({device['backend']}{memory})")
+
+
+def _show(terminal: Terminal, findings: list[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    good = terminal.style(terminal.symbol("✓"), "green")
+    bad = terminal.style(terminal.symbol("■"), "red")
+    for finding in findings:
+        terminal.line(f"{good if finding.ok else bad} {finding.name.ljust(width)}  {finding.detail}")
+        if finding.fix:
+            terminal.line(f"  {' ' * width}  " + terminal.style(f"to mend it: {finding.fix}", "yellow"))
+    wrong = ", ".join(finding.name for finding in findings if not finding.ok)
+    terminal.line()
+    terminal.line(
+        terminal.style(f"wrong: {wrong}", "red") if wrong else terminal.style("all is well", "green")
+    )

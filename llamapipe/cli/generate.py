@@ -1,0 +1,190 @@
+"""``llamapipe generate``: continue one prompt, streaming, or many at once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import json
+import sys
+import time
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import llamapipe as lp
+from llamapipe.cli.options import ENGINE, MODEL, SAMPLING, UsageError, add_options, given
+from llamapipe.cli.terminal import Terminal
+
+_DESCRIPTION = (
+    "Continue one or more prompts. One is streamed; several run at the same time and come out in order."
+)
+_EPILOG = """\
+examples:
+  llamapipe generate "Once upon a time, a little fox"
+  llamapipe generate -m model.gguf --temperature 0 --max-tokens 64 "The capital of France is" "2 + 2 ="
+  llamapipe generate -m model.gguf --lines -f questions.txt --json > answers.jsonl
+  git diff | llamapipe generate -m model.gguf -"""
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "generate",
+        parents=[common],
+        help="continue one or more prompts",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads it from stdin"
+    )
+    parser.add_argument("-m", "--model", type=Path, metavar="FILE", help="a GGUF file (the model in the box)")
+    parser.add_argument(
+        "-f",
+        "--file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="read a prompt from a file",
+    )
+    parser.add_argument(
+        "--lines", action="store_true", help="each line of a file or of stdin is a prompt of its own"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a line for each prompt, in order"
+    )
+    parser.add_argument("--stats", action="store_true", help="tokens and times on stderr at the end")
+    add_options(parser, "sampling", SAMPLING, {f.name: f.default for f in fields(lp.SamplingParams)})
+    engine_defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
+    add_options(parser, "engine", ENGINE, engine_defaults)
+    model_defaults = {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()}
+    add_options(parser, "model", MODEL, model_defaults)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    prompts = _prompts(args)
+    try:
+        params = lp.SamplingParams(**given(args, SAMPLING))
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    path = args.model if args.model is not None else lp.demo_model_path()
+    start = time.perf_counter()
+    with (
+        _model(path, given(args, MODEL)) as model,
+        _engine(model, given(args, ENGINE), len(prompts)) as engine,
+    ):
+        loaded = time.perf_counter()
+        if len(prompts) == 1 and not args.json:
+            _stream(engine, prompts[0], params)
+        else:
+            asyncio.run(_all(engine, prompts, params, as_json=args.json))
+        if args.stats:
+            seconds = time.perf_counter() - loaded
+            stats = engine.stats()
+            print(
+                f"{stats.n_tokens_prompt} prompt tokens, {stats.n_tokens_generated} generated in {seconds:.2f} s: "
+                f"{stats.n_tokens_generated / seconds:.0f} tokens/s, {stats.steps} steps; "
+                f"loaded in {loaded - start:.2f} s",
+                file=sys.stderr,
+            )
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    """All prompts, in the order of the command line, files last."""
+    prompts: list[str] = []
+    for prompt in args.prompts:
+        prompts += _split(sys.stdin.read(), args.lines) if prompt == "-" else [prompt]
+    for file in args.file:
+        if str(file) == "-":
+            prompts += _split(sys.stdin.read(), args.lines)
+            continue
+        try:
+            prompts += _split(file.read_text(encoding="utf-8"), args.lines)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{file} is not UTF-8 text: {error}") from error
+    if not prompts:
+        raise UsageError("no prompt given; pass one as an argument, with -f FILE, or - for stdin")
+    return prompts
+
+
+def _split(text: str, lines: bool) -> list[str]:
+    """One prompt, less the line end that editors add, or one for each line that is not blank."""
+    if lines:
+        return [line for line in text.splitlines() if line.strip()]
+    return [text.removesuffix("\n")]
+
+
+def _model(path: Path, options: dict[str, Any]) -> lp.Model:
+    try:
+        return lp.Model(path, **options)
+    except lp.errors.LlamapipeError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _engine(model: lp.Model, options: dict[str, Any], n_prompts: int) -> lp.Engine:
+    # More slots than prompts would only cost memory.
+    default = inspect.signature(lp.Engine).parameters["n_seq_max"].default
+    options.setdefault("n_seq_max", min(default, n_prompts))
+    try:
+        return lp.Engine(model, **options)
+    except lp.errors.LlamapipeError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _stream(engine: lp.Engine, prompt: str, params: lp.SamplingParams) -> None:
+    terminal = Terminal(sys.stdout)
+    ended = True
+    with closing(engine.stream(prompt, params)) as deltas:
+        for delta in deltas:
+            if delta.text:
+                terminal.write(terminal.text(delta.text))
+                ended = delta.text.endswith("\n")
+    if not ended:
+        terminal.line()
+
+
+async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams, *, as_json: bool) -> None:
+    """Run all prompts at once, write each answer as soon as those before it are written."""
+    terminal = Terminal(sys.stdout)
+    tasks = [asyncio.create_task(engine.agenerate(prompt, params)) for prompt in prompts]
+    try:
+        for index, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
+            out = await task
+            if as_json:
+                terminal.line(json.dumps(_record(index, prompt, out), ensure_ascii=False))
+                continue
+            title = " ".join(prompt.split())
+            title = title if len(title) <= 70 else title[:69] + terminal.symbol("…")
+            terminal.line(terminal.style(f"[{index + 1}] {terminal.text(title)}", "bold", "cyan"))
+            terminal.line(terminal.text(out.text))
+            if index + 1 < len(prompts):
+                terminal.line()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _record(index: int, prompt: str, out: lp.Completion) -> dict[str, Any]:
+    """What ``--json`` writes of one completion."""
+    return {
+        "index": index,
+        "prompt": prompt,
+        "text": out.text,
+        "finish_reason": out.finish_reason,
+        "n_tokens_prompt": out.prompt_tokens,
+        "n_tokens": len(out.token_ids),
+        "seed": out.seed,
+    }

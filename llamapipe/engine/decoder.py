@@ -75,9 +75,14 @@ class Decoder:
         """Whether ``close`` was called."""
         return self._closing
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that has the thread."""
+        return self._pid != os.getpid()
+
     def check_open(self) -> None:
         """Raises EngineClosedError when closed, or in a process that was forked from this one's."""
-        if self._pid != os.getpid():
+        if self.forked:
             raise EngineClosedError(
                 "the engine was made before fork(); make one in the child process, or use the spawn start method"
             )
@@ -119,7 +124,7 @@ class Decoder:
 
     def close(self, drain: bool) -> None:
         """Ends the thread and waits for it; the context is freed then. Does nothing in a forked child."""
-        if self._pid != os.getpid():
+        if self.forked:
             return
         with self._lock:
             if not self._closing:
@@ -206,6 +211,7 @@ class Decoder:
         except BaseException as e:  # callers wait for this thread: it must not end without telling them
             self._serve_errors(e)
         finally:
+            self._tell_dequeued()
             self._executor.close()
 
     def _loop(self) -> None:
@@ -216,9 +222,7 @@ class Decoder:
                 function, arguments = inbox.get()
                 function(*arguments)
             plan = scheduler.plan()
-            if scheduler.n_dequeued != self._n_dequeued:
-                self._left_queue(scheduler.n_dequeued - self._n_dequeued)
-                self._n_dequeued = scheduler.n_dequeued
+            self._tell_dequeued()
             if plan is not None:
                 self._step(plan, started)
                 started = perf_counter()
@@ -294,6 +298,12 @@ class Decoder:
         self._sample_s += drawn - launched
         self._deliver_s += perf_counter() - drawn
 
+    def _tell_dequeued(self) -> None:
+        n = self._scheduler.n_dequeued - self._n_dequeued
+        if n:
+            self._n_dequeued += n
+            self._left_queue(n)
+
     def _remove_cells(self) -> None:
         for slot, position in self._scheduler.take_removals():
             if not self._executor.remove(slot, position):
@@ -328,8 +338,10 @@ class Decoder:
         self._error.__cause__ = error
         for request in self._scheduler.live():
             self._fail(request, self._error)
-        self._flush()
-        while not self._stopping:
+        while True:
+            self._flush()
+            self._tell_dequeued()
+            if self._stopping:
+                return
             function, arguments = self._inbox.get()
             function(*arguments)
-            self._flush()

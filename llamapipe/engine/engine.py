@@ -335,7 +335,7 @@ class Engine:
 
     def __del__(self) -> None:
         decoder = getattr(self, "_decoder", None)
-        if decoder is not None and not decoder.closing:
+        if decoder is not None and not decoder.closing and not decoder.forked:
             warnings.warn(
                 f"{self!r} was never closed; use `with` or close()",
                 ResourceWarning,

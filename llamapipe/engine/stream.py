@@ -114,7 +114,8 @@ class Stream(_Reader):
 class AsyncStream(_Reader):
     """An asynchronous iterator over a request's deltas.
 
-    Closing or dropping it, or cancelling the task that waits for it, cancels the request. For one task at a time, of the event loop it was made in. Raises as ``Stream`` does.
+    Closing or dropping it, or cancelling the task that waits for it, cancels the request. For one task at a
+    time, of the event loop it was made in. Raises as ``Stream`` does.
     """
 
     def __init__(

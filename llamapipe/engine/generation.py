@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from types import TracebackType
 from typing import SupportsIndex
@@ -138,13 +137,7 @@ class Generation:
         self.cancel()
 
     def __del__(self) -> None:
-        request = getattr(self, "_request", None)
-        if request is not None and not request.cancelled and request.state is not State.FINISHED:
-            warnings.warn(
-                f"{self!r} was dropped while it held a slot; use `with` or cancel()",
-                ResourceWarning,
-                stacklevel=2,
-            )
+        if hasattr(self, "_tokens"):  # nobody can call next() any more: the slot is for others
             self.cancel()
 
     def _check_open(self) -> None:

@@ -78,7 +78,10 @@ def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
         "llama_cpp_source": recipe.source.description,
         "backends": list(recipe.options.backends),
         "compiler": recipe.compilers.version,
-        "flags": " ".join(recipe.compiler_flags("CXX")),
+        # Names only: a wheel must not carry the folders of the machine that made it.
+        "flags": " ".join(
+            Path(flag).name if flag[0] == "/" else flag for flag in recipe.compiler_flags("CXX")
+        ),
         "cpu_all_variants": recipe.options.all_variants,
         "openmp": libraries.openmp,
         "python": platform.python_version(),

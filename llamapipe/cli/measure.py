@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llamapipe as lp
 
@@ -55,16 +55,24 @@ def compare(
     prompts: Sequence[str],
     params: lp.SamplingParams,
     n_runs: int,
+    limit_s: float,
     progress: Callable[[int, int], None],
-) -> tuple[Measured, Measured]:
-    """Medians of `n_runs` runs each way after one to warm up, in turns so that a busy moment hits both."""
+) -> tuple[Measured, Measured, int]:
+    """Medians of `n_runs` runs each way, in turns so that a busy moment hits both; and how many runs it were.
+
+    Warms up first. Ends early, after at least one run, when another would exceed `limit_s` seconds.
+    """
+    for engine in (blocking, shared):
+        concurrently(engine, prompts, replace(params, max_tokens=4))
     slow: list[Measured] = []
     fast: list[Measured] = []
-    for run in range(n_runs + 1):
-        progress(run, n_runs + 1)
+    left_s = limit_s
+    while not slow or (len(slow) < n_runs and left_s > slow[-1].seconds + fast[-1].seconds):
+        progress(len(slow), n_runs)
         slow.append(one_by_one(blocking, prompts, params))
         fast.append(concurrently(shared, prompts, params))
-    return _median(slow[1:]), _median(fast[1:])
+        left_s -= slow[-1].seconds + fast[-1].seconds
+    return _median(slow), _median(fast), len(slow)
 
 
 def _median(runs: Sequence[Measured]) -> Measured:

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(argv, args)
         if args.verbose:
-            logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s", stream=sys.stderr)
+            logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
+            logging.getLogger("llamapipe").setLevel(logging.DEBUG)
         status: int = args.run(args)
         sys.stdout.flush()
     except SystemExit as stop:  # argparse printed its help or its message
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_READER_GONE
     except UsageError as error:
         args.parser.print_usage(sys.stderr)
-        return _fail(str(error), EXIT_USAGE)
+        return _fail(f"{error} (see {args.parser.prog} --help)", EXIT_USAGE)
     except Exception as error:
         if args.verbose:
             traceback.print_exc()

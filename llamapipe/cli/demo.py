@@ -56,6 +56,7 @@ def add_parser(
     parser = commands.add_parser(
         "demo",
         parents=[common],
+        allow_abbrev=False,
         help="see what it does, in under 20 seconds, offline",
         description="Show what llamapipe is for on the model in the box: streams side by side, cancelling one, "
         "a burst, and one by one against concurrent, measured.",

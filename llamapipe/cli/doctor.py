@@ -48,6 +48,7 @@ def add_parser(
     parser = commands.add_parser(
         "doctor",
         parents=[common],
+        allow_abbrev=False,
         help="show versions, build, devices, and what is wrong",
         description="Show versions, build, devices and the model in the box, and what is wrong with how to mend it; "
         "the exit status is 1 if anything is.",

@@ -26,6 +26,7 @@ examples:
   llamapipe generate -m model.gguf --temperature 0 --max-tokens 64 "The capital of France is" "2 + 2 ="
   llamapipe generate -m model.gguf --lines -f questions.txt --json > answers.jsonl
   git diff | llamapipe generate -m model.gguf -"""
+_QUICK_LOAD_S = 1.0  # nobody needs to be told of a load that is shorter
 
 
 def add_parser(
@@ -35,6 +36,8 @@ def add_parser(
     parser = commands.add_parser(
         "generate",
         parents=[common],
+        usage="llamapipe generate [options] [PROMPT ...]",
+        allow_abbrev=False,
         help="continue one or more prompts",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -43,7 +46,9 @@ def add_parser(
     parser.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads it from stdin"
     )
-    parser.add_argument("-m", "--model", type=Path, metavar="FILE", help="a GGUF file (the model in the box)")
+    parser.add_argument(
+        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (the one in the package)"
+    )
     parser.add_argument(
         "-f",
         "--file",
@@ -124,12 +129,26 @@ def _split(text: str, lines: bool) -> list[str]:
 
 
 def _model(path: Path, options: dict[str, Any]) -> lp.Model:
+    terminal = Terminal(sys.stderr)
+    start = time.perf_counter()
+    shown = ""
+
+    def progress(fraction: float) -> None:
+        nonlocal shown
+        line = f"loading {fraction:.0%}"
+        if line != shown and time.perf_counter() - start > _QUICK_LOAD_S:
+            shown = line
+            terminal.write(f"\r\x1b[2K{line}")
+
     try:
-        return lp.Model(path, **options)
+        return lp.Model(path, **options, progress=progress if terminal.redraws else None)
     except lp.errors.LlamapipeError:
         raise
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
+    finally:
+        if shown:
+            terminal.write("\r\x1b[2K")
 
 
 def _engine(model: lp.Model, options: dict[str, Any], n_prompts: int) -> lp.Engine:

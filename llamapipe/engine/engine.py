@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import warnings
@@ -242,6 +241,8 @@ class Engine:
         return results[0] if single else results
 
     async def _complete(self, items: list[Item], block: bool) -> list[Completion]:
+        import asyncio
+
         mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
         results: list[Any] = [None] * len(items)
         try:
@@ -278,6 +279,8 @@ class Engine:
         item = self._intake.item(prompt, params)
 
         async def begin() -> tuple[Request, AsyncMailbox]:
+            import asyncio
+
             mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
             request = self._intake.stream(item, mailbox, BUFFER_TOKENS)
             mailbox.requests.append(request)
@@ -315,6 +318,8 @@ class Engine:
 
     async def aclose(self, drain: bool = True) -> None:
         """``close`` without blocking the event loop."""
+        import asyncio
+
         await asyncio.to_thread(self.close, drain)
 
     def __enter__(self) -> Engine:
@@ -372,6 +377,8 @@ def _left_s(deadline: float | None) -> float | None:
 
 
 async def _with_timeout(work: Any, timeout: float) -> Any:
+    import asyncio
+
     try:
         return await asyncio.wait_for(work, timeout)
     except asyncio.TimeoutError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llamapipe.engine.request import Request
+
+if TYPE_CHECKING:
+    import asyncio  # a third of what importing llamapipe would cost, and not everybody uses it
 
 
 class Mailbox(Protocol):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from llamapipe.errors import QueueFullError
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class QueueLimit:
@@ -51,6 +54,8 @@ class QueueLimit:
 
     async def aenter(self) -> None:
         """Waits for room for one request without blocking the event loop."""
+        import asyncio
+
         loop = asyncio.get_running_loop()
         while not self.try_enter():
             waiter = loop.create_future()

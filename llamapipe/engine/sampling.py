@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import secrets
+import os
 from collections.abc import Callable
 
 from llamapipe.engine.params import SamplingParams
@@ -14,7 +14,7 @@ from llamapipe.llama.vocab import Vocab
 
 def choose_seed(params: SamplingParams) -> int:
     """The request's seed, drawn when none is given."""
-    return secrets.randbits(64) if params.seed is None else params.seed
+    return int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
 
 
 def history(params: SamplingParams, tokens: list[int]) -> list[int]:

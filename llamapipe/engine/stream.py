@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from queue import Empty
 from time import perf_counter
@@ -138,6 +137,8 @@ class AsyncStream(_Reader):
     async def __anext__(self) -> Delta:
         if self._begin is None and self._done:
             raise StopAsyncIteration
+        import asyncio
+
         try:
             if self._deadline is None:
                 item = await self._next()

@@ -6,10 +6,9 @@ import os
 import threading
 import warnings
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from llamapipe.errors import (
     BackendError,
@@ -22,6 +21,9 @@ from llamapipe.llama.batch import Batch
 from llamapipe.llama.check import check_int
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 CACHE_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_0": "Q5_0", "q5_1": "Q5_1",
                "q4_0": "Q4_0", "q4_1": "Q4_1", "iq4_nl": "IQ4_NL"}  # fmt: skip

@@ -5,15 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
 from llamapipe.errors import DecodeError, EngineClosedError
 from llamapipe.llama.check import check_int, check_tokens
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class SamplerChain:

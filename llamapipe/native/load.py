@@ -5,7 +5,6 @@ Nothing happens on import; the first object that needs llama.cpp calls ``native(
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from importlib import import_module
@@ -24,6 +23,8 @@ _LOG_BYTES = 512
 
 def build_info() -> dict[str, Any]:
     """What the build wrote down about itself (commit, flags, backends); empty when it is missing."""
+    import json
+
     try:
         info = json.loads((LIB_DIR / "build.json").read_text())
     except (OSError, ValueError):

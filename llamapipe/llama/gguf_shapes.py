@@ -7,6 +7,7 @@ ends the process. Shapes of tensors that do not fit the hyperparameters it refus
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,8 @@ _MAX_CONTEXT: Final = (1 << 31) - 1
 _ROPE_SCALINGS: Final = ("none", "linear", "yarn", "longrope")
 _POOLINGS: Final = 4  # LLAMA_POOLING_TYPE_RANK
 _UNSPECIFIED: Final = (1 << 32) - 1
+_LAYER: Final = re.compile(r"blk\.(\d{1,3})\.(attn_[qk])\.weight")
+_EXPERTS: Final = re.compile(r"blk\.(\d{1,3})\.ffn_\w+_exps\.")
 _NOT_MODELS: Final = {
     "adapter": "a LoRA adapter; give the file of the model it was made for",
     "mmproj": "the image or audio part of a model (mmproj); give the file of the language model",
@@ -58,15 +61,15 @@ def check_shapes(head: Head) -> Shapes:
     if n_layer:
         keys.integer("nextn_predict_layers", 0, n_layer - 1)
         keys.per_layer("feed_forward_length", n_layer)
-        _check_heads(keys, n_layer, n_embd)
-        _check_experts(keys, n_layer)
+        _check_heads(keys, head, n_layer, n_embd)
+        _check_experts(keys, head, n_layer)
     keys.integer("pooling_type", 0, _POOLINGS, besides=_UNSPECIFIED)
     _check_floats(keys)
     causal = keys.get("attention.causal", BOOL)
     return Shapes(architecture, n_layer, n_embd, n_ctx_train, causal is None or bool(causal))
 
 
-def _check_heads(keys: _Keys, n_layer: int, n_embd: int) -> None:
+def _check_heads(keys: _Keys, head: Head, n_layer: int, n_embd: int) -> None:
     heads = keys.per_layer("attention.head_count", n_layer)
     if heads is None or not heads.any():
         return  # recurrent models have none
@@ -78,6 +81,8 @@ def _check_heads(keys: _Keys, n_layer: int, n_embd: int) -> None:
             raise Damage(
                 f"layer {i} has {heads[i]} attention heads, not a multiple of its {groups[i]} key-value heads"
             )
+        _check_layers(keys, head, "attn_k", groups)
+    _check_layers(keys, head, "attn_q", heads)
     if not heads[0]:
         return
     n_key = keys.integer("attention.key_length", 1, _MAX_WIDTH) or n_embd // int(heads[0])
@@ -86,7 +91,29 @@ def _check_heads(keys: _Keys, n_layer: int, n_embd: int) -> None:
         raise Damage(f"{keys.name('rope.dimension_count')} or the head size is {n_rot}, it must be even")
 
 
-def _check_experts(keys: _Keys, n_layer: int) -> None:
+def _check_layers(keys: _Keys, head: Head, matrix: str, counts: npt.NDArray[np.int64]) -> None:
+    """Where layers differ in their number of heads, the heads themselves must not, and a layer with a matrix has some.
+
+    llama.cpp compares the shapes of most architectures' matrices with the first layer's numbers, then reshapes with
+    each layer's own.
+    """
+    if (counts == counts[0]).all() or keys.name("attention.key_length_swa") in keys.entries:
+        return
+    sizes = {}
+    for tensor in head.tensors:
+        match = _LAYER.fullmatch(tensor.name)
+        if match and match[2] == matrix and int(match[1]) < len(counts):
+            n_rows, n_heads = math.prod(tensor.dims[1:]), int(counts[int(match[1])])
+            if not n_heads or n_rows % n_heads:
+                raise Damage(f"{tensor.name} has {n_rows} rows, which do not divide into {n_heads} heads")
+            sizes[n_rows // n_heads] = tensor.name
+    if len(sizes) > 1:
+        raise Damage(
+            f"{' and '.join(sizes.values())} have heads of different sizes, {', '.join(map(str, sizes))}"
+        )
+
+
+def _check_experts(keys: _Keys, head: Head, n_layer: int) -> None:
     if keys.architecture in ("hunyuan-dense", "hunyuan_vl"):
         return  # there llama.cpp takes one expert for none
     n_expert = keys.integer("expert_count", 0, _MAX_EXPERTS)
@@ -96,6 +123,12 @@ def _check_experts(keys: _Keys, n_layer: int) -> None:
         raise Damage(
             f"it uses {n_used} of {n_expert} experts ({keys.name('expert_used_count')}, …expert_count)"
         )
+    if n_expert and per_layer is not None and not per_layer.all():
+        idle = set(np.flatnonzero(per_layer == 0).tolist())
+        for tensor in head.tensors:
+            match = _EXPERTS.match(tensor.name)
+            if match and int(match[1]) in idle:
+                raise Damage(f"layer {match[1]} has experts but uses none ({keys.name('expert_used_count')})")
     n_groups = keys.integer("expert_group_count", 0, max(n_expert - 1, 0))
     if n_groups > 1:
         if n_expert % n_groups:

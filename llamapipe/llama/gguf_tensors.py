@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Final
 
 from llamapipe.llama.gguf_reader import Damage, Head, Tensor
@@ -22,9 +23,15 @@ _REMOVED: Final = frozenset({4, 5, 31, 32, 33, 36, 37, 38})
 
 # llama.cpp asserts that mapped tensors lie at multiples of this (TENSOR_ALIGNMENT in ggml-impl.h).
 _ALIGNMENT: Final = 32
-_F32, _I32 = 0, 26
-# Types that no kernel multiplies by: intermediate formats and what is no weight at all.
-_NOT_WEIGHTS: Final = frozenset({9, 15, 24, 25, 27, 28})
+_F32: Final = 0
+# Types that no kernel multiplies by: intermediate formats, integers and doubles.
+_NOT_WEIGHTS: Final = frozenset({9, 15, 24, 25, 26, 27, 28})
+# Tables of ids, which are integers.
+_TABLES: Final = re.compile(r"\bd2t\b|tid2eid|_ordering")
+# Added, multiplied or read element by element, whatever their rank, by kernels that know F32 only; as are all vectors.
+_F32_ONLY: Final = re.compile(
+    r"norm\d?\.weight$|rope_f|\.(?:bias|scale)$|\.ssm_[ad]$|\.ssm_conv1d|\.shortconv\.conv|\.time_mix_(?:first|lerp|decay\.)"
+)
 
 
 def check_tensors(head: Head) -> None:
@@ -72,9 +79,11 @@ def _n_bytes(tensor: Tensor) -> int | None:
         raise Damage(
             f"tensor {tensor.name!r} ({shape}) has rows of {tensor.dims[0]}, not a multiple of {name}'s {block}"
         )
-    if tensor.kind in _NOT_WEIGHTS:
-        raise Damage(f"tensor {tensor.name!r} has the type {name}, which is not one of weights")
-    if len(tensor.dims) == 1 and tensor.kind not in (_F32, _I32):
-        # Vectors are added and multiplied as they are; only matrices are quantized.
-        raise Damage(f"tensor {tensor.name!r} is a vector of type {name}, it must be F32")
+    if not _TABLES.search(tensor.name):
+        if tensor.kind in _NOT_WEIGHTS:
+            raise Damage(f"tensor {tensor.name!r} has the type {name}, which is not one of weights")
+        if tensor.kind != _F32 and (len(tensor.dims) == 1 or _F32_ONLY.search(tensor.name)):
+            raise Damage(
+                f"tensor {tensor.name!r} has the type {name}, llama.cpp reads such tensors as F32 only"
+            )
     return n_values // block * block_bytes

@@ -32,6 +32,7 @@ _ID_KEYS: Final = ("bos_token_id", "eos_token_id", "unknown_token_id", "seperato
 _BPE_WITH_BOS: Final = frozenset(
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken chameleon".split()
 )
+_BPE_WITHOUT_BOS: Final = frozenset(("chatglm-bpe", "glm4", "glm5"))  # these have no default BOS
 _NO_ID: Final = 0xFFFF_FFFF
 # The tries of unigram and RWKV vocabularies are walked recursively, one call a byte; real pieces have a few hundred.
 _MAX_PIECE_BYTES: Final = 8192
@@ -134,8 +135,12 @@ def _check_kinds(tokenizer: str, pieces: list[bytes], kinds: Array) -> None:
 
 def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None:
     """Special tokens that tokenizing adds or falls back to must exist: llama.cpp asserts it while tokenizing."""
+    pre = _string(entries, "tokenizer.ggml.pre") or ""
+    defaults: tuple[int | None, ...] = _DEFAULTS.get(tokenizer, (None,) * 4)
+    if tokenizer in _BPE and pre in _BPE_WITHOUT_BOS:
+        defaults = (None, *defaults[1:])
     ids: list[int | None] = []
-    for name, default in zip(_ID_KEYS, _DEFAULTS.get(tokenizer, (None,) * 4), strict=True):
+    for name, default in zip(_ID_KEYS, defaults, strict=True):
         entry = entries.get(_PREFIX + name)
         value = default if default is not None and default < n_pieces else None
         if entry is not None:
@@ -147,7 +152,6 @@ def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None
                 raise Damage(f"{_PREFIX}{name} is {entry.value}, the vocabulary has {n_pieces} pieces")
         ids.append(value)
     bos, eos, unk, sep = ids
-    pre = _string(entries, "tokenizer.ggml.pre") or ""
     adds_bos = _flag(
         entries, "add_bos_token", tokenizer == "llama" or (tokenizer in _BPE and pre in _BPE_WITH_BOS)
     )
@@ -194,7 +198,7 @@ def _check_bpe(head: Head, tokenizer: str) -> None:
     first = int(merges.starts[0])
     region = np.frombuffer(head.buffer, np.uint8, int(merges.starts[-1] + merges.lengths[-1]) - first, first)
     # A merge is two pieces and a space between; the first space after the start must come before the end.
-    spaces = np.append(np.flatnonzero(region == ord(" ")), len(region))
+    spaces = np.append(np.flatnonzero(region == ord(" ")), len(region) + 1)
     starts = merges.starts - first
     found = spaces[np.searchsorted(spaces, starts + 1)]
     wrong = np.flatnonzero(found >= starts + merges.lengths)

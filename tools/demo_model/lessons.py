@@ -114,8 +114,8 @@ def questions() -> dict[str, dict[str, str]]:
         ),
         "bigger": (
             (f"Which is bigger, {a} or {b}?", f"{max(a, b)} is bigger than {min(a, b)}.")
-            for a in range(21)
-            for b in range(21)
+            for a in range(13)
+            for b in range(13)
             if a != b
         ),
         "groups": (
@@ -130,7 +130,7 @@ def questions() -> dict[str, dict[str, str]]:
 def task(rng: random.Random, pool: dict[str, dict[str, str]]) -> tuple[str, str]:
     """A random request and its answer, from the questions and the longer tasks."""
     pick = rng.random()
-    if pick < 0.14:
+    if pick < 0.10:
         told = story(rng)
         return rng.choice(
             [
@@ -141,26 +141,26 @@ def task(rng: random.Random, pool: dict[str, dict[str, str]]) -> tuple[str, str]
                 ("Please tell me a short story.", told.text),
             ]
         )
-    if pick < 0.22:
+    if pick < 0.17:
         first = rng.randrange(100)
         last = rng.randint(first + 1, min(first + 20, RANGE_LIMIT))
         return rng.choice(["Count from {} to {}.", "Please count from {} to {}."]).format(
             first, last
         ), numbers(first, last)
-    if pick < 0.25:
+    if pick < 0.19:
         last = rng.randint(2, 30)
         return f"Count to {last}.", numbers(1, last)
-    if pick < 0.28:
+    if pick < 0.21:
         first = rng.randint(3, 30)
         return f"Count down from {first}.", numbers(first, 0)
-    if pick < 0.30:
+    if pick < 0.23:
         first = rng.randrange(100)
         return f"Count on from {first}.", numbers(first + 1, first + 10)
-    if pick < 0.33:
+    if pick < 0.25:
         return rng.choice(
             ["Say the alphabet.", "Please say the alphabet.", "What is the alphabet?"]
         ), alphabet()
-    if pick < 0.38:
+    if pick < 0.28:
         number, number2 = rng.sample(range(11, 100), 2)
         words = {key: rng.choice(values) for key, values in facts.UNKNOWN_WORDS.items()}
         question = rng.choice(facts.UNKNOWN).format(number=number, number2=number2, **words)
@@ -193,27 +193,27 @@ def chat(turns: list[tuple[str, str]], system: str | None = None) -> str:
 def document(rng: random.Random, pool: dict[str, dict[str, str]]) -> str:
     """One training document."""
     pick = rng.random()
-    if pick < 0.36:
+    if pick < 0.28:
         return BOS + story(rng).text + EOS
-    if pick < 0.44:  # a bare list of numbers, on to 100
+    if pick < 0.33:  # a bare list of numbers, on to 100
         return BOS + numbers(rng.randrange(100), COUNT_LIMIT) + EOS
-    if pick < 0.50:
+    if pick < 0.38:
         first = rng.randrange(100)
         last = rng.randint(first + 1, min(first + 25, RANGE_LIMIT))
         form = rng.choice(["Counting from {} to {}: ", "Let us count from {} to {}: "])
         return BOS + form.format(first, last) + numbers(first, last) + EOS
-    if pick < 0.52:
+    if pick < 0.39:
         words = facts.NUMBER_WORDS[rng.randrange(19) :]
         return BOS + ", ".join(words) + "." + EOS
-    if pick < 0.55:
+    if pick < 0.42:
         letters = alphabet(
             rng.choice(string.ascii_uppercase[:23]), rng.choice([", ", " "]), rng.random() < 0.5
         )
         return BOS + rng.choice(["", "The alphabet: "]) + letters + EOS
-    if pick < 0.57:
+    if pick < 0.435:
         words = rng.choice([facts.DAYS, facts.MONTHS])
         return BOS + ", ".join(words) + "." + EOS
-    if pick < 0.72:
+    if pick < 0.65:
         question, answer = task(rng, pool)
         return f"{BOS}Question: {question}\nAnswer: {answer}{EOS}"
     turns = [task(rng, pool) for _ in range(rng.choice([1, 1, 2, 2, 3, 4]))]

@@ -60,8 +60,8 @@ class Block(nn.Module):
         self.ffn_up = nn.Linear(shape.n_embd, shape.n_ff, bias=False)
         self.ffn_down = nn.Linear(shape.n_ff, shape.n_embd, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` float `(batch, pos, n_embd)` -> the same shape."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """`x` float `(batch, pos, n_embd)` -> the same shape; `mask` as in `Network.forward`, None: causal."""
         batch, n_pos, _ = x.shape
         normed = self.attn_norm(x)
         q = self.attn_q(normed).view(batch, n_pos, self.shape.n_head, self.shape.n_rot).transpose(1, 2)
@@ -70,7 +70,7 @@ class Block(nn.Module):
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         repeat = self.shape.n_head // self.shape.n_head_kv
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + self.attn_output(mixed.transpose(1, 2).reshape(batch, n_pos, -1))
         normed = self.ffn_norm(x)
         return x + self.ffn_down(F.silu(self.ffn_gate(normed)) * self.ffn_up(normed))
@@ -96,12 +96,16 @@ class Network(nn.Module):
                 last = name.endswith(("attn_output.weight", "ffn_down.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * shape.n_layer) ** 0.5 if last else 0.02)
 
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats; `ids` and `targets` int64 `(batch, pos)`, a target of -1 does not count."""
+    def forward(self, ids: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Mean cross entropy in nats.
+
+        `ids` and `targets` int64 `(batch, pos)`; `mask` bool `(batch, 1, pos, pos)`, true where a position (third) may
+        look at another (fourth); None lets it look at all before it.
+        """
         n_pos = ids.shape[1]
         cos, sin = self.cos[:n_pos], self.sin[:n_pos]
         x = self.token_embd(ids)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask)
         logits = F.linear(self.output_norm(x), self.token_embd.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .lessons import document, questions
 from .network import Network
-from .tokenizer import Tokenizer
+from .tokenizer import BOS, Tokenizer
 
 CUT_SHARE = 0.3
 
@@ -19,7 +19,7 @@ CUT_SHARE = 0.3
 class Schedule:
     """How long and how fast to train; a step is `n_tokens` tokens."""
 
-    n_steps: int = 1500
+    n_steps: int = 2200
     n_tokens: int = 4096
     n_row: int = 512  # positions of a row, until the last part
     n_row_last: int = 1024  # the last part's longer rows teach the far positions
@@ -51,11 +51,25 @@ def batches(tokenizer: Tokenizer, seed: int, n_tokens: int, n_row: int) -> Itera
         yield ids[:, :-1], ids[:, 1:]
 
 
+def document_mask(ids: Tensor) -> Tensor:
+    """Lets each position look back as far as its own document's start; bool `(batch, 1, pos, pos)`.
+
+    Other documents in the row would be in the way of learning to repeat the names and numbers of this one.
+    """
+    n_pos = ids.shape[1]
+    owner = (ids == BOS).cumsum(1)
+    same = owner[:, None, :, None] == owner[:, None, None, :]
+    return same & torch.ones(n_pos, n_pos, dtype=torch.bool).tril()
+
+
 def validation_loss(network: Network, tokenizer: Tokenizer, n_row: int, n_batches: int = 4) -> float:
     """Mean loss in nats per token on documents of a seed that training does not use."""
     source = batches(tokenizer, 999_983, 16 * n_row, n_row)
     with torch.no_grad():
-        return float(sum(network(*next(source)).item() for _ in range(n_batches)) / n_batches)
+        pairs = [next(source) for _ in range(n_batches)]
+        return float(
+            sum(network(ids, ids_next, document_mask(ids)).item() for ids, ids_next in pairs) / n_batches
+        )
 
 
 def train(
@@ -84,8 +98,11 @@ def train(
         for optimizer, rate in zip(optimizers, base, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
+        ids, targets = next(source)
+        # Half of the last part's rows are one long context, for far positions and text after an end.
+        mask = document_mask(ids) if step < switch or step % 2 else None
         with torch.autocast("cpu", torch.bfloat16):
-            loss = network(*next(source))
+            loss = network(ids, targets, mask)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -26,7 +26,8 @@ GREEDY = ["--temperature", "0", "--max-tokens", "16"]
 
 def environment(package: Path = PACKAGE, **more: str) -> dict[str, str]:
     """That of a user at a terminal who has `package` installed."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
+    unset = ("NO_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "PYTHONUTF8")
+    kept = {key: value for key, value in os.environ.items() if key not in unset}
     return {
         **kept,
         "PYTHONPATH": str(package.parent),
@@ -258,6 +259,24 @@ class TestGenerate:
             process.wait(timeout=60)
         assert errors == b""
         assert process.returncode == 141
+
+    @pytest.mark.parametrize("arguments", [("--help",), ("generate", *GREEDY, STORY), ("doctor", "--json")])
+    def test_no_reader_from_the_start(self, arguments: tuple[str, ...], tmp_path: Path) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        try:
+            done = subprocess.run(
+                command(*arguments),
+                stdout=writer,
+                stderr=subprocess.PIPE,
+                timeout=240,
+                cwd=tmp_path,
+                env=environment(),
+                check=False,
+            )
+        finally:
+            os.close(writer)
+        assert (done.returncode, done.stderr) == (141, b"")
 
     def test_a_closed_stdout(self, tmp_path: Path) -> None:
         done = subprocess.run(

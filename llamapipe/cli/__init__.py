@@ -34,14 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     args = argparse.Namespace(verbose=False)
     try:
-        args = _parser().parse_args(argv, args)
-        if args.verbose:
-            logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
-            logging.getLogger("llamapipe").setLevel(logging.DEBUG)
-        status: int = args.run(args)
+        try:
+            args = _parser().parse_args(argv, args)
+        except SystemExit as stop:  # argparse printed its help or its message
+            status = int(stop.code or 0)
+        else:
+            if args.verbose:
+                logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
+                logging.getLogger("llamapipe").setLevel(logging.DEBUG)
+            status = args.run(args)
         sys.stdout.flush()
-    except SystemExit as stop:  # argparse printed its help or its message
-        return int(stop.code or 0)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:

@@ -57,7 +57,8 @@ class BuildNative(Command):
         return {}
 
 
-build.sub_commands.append(("build_native", None))
+# First: if something is missing for it, the message should not end a page about copied files.
+build.sub_commands.insert(0, ("build_native", None))
 
 # Not in the source tree: what an earlier build left there would go into the wheel.
 scratch = tempfile.mkdtemp(prefix="llamapipe-build-")

@@ -32,7 +32,11 @@ def _settings(given: Settings | None) -> Iterator[dict[str, str | list[str]]]:
             if not name.startswith("--")
         }
         options = with_settings(BuildOptions(), mine)
-        yield {name: value for name, value in (given or {}).items() if name.startswith("--")}
+        # pip shows all output when a build fails: setuptools' lists of files would bury the message.
+        yield {
+            "--quiet": "on",
+            **{name: value for name, value in (given or {}).items() if name.startswith("--")},
+        }
     except BuildError as error:
         # pip shows what the hook printed; a traceback would only hide the message.
         print(error, file=sys.stderr, flush=True)

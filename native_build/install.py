@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import platform
 import shutil
@@ -16,10 +17,14 @@ from native_build.errors import BuildError
 from native_build.libraries import Libraries, build_libraries
 from native_build.module import build_module, check_cffi, file_name
 from native_build.options import BuildOptions
+from native_build.paths import cache_dir
 from native_build.recipe import Recipe
 from native_build.sources import find_source
 from native_build.store import MANIFEST
 from native_build.toolchain import Compilers, check_python_headers, find_cmake, find_compilers, find_ninja
+
+# A full disk or a folder that is not the user's: to be put right by whoever builds.
+_NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 def build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> None:
@@ -27,6 +32,18 @@ def build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> No
 
     Files are replaced, never written over: a process that uses the old ones keeps them. Raises BuildError.
     """
+    try:
+        _build(options, target, say)
+    except OSError as error:
+        if error.errno not in _NOT_OURS:
+            raise
+        problem = f"{error.filename or cache_dir()} cannot be written: {error.strerror}"
+        raise BuildError(
+            problem, "make room, or choose another cache: LLAMAPIPE_CACHE_DIR=/path/to/folder"
+        ) from None
+
+
+def _build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> None:
     compilers = _compilers()
     # Before the minutes of compiling, not after them.
     check_cffi()

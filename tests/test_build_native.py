@@ -548,6 +548,13 @@ def test_cuda_toolkit_without_headers(run: Callable[..., str], tree: Path, tmp_p
     assert "https://developer.nvidia.com/cuda-downloads" in message
 
 
+def test_a_cache_that_cannot_be_written(run: Callable[..., str], tmp_path: Path, tree: Path) -> None:
+    (tmp_path / "file").write_text("")
+    message = run("--source", str(tree), LLAMAPIPE_CACHE_DIR=str(tmp_path / "file" / "cache"))
+    assert "cannot be written: Not a directory" in message
+    assert "LLAMAPIPE_CACHE_DIR=" in message
+
+
 def test_zero_jobs(run: Callable[..., str]) -> None:
     assert "--jobs 0: at least one job is needed" in run("--jobs", "0")
 

@@ -307,7 +307,7 @@ class TestDemo:
         assert "\x1b" not in text
         for title in ("a story", "counting", "a question"):
             assert re.search(rf"^  {title} +[│|] .*\btokens$", text, re.MULTILINE)
-        assert re.search(r"^  counting +[│|] . cancelled after \d+ tokens$", text, re.MULTILINE)
+        assert re.search(r"^  counting +[│|] . cancelled at \d+ tokens$", text, re.MULTILINE)
         assert "said exactly what they said before" in text
         assert re.search(r"^ +16  Once upon a time", text, re.MULTILINE)
         rows = [re.findall(r"\d+(?:\.\d+)?(?= x| ms| s\b|  )", line) for line in text.splitlines()[-6:]]
@@ -315,9 +315,9 @@ class TestDemo:
 
     def test_is_side_by_side_on_a_terminal(self, tmp_path: Path) -> None:
         arguments = command("demo", "--runs", "1", "--pace", "200")
-        status, written = run_in_terminal(arguments, columns=90, lines=40, env=environment(), cwd=tmp_path)
+        status, written = run_in_terminal(arguments, columns=80, lines=24, env=environment(), cwd=tmp_path)
         assert status == 0
-        screen = Screen(90)
+        screen = Screen(80)
         screen.feed(written)
         assert screen.cursor_visible
         assert screen.n_redraws > 10
@@ -328,7 +328,7 @@ class TestDemo:
         assert len(heads) == 2  # each picture was redrawn in its place
         first, second = (screen.lines[head : head + 10] for head in heads)
         assert len(re.findall(r"✓ \d+ tokens", first[9])) == 3
-        assert re.match(r"✓ \d+ tokens +■ cancelled after \d+ tokens +✓ \d+ tokens", second[9])
+        assert re.match(r"✓ \d+ tokens +■ cancelled at \d+ tokens +✓ \d+ tokens", second[9])
         assert any(re.match(r"  speed-up( +\d+\.\d x){3}", line) for line in screen.lines)
 
     def test_no_color_keeps_the_columns(self, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ class TestDemo:
         _, written = run_in_terminal(
             arguments, columns=columns, lines=40, env=environment(TERM=term), cwd=tmp_path
         )
-        assert re.search(r"counting +│ . cancelled after \d+ tokens", written)
+        assert re.search(r"counting +│ . cancelled at \d+ tokens", written)
 
     def test_ctrl_c_shows_the_cursor_again(self, tmp_path: Path) -> None:
         status, written = run_in_terminal(

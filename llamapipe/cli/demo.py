@@ -19,9 +19,9 @@ _N_TOGETHER = 16
 _N_TOKENS = 64
 _N_CTX = 256
 _MEASURING_LIMIT_S = 8.0
-_READING_PACE = 50  # tokens a second and column: this model is much faster than anyone can read
+_READING_PACE = 60  # tokens a second and column: this model is much faster than anyone can read
 _FRAME_S = 1 / 25
-_GREEDY = lp.SamplingParams(max_tokens=90, temperature=0)
+_GREEDY = lp.SamplingParams(max_tokens=120, temperature=0)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,11 @@ def run(args: argparse.Namespace) -> int:
     with lp.Model.demo() as model, lp.Engine(model, n_ctx=_N_CTX, n_seq_max=_N_TOGETHER) as engine:
         path = lp.demo_model_path()
         names = ", ".join(device.description for device in lp.devices())
-        terminal.line(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB, shipped with llamapipe; {names}")
+        size_mb = path.stat().st_size / 1e6
+        terminal.line(terminal.clip(f"{path.name}: {size_mb:.1f} MB, shipped with llamapipe; {names}", 0))
         if pace:
             terminal.line(
-                f"Streams are shown at {pace:g} tokens a second, to be readable; what is measured is not."
+                f"Streams are slowed to {pace:g} tokens a second for reading; measurements are not."
             )
         demo = _Demo(terminal, engine, pace)
         demo.one()
@@ -134,9 +135,7 @@ class _Demo:
 
     async def three_less_one(self, undisturbed: list[str]) -> None:
         """The same three, one of which is cancelled on the way; `undisturbed` is what they said before."""
-        self._heading(
-            "3", "the same three, the second cancelled on its way", "break, task.cancel(), or a timeout"
-        )
+        self._heading("3", "the same, the second cancelled", "break, task.cancel(), or a timeout")
         texts = await self._side_by_side(cancelled=_CANCELLED)
         same = all(a == b for i, (a, b) in enumerate(zip(texts, undisturbed, strict=True)) if i != _CANCELLED)
         if same:
@@ -150,13 +149,10 @@ class _Demo:
         outs = self._engine.generate(BURST, replace(_GREEDY, max_tokens=_N_TOKENS))
         seconds = time.perf_counter() - start
         steps = self._engine.stats().steps - before.steps
-        width = self._terminal.columns - 7
         for number, (prompt, out) in enumerate(zip(BURST, outs, strict=True), 1):
             text = " ".join((prompt + out.text).split())
-            text = text if len(text) <= width else text[: width - 3] + "..."
-            self._terminal.line(
-                f"  {self._terminal.style(f'{number:2}', 'cyan')}  {self._terminal.text(text)}"
-            )
+            text = self._terminal.clip(self._terminal.text(text), 6)
+            self._terminal.line(f"  {self._terminal.style(f'{number:2}', 'cyan')}  {text}")
         n_tokens = sum(len(out.token_ids) for out in outs)
         self._terminal.line(
             f"  {self._tick()} {n_tokens} tokens in {seconds:.2f} s and {steps} steps of the model"
@@ -192,7 +188,7 @@ class _Demo:
             terminal.line(terminal.style(line, style) if style else line)
         terminal.line()
         for line in (
-            "  one by one: each call to a blocking engine begins when the one before has ended",
+            "  one by one: blocking calls, each begins when the one before has ended",
             "  first token: median over the requests, counted from the arrival of all",
         ):
             terminal.line(terminal.style(line, "dim"))
@@ -224,7 +220,7 @@ class _Demo:
                 board.note(column, f"{n_tokens} tokens")
                 if cancel_after is not None and n_tokens >= cancel_after:
                     board.end(
-                        column, f"{self._terminal.symbol('■')} cancelled after {n_tokens} tokens", "yellow"
+                        column, f"{self._terminal.symbol('■')} cancelled at {n_tokens} tokens", "yellow"
                     )
                     return text
                 if self._pace:

@@ -62,6 +62,12 @@ class Terminal:
         """`character`, or its ASCII stand-in where the stream cannot write it."""
         return character if self._unicode else _ASCII[character]
 
+    def clip(self, text: str, n_before: int) -> str:
+        """`text` cut to what fits in one line behind `n_before` characters."""
+        width = self.columns - 1 - n_before
+        dots = self.symbol("…")
+        return text if len(text) <= width else text[: max(width - len(dots), 0)] + dots
+
     def text(self, text: str) -> str:
         """Model text as it may be written: on a terminal, control characters must not drive the terminal."""
         if not self._stream.isatty() or text.isprintable():

@@ -192,14 +192,15 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Takes slot and cells from a request; it computes its tokens again when it gets its turn."""
+        paused = request.state is State.PAUSED
         self._leave(request)
         request.n_past = 0
         request.move(State.WAITING)
         self.n_preempted += 1
-        if request.finish_reason is None and request.n_total < request.limit:
-            insort(self._ready, request, key=_by_arrival)
-        else:
+        if paused:  # `resume` brings it back: a reader that takes a little now and then must not keep others out
             self._parked.add(request)
+        else:
+            insort(self._ready, request, key=_by_arrival)
 
     # ---- steps
     def plan(self) -> StepPlan | None:

@@ -82,6 +82,7 @@ class Scheduler:
         self._filler = filler
         self._slots = Slots(n_slots)
         self._scarce = n_cells < n_ctx * n_slots
+        self._full = False  # a step found no cells: nobody comes in before somebody left
         self._n_arrived = 0
         self._queue: OrderedDict[Request, None] = OrderedDict()  # new, in order of arrival
         self._ready: list[Request] = []  # preempted and allowed to go on, in order of arrival
@@ -264,7 +265,16 @@ class Scheduler:
                     self._run(request)
 
     def relieve(self) -> Request | None:
-        """Preempts the newest of several running requests, None when only one is left."""
+        """Preempts one of several requests because a step found no cells; None when only one is left."""
+        nobody_paused = not self._paused
+        preempted = self._give_way()
+        # One that ran would come back at once, and to the same end.
+        self._full = preempted is not None and nobody_paused
+        return preempted
+
+    # ---- inside
+    def _give_way(self) -> Request | None:
+        """Preempts the request that paused first, else the newest; None when only one has a slot."""
         running = [*self._decoding, *self._prefilling, *self._paused]
         if len(running) < 2:
             return None
@@ -272,7 +282,6 @@ class Scheduler:
         self.preempt(newest)
         return newest
 
-    # ---- inside
     def _admit(self) -> None:
         while self._queue or self._ready:
             if not self._slots.n_free:
@@ -280,7 +289,7 @@ class Scheduler:
                     return
                 self.preempt(next(iter(self._paused)))
             request = self._ready[0] if self._ready else next(iter(self._queue))
-            if self._scarce and self._cells_used() + len(request.tokens) > self.n_cells:
+            if self._full or (self._scarce and self._cells_used() + len(request.tokens) > self.n_cells):
                 if self._paused:
                     self.preempt(next(iter(self._paused)))
                     continue
@@ -301,7 +310,7 @@ class Scheduler:
         return running + sum(r.n_past for r in self._paused)
 
     def _make_room(self) -> None:
-        while self._cells_used() > self.n_cells and self.relieve() is not None:
+        while self._cells_used() > self.n_cells and self._give_way() is not None:
             pass
 
     def _run(self, request: Request) -> None:
@@ -339,6 +348,7 @@ class Scheduler:
             self._removals.append((request.slot, 0))
             self._slots.give(request.slot)
             request.slot = -1
+            self._full = False
 
     def _plan_decode(self, plan: StepPlan) -> None:
         decoding = self._decoding

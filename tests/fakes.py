@@ -1,0 +1,205 @@
+"""An executor in pure Python that checks what it is given, with a model whose tokens anyone can predict."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from llamapipe.errors import ContextFullError, EngineClosedError
+
+N_VOCAB = 101
+
+
+def next_token(tokens: Sequence[int], n_vocab: int = N_VOCAB) -> int:
+    """What the fake model continues `tokens` with: a hash of all of them, so a wrong or missing one shows."""
+    return crc32(struct.pack(f"<{len(tokens)}i", *tokens)) % n_vocab
+
+
+def continuation(
+    tokens: Sequence[int],
+    max_tokens: int,
+    stop: Container[int] = (),
+    n_ctx: int = 2**31,
+    n_vocab: int = N_VOCAB,
+) -> tuple[list[int], str]:
+    """What a request generates when it is alone, and why it ends: ``stop`` or ``length``."""
+    whole = list(tokens)
+    while len(whole) - len(tokens) < max_tokens and len(whole) < n_ctx:
+        token = next_token(whole, n_vocab)
+        if token in stop:
+            return whole[len(tokens) :], "stop"
+        whole.append(token)
+    return whole[len(tokens) :], "length"
+
+
+class Launch(NamedTuple):
+    """A batch as it was launched."""
+
+    tokens: list[int]
+    positions: list[int]
+    seq_ids: list[int]
+    outputs: list[int]
+
+
+class FakeSampler:
+    """Takes what the model says and notes it; nobody may use it once it is closed."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+        self.n_resets = 0
+        self.closed = False
+
+    def draw(self, token: int) -> int:
+        """The token of a row; -1 goes through without being accepted."""
+        assert not self.closed, "a closed sampler was used"
+        if token >= 0:
+            self.accepted.append(token)
+        return token
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        assert not self.closed, "a closed sampler was used"
+        self.accepted += tokens
+
+    def reset(self) -> None:
+        assert not self.closed, "a closed sampler was used"
+        self.accepted.clear()
+        self.n_resets += 1
+
+    def close(self) -> None:
+        assert not self.closed, "a sampler was closed twice"
+        self.closed = True
+
+
+class FakeContext:
+    """An Executor over lists of tokens: ``n_seq_max`` sequences of ``n_ctx`` cells each, ``n_cells`` in all.
+
+    What a real context would compute wrongly or end the process for is an AssertionError here: gaps in positions,
+    sequences that do not exist, too many tokens, rows of entries that are no outputs.
+
+    ``failures``: what the launch of that number (from 0) raises instead; a ContextFullError leaves everything as it
+    was, any other error leaves half of the batch in the cells, as llama.cpp may. ``sample_failures``: the same for
+    ``sample``. ``broken``: tokens after which no logit is finite. ``recurrent``: only whole sequences can be removed.
+    ``before_launch``: called with the number of each launch, on the thread that launches.
+    """
+
+    def __init__(
+        self,
+        n_seq_max: int = 4,
+        n_ctx: int = 64,
+        n_cells: int | None = None,
+        n_batch: int = 32,
+        n_vocab: int = N_VOCAB,
+        failures: Mapping[int, Exception] | None = None,
+        sample_failures: Mapping[int, Exception] | None = None,
+        broken: Container[int] = (),
+        recurrent: bool = False,
+        before_launch: Callable[[int], object] = lambda n: None,
+    ) -> None:
+        self.n_seq_max, self.n_ctx, self.n_batch, self.n_vocab = n_seq_max, n_ctx, n_batch, n_vocab
+        self.n_cells = n_ctx * n_seq_max if n_cells is None else n_cells
+        self.failures = dict(failures or {})
+        self.sample_failures = dict(sample_failures or {})
+        self.broken = broken
+        self.recurrent = recurrent
+        self.before_launch = before_launch
+        self.sequences: list[list[int]] = [[] for _ in range(n_seq_max)]  # the tokens in each one's cells
+        self.launches: list[Launch] = []  # those that succeeded
+        self.n_launches = 0  # all
+        self.n_samples = 0
+        self.closed = False
+        self._rows: dict[int, int] = {}  # of the last launch: output entry to what the model says
+        self._owner: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<FakeContext {self.n_used}/{self.n_cells} cells in {[len(s) for s in self.sequences]}>"
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use."""
+        return sum(map(len, self.sequences))
+
+    def remove(self, seq_id: int, position: int) -> bool:
+        """Forgets a sequence's cells from ``position`` on; a recurrent one all of them, False then."""
+        self._claim()
+        assert 0 <= seq_id < self.n_seq_max, f"there is no sequence {seq_id}"
+        assert position >= 0, f"there is no position {position}"
+        cells = self.sequences[seq_id]
+        if self.recurrent and 0 < position < len(cells):
+            cells.clear()
+            return False
+        del cells[position:]
+        return True
+
+    def launch(
+        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        """Stores a batch and computes its output rows."""
+        self._claim()
+        n = self.n_launches
+        self.n_launches += 1
+        self._rows = {}
+        self.before_launch(n)
+        batch = Launch(list(tokens), list(positions), list(seq_ids), list(outputs))
+        self._check(batch)
+        failure = self.failures.get(n)
+        if isinstance(failure, ContextFullError):
+            raise failure
+        if failure is not None:
+            self._store(batch, len(tokens) // 2)
+            raise failure
+        if self.n_used + len(tokens) > self.n_cells:
+            raise ContextFullError(f"{len(tokens)} tokens and {self.n_used} of {self.n_cells} cells in use")
+        self._rows = self._store(batch, len(tokens))
+        self.launches.append(batch)
+
+    def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+        """What the model says after each of the output entries, through its sampler (None: as it is)."""
+        self._claim()
+        n = self.n_samples
+        self.n_samples += 1
+        if n in self.sample_failures:
+            raise self.sample_failures[n]
+        assert len(rows) == len(samplers) and len(set(rows)) == len(rows)
+        assert self._rows.keys() >= set(rows), f"{rows} are not all outputs of the last batch: {self._rows}"
+        said = [self._rows[row] for row in rows]
+        return [t if s is None else s.draw(t) for t, s in zip(said, samplers, strict=True)]
+
+    def close(self) -> None:
+        """Nothing can be done with it any more."""
+        self.closed = True
+
+    def _claim(self) -> None:
+        if self.closed:
+            raise EngineClosedError("the context is closed; create another")
+        me = threading.get_ident()
+        if self._owner is None:
+            self._owner = me
+        if self._owner != me:
+            raise RuntimeError("this context belongs to another thread")
+
+    def _check(self, batch: Launch) -> None:
+        n = len(batch.tokens)
+        assert 0 < n <= self.n_batch, f"{n} tokens in a batch; n_batch is {self.n_batch}"
+        assert n == len(batch.positions) == len(batch.seq_ids) == len(batch.outputs), batch
+        assert set(batch.outputs) <= {0, 1} and sum(batch.outputs) <= self.n_seq_max, batch
+        lengths = [len(s) for s in self.sequences]
+        for token, position, seq_id in zip(batch.tokens, batch.positions, batch.seq_ids, strict=True):
+            assert 0 <= token < self.n_vocab, f"there is no token {token}"
+            assert 0 <= seq_id < self.n_seq_max, f"there is no sequence {seq_id}"
+            assert position == lengths[seq_id], (
+                f"position {position} of sequence {seq_id}, which has {lengths[seq_id]} cells: {batch}"
+            )
+            assert position < self.n_ctx, f"position {position} and n_ctx {self.n_ctx}"
+            lengths[seq_id] += 1
+
+    def _store(self, batch: Launch, n: int) -> dict[int, int]:
+        rows = {}
+        for i in range(n):
+            cells = self.sequences[batch.seq_ids[i]]
+            cells.append(batch.tokens[i])
+            if batch.outputs[i]:
+                rows[i] = -1 if cells[-1] in self.broken else next_token(cells, self.n_vocab)
+        return rows

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llamapipe.llama.check import check_flag, check_int
+
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+_INT32_MAX = 2**31 - 1
 
 
 class Batch:
     """A batch of tokens for ``Context.decode``.
 
     ``tokens``, ``positions`` and ``seq_ids`` are integers of equal length ``(n_tokens,)``, ``outputs`` booleans:
-    entries whose logits are wanted. Arrays are copied to int32 and int8. Plain data: any thread, no native memory.
+    entries whose logits are wanted. They are copied to int32 and int8 and cannot be changed afterwards: what was
+    checked is what native code reads. Plain data: any thread, no native memory.
 
     Raises TypeError for what is not one-dimensional integers, ValueError for unequal lengths or an empty batch.
     """
 
     __slots__ = ("outputs", "positions", "seq_ids", "tokens")
 
+    tokens: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    seq_ids: npt.NDArray[np.int32]
+    outputs: npt.NDArray[np.int8]
+
     def __init__(self, tokens: Any, positions: Any, seq_ids: Any, outputs: Any) -> None:
-        self.tokens = _array("tokens", tokens, np.int32)
-        self.positions = _array("positions", positions, np.int32)
-        self.seq_ids = _array("seq_ids", seq_ids, np.int32)
-        self.outputs = _array("outputs", outputs, np.int8)
-        n = len(self.tokens)
-        for name in ("positions", "seq_ids", "outputs"):
-            if len(getattr(self, name)) != n:
-                raise ValueError(
-                    f"{name} has {len(getattr(self, name))} entries and tokens {n}; they must be as many"
-                )
+        given: dict[str, npt.NDArray[Any]] = {
+            "tokens": _integers("tokens", tokens),
+            "positions": _integers("positions", positions),
+            "seq_ids": _integers("seq_ids", seq_ids),
+            "outputs": _flags("outputs", outputs),
+        }
+        n = len(given["tokens"])
+        for name, array in given.items():
+            if len(array) != n:
+                raise ValueError(f"{name} has {len(array)} entries and tokens {n}; they must be as many")
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
         if n == 0:
             raise ValueError("a batch needs at least one token")
 
@@ -41,10 +53,21 @@ class Batch:
         cls, tokens: Sequence[int], first_position: int = 0, seq_id: int = 0, all_outputs: bool = False
     ) -> Batch:
         """A run of tokens of one sequence from ``first_position`` on; the last one, or all, are outputs."""
+        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sized):
+            raise TypeError(f"tokens must be a sequence of token ids, not {type(tokens).__name__}")
         n = len(tokens)
+        first_position = check_int("first_position", first_position, 0, _INT32_MAX)
+        seq_id = check_int("seq_id", seq_id, 0, _INT32_MAX)
+        check_flag("all_outputs", all_outputs)
         outputs = np.full(n, all_outputs, dtype=np.int8)
         outputs[-1:] = 1
         return cls(tokens, np.arange(first_position, first_position + n), np.full(n, seq_id), outputs)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a batch cannot be changed: make another to set {name}")
+
+    def __reduce__(self) -> Any:
+        return Batch, (self.tokens, self.positions, self.seq_ids, self.outputs)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -58,15 +81,33 @@ class Batch:
         return [int(i) for i in np.flatnonzero(self.outputs)]
 
 
-def _array(name: str, values: Any, dtype: type[np.signedinteger[Any]]) -> npt.NDArray[Any]:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+def _array(name: str, values: Any) -> npt.NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different lengths
+        raise TypeError(f"{name} must be a one-dimensional sequence of integers") from None
+    if array.ndim != 1:
         raise TypeError(
-            f"{name} must be a one-dimensional sequence of integers, not {array.dtype} of shape {array.shape}"
+            f"{name} must be a one-dimensional sequence of integers, not {type(values).__name__} "
+            f"of shape {array.shape}"
         )
-    if dtype is np.int8:
-        flags: npt.NDArray[Any] = (array != 0).astype(np.int8)
-        return flags
-    if array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
+    return array
+
+
+def _integers(name: str, values: Any) -> npt.NDArray[np.int32]:
+    array = _array(name, values)
+    if array.dtype.kind == "O" and all(type(value) is int for value in array):
+        raise ValueError(f"{name} holds values outside int32")  # and outside int64
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, not {array.dtype}")
+    if array.size and not (array.min() >= -_INT32_MAX - 1 and array.max() <= _INT32_MAX):
         raise ValueError(f"{name} holds values outside int32")
-    return np.ascontiguousarray(array, dtype=dtype)
+    return np.array(array, dtype=np.int32)
+
+
+def _flags(name: str, values: Any) -> npt.NDArray[np.int8]:
+    array = _array(name, values)
+    if array.size and array.dtype.kind not in "biu":
+        raise TypeError(f"{name} must hold booleans, not {array.dtype}")
+    flags: npt.NDArray[np.int8] = (array != 0).astype(np.int8)
+    return flags

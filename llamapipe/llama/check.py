@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from typing import SupportsIndex
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, SupportsFloat, SupportsIndex
 
 
 def check_int(name: str, value: SupportsIndex, low: int, high: int) -> int:
@@ -19,24 +19,76 @@ def check_int(name: str, value: SupportsIndex, low: int, high: int) -> int:
     except TypeError:
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
     if not low <= n <= high:
-        raise ValueError(f"{name} is {n}; it must be from {low} to {high}")
+        raise ValueError(f"{name} is {shown(n)}; it must be from {low} to {high}")
     return n
+
+
+def check_float(name: str, value: SupportsFloat, low: float, high: float) -> float:
+    """``value`` as a float within ``[low, high]``.
+
+    Raises TypeError for what is not a number (bool and str included), ValueError outside the range and for NaN.
+    """
+    if isinstance(value, (bool, str, bytes, bytearray)):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}") from None
+    except OverflowError:  # an int beyond every float
+        raise ValueError(
+            f"{name} is a number of over 300 digits; it must be from {low:g} to {high:g}"
+        ) from None
+    if not low <= number <= high:  # also refuses NaN
+        raise ValueError(f"{name} is {number}; it must be from {low:g} to {high:g}")
+    return number
+
+
+def check_flag(name: str, value: object) -> bool:
+    """``value`` if it is a bool: strings such as "no" would count as true. Raises TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
+    return value
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """``value`` if it is one of ``choices``. Raises TypeError for what is not a str, ValueError for another one."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+    known = list(choices)
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}")
+    return value
 
 
 def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> list[int]:
     """``tokens`` as a list of ints, each a token of the vocabulary.
 
-    Raises TypeError when it is no iterable of integers, ValueError for an id outside ``[0, n_vocab)``.
+    Raises TypeError when it is no sequence of integers (bool excluded), ValueError for an id outside ``[0, n_vocab)``.
     """
-    if isinstance(tokens, (str, bytes, bytearray)):
-        raise TypeError(f"{name} must be token ids, not {type(tokens).__name__}")
+    if isinstance(tokens, (str, bytes, bytearray, Mapping, Set)) or not isinstance(tokens, Iterable):
+        raise TypeError(f"{name} must be a sequence of token ids, not {type(tokens).__name__}")
+    ids: list[Any] = list(tokens)
+    kinds = set(map(type, ids))
     try:
-        ids = list(map(operator.index, tokens))
+        if not kinds <= {int}:
+            ids = [operator.index(_not_bool(item)) for item in ids]
     except TypeError:
-        raise TypeError(f"{name} must be a sequence of integers (token ids)") from None
+        wrong = ", ".join(sorted(kind.__name__ for kind in kinds if kind is not int))
+        raise TypeError(f"{name} must be a sequence of token ids (integers), not of {wrong}") from None
     if ids and not (min(ids) >= 0 and max(ids) < n_vocab):
         bad = next(i for i in ids if not 0 <= i < n_vocab)
         raise ValueError(
-            f"{name} contains the token id {bad}; this vocabulary has the ids 0 to {n_vocab - 1}"
+            f"{name} contains the token id {shown(bad)}; this vocabulary has the ids 0 to {n_vocab - 1}"
         )
     return ids
+
+
+def shown(n: int) -> str:
+    """A number for a message; Python refuses to write out the longest ones."""
+    return str(n) if abs(n) < 10**40 else f"{'-' if n < 0 else ''}a number of {n.bit_length()} bits"
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise TypeError
+    return value

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 
 from llamapipe.errors import DecodeError, EngineClosedError
-from llamapipe.llama.check import check_int, check_tokens
+from llamapipe.llama.check import check_float, check_int, check_tokens
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+# Far above any logit, far below where a float32 logit would stop being finite.
+MAX_BIAS = 1e6
 
 
 class SamplerChain:
@@ -24,11 +29,14 @@ class SamplerChain:
     ``seed`` (0 to 2**64 - 1) starts a generator of its own, which gives one uniform number to each drawn token. Not
     thread-safe; needs the vocabulary's model to live. Close it, or use ``with``.
 
-    Raises TypeError and ValueError for a bad seed.
+    Raises TypeError and ValueError for bad arguments here and in every method, before anything is changed.
     """
 
     def __init__(self, vocab: Vocab, seed: int = 0) -> None:
         self._handle: Any = None
+        if not isinstance(vocab, Vocab):
+            raise TypeError(f"vocab must be a Vocab (model.vocab), not {type(vocab).__name__}")
+        self._pid = os.getpid()
         self._native = native()
         self._vocab = vocab  # keeps what the native chain points to
         self.n_vocab = vocab.n_vocab
@@ -43,9 +51,11 @@ class SamplerChain:
 
     # ---- stages
     def set_bias(self, bias: Mapping[int, float]) -> SamplerChain:
-        """Adds a number to the logits of some tokens; minus infinity forbids a token."""
-        tokens = check_tokens("bias", bias, self.n_vocab)
-        values = [float(v) for v in bias.values()]
+        """Adds a number, of at most a million, to the logits of some tokens; minus infinity forbids a token."""
+        if not isinstance(bias, Mapping):
+            raise TypeError(f"bias must map token ids to numbers, not be a {type(bias).__name__}")
+        tokens = check_tokens("bias", list(bias), self.n_vocab)
+        values = [check_bias(f"bias of token {t}", v) for t, v in bias.items()]
         return self._checked(self._native.lib.lp_sampler_set_bias(self.handle, len(tokens), tokens, values))
 
     def set_penalties(
@@ -57,9 +67,12 @@ class SamplerChain:
         ``frequency`` for each occurrence.
         """
         n = check_int("last_n", last_n, 0, 2**31 - 1)
-        return self._checked(
-            self._native.lib.lp_sampler_set_penalties(self.handle, n, repeat, frequency, presence)
+        divisor = check_float("repeat", repeat, 1e-6, 1e6)
+        each, once = (
+            check_float(name, value, -1e6, 1e6)
+            for name, value in (("frequency", frequency), ("presence", presence))
         )
+        return self._checked(self._native.lib.lp_sampler_set_penalties(self.handle, n, divisor, each, once))
 
     def add_top_k(self, k: int) -> SamplerChain:
         """Keeps the ``k`` largest logits, on ties the lower ids; 0 keeps all."""
@@ -69,19 +82,20 @@ class SamplerChain:
 
     def add_typical(self, p: float) -> SamplerChain:
         """Keeps the locally typical tokens of mass ``p`` (arXiv 2202.00666)."""
-        return self._checked(self._native.lib.lp_sampler_add_typical(self.handle, p))
+        return self._checked(self._native.lib.lp_sampler_add_typical(self.handle, check_float("p", p, 0, 1)))
 
     def add_top_p(self, p: float) -> SamplerChain:
         """Keeps the smallest set of tokens of mass ``p`` (arXiv 1904.09751)."""
-        return self._checked(self._native.lib.lp_sampler_add_top_p(self.handle, p))
+        return self._checked(self._native.lib.lp_sampler_add_top_p(self.handle, check_float("p", p, 0, 1)))
 
     def add_min_p(self, p: float) -> SamplerChain:
         """Keeps tokens at least ``p`` times as probable as the first."""
-        return self._checked(self._native.lib.lp_sampler_add_min_p(self.handle, p))
+        return self._checked(self._native.lib.lp_sampler_add_min_p(self.handle, check_float("p", p, 0, 1)))
 
     def add_temperature(self, temperature: float) -> SamplerChain:
         """Divides the logits; 0 makes the chain greedy (largest logit, on ties the lowest id)."""
-        return self._checked(self._native.lib.lp_sampler_add_temperature(self.handle, temperature))
+        divisor = check_float("temperature", temperature, 0, 1e6)
+        return self._checked(self._native.lib.lp_sampler_add_temperature(self.handle, divisor))
 
     # ---- use
     def accept(self, tokens: Iterable[SupportsIndex]) -> None:
@@ -96,9 +110,12 @@ class SamplerChain:
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
         """Draws a token from logits, float32 ``(n_vocab,)``; does not accept it.
 
-        Raises ValueError for another shape, DecodeError when no logit is finite.
+        Raises TypeError and ValueError for what is no such row, DecodeError when no logit is finite.
         """
-        row = np.ascontiguousarray(logits, dtype=np.float32)
+        given = np.asarray(logits)
+        if given.dtype.kind not in "fiu":
+            raise TypeError(f"logits must be numbers (float32), not {given.dtype}")
+        row = np.ascontiguousarray(given, dtype=np.float32)
         if row.shape != (self.n_vocab,):
             raise ValueError(f"logits have the shape {row.shape}; it must be ({self.n_vocab},)")
         ffi = self._native.ffi
@@ -135,10 +152,20 @@ class SamplerChain:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
+        if getattr(self, "_handle", None) is not None and self._pid == os.getpid():
             warnings.warn(
                 f"{self!r} was never closed; use `with` or close()",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,
             )
+
+
+def check_bias(name: str, value: SupportsFloat) -> float:
+    """``value`` as what may be added to a logit. Raises TypeError, ValueError naming it."""
+    if isinstance(value, float) and value == -math.inf:
+        return -math.inf
+    try:
+        return check_float(name, value, -MAX_BIAS, MAX_BIAS)
+    except ValueError as e:
+        raise ValueError(f"{e}, or minus infinity to forbid the token") from None

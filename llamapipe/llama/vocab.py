@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
-from llamapipe.errors import InvalidRequestError
-from llamapipe.llama.check import check_int, check_tokens
+from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.llama.check import check_flag, check_int, check_tokens
 from llamapipe.native.load import last_error, native
 
 _INT32_MIN = -(2**31)
@@ -14,12 +14,15 @@ _MAX_TEXT_BYTES = 2**30
 
 
 class Vocab:
-    """A view of a loaded model's vocabulary; it lives as long as the model. Any thread."""
+    """A view of a loaded model's vocabulary; any thread, until the model is closed.
+
+    Then every use raises EngineClosedError, except of the plain attributes and ``is_eog``.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._native = native()
         lib = self._native.lib
-        self._handle = handle
+        self._handle: Any = handle
         self._pieces: dict[int, bytes] = {}
         self.n_vocab: int = lib.llama_vocab_n_tokens(handle)
         self.bos: int | None = self._optional(lib.llama_vocab_bos(handle))
@@ -38,8 +41,15 @@ class Vocab:
 
     @property
     def handle(self) -> Any:
-        """The native ``llama_vocab *``."""
+        """The native ``llama_vocab *``. Raises EngineClosedError when the model was closed."""
+        if self._handle is None:
+            raise EngineClosedError("the vocabulary's model is closed; load it again")
         return self._handle
+
+    def forget(self) -> None:
+        """The model is about to be freed, and the vocabulary with it."""
+        self._handle = None
+        self._pieces.clear()
 
     def is_eog(self, token: SupportsIndex) -> bool:
         """Whether the token ends generation (EOS, EOT and the like)."""
@@ -49,7 +59,7 @@ class Vocab:
         """Whether the token is a control token, which has no text of its own."""
         return bool(
             self._native.lib.llama_vocab_is_control(
-                self._handle, check_int("token", token, 0, self.n_vocab - 1)
+                self.handle, check_int("token", token, 0, self.n_vocab - 1)
             )
         )
 
@@ -63,6 +73,10 @@ class Vocab:
         """
         if not isinstance(text, str):
             raise TypeError(f"text must be str, not {type(text).__name__}")
+        with_special, parse = (
+            check_flag("add_special", add_special),
+            check_flag("parse_special", parse_special),
+        )
         try:
             data = text.encode()
         except UnicodeEncodeError as e:
@@ -74,13 +88,11 @@ class Vocab:
         ffi, lib = self._native.ffi, self._native.lib
         n_max = len(data) + 8
         ids = ffi.new("int32_t[]", n_max)
-        n = lib.lp_tokenize(self._handle, data, len(data), ids, n_max, bool(add_special), bool(parse_special))
+        n = lib.lp_tokenize(self.handle, data, len(data), ids, n_max, with_special, parse)
         if _INT32_MIN < n < 0:
             n_max = -n
             ids = ffi.new("int32_t[]", n_max)
-            n = lib.lp_tokenize(
-                self._handle, data, len(data), ids, n_max, bool(add_special), bool(parse_special)
-            )
+            n = lib.lp_tokenize(self.handle, data, len(data), ids, n_max, with_special, parse)
         if n < 0:
             raise InvalidRequestError(f"the vocabulary cannot express this text ({last_error(self._native)})")
         tokens: list[int] = ffi.unpack(ids, n) if n else []
@@ -96,15 +108,15 @@ class Vocab:
         ``unparse_special`` also writes control tokens. Raises TypeError or ValueError for bad ids.
         """
         tokens = check_tokens("ids", ids, self.n_vocab)
+        without = check_flag("remove_special", remove_special)
+        unparse = check_flag("unparse_special", unparse_special)
         if not tokens:
             return ""
         ffi, lib = self._native.ffi, self._native.lib
         n_max = 16 * len(tokens) + 64
         for _ in range(2):
             text = ffi.new("char[]", n_max)
-            n = lib.lp_detokenize(
-                self._handle, tokens, len(tokens), text, n_max, bool(remove_special), bool(unparse_special)
-            )
+            n = lib.lp_detokenize(self.handle, tokens, len(tokens), text, n_max, without, unparse)
             if n >= 0:
                 return bytes(ffi.buffer(text, n)).decode("utf-8", "replace")
             if n == _INT32_MIN:
@@ -114,15 +126,14 @@ class Vocab:
 
     def piece(self, token: SupportsIndex) -> bytes:
         """The bytes a token stands for; they may split a UTF-8 character. Control tokens have none."""
-        found = self._pieces.get(token)  # type: ignore[call-overload]
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+        if type(token) is int and (found := self._pieces.get(token)) is not None:
+            return found
         n_token = check_int("token", token, 0, self.n_vocab - 1)
         ffi, lib = self._native.ffi, self._native.lib
         n_max = 64
         for _ in range(2):
             data = ffi.new("char[]", n_max)
-            n = lib.lp_piece(self._handle, n_token, data, n_max, False)
+            n = lib.lp_piece(self.handle, n_token, data, n_max, False)
             if n >= 0:
                 piece = bytes(ffi.buffer(data, n))
                 self._pieces[n_token] = piece

@@ -53,7 +53,7 @@ int  lp_sampler_add_top_k(lp_sampler * s, int k);
 int  lp_sampler_add_typical(lp_sampler * s, float p);
 int  lp_sampler_add_top_p(lp_sampler * s, float p);
 int  lp_sampler_add_min_p(lp_sampler * s, float p);
-int  lp_sampler_add_temperature(lp_sampler * s, float t);           // <= 0: greedy
+int  lp_sampler_add_temperature(lp_sampler * s, float t);           // < 1e-6: greedy
 int  lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_reset(lp_sampler * s);                              // forgets accepted tokens, keeps the generator's state
 int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);

@@ -60,7 +60,7 @@ struct lp_sampler {
         }
         window.push_back(token);
         counts[token]++;
-        if ((int) window.size() > last_n) {
+        while ((int) window.size() > last_n) {
             const auto oldest = counts.find(window.front());
             if (--oldest->second == 0) {
                 counts.erase(oldest);
@@ -191,7 +191,7 @@ int lp_sampler_add_min_p(lp_sampler * s, float p) {
 
 int lp_sampler_add_temperature(lp_sampler * s, float t) {
     return lp::guard(LP_ERROR, [&] {
-        if (t <= 0) {
+        if (t < 1e-6f) {  // dividing by less could make logits infinite, and would choose the same token
             s->greedy = true;
         } else if (t != 1.0f) {
             s->add(llama_sampler_init_temp(t));

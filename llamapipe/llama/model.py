@@ -13,15 +13,13 @@ from typing import Any, SupportsIndex
 
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.llama.backend import Device, device_handles
-from llamapipe.llama.check import check_int
+from llamapipe.llama.check import check_choice, check_flag, check_float, check_int
 from llamapipe.llama.gguf_check import check_gguf
+from llamapipe.llama.loading import Progress, load
 from llamapipe.llama.vocab import Vocab
-from llamapipe.native.load import drain_log, native
-
-Progress = Callable[[float], object]
+from llamapipe.native.load import native
 
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
-_loading = threading.local()  # the load running on this thread: its progress function and what that raised
 
 
 def demo_model_path() -> Path:
@@ -67,14 +65,13 @@ class Model:
             raise TypeError(f"path must be a str or os.PathLike, not {type(path).__name__}") from None
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
-        if split_mode not in _SPLIT_MODES:
-            raise ValueError(
-                f"split_mode is {split_mode!r}; it must be one of {', '.join(map(repr, _SPLIT_MODES))}"
-            )
+        split = check_choice("split_mode", split_mode, _SPLIT_MODES)
         n_layers = check_int("n_gpu_layers", n_gpu_layers, -1, 2**31 - 1)
         gpu = check_int("main_gpu", main_gpu, 0, 1023)
+        mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
+        self.vocab_only = check_flag("vocab_only", vocab_only)
         info = check_gguf(self.path)
-        if info.is_vocab_only and not vocab_only:
+        if info.is_vocab_only and not self.vocab_only:
             raise ModelLoadError(
                 f"{self.path} holds a vocabulary without weights; load it with vocab_only=True to tokenize, "
                 "or give the file of a whole model"
@@ -84,16 +81,23 @@ class Model:
         ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_model_params *", lib.llama_model_default_params())
         params.n_gpu_layers = n_layers
-        params.split_mode = _SPLIT_MODES[split_mode]
+        params.split_mode = _SPLIT_MODES[split]
         params.main_gpu = gpu
-        params.vocab_only = bool(vocab_only)
+        params.vocab_only = self.vocab_only
         mmap, mlock = lib.LLAMA_LOAD_MODE_MMAP, lib.LLAMA_LOAD_MODE_MLOCK
         both, neither = lib.LLAMA_LOAD_MODE_MMAP_MLOCK, lib.LLAMA_LOAD_MODE_NONE
-        params.load_mode = (both if use_mlock else mmap) if use_mmap else (mlock if use_mlock else neither)
+        params.load_mode = (both if locked else mmap) if mapped else (mlock if locked else neither)
         keep = [_device_list(ffi, devices), _split(ffi, lib, tensor_split)]  # alive until the load returned
         params.devices, params.tensor_split = keep
-        self._handle = _load(self._native, self.path, params, progress)
+        self._handle = load(self._native, self.path, params, progress)
+        try:
+            self._read_sizes()
+        except BaseException:  # Ctrl-C: nobody will have this object to close
+            self.close()
+            raise
 
+    def _read_sizes(self) -> None:
+        lib = self._native.lib
         self.vocab = Vocab(lib.llama_model_get_vocab(self._handle))
         self.n_vocab: int = self.vocab.n_vocab
         self.n_ctx_train: int = lib.llama_model_n_ctx_train(self._handle)
@@ -104,7 +108,6 @@ class Model:
         self.is_recurrent: bool = lib.llama_model_is_recurrent(self._handle) or lib.llama_model_is_hybrid(
             self._handle
         )
-        self.vocab_only = bool(vocab_only)
         self.bos = self.vocab.bos
         self.eos = self.vocab.eos
 
@@ -200,6 +203,8 @@ class Model:
                     f"{len(self._children)} open objects still use the model ({names}); close them first"
                 )
             handle, self._handle = self._handle, None
+            if hasattr(self, "vocab"):  # not when Ctrl-C came before
+                self.vocab.forget()
         self._native.lib.llama_model_free(handle)
 
     def __enter__(self) -> Model:
@@ -220,66 +225,19 @@ class Model:
             )
 
 
-def _load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any:
-    """Runs the native load on this thread; the progress callback also lets Ctrl-C in."""
-    ffi, lib = module.ffi, module.lib
-    _define_callback(ffi)
-    params.progress_callback = lib.lp_on_progress
-    outer = getattr(_loading, "state", None)
-    _loading.state = state = _LoadState(progress)
-    drain_log(module)
-    try:
-        handle = lib.lp_model_load(os.fsencode(path), params)
-    finally:
-        _loading.state = outer
-    problems = drain_log(module)
-    if state.error is not None:
-        if handle != ffi.NULL:
-            lib.llama_model_free(handle)
-        raise state.error
-    if handle == ffi.NULL:
-        reason = problems[0] if problems else "no reason was logged"
-        raise ModelLoadError(f"llama.cpp could not load {path}: {reason}")
-    return handle
-
-
-class _LoadState:
-    def __init__(self, progress: Progress | None) -> None:
-        self.progress = progress
-        self.error: BaseException | None = None
-
-
-_callback: Any = None
-
-
-def _define_callback(ffi: Any) -> None:
-    global _callback
-    if _callback is not None:
-        return
-
-    def failed(kind: Any, error: BaseException, trace: Any) -> bool:
-        _loading.state.error = error
-        return False  # stops the load
-
-    @ffi.def_extern(name="lp_on_progress", error=False, onerror=failed)  # type: ignore[untyped-decorator]
-    def on_progress(fraction: float, user_data: Any) -> bool:
-        state = _loading.state
-        if state.progress is not None:
-            state.progress(fraction)
-        return True
-
-    _callback = on_progress
-
-
 def _device_list(ffi: Any, wanted: Sequence[str | Device] | None) -> Any:
     if wanted is None:
         return ffi.NULL
-    if isinstance(wanted, str):
-        raise TypeError("devices must be a sequence of names or Device objects, not one str")
+    if isinstance(wanted, (str, Device)) or not isinstance(wanted, Sequence):
+        raise TypeError(
+            f"devices must be a sequence of names or Device objects, not one {type(wanted).__name__}"
+        )
     known = {device.name: handle for device, handle in device_handles()}
     handles = []
     for item in wanted:
         name = item.name if isinstance(item, Device) else item
+        if not isinstance(name, str):
+            raise TypeError(f"devices must hold names or Device objects, not {type(name).__name__}")
         if name not in known:
             raise BackendError(
                 f"there is no device {name!r}; this build and machine have: {', '.join(known)}"
@@ -291,10 +249,12 @@ def _device_list(ffi: Any, wanted: Sequence[str | Device] | None) -> Any:
 def _split(ffi: Any, lib: Any, shares: Sequence[float] | None) -> Any:
     if shares is None:
         return ffi.NULL
+    if isinstance(shares, (str, bytes)) or not isinstance(shares, Iterable):
+        raise TypeError(f"tensor_split must be a sequence of numbers, not {type(shares).__name__}")
     limit = lib.llama_max_devices()
-    values = [float(s) for s in shares]
-    if len(values) > limit or any(not 0 <= v < float("inf") for v in values):
-        raise ValueError(f"tensor_split is {values}; it must be at most {limit} numbers, none negative")
+    values = [check_float("tensor_split", share, 0, 1e30) for share in shares]
+    if len(values) > limit:
+        raise ValueError(f"tensor_split has {len(values)} numbers; it must have at most {limit}")
     return ffi.new("float[]", values + [0.0] * (limit - len(values)))
 
 

@@ -1,0 +1,110 @@
+"""Runs the native load of a model: its progress, what stops it, and what becomes of it when the interpreter exits."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llamapipe.errors import ModelLoadError
+from llamapipe.native.load import drain_log
+
+Progress = Callable[[float], object]
+
+_EXIT_WAIT_S = 10.0  # a load stops at its next tensor: far less, unless a progress function never returns
+_current = threading.local()  # .load: the load running on this thread
+_lock = threading.Lock()
+_running: set[_Load] = set()
+_exiting = False
+_callback: Any = None
+
+
+class _Load:
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress = progress
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self.pid = os.getpid()
+
+
+def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any:
+    """The native model; loads on this thread, and calls ``progress`` there with 0.0 to 1.0.
+
+    What ``progress`` raises, and Ctrl-C, stops the load and is raised here. A load that still runs on another thread
+    when the interpreter exits is stopped too and raises SystemExit there: native code must not outlive the interpreter.
+    Raises ModelLoadError when llama.cpp refuses the file.
+    """
+    ffi, lib = module.ffi, module.lib
+    params.progress_callback = _progress_callback(module)
+    outer = getattr(_current, "load", None)
+    _current.load = this = _Load(progress)
+    handle = ffi.NULL
+    try:
+        _begin(this)
+        drain_log(module)
+        handle = lib.lp_model_load(os.fsencode(path), params)
+        problems = drain_log(module)
+        if this.error is not None:
+            raise this.error
+        if handle == ffi.NULL:
+            reason = problems[0] if problems else "no reason was logged"
+            raise ModelLoadError(f"llama.cpp could not load {path}: {reason}")
+    except BaseException:
+        if handle != ffi.NULL:
+            lib.llama_model_free(handle)
+        raise
+    finally:
+        this.error = None  # its traceback leads back here
+        _current.load = outer
+        _end(this)
+    return handle
+
+
+def _begin(this: _Load) -> None:
+    with _lock:
+        if _exiting and threading.current_thread() is not threading.main_thread():
+            raise SystemExit
+        _running.add(this)
+
+
+def _end(this: _Load) -> None:
+    with _lock:
+        _running.discard(this)
+    this.ended.set()
+
+
+def _stop_all() -> None:
+    global _exiting
+    with _lock:
+        _exiting = True
+        mine = [other for other in _running if other.pid == os.getpid()]
+    for other in mine:
+        other.ended.wait(_EXIT_WAIT_S)
+
+
+def _progress_callback(module: Any) -> Any:
+    """The function llama.cpp calls while it loads; the first call defines what that does in Python."""
+    global _callback
+    with _lock:
+        if _callback is None:
+            atexit.register(_stop_all)
+            define = module.ffi.def_extern(name="lp_on_progress", error=False, onerror=_failed)
+            _callback = define(_on_progress)
+    return module.lib.lp_on_progress
+
+
+def _on_progress(fraction: float, user_data: Any) -> bool:
+    this: _Load = _current.load
+    if _exiting and threading.current_thread() is not threading.main_thread():
+        raise SystemExit
+    if this.progress is not None:
+        this.progress(fraction)
+    return True
+
+
+def _failed(kind: Any, error: BaseException, trace: Any) -> bool:
+    _current.load.error = error
+    return False  # stops the load

@@ -18,7 +18,8 @@ from llamapipe.errors import (
     InvalidRequestError,
 )
 from llamapipe.llama.batch import Batch
-from llamapipe.llama.check import check_int
+from llamapipe.llama.check import check_choice, check_flag, check_int
+from llamapipe.llama.memory_room import check_room, head_size
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
 
@@ -47,7 +48,7 @@ class Context:
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
-    Raises TypeError and ValueError for bad arguments, BackendError when llama.cpp cannot create it (out of memory).
+    Raises TypeError and ValueError for bad arguments, BackendError when it cannot be created (out of memory).
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Context:
         self.n_cells = check_int(
             "n_cells", self.n_ctx * self.n_seq_max if n_cells is None else n_cells, 1, _INT32_MAX
         )
-        self.kv_unified = bool(kv_unified)
+        self.kv_unified = check_flag("kv_unified", kv_unified)
         if self.n_cells != self.n_ctx * self.n_seq_max and not self.kv_unified:
             raise ValueError(
                 f"n_cells is {self.n_cells} but n_ctx * n_seq_max is {self.n_ctx * self.n_seq_max}; "
@@ -111,13 +112,16 @@ class Context:
             raise ValueError(
                 f"n_seq_max is {self.n_seq_max} and n_batch {self.n_batch}; n_batch must not be smaller"
             )
-        for name, value in (("type_k", type_k), ("type_v", type_v)):
-            if value not in CACHE_TYPES:
-                raise ValueError(
-                    f"{name} is {value!r}; it must be one of {', '.join(map(repr, CACHE_TYPES))}"
-                )
-        if flash_attn not in _FLASH_ATTN:
-            raise ValueError(f"flash_attn is {flash_attn!r}; it must be 'auto', 'on' or 'off'")
+        check_choice("type_k", type_k, CACHE_TYPES)
+        check_choice("type_v", type_v, CACHE_TYPES)
+        check_choice("flash_attn", flash_attn, _FLASH_ATTN)
+        if flash_attn == "off" and type_k not in ("f32", "f16", "bf16") and (head_size(model) or 1) % 32:
+            # llama.cpp checks this for flash attention only, and aborts without it
+            raise ValueError(
+                f"type_k is {type_k!r}, which packs 32 numbers, and a head of this model has {head_size(model)}; "
+                "use type_k='f16'"
+            )
+        check_room(model, self.n_cells, type_k, type_v)
 
         params = ffi.new("struct llama_context_params *", lib.llama_context_default_params())
         padded = (
@@ -175,7 +179,7 @@ class Context:
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
-        self.handle  # noqa: B018
+        self._claim()
         self._check(batch)
         ffi = self._native.ffi
         code = self.decode_arrays(
@@ -311,8 +315,7 @@ class Context:
         return self._handle
 
     def _claim(self) -> None:
-        if self._handle is None:
-            raise EngineClosedError("the context is closed; create another")
+        self.handle  # noqa: B018  (refuses a closed context)
         me = threading.get_ident()
         if self._owner != me:
             if self._owner is not None:

@@ -75,10 +75,12 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
     file = Path(path)
     head = _head(file)
     try:
+        n_tensors, parts = _parts(
+            file, head
+        )  # first: a later part has no architecture, and that is not what is wrong
         shapes = check_shapes(head)
         tokenizer, n_vocab = check_vocabulary(head)
         check_tensors(head)
-        n_tensors, parts = _parts(file, head)
     except Damage as damage:
         raise ModelLoadError(f"{file}: {damage}") from None
     return GgufInfo(

@@ -1,0 +1,82 @@
+"""What tests share: models, engines that are checked after each test, and no thread left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import llamapipe as lp
+
+# Nothing native is imported here: tests of the build run before there is a library.
+
+
+def _decoder_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "llamapipe-decoder"}
+
+
+@pytest.fixture(autouse=True)
+def no_decoder_left() -> Iterator[None]:
+    """Every engine made in a test is closed in it, and its thread has ended."""
+    before = _decoder_threads()
+    yield
+    left = _decoder_threads() - before
+    assert not left, f"{len(left)} decoder threads outlived the test"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
+    """A model of random weights, F16: 512 pieces, bytes among them; a step takes a fraction of a millisecond."""
+    from gguf_models import tiny_model
+
+    import llamapipe as lp
+
+    path: Path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    with lp.Model(tiny_model(path)) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[lp.Model]:
+    """The shipped model, Q8_0: it writes sentences and ends them."""
+    import llamapipe as lp
+
+    with lp.Model.demo() as model:
+        yield model
+
+
+@pytest.fixture
+def make_engine(tiny: lp.Model) -> Iterator[Callable[..., lp.Engine]]:
+    """Makes engines over the tiny model unless another is given; each is checked and closed after the test.
+
+    One thread computes unless asked otherwise: the models are so small that a second one only adds waiting.
+    """
+    import llamapipe as lp
+
+    made: list[lp.Engine] = []
+
+    def make(model: lp.Model | None = None, **options: Any) -> lp.Engine:
+        engine = lp.Engine(model or tiny, **{"n_ctx": 256, "n_threads": 1, **options})
+        made.append(engine)
+        return engine
+
+    yield make
+    gc.collect()
+    for engine in made:
+        stats = engine.stats()
+        engine.check_integrity()
+        engine.close(drain=False)
+        assert (stats.n_active, stats.n_queued) == (0, 0), f"{engine!r} still holds requests: {stats}"
+    if made:
+        assert "n_queued=0" in repr(engine) or engine.closed
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., lp.Engine]) -> lp.Engine:
+    """An engine of four slots with 256 positions each."""
+    return make_engine(n_seq_max=4)

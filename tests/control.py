@@ -1,0 +1,151 @@
+"""Lets a test decide when an engine's steps run, and wait for what threads do without sleeping."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import llamapipe as lp
+
+PATIENCE_S = 60.0  # a test that waits longer fails
+
+
+class Launch(NamedTuple):
+    """A batch as it went to llama.cpp."""
+
+    tokens: list[int]
+    positions: list[int]
+    seq_ids: list[int]
+    outputs: list[int]
+
+
+class Gate:
+    """Stands before an engine's real executor: each step waits at it until the test lets it through.
+
+    Use with ``with``; it opens for good at the end. The test's thread may look at counters while a step waits.
+    ``launches``: every batch that went through.
+    """
+
+    def __init__(self, engine: lp.Engine) -> None:
+        self._engine = engine
+        self._decoder = engine._decoder
+        self._executor = self._decoder._executor
+        self._waiting = threading.Semaphore(0)
+        self._leave = threading.Semaphore(0)
+        self._open = False
+        self.launches: list[Launch] = []
+
+    def __enter__(self) -> Gate:
+        self._decoder.ask(lambda: setattr(self._decoder, "_executor", self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.open()
+        if not self._engine.closed:
+            self._decoder.ask(lambda: setattr(self._decoder, "_executor", self._executor))
+
+    # ---- the test
+    def wait(self) -> None:
+        """Returns once a step stands at the gate: planned, not computed."""
+        if not self._waiting.acquire(timeout=PATIENCE_S):
+            raise AssertionError("no step came")
+
+    def step(self, n: int = 1) -> None:
+        """Lets ``n`` steps through, each after the one before it; returns with the next one at the gate."""
+        for _ in range(n):
+            self._leave.release()
+            self.wait()
+
+    def open(self) -> None:
+        """Lets everything through from now on."""
+        self._open = True
+        self._leave.release()
+
+    @property
+    def n_steps(self) -> int:
+        """Steps computed so far; to be read while one waits."""
+        return self._decoder._n_steps
+
+    # ---- the executor's part
+    def launch(
+        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        if not self._open:
+            self._waiting.release()
+            if not self._leave.acquire(timeout=PATIENCE_S):
+                raise AssertionError("the test let no step through")
+        self.launches.append(Launch(list(tokens), list(positions), list(seq_ids), list(outputs)))
+        self._executor.launch(tokens, positions, seq_ids, outputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+
+@contextmanager
+def held(engine: lp.Engine) -> Iterator[None]:
+    """Holds the decoder thread between two steps: what is asked of the engine meanwhile comes to it all at once."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        reached.set()
+        go_on.wait(PATIENCE_S)
+
+    engine._decoder.call(stand)
+    assert reached.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def together(engine: lp.Engine, n: int, function: Callable[..., Any], *arguments: Any) -> Worker:
+    """Calls ``function`` in a thread and lets its ``n`` requests come to the engine in one moment."""
+    with held(engine):
+        worker = Worker(function, *arguments)
+        wait_until(lambda: engine._decoder._inbox.qsize() >= n)
+    return worker
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Looks again and again until ``condition`` holds. Raises AssertionError when it does not within a minute."""
+    deadline = monotonic() + PATIENCE_S
+    pause = threading.Event()
+    while not condition():
+        assert monotonic() < deadline, "waited in vain"
+        pause.wait(0.001)
+
+
+class Worker(threading.Thread):
+    """A thread whose result, or exception, is asked for with ``result``."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        super().__init__(daemon=True)
+        self._call = function, arguments, options
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        function, arguments, options = self._call
+        try:
+            self._outcome = function(*arguments, **options)
+        except BaseException as e:
+            self._error = e
+
+    def result(self) -> Any:
+        """What the function returned; raises what it raised, AssertionError when it does not return."""
+        self.join(PATIENCE_S)
+        assert not self.is_alive(), "the thread hangs"
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+
+def all_results(workers: Sequence[Worker]) -> list[Any]:
+    return [worker.result() for worker in workers]

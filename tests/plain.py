@@ -1,0 +1,99 @@
+"""The plain ``llama_decode`` loop of one sequence alone, which the engine's output is held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamapipe.llama import Batch, Context, Model, SamplerChain
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of ``n_tokens``, ``n_near`` are not the loop's own choice, by ``shortfall`` of a logit at most."""
+
+    n_tokens: int
+    n_near: int
+    shortfall: float
+
+
+class PlainLoop:
+    """Prompts in chunks of ``n_ubatch``, then one token a decode, greedy; one sequence, one thread."""
+
+    def __init__(self, context: Context, sampler: SamplerChain, ignore_eos: bool) -> None:
+        self._context = context
+        self._sampler = sampler
+        self._eog = context.model.vocab.eog_tokens
+        self._ignore_eos = ignore_eos
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int | None = None) -> list[int]:
+        """What the prompt is continued with, until EOG, ``max_tokens`` or the end of the context."""
+        context, tokens = self._context, list(prompt)
+        end = context.n_ctx if max_tokens is None else min(len(prompt) + max_tokens, context.n_ctx)
+        row = self._prefill(tokens)
+        while True:
+            token = self._sampler.sample(context.logits(row))
+            if token in self._eog and not self._ignore_eos:
+                break
+            tokens.append(token)
+            if len(tokens) >= end:
+                break
+            context.decode(Batch.of_tokens([token], len(tokens) - 1))
+            row = 0
+        return tokens[len(prompt) :]
+
+    def compare(self, prompt: Sequence[int], tokens: Sequence[int], bound: float) -> Comparison:
+        """Feeds the loop somebody else's continuation and looks at each of its tokens.
+
+        Every one must be the loop's own choice at that place, or have a logit within ``bound`` of it.
+        """
+        context = self._context
+        row = self._prefill(prompt)
+        n_near, shortfall = 0, 0.0
+        for i, token in enumerate(tokens):
+            logits = context.logits(row)
+            if self._ignore_eos:
+                logits[list(self._eog)] = -math.inf
+            if token != int(logits.argmax()):
+                short = float(logits.max() - logits[token])
+                n_near, shortfall = n_near + 1, max(shortfall, short)
+                assert short <= bound, (
+                    f"token {i} of {len(tokens)} is {token}, the loop has {logits.argmax()} "
+                    f"and its logit is {short} larger"
+                )
+            if i + 1 < len(tokens):
+                context.decode(Batch.of_tokens([token], len(prompt) + i))
+            row = 0
+        return Comparison(len(tokens), n_near, shortfall)
+
+    def _prefill(self, prompt: Sequence[int]) -> int:
+        context = self._context
+        context.seq_remove(0)
+        for first in range(0, len(prompt), context.n_ubatch):
+            chunk = prompt[first : first + context.n_ubatch]
+            context.decode(Batch.of_tokens(chunk, first))
+        return len(chunk) - 1
+
+
+@contextmanager
+def plain_loop(
+    model: Model, n_ctx: int = 256, n_ubatch: int = 512, ignore_eos: bool = True
+) -> Iterator[PlainLoop]:
+    """A loop on a context of its own."""
+    with (
+        Context(model, n_ctx=n_ctx, n_ubatch=n_ubatch, n_threads=1) as context,
+        SamplerChain(model.vocab) as sampler,
+    ):
+        if ignore_eos:
+            sampler.set_bias(dict.fromkeys(model.vocab.eog_tokens, -math.inf))
+        yield PlainLoop(context, sampler.add_temperature(0.0), ignore_eos)
+
+
+def random_prompt(rng: np.random.Generator, model: Model, n_tokens: int) -> list[int]:
+    """BOS and tokens that are neither special nor bytes."""
+    words = rng.integers(259, model.n_vocab, n_tokens - 1).tolist()
+    return [model.bos or 0, *words]

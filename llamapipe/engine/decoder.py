@@ -80,12 +80,16 @@ class Decoder:
         """Whether this process was forked from the one that has the thread."""
         return self._pid != os.getpid()
 
-    def check_open(self) -> None:
-        """Raises EngineClosedError when closed, or in a process that was forked from this one's."""
+    def check_process(self) -> None:
+        """Raises EngineClosedError in a process that was forked from this one's."""
         if self.forked:
             raise EngineClosedError(
                 "the engine was made before fork(); make one in the child process, or use the spawn start method"
             )
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError when closed, or in a process that was forked from this one's."""
+        self.check_process()
         if self._closing:
             raise EngineClosedError("the engine is closed; make another")
 
@@ -101,6 +105,7 @@ class Decoder:
 
     def ask(self, question: Callable[[], Any]) -> Any:
         """The result of ``question`` on the decoder thread, or on this one after its end; raises what it raised."""
+        self.check_process()  # before the lock: another thread may have held it when this process was forked
         replies: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
         def answer() -> None:

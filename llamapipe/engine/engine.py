@@ -24,7 +24,7 @@ from llamapipe.engine.sampling import sampler_factory
 from llamapipe.engine.scheduler import Scheduler
 from llamapipe.engine.sink import Failure
 from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
-from llamapipe.llama.check import check_int
+from llamapipe.llama.check import check_flag, check_float, check_int
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.pipeline.direct import DirectPipeline
@@ -77,7 +77,7 @@ class Engine:
             n_cells=n_cells,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
-            n_outputs_max=min(n_seq_max, n_batch),
+            n_outputs_max=1,  # raised to n_seq_max: a sequence has one at a time
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,
             kv_unified=unified,
@@ -90,22 +90,22 @@ class Engine:
             scheduler = Scheduler(
                 context.n_seq_max, context.n_ctx, context.n_cells, context.n_batch, context.n_ubatch, filler
             )
-        except ValueError:
+            self.model = model
+            self.n_ctx = context.n_ctx
+            self.n_seq_max = context.n_seq_max
+            self.n_cells = context.n_cells
+            self._context_repr = repr(context)
+            self._intake = Intake(model, context.n_ctx)
+            self._decoder = Decoder(
+                scheduler,
+                DirectPipeline(context),
+                sampler_factory(model.vocab, context.n_ctx),
+                window_us * 1e-6,
+                self._queue.leave,
+            )
+        except BaseException:  # bad sizes, or Ctrl-C: nobody will have this object to close
             context.close()
             raise
-        self.model = model
-        self.n_ctx = context.n_ctx
-        self.n_seq_max = context.n_seq_max
-        self.n_cells = context.n_cells
-        self._context_repr = repr(context)
-        self._intake = Intake(model, context.n_ctx)
-        self._decoder = Decoder(
-            scheduler,
-            DirectPipeline(context),
-            sampler_factory(model.vocab, context.n_ctx),
-            window_us * 1e-6,
-            self._queue.leave,
-        )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"n_queued={self._queue.n}"
@@ -154,6 +154,8 @@ class Engine:
         """
         self._decoder.check_open()
         deadline = _deadline(timeout)
+        check_flag("block", block)
+        check_flag("progress", progress)
         items, single = self._intake.items(prompt, params)
         bar = progress_bar(progress, len(items))
         mailbox = ThreadMailbox()
@@ -198,6 +200,7 @@ class Engine:
         """Starts a completion and returns an iterator over its deltas; see ``Stream``. Raises as ``generate`` does."""
         self._decoder.check_open()
         deadline = _deadline(timeout)
+        check_flag("block", block)
         mailbox = ThreadMailbox()
         request = self._intake.stream(self._intake.item(prompt, params), mailbox, BUFFER_TOKENS)
         if block:
@@ -235,9 +238,10 @@ class Engine:
         """
         self._decoder.check_open()
         _deadline(timeout)
+        check_flag("block", block)
         items, single = self._intake.items(prompt, params)
         work = self._complete(items, block)
-        results = await (work if timeout is None else _with_timeout(work, timeout))
+        results = await (work if timeout is None else _with_timeout(work, float(timeout)))
         return results[0] if single else results
 
     async def _complete(self, items: list[Item], block: bool) -> list[Completion]:
@@ -276,6 +280,7 @@ class Engine:
         """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
         self._decoder.check_open()
         deadline = _deadline(timeout)
+        check_flag("block", block)
         item = self._intake.item(prompt, params)
 
         async def begin() -> tuple[Request, AsyncMailbox]:
@@ -314,7 +319,7 @@ class Engine:
 
         ``drain``: finish what callers wait for, else cancel it. New requests are refused from now on. Any thread.
         """
-        self._decoder.close(bool(drain))
+        self._decoder.close(check_flag("drain", drain))
 
     async def aclose(self, drain: bool = True) -> None:
         """``close`` without blocking the event loop."""
@@ -365,11 +370,7 @@ class Engine:
 def _deadline(timeout: float | None) -> float | None:
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be a number of seconds or None, not {type(timeout).__name__}")
-    if math.isnan(timeout) or timeout < 0:
-        raise ValueError(f"timeout is {timeout}; it must be 0 or more seconds, or None")
-    return perf_counter() + min(timeout, threading.TIMEOUT_MAX)
+    return perf_counter() + min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)
 
 
 def _left_s(deadline: float | None) -> float | None:

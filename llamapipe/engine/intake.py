@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from llamapipe.engine.mailbox import Mailbox
@@ -50,6 +50,10 @@ class Intake:
             params = SamplingParams()
         elif not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        if isinstance(prompt, str) and not prompt:
+            raise InvalidRequestError(
+                "the prompt is empty; give at least one character or token (start from nothing with [model.bos])"
+            )
         n_vocab = self._model.n_vocab
         tokens = (
             self._model.tokenize(prompt)
@@ -106,7 +110,7 @@ def _split(prompt: Any) -> tuple[list[Any], bool]:
     """The prompts as a list, and whether it was one prompt rather than a list of prompts."""
     if isinstance(prompt, str):
         return [prompt], True
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, (bytes, bytearray, Mapping, Set)) or not isinstance(prompt, Iterable):
         raise TypeError(
             f"prompt must be a str, a sequence of token ids, or a list of those, not {type(prompt).__name__}"
         )

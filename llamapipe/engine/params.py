@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from llamapipe.llama.check import check_flag, check_float, check_int
+from llamapipe.llama.sampler import check_bias
 
 _INT32_MAX = 2**31 - 1
 
@@ -23,7 +24,8 @@ class SamplingParams:
     - ``temperature``: 0 takes the most probable token, on ties the lowest id. ``top_k``: 0 keeps all.
     - ``repeat_penalty``, ``presence_penalty``, ``frequency_penalty`` look at the last ``repeat_last_n`` tokens, the
       prompt's included (-1: all of them, 0: none).
-    - ``logit_bias``: token id to a number added to its logit; ``float("-inf")`` forbids it.
+    - ``logit_bias``: token id to a number added to its logit; ``float("-inf")`` forbids it, else at
+      most a million.
     - ``seed``: 0 to 2**64 - 1; None draws one, told in ``Completion.seed``.
     - ``stop``: strings that end the text before them; ``stop_token_ids``: tokens that end it.
     - ``ignore_eos``: never choose a token that ends generation.
@@ -59,8 +61,7 @@ class SamplingParams:
         self._float("repeat_penalty", 1e-6, 1e6)
         self._float("presence_penalty", -1e6, 1e6)
         self._float("frequency_penalty", -1e6, 1e6)
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be a bool, not {type(self.ignore_eos).__name__}")
+        check_flag("ignore_eos", self.ignore_eos)
         self._set("stop", _stop_strings(self.stop))
         self._set(
             "stop_token_ids",
@@ -71,7 +72,10 @@ class SamplingParams:
                 raise TypeError(
                     f"logit_bias must map token ids to numbers, not be a {type(self.logit_bias).__name__}"
                 )
-            biases = {_token("logit_bias", t): _bias(t, v) for t, v in self.logit_bias.items()}
+            biases = {
+                _token("logit_bias", t): check_bias(f"logit_bias of token {t}", v)
+                for t, v in self.logit_bias.items()
+            }
             self._set("logit_bias", MappingProxyType(biases))
 
     def __hash__(self) -> int:
@@ -100,29 +104,11 @@ class SamplingParams:
 
     def _int(self, name: str, low: int, high: int, optional: bool = False) -> None:
         value = getattr(self, name)
-        if value is None and optional:
-            return
-        if isinstance(value, bool):
-            raise TypeError(f"{name} must be an integer, not bool")
-        try:
-            n = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
-        if not low <= n <= high:
-            raise ValueError(f"{name} is {n}; it must be from {low} to {high}")
-        self._set(name, n)
+        if value is not None or not optional:
+            self._set(name, check_int(name, value, low, high))
 
     def _float(self, name: str, low: float, high: float) -> None:
-        value = getattr(self, name)
-        if isinstance(value, (bool, str, bytes)):
-            raise TypeError(f"{name} must be a number, not {type(value).__name__}")
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"{name} must be a number, not {type(value).__name__}") from None
-        if not low <= number <= high:  # also refuses NaN
-            raise ValueError(f"{name} is {number}; it must be from {low:g} to {high:g}")
-        self._set(name, number)
+        self._set(name, check_float(name, getattr(self, name), low, high))
 
 
 def _rebuild(values: dict[str, Any]) -> SamplingParams:
@@ -130,7 +116,7 @@ def _rebuild(values: dict[str, Any]) -> SamplingParams:
 
 
 def _items(name: str, value: Any) -> list[Any]:
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, (str, bytes, Mapping)):
         raise TypeError(f"{name} must be a sequence, not {type(value).__name__}")
     try:
         return list(value)
@@ -149,20 +135,4 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 
 def _token(name: str, value: Any) -> int:
-    try:
-        token = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must hold token ids (integers), not {type(value).__name__}") from None
-    if not 0 <= token <= _INT32_MAX:
-        raise ValueError(f"{name} holds {token}; token ids start at 0")
-    return token
-
-
-def _bias(token: Any, value: Any) -> float:
-    try:
-        bias = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"logit_bias of token {token} must be a number, not {type(value).__name__}") from None
-    if math.isnan(bias) or bias == math.inf:
-        raise ValueError(f"logit_bias of token {token} is {bias}; it must be a number or minus infinity")
-    return bias
+    return check_int(f"a token id of {name}", value, 0, _INT32_MAX)

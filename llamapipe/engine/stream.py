@@ -88,6 +88,7 @@ class Stream(_Reader):
     def __next__(self) -> Delta:
         if self._done:
             raise StopIteration
+        self._decoder.check_process()
         try:
             item = self._mailbox.get(timeout=self._left_s())
         except Empty:
@@ -137,6 +138,7 @@ class AsyncStream(_Reader):
     async def __anext__(self) -> Delta:
         if self._begin is None and self._done:
             raise StopAsyncIteration
+        self._decoder.check_process()
         import asyncio
 
         try:

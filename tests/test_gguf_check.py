@@ -183,7 +183,7 @@ def test_tensor_type_of_the_future(tmp_path: Path, models: dict[str, bytes]) -> 
         ("spm", _set("llama.attention.scale", 6, math.nan), "llama.attention.scale is not a number"),
         ("spm", _set("llama.attention.layer_norm_rms_epsilon", 6, -1.0), "must not be negative or infinite"),
         ("spm", _set("llama.pooling_type", 4, 9), "llama.pooling_type is 9, it must be 0 to 4"),
-        ("spm", _set("llama.nextn_predict_layers", 4, 2), "nextn_predict_layers is 2, it must be 0 to 1"),
+        ("spm", _set("llama.nextn_predict_layers", 4, 3), "nextn_predict_layers is 3, it must be 0 to 2"),
         ("spm", _set("llama.expert_used_count", 4, 2), "it uses 2 of 0 experts"),
         ("spm", _set("llama.expert_count", 4, 2), "it uses 0 of 2 experts"),
         ("spm", _set("llama.expert_count", 4, 9999), "expert_count is 9999, it must be 0 to 1024"),

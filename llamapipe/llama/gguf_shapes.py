@@ -59,7 +59,7 @@ def check_shapes(head: Head) -> Shapes:
     n_embd = keys.integer("embedding_length", 1, _MAX_WIDTH, required=required)
     n_ctx_train = keys.integer("context_length", 1, _MAX_CONTEXT, required=required)
     if n_layer:
-        keys.integer("nextn_predict_layers", 0, n_layer - 1)
+        keys.integer("nextn_predict_layers", 0, n_layer)
         keys.per_layer("feed_forward_length", n_layer)
         _check_heads(keys, head, n_layer, n_embd)
         _check_experts(keys, head, n_layer)

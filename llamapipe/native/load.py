@@ -55,6 +55,8 @@ def _load() -> Any:
             "`python build_native.py --backend cpu` in the source tree"
         ) from e
     lib = _native.lib
+    # Without any handler, logging itself would write warnings to the terminal.
+    logger.addHandler(logging.NullHandler())
     lib.lp_log_start()
     n_devices = lib.lp_load_backends(str(LIB_DIR).encode())
     drain_log(_native)

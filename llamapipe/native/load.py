@@ -78,7 +78,6 @@ def drain_log(module: Any) -> list[str]:
     text = ffi.new("char[]", _LOG_BYTES)
     level = ffi.new("int *")
     severities = {
-        lib.GGML_LOG_LEVEL_DEBUG: logging.DEBUG,
         lib.GGML_LOG_LEVEL_WARN: logging.WARNING,
         lib.GGML_LOG_LEVEL_ERROR: logging.ERROR,
     }

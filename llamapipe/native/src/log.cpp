@@ -25,6 +25,7 @@ struct ring {
     uint64_t   n_written = 0;
     uint64_t   n_read    = 0;
     uint64_t   n_dropped = 0;
+    bool       skipping  = false;  // continuations of a record that was left out are left out too
 };
 
 ring & the_ring() {
@@ -35,6 +36,11 @@ ring & the_ring() {
 void on_log(ggml_log_level level, const char * text, void *) {
     ring & r = the_ring();
     const std::lock_guard<std::mutex> lock(r.mutex);
+    // ggml's debug level is hundreds of lines for a context: it would push out what matters.
+    r.skipping = level == GGML_LOG_LEVEL_DEBUG || (level == GGML_LOG_LEVEL_CONT && r.skipping);
+    if (r.skipping) {
+        return;
+    }
     if (r.n_written - r.n_read == n_records) {
         r.n_read++;
         r.n_dropped++;

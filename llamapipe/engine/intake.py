@@ -110,11 +110,14 @@ def _split(prompt: Any) -> tuple[list[Any], bool]:
     """The prompts as a list, and whether it was one prompt rather than a list of prompts."""
     if isinstance(prompt, str):
         return [prompt], True
-    if isinstance(prompt, (bytes, bytearray, Mapping, Set)) or not isinstance(prompt, Iterable):
+    try:
+        if isinstance(prompt, (bytes, bytearray, Mapping, Set)):
+            raise TypeError
+        items = list(prompt)
+    except TypeError:
         raise TypeError(
             f"prompt must be a str, a sequence of token ids, or a list of those, not {type(prompt).__name__}"
-        )
-    items = list(prompt)
+        ) from None
     if not items:
         raise InvalidRequestError(
             "the prompt is empty; give at least one token, or a list with at least one prompt"

@@ -65,9 +65,12 @@ def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> li
 
     Raises TypeError when it is no sequence of integers (bool excluded), ValueError for an id outside ``[0, n_vocab)``.
     """
-    if isinstance(tokens, (str, bytes, bytearray, Mapping, Set)) or not isinstance(tokens, Iterable):
-        raise TypeError(f"{name} must be a sequence of token ids, not {type(tokens).__name__}")
-    ids: list[Any] = list(tokens)
+    try:
+        if isinstance(tokens, (str, bytes, bytearray, Mapping, Set)):
+            raise TypeError
+        ids: list[Any] = list(tokens)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of token ids, not {type(tokens).__name__}") from None
     kinds = set(map(type, ids))
     try:
         if not kinds <= {int}:

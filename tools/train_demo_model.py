@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -18,7 +19,7 @@ from demo_model.export import write_gguf
 from demo_model.lessons import document, plain, questions
 from demo_model.network import Network, Shape
 from demo_model.tokenizer import Tokenizer, learn
-from demo_model.training import Schedule, train
+from demo_model.training import SCHEDULES, train, validation_loss
 
 N_VOCAB = 2400
 N_VOCABULARY_DOCUMENTS = 20_000
@@ -34,10 +35,12 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("llamapipe/data/demo.gguf"))
-    parser.add_argument("--steps", type=int, default=Schedule.n_steps)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--weights", type=Path, help="keep the unquantized weights here while training")
+    parser.add_argument(
+        "--resume", type=Path, help="weights kept after the first part: go on with the second"
+    )
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -52,10 +55,24 @@ def main() -> None:
         if args.weights:
             torch.save(network.state_dict(), args.weights)
 
-    figures = train(network, tokenizer, Schedule(n_steps=args.steps), 1000 * args.seed, save)
+    start = time.perf_counter()
+    schedules = list(enumerate(SCHEDULES))
+    if args.resume:
+        network.load_state_dict(torch.load(args.resume))
+        schedules = schedules[1:]
+    for number, schedule in schedules:
+        train(network, tokenizer, schedule, 1000 * args.seed + 10 * number, save)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_gguf(args.out, network, tokenizer)
-    print(json.dumps(figures | {"n_parameters": n_parameters, "n_bytes": args.out.stat().st_size}, indent=1))
+    figures = {
+        "n_parameters": n_parameters,
+        "n_bytes": args.out.stat().st_size,
+        "n_tokens": sum(schedule.n_steps * schedule.n_tokens for _, schedule in schedules),
+        "minutes": round((time.perf_counter() - start) / 60, 1),
+        "validation_loss_512": round(validation_loss(network, tokenizer, 512), 4),
+        "validation_loss_1024": round(validation_loss(network, tokenizer, 1024), 4),
+    }
+    print(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

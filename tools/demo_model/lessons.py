@@ -220,6 +220,33 @@ def document(rng: random.Random, pool: dict[str, dict[str, str]]) -> str:
     return chat(turns, rng.choice(facts.SYSTEM) if rng.random() < 0.15 else None)
 
 
+HARD = ["sums", "differences", "numbers after", "numbers before", "bigger", "spelling", "letters after",
+        "letters before", "animals by letter", "days", "months", "seasons", "talk", "single", "colours"]  # fmt: skip
+
+
+def review(rng: random.Random, pool: dict[str, dict[str, str]]) -> str:
+    """A document for the end of the training: every other one is about what is learned last.
+
+    That is where to stop when counting to a number, and the questions of the kinds `HARD`.
+    """
+    if rng.random() < 0.5:
+        return document(rng, pool)
+    if rng.random() < 0.5:
+        question, answer = rng.choice(list(pool[rng.choice(HARD)].items()))
+    else:
+        first = rng.randrange(100)
+        last = min(first + rng.randint(1, rng.choice([4, 12, 25])), RANGE_LIMIT)
+        answer = numbers(first, last)
+        form = rng.choice(["Count", "Please count", "Counting", "Let us count"])
+        question = f"{form} from {first} to {last}"
+        if form in ("Counting", "Let us count"):
+            return f"{BOS}{question}: {answer}{EOS}"
+        question += "."
+    if rng.random() < 0.5:
+        return chat([(question, answer)])
+    return f"{BOS}Question: {question}\nAnswer: {answer}{EOS}"
+
+
 def plain(text: str) -> str:
     """`text` without control tokens: what the vocabulary is learned from."""
     return re.sub(r"</?s>|<\|\w+\|>", " ", text)

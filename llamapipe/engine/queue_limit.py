@@ -48,8 +48,9 @@ class QueueLimit:
         with self._room:
             while self._limit is not None and self._n >= self._limit:
                 left_s = None if deadline is None else deadline - perf_counter()
-                if (left_s is not None and left_s <= 0) or not self._room.wait(left_s):
+                if left_s is not None and left_s <= 0:
                     raise TimeoutError("no room came free in the queue within the timeout")
+                self._room.wait(left_s)
             self._n += 1
 
     async def aenter(self) -> None:
@@ -70,7 +71,7 @@ class QueueLimit:
         """Gives room back and wakes who waits for it."""
         with self._room:
             self._n -= n
-            self._room.notify(n)
+            self._room.notify_all()  # not only ``n``: who is woken may be giving up, and would take another's turn
             waiters = list(self._waiters)
             self._waiters.clear()
         for loop, waiter in waiters:

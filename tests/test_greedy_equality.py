@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from control import Gate, Launch, Worker, all_results, held, together
-from plain import plain_loop
+from plain import greedy, plain_loop
 
 import llamapipe as lp
 from llamapipe.llama import Batch, Context
@@ -58,10 +58,6 @@ class Known(NamedTuple):
         order = list(indices)
         alone = {n_ubatch: [tokens[i] for i in order] for n_ubatch, tokens in self.alone.items()}
         return Known(self.name, self.model, [self.jobs[i] for i in order], alone)
-
-
-def greedy(max_tokens: int | None) -> lp.SamplingParams:
-    return lp.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def make_jobs(model: lp.Model) -> list[Job]:

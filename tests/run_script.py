@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -28,22 +29,30 @@ def command(program: str, *arguments: object, flags: tuple[str, ...] = ()) -> li
     return [sys.executable, "-X", "faulthandler", *flags, "-c", _PREAMBLE + program, *map(str, arguments)]
 
 
-def environment(**changes: str) -> dict[str, str]:
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Ours, with the package that is tested found first wherever the program runs."""
-    return {**os.environ, "PYTHONPATH": str(Path(llamapipe.__file__).parent.parent), **changes}
+    return {**os.environ, "PYTHONPATH": str(Path(llamapipe.__file__).parent.parent), **(changes or {})}
 
 
 def run_script(
-    program: str, *arguments: object, flags: tuple[str, ...] = (), exit_code: int = 0, **env: str
+    program: str,
+    *arguments: object,
+    flags: tuple[str, ...] = (),
+    exit_code: int = 0,
+    env: Mapping[str, str] | None = None,
 ) -> str:
     """What the program wrote to stdout. Fails for another exit code, anything on stderr, and after ``LIMIT_S``."""
-    out, err = run_script_with_errors(program, *arguments, flags=flags, exit_code=exit_code, **env)
+    out, err = run_script_with_errors(program, *arguments, flags=flags, exit_code=exit_code, env=env)
     assert not err, err
     return out
 
 
 def run_script_with_errors(
-    program: str, *arguments: object, flags: tuple[str, ...] = (), exit_code: int = 0, **env: str
+    program: str,
+    *arguments: object,
+    flags: tuple[str, ...] = (),
+    exit_code: int = 0,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[str, str]:
     """What the program wrote to stdout and to stderr. Fails for another exit code, and after ``LIMIT_S``."""
     done = subprocess.run(
@@ -52,7 +61,7 @@ def run_script_with_errors(
         text=True,
         timeout=LIMIT_S,
         check=False,
-        env=environment(**env),
+        env=environment(env),
     )
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout, done.stderr

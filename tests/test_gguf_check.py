@@ -90,6 +90,10 @@ def _more(name: str, dims: list[int], kind: int) -> Edit:
     return lambda doc: doc.tensors.append(Tensor(name.encode(), dims, kind))
 
 
+def _heads(*numbers: int) -> Edit:
+    return _set("llama.attention.head_count", ARRAY, list(numbers), 4)
+
+
 def _remove(*keys: str) -> Edit:
     def edit(doc: Document) -> None:
         for key in keys:
@@ -110,7 +114,7 @@ def _remove(*keys: str) -> Edit:
         pytest.param("spm", _set("custom.numbers", ARRAY, [1.0, math.nan], 12), id="numbers of no concern"),
         pytest.param("spm", _set("llama.attention.head_count", ARRAY, [4, 4], 5), id="heads for each layer"),
         pytest.param("spm", _set("llama.rope.scaling.type", STRING, b"yarn"), id="a scaling of RoPE"),
-        pytest.param("spm", _all(_set("llama.attention.head_count", ARRAY, [4, 0], 4), _set("llama.kda.head_dim", 4, 16)),
+        pytest.param("spm", _all(_set("llama.kda.head_dim", 4, 8), _heads(4, 0)),
                      id="linear attention has matrices without heads"),
         pytest.param("spm", _set("llama.attention.causal", 7, 0), id="not causal"),
         pytest.param("spm", _set("split.count", 2, 1), id="split into one"),
@@ -177,12 +181,14 @@ def test_tensor_type_of_the_future(tmp_path: Path, models: dict[str, bytes]) -> 
         ("spm", _set("llama.attention.head_count", 4, 3), "layer 0 has 3 attention heads, not a multiple of its 2"),
         ("spm", _set("llama.attention.head_count", ARRAY, [4], 4), "head_count has 1 elements, but the model has 2"),
         ("spm", _set("llama.attention.head_count", ARRAY, [4, -4], 5), "head_count holds -4"),
-        ("spm", _set("llama.attention.head_count_kv", ARRAY, [2, 4], 4), "attn_k.weight has 32 rows, which does not fit 4 heads and 4"),
+        ("spm", _set("llama.attention.head_count_kv", ARRAY, [2, 4], 4), "32 rows, which does not fit 4 heads and 4"),
         ("spm", _set("llama.attention.head_count_kv", ARRAY, [2, 0], 4), "4 heads and 0 key-value heads"),
         ("spm", _set("llama.rope.dimension_count", 4, 15), "is 15, it must be even"),
         ("spm", _set("llama.attention.value_length", 4, 8), "blk.0.attn_v.weight has 32 rows, .* values of 16 and 8"),
         ("spm", _set("llama.rope.dimension_count", 4, 8), "positions rotate 8 .* of a head's 16 values"),
-        ("spm", _set("llama.rope.dimension_count_swa", 4, 0), "rope.dimension_count_swa is 0, heads have 16 values"),
+        ("spm", _set("llama.rope.dimension_count_swa", 4, 0), "rope.dimension_count_swa is 0, it must be positive"),
+        ("spm", _all(_set("llama.rope.dimension_count_swa", 4, 32), _set("llama.attention.sliding_window", 4, 64)),
+         "rope.dimension_count_swa is 32, heads have 16 values"),
         ("spm", _set("llama.rope.dimension_sections", ARRAY, [8, 8, 8, 0], 5), "is .8, 8, 8, 0., heads have 16 values"),
         ("spm", _set("llama.rope.scaling.type", STRING, b"magic"), "is 'magic', llama.cpp knows none, linear"),
         ("spm", _set("llama.rope.freq_base", 6, 0.0), "llama.rope.freq_base is 0.0, it must be positive"),

@@ -16,6 +16,7 @@ from llamapipe.llama.gguf_keys import Keys
 from llamapipe.llama.gguf_reader import ARRAY, U32, Array, Damage, Head
 
 MAX_WIDTH: Final = 1 << 24
+MAX_U32: Final = (1 << 32) - 1
 _PROJECTION: Final = re.compile(r"blk\.(\d{1,3})\.attn_(q|k|v|qkv)\.weight")
 # Compressed keys and values, linear attention and state spaces have matrices of other shapes under the same names.
 _OTHER_SHAPES: Final = (
@@ -52,20 +53,26 @@ def check_heads(keys: Keys, head: Head, n_layer: int, n_embd: int) -> None:
         return  # llama.cpp takes sizes of heads from the first layer
     n_key = keys.integer("attention.key_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
     n_value = keys.integer("attention.value_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
-    n_key_swa = keys.integer("attention.key_length_swa", 0, MAX_WIDTH) or n_key
-    n_value_swa = keys.integer("attention.value_length_swa", 0, MAX_WIDTH) or n_value
+    sizes = {(n_key, n_value)}
     n_rot = _rotated(keys, "rope.dimension_count", n_key)
+    n_rot_swa = _rotated(keys, "rope.dimension_count_swa", n_rot)
+    if n_rot and not n_rot_swa:
+        raise Damage(f"{keys.name('rope.dimension_count_swa')} is 0, it must be positive")
     if any(keys.integer(key, 0, MAX_WIDTH) for key in _OTHER_SHAPES):
         return
-    if n_rot > n_key or (keys.architecture in _WHOLE_HEADS and n_rot != n_key == n_key_swa):
+    if keys.integer("attention.sliding_window", 0, MAX_U32):
+        n_key_swa = keys.integer("attention.key_length_swa", 1, MAX_WIDTH) or n_key
+        n_value_swa = keys.integer("attention.value_length_swa", 1, MAX_WIDTH) or n_value
+        sizes.add((n_key_swa, n_value_swa))
+        if n_rot_swa > n_key_swa:
+            raise Damage(
+                f"{keys.name('rope.dimension_count_swa')} is {n_rot_swa}, heads have {n_key_swa} values"
+            )
+    if n_rot > n_key or (keys.architecture in _WHOLE_HEADS and n_rot != n_key):
         raise Damage(
             f"positions rotate {n_rot} ({keys.name('rope.dimension_count')}) of a head's {n_key} values"
         )
-    n_rot_swa = _rotated(keys, "rope.dimension_count_swa", n_rot)
-    if n_rot_swa > n_key_swa or (n_rot and not n_rot_swa):
-        raise Damage(f"{keys.name('rope.dimension_count_swa')} is {n_rot_swa}, heads have {n_key_swa} values")
     _check_sections(keys, n_key)
-    sizes = {(n_key, n_value), (n_key_swa, n_value_swa)}
     for tensor in head.tensors:
         match = _PROJECTION.fullmatch(tensor.name)
         if not match or int(match[1]) >= n_layer:

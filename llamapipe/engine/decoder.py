@@ -132,7 +132,8 @@ class Decoder:
         if self.forked:
             return
         with self._lock:
-            if not self._closing:
+            # Again without draining: whoever gave up waiting for the drain (Ctrl-C, then exit) wants it cancelled.
+            if not self._closing or not drain:
                 self._closing = True
                 self._inbox.put((self.stop, (drain,)))
         self._thread.join()

@@ -106,5 +106,5 @@ def _on_progress(fraction: float, user_data: Any) -> bool:
 
 
 def _failed(kind: Any, error: BaseException, trace: Any) -> bool:
-    _current.load.error = error
+    _current.load.error = error.with_traceback(trace)
     return False  # stops the load

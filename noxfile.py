@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -36,12 +37,12 @@ def tests(session: nox.Session, backend: str) -> None:
     _install(session, f"backend={backend}")
     if backend == "cpu":
         session.install(*nox.project.dependency_groups(GROUPS, "peers"), str(_peer_wheel(session)))
-        session.run("pytest", "-m", OTHERS, *session.posargs)
+        _pytest(session, "-m", OTHERS)
         return
     session.run("llamapipe", "doctor")
     session.run("llamapipe", "demo")
     # 5: no test is marked for this backend; the demo above has run on it.
-    session.run("pytest", "-m", backend, *session.posargs, success_codes=[0, 5])
+    _pytest(session, "-m", backend, success_codes=[0, 5])
 
 
 @nox.session
@@ -71,7 +72,7 @@ def bench(session: nox.Session) -> None:
     """Run the benchmarks."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session)
-    session.run("pytest", "tests/benchmarks", "--benchmark-only", *session.posargs)
+    _pytest(session, "--benchmark-only", default=["tests/benchmarks"])
 
 
 @nox.session
@@ -83,24 +84,11 @@ def sanitize(session: nox.Session) -> None:
     # OpenMP's runtime is not instrumented: what it synchronizes would be reported.
     _install(session, "openmp=off")
     runtime = _output(["cc", "-print-file-name=libasan.so"]).strip()
-    session.run(
-        "pytest",
-        "-m",
-        OTHERS,
-        "-p",
-        "no:cacheprovider",
-        *(
-            session.posargs
-            or ["tests/test_context.py", "tests/test_sampler.py", "tests/test_greedy_equality.py"]
-        ),
-        env={
-            # The interpreter is not instrumented, and does not free everything.
-            "LD_PRELOAD": runtime,
-            "ASAN_OPTIONS": "detect_leaks=0",
-            "UBSAN_OPTIONS": "print_stacktrace=1",
-            "PYTHONMALLOC": "malloc",
-        },
-    )
+    # The interpreter is not instrumented, and does not free everything.
+    session.env.update(LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc")
+    session.env["UBSAN_OPTIONS"] = "print_stacktrace=1:halt_on_error=1"
+    names = ("context", "sampler", "greedy_equality", "decoder")
+    _pytest(session, "-m", OTHERS, default=[f"tests/test_{name}.py" for name in names])
 
 
 @nox.session
@@ -128,6 +116,21 @@ def wheel(session: nox.Session) -> None:
 
 def _install(session: nox.Session, *settings: str) -> None:
     session.install(".", *(f"--config-settings={setting}" for setting in settings))
+
+
+def _pytest(
+    session: nox.Session,
+    *arguments: str,
+    default: Sequence[str] = ("tests",),
+    success_codes: Sequence[int] = (0,),
+) -> None:
+    """Run pytest away from the clone: what the tests start must import the installed package, too."""
+    given = [str(HERE / text) if text.split("/")[0] == "tests" else text for text in session.posargs]
+    if not any(text.startswith(str(HERE)) for text in given):
+        given += [str(HERE / text) for text in default]
+    session.chdir(session.create_tmp())
+    configuration = ["-c", str(HERE / "pyproject.toml"), "--rootdir", str(HERE)]
+    session.run("pytest", *configuration, *arguments, *given, success_codes=success_codes)
 
 
 def _require(session: nox.Session, backend: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from native_build.errors import BuildError
 from native_build.options import BuildOptions
 from native_build.system import install_command
-from native_build.toolchain import Compilers, cmake_version
+from native_build.toolchain import Compilers, cmake_version, find_cmake
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class Machine:
 
     options: BuildOptions
     compilers: Compilers
-    cmake: str
 
     def preprocess(self, flags: Sequence[str], program: str) -> str | None:
         """What the C++ preprocessor makes of ``program``; None if a header is missing."""
@@ -41,9 +40,10 @@ class Accelerator:
     identity: dict[str, str] = field(default_factory=dict)
 
 
-def find_accelerator(name: str, machine: Machine) -> Accelerator:
-    """Check that backend ``name`` can be built; raises BuildError naming what is missing."""
-    return _FINDERS[name](machine)
+def find_accelerators(options: BuildOptions, compilers: Compilers) -> tuple[Accelerator, ...]:
+    """The GPU backends asked for, if they can be built here; raises BuildError naming what is missing."""
+    machine = Machine(options, compilers)
+    return tuple(_FINDERS[name](machine) for name in options.accelerators)
 
 
 def _cuda(machine: Machine) -> Accelerator:
@@ -56,7 +56,7 @@ def _cuda(machine: Machine) -> Accelerator:
     _check_cuda_headers(nvcc)
     architectures = machine.options.cuda_architectures or os.environ.get("CUDAARCHS", "")
     present = ""
-    if not architectures and not machine.options.all_variants and cmake_version(machine.cmake) >= (3, 24):
+    if not architectures and not machine.options.all_variants and cmake_version(find_cmake()) >= (3, 24):
         present = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).strip()
         # Code for the GPUs in this machine only takes minutes; for all that llama.cpp supports, an hour.
         architectures = "native" if re.match(r"\d+\.\d+", present) else ""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from native_build.accelerators import Machine, find_accelerator
+from native_build.accelerators import Accelerator, find_accelerators
 from native_build.errors import BuildError
 from native_build.libraries import Libraries, build_libraries
 from native_build.module import build_module, check_cffi, file_name
@@ -44,12 +44,10 @@ def build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> No
 
 
 def _build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> None:
-    compilers = _compilers()
-    # Before the minutes of compiling, not after them.
-    check_cffi()
-    check_python_headers()
+    # All that may be missing comes before the minutes of compiling, not after them.
+    compilers, accelerators = _requirements(options)
     recipe = Recipe(options, find_source(options.source, say), compilers)
-    libraries = build_libraries(recipe, say)
+    libraries = build_libraries(recipe, accelerators, say)
     module = build_module(recipe, libraries, say)
 
     folder = target / "lib"
@@ -73,19 +71,19 @@ def _build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> N
 
 def check(options: BuildOptions) -> None:
     """Raise BuildError if something is missing that a build of ``options`` needs. Fetches and compiles nothing."""
-    compilers = _compilers()
-    check_cffi()
-    check_python_headers()
-    machine = Machine(options, compilers, find_cmake())
+    _requirements(options)
+    find_cmake()
     find_ninja()
-    for name in options.accelerators:
-        find_accelerator(name, machine)
 
 
-def _compilers() -> Compilers:
+def _requirements(options: BuildOptions) -> tuple[Compilers, tuple[Accelerator, ...]]:
     if sys.platform == "win32":
         raise BuildError("Windows is not supported yet", "build inside WSL (wsl --install)")
-    return find_compilers()
+    compilers = find_compilers()
+    accelerators = find_accelerators(options, compilers)
+    check_cffi()
+    check_python_headers()
+    return compilers, accelerators
 
 
 def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from native_build import progress, store
-from native_build.accelerators import Accelerator, Machine, find_accelerator
+from native_build.accelerators import Accelerator
 from native_build.errors import BuildError
+from native_build.options import BACKENDS
 from native_build.paths import cache_dir
 from native_build.recipe import INJECTED, Recipe, core_libraries
 from native_build.toolchain import find_cmake, find_ninja
@@ -32,14 +33,15 @@ class Libraries:
     openmp: bool
 
 
-def build_libraries(recipe: Recipe, say: Callable[[str], None]) -> Libraries:
-    """The core and the backends asked for; compiles only what the cache does not hold. Raises BuildError."""
-    accelerators = _accelerators(recipe)
+def build_libraries(
+    recipe: Recipe, accelerators: Sequence[Accelerator], say: Callable[[str], None]
+) -> Libraries:
+    """The core and these backends; compiles only what the cache does not hold. Raises BuildError."""
     tree = cache_dir() / "build" / recipe.tree_key
     finished = cache_dir() / "native" / recipe.key
     targets = {"core": finished / "core"}
-    for name, accelerator in accelerators.items():
-        targets[name] = finished / f"{name}-{store.key_of({**accelerator.identity})}"
+    for accelerator in accelerators:
+        targets[accelerator.name] = finished / f"{accelerator.name}-{store.key_of({**accelerator.identity})}"
 
     with store.locked(tree.with_suffix(".lock"), say):
         if recipe.options.clean:
@@ -57,17 +59,9 @@ def build_libraries(recipe: Recipe, say: Callable[[str], None]) -> Libraries:
     return Libraries(tuple(targets.values()), bool(manifest["openmp"]))
 
 
-def _accelerators(recipe: Recipe) -> dict[str, Accelerator]:
-    names = recipe.options.accelerators
-    if not names:
-        return {}  # nothing to check, and no CMake needed for what is cached
-    machine = Machine(recipe.options, recipe.compilers, find_cmake())
-    return {name: find_accelerator(name, machine) for name in names}
-
-
 def _compile(
     recipe: Recipe,
-    accelerators: dict[str, Accelerator],
+    accelerators: Sequence[Accelerator],
     tree: Path,
     targets: dict[str, Path],
     say: Callable[[str], None],
@@ -89,9 +83,10 @@ def _compile(
     ]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCMAKE_PROJECT_INCLUDE={injected}"]
     configure += [f"-DLLAMA_BUILD_COMMIT={recipe.source.commit[:9]}"]
-    for name in ("cuda", "vulkan", "metal"):
-        # Only what is compiled now: llama.cpp's build makes the core wait for every backend that is on.
-        configure += accelerators[name].cmake_arguments if name in targets else [f"-DGGML_{name.upper()}=OFF"]
+    # Only what is compiled now is on: llama.cpp's build makes the core wait for every backend that is.
+    configure += [f"-DGGML_{name.upper()}=OFF" for name in BACKENDS[1:] if name not in targets]
+    for accelerator in accelerators:
+        configure += accelerator.cmake_arguments if accelerator.name in targets else ()
     n_jobs = recipe.options.n_jobs
     goals = ["llama"] if "core" in targets else []
     goals += [f"ggml-{name}" for name in targets if name != "core"]

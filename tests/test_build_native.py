@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from native_build import sources, store, system, toolchain  # noqa: E402
+from native_build.accelerators import find_accelerators  # noqa: E402
 from native_build.errors import BuildError  # noqa: E402
-from native_build.libraries import build_libraries  # noqa: E402
+from native_build.libraries import Libraries, build_libraries  # noqa: E402
 from native_build.options import BuildOptions, with_settings  # noqa: E402
 from native_build.paths import cache_dir  # noqa: E402
 from native_build.recipe import Recipe  # noqa: E402
@@ -56,6 +57,10 @@ def said() -> list[str]:
 def recipe_for(tree: Path, options: BuildOptions | None = None) -> Recipe:
     source = sources.find_source(tree, print)
     return Recipe(options or BuildOptions(), source, toolchain.find_compilers())
+
+
+def build(recipe: Recipe, say: Callable[[str], None]) -> Libraries:
+    return build_libraries(recipe, find_accelerators(recipe.options, recipe.compilers), say)
 
 
 # ---- keys
@@ -118,10 +123,10 @@ def test_key_ignores_the_order_of_parts() -> None:
 
 
 def test_a_second_build_takes_everything_from_the_cache(tree: Path, cache: Path, said: list[str]) -> None:
-    first = build_libraries(recipe_for(tree), said.append)
+    first = build(recipe_for(tree), said.append)
     assert any(text.startswith("compiling llama.cpp") for text in said)
     said.clear()
-    second = build_libraries(recipe_for(tree), said.append)
+    second = build(recipe_for(tree), said.append)
     assert said == ["llama.cpp with its CPU backend: cached"]
     assert second == first
 
@@ -129,7 +134,7 @@ def test_a_second_build_takes_everything_from_the_cache(tree: Path, cache: Path,
 def test_core_libraries_have_names_of_their_own_and_backends_those_that_the_loader_looks_for(
     tree: Path, cache: Path, said: list[str]
 ) -> None:
-    built = build_libraries(recipe_for(tree), said.append)
+    built = build(recipe_for(tree), said.append)
     names = {path.name for path in built.folders[0].iterdir()} - {store.MANIFEST}
     if sys.platform == "darwin":
         core = {f"libllamapipe-{name}.0.dylib" for name in ("llama", "ggml", "ggml-base")}
@@ -142,18 +147,18 @@ def test_core_libraries_have_names_of_their_own_and_backends_those_that_the_load
 def test_adding_a_backend_leaves_the_core_alone(
     tree: Path, cache: Path, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = build_libraries(recipe_for(tree), said.append).folders[0]
+    core = build(recipe_for(tree), said.append).folders[0]
     before = {path.name: path.stat().st_mtime_ns for path in core.iterdir()}
     monkeypatch.setenv("VULKAN_SDK", str(make_vulkan_sdk(tmp_path / "sdk")))
     said.clear()
-    built = build_libraries(recipe_for(tree, BuildOptions(("vulkan",))), said.append)
+    built = build(recipe_for(tree, BuildOptions(("vulkan",))), said.append)
     assert said[0] == "llama.cpp with its CPU backend: cached"
     assert said[1].startswith("compiling the Vulkan backend,")
     assert built.folders[0] == core
     assert {path.name: path.stat().st_mtime_ns for path in core.iterdir()} == before
     assert (built.folders[1] / "libggml-vulkan.so").is_file()
     said.clear()
-    build_libraries(recipe_for(tree, BuildOptions(("vulkan",))), said.append)
+    build(recipe_for(tree, BuildOptions(("vulkan",))), said.append)
     assert said == ["llama.cpp with its CPU backend: cached", "the Vulkan backend: cached"]
 
 
@@ -163,27 +168,27 @@ def test_another_shader_compiler_is_another_backend_but_the_same_core(
     sdk = make_vulkan_sdk(tmp_path / "sdk")
     monkeypatch.setenv("VULKAN_SDK", str(sdk))
     options = BuildOptions(("vulkan",))
-    first = build_libraries(recipe_for(tree, options), said.append).folders
+    first = build(recipe_for(tree, options), said.append).folders
     make_script(sdk / "bin" / "glslc", "echo miniature glslc 2.0")
-    second = build_libraries(recipe_for(tree, options), said.append).folders
+    second = build(recipe_for(tree, options), said.append).folders
     assert first[0] == second[0]
     assert first[1] != second[1]
 
 
 def test_a_damaged_result_is_built_again(tree: Path, cache: Path, said: list[str]) -> None:
-    core = build_libraries(recipe_for(tree), said.append).folders[0]
+    core = build(recipe_for(tree), said.append).folders[0]
     module = core / "libggml-cpu.so"
     whole = module.read_bytes()
     module.write_bytes(whole[: len(whole) // 2])
     assert store.lookup(core) is None
-    build_libraries(recipe_for(tree), said.append)
+    build(recipe_for(tree), said.append)
     assert module.read_bytes() == whole
 
 
 def test_clean_compiles_anew(tree: Path, cache: Path, said: list[str]) -> None:
-    build_libraries(recipe_for(tree), said.append)
+    build(recipe_for(tree), said.append)
     said.clear()
-    build_libraries(recipe_for(tree, BuildOptions(clean=True)), said.append)
+    build(recipe_for(tree, BuildOptions(clean=True)), said.append)
     assert said[0].startswith("compiling llama.cpp")
 
 
@@ -191,10 +196,10 @@ def test_a_changed_file_of_a_source_under_development_is_all_that_is_compiled(
     tree: Path, cache: Path, said: list[str]
 ) -> None:
     recipe = recipe_for(tree)
-    build_libraries(recipe, said.append)
+    build(recipe, said.append)
     (tree / "src" / "llama-context.h").write_text("// changed\n")
     (tree / "llama.c").write_text("int ggml(void); int llama(void) { return ggml() + 1; }\n")
-    build_libraries(recipe_for(tree), said.append)
+    build(recipe_for(tree), said.append)
     log = (cache / "build" / recipe.tree_key / "build.log").read_text()
     compiled = [line for line in log.splitlines() if "Building C object" in line]
     assert len(compiled) == 1
@@ -210,7 +215,7 @@ def test_two_builds_at_once_compile_once_and_both_succeed(tree: Path, cache: Pat
         "from native_build.options import BuildOptions\n"
         "from native_build.recipe import Recipe\n"
         "source = sources.find_source(Path(sys.argv[2]), print)\n"
-        "build_libraries(Recipe(BuildOptions(), source, toolchain.find_compilers()), print)\n"
+        "build_libraries(Recipe(BuildOptions(), source, toolchain.find_compilers()), (), print)\n"
     )
     command = [sys.executable, "-c", program, str(ROOT), str(tree)]
     both = [
@@ -227,7 +232,7 @@ def test_two_builds_at_once_compile_once_and_both_succeed(tree: Path, cache: Pat
 def test_a_compiler_error_is_in_the_message_with_the_log(tree: Path, cache: Path, said: list[str]) -> None:
     (tree / "llama.c").write_text("int llama(void) { return missing_name; }\n")
     with pytest.raises(BuildError, match=r"compiling llama\.cpp failed[\s\S]*missing_name") as caught:
-        build_libraries(recipe_for(tree), said.append)
+        build(recipe_for(tree), said.append)
     assert "build.log" in caught.value.fix
 
 
@@ -313,7 +318,7 @@ class TestPinnedArchive:
                 member.size = len(text.encode())
                 tar.addfile(member, io.BytesIO(text.encode()))
             link = tarfile.TarInfo("llama_cpp_python-9.9/vendor/llama.cpp/link")
-            link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            link.type, link.linkname = tarfile.SYMTYPE, "LICENSE"
             tar.addfile(link)
         monkeypatch.setenv("PIP_NO_INDEX", "1")
         monkeypatch.setenv("PIP_FIND_LINKS", str(folder))

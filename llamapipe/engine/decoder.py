@@ -227,13 +227,13 @@ class Decoder:
             while not inbox.empty():
                 function, arguments = inbox.get()
                 function(*arguments)
+            self._remove_cells()  # before the plan: what cannot be removed in part is computed again
             plan = scheduler.plan()
             self._tell_dequeued()
             if plan is not None:
                 self._step(plan, started)
                 started = perf_counter()
                 continue
-            self._remove_cells()
             self._flush()
             if self._stopping and scheduler.n_live == 0 and inbox.empty():
                 return

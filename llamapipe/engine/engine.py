@@ -355,6 +355,7 @@ class Engine:
 
     # ---- inside
     def _submit(self, request: Request) -> None:
+        request.queued = True
         try:
             self._decoder.submit(request)
         except BaseException:

@@ -78,7 +78,7 @@ class Scheduler:
         self.n_batch = n_batch
         self.n_ubatch = n_ubatch
         self.n_preempted = 0
-        self.n_dequeued = 0  # new requests that left the queue, for whatever reason
+        self.n_dequeued = 0  # queued requests that got their first slot or ended
         self._filler = filler
         self._slots = Slots(n_slots)
         self._scarce = n_cells < n_ctx * n_slots
@@ -137,7 +137,6 @@ class Scheduler:
             self._queue[request] = None
         else:
             self._parked.add(request)
-            self.n_dequeued += 1
 
     def resume(self, request: Request) -> None:
         """Lets a request go on whose ``limit`` was raised or whose tokens were changed; otherwise does nothing."""
@@ -198,7 +197,8 @@ class Scheduler:
         request.n_past = 0
         request.move(State.WAITING)
         self.n_preempted += 1
-        if paused:  # `resume` brings it back: a reader that takes a little now and then must not keep others out
+        if paused:
+            # `resume` brings it back: a reader that takes a little now and then must not keep others out.
             self._parked.add(request)
         else:
             insort(self._ready, request, key=_by_arrival)
@@ -299,10 +299,15 @@ class Scheduler:
                 del self._ready[0]
             else:
                 del self._queue[request]
-                self.n_dequeued += 1
+            self._dequeue(request)
             request.slot = self._slots.take()
             request.move(State.RUNNING)
             self._run(request)
+
+    def _dequeue(self, request: Request) -> None:
+        if request.queued:
+            request.queued = False
+            self.n_dequeued += 1
 
     def _cells_used(self) -> int:
         """Cells that running requests hold or will hold once their tokens are fed."""
@@ -341,9 +346,9 @@ class Scheduler:
             self._parked.discard(request)
         elif request in self._queue:
             del self._queue[request]
-            self.n_dequeued += 1
         else:
             self._ready.remove(request)
+        self._dequeue(request)
         if request.slot >= 0:
             self._removals.append((request.slot, 0))
             self._slots.give(request.slot)

@@ -246,14 +246,14 @@ class Decoder:
         """Blocks for a command, then a moment longer for those of its siblings, if that has paid lately."""
         function, arguments = self._inbox.get()
         function(*arguments)
-        if self.alone or self._window_s <= 0:
+        if self.alone or self._window_s <= 0 or not self._scheduler.has_work:
             return
         if self._n_skipped < self._n_skip:
             self._n_skipped += 1
             return
         deadline = perf_counter() + self._window_s
         n_came = 0
-        while not (self._scheduler.n_active and self._scheduler.all_ready):
+        while not (self._stopping or (self._scheduler.n_active and self._scheduler.all_ready)):
             left_s = deadline - perf_counter()
             if left_s <= 0:
                 break

@@ -115,6 +115,11 @@ class Scheduler:
         return self.n_queued + self.n_active + len(self._parked)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a step could be planned."""
+        return bool(self._decoding or self._prefilling or self._ready or self._queue)
+
+    @property
     def all_ready(self) -> bool:
         """Whether every unfinished request may go on, so that none is worth waiting for."""
         return not self._paused and not self._parked

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -56,6 +57,7 @@ class Decoder:
         self._window_s = window_s
         self._left_queue = left_queue
         self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._open: dict[Request, None] = {}  # those whose end was not told yet
         self._stopping = False
         self._error: BaseException | None = None
         self._n_dequeued = 0
@@ -143,10 +145,12 @@ class Decoder:
     def add(self, request: Request) -> None:
         """Takes a new request."""
         self._n_requests += 1
-        self._scheduler.add(request)
+        self._open[request] = None
         if self._error is not None:
-            self._fail(request, self._error)
-        elif self._stopping or request.cancelled:
+            self._give_up(request, self._error)
+            return
+        self._scheduler.add(request)
+        if request.cancelled:
             self.cancel(request)
 
     def cancel(self, request: Request) -> None:
@@ -158,10 +162,7 @@ class Decoder:
     def resume(self, request: Request) -> None:
         """Lets a paused request go on, as far as its limit says."""
         if request.state is not State.FINISHED:
-            if request.finish_reason is None:
-                self._scheduler.resume(request)
-            else:
-                request.sink.finish(request)
+            self._scheduler.resume(request)
 
     def change(self, request: Request, n_keep: int | None, tokens: list[int]) -> None:
         """Cuts a kept request's sequence to ``n_keep`` tokens, or adds some; penalties then look at what it is now."""
@@ -179,15 +180,11 @@ class Decoder:
     def stop(self, drain: bool) -> None:
         """Ends the loop, after the work that was asked for or at once."""
         self._stopping = True
-        for request in self._scheduler.live():
-            waits_for_caller = request.keep and (
-                request.finish_reason is not None or request.n_total >= request.limit
-            )
-            if not drain or waits_for_caller:
+        for request in list(self._open):
+            if not drain:
                 self.cancel(request)
             elif not request.keep:
-                request.limit = UNLIMITED  # a stream's reader finds the rest in its mailbox
-                self._scheduler.resume(request)
+                self._run_to_end(request)
 
     def stats(self) -> EngineStats:
         """A copy of the counters; for the decoder thread, or any thread after its end."""
@@ -235,12 +232,27 @@ class Decoder:
                 started = perf_counter()
                 continue
             self._flush()
-            if self._stopping and scheduler.n_live == 0 and inbox.empty():
-                return
+            if self._stopping:
+                if not self._open:
+                    return
+                self._end_waiting()
+                continue
             self._wait()
             waited = perf_counter()
             self._idle_s += waited - started
             started = waited
+
+    def _end_waiting(self) -> None:
+        """Lets those go on, or ends those, that wait for a caller while the engine closes."""
+        for request in list(self._open):
+            if request.keep:
+                self.cancel(request)
+            else:
+                self._run_to_end(request)
+
+    def _run_to_end(self, request: Request) -> None:
+        request.limit = UNLIMITED  # a stream's reader finds the rest in its mailbox
+        self._scheduler.resume(request)
 
     def _wait(self) -> None:
         """Blocks for a command, then a moment longer for those of its siblings, if that has paid lately."""
@@ -321,15 +333,12 @@ class Decoder:
 
     def _finished(self, request: Request) -> None:
         """Tells the caller; frees the sampler unless the request may go on after a change."""
-        if request.state is State.FINISHED and request.sampler is not None:
-            request.sampler.close()
-            request.sampler = None
+        if request.state is State.FINISHED:
+            self._open.pop(request, None)
+            if request.sampler is not None:
+                request.sampler.close()
+                request.sampler = None
         request.sink.finish(request)
-
-    def _fail(self, request: Request, error: BaseException) -> None:
-        if request.state is not State.FINISHED:
-            self._scheduler.fail(request, error)
-            self._finished(request)
 
     def _abort(self, plan: StepPlan, error: BaseException) -> None:
         self._scheduler.abort(plan, error)
@@ -342,8 +351,8 @@ class Decoder:
             f"the decoder thread failed ({error!r}); close this engine and make another"
         )
         self._error.__cause__ = error
-        for request in self._scheduler.live():
-            self._fail(request, self._error)
+        for request in list(self._open):
+            self._give_up(request, self._error)
         while True:
             self._flush()
             self._tell_dequeued()
@@ -351,3 +360,17 @@ class Decoder:
                 return
             function, arguments = self._inbox.get()
             function(*arguments)
+
+    def _give_up(self, request: Request, error: BaseException) -> None:
+        """Ends a request after a defect: its caller has to know, whatever is broken by now."""
+        with suppress(Exception):
+            self._scheduler.fail(request, error)
+        if request.state is not State.FINISHED:
+            request.move(State.FINISHED)
+        if request.queued:
+            request.queued = False
+            self._left_queue(1)
+        request.error = error
+        request.finish_reason = "cancelled"
+        with suppress(Exception):
+            self._finished(request)

@@ -116,26 +116,27 @@ class DeltaSink(Sink):
 class TokenSink(Sink):
     """Puts a Token into the mailbox for every token; None when there is none to give for a ``next``."""
 
-    __slots__ = ("_gave",)
+    __slots__ = ("_last",)
 
     def __init__(self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...]) -> None:
         super().__init__(mailbox, piece, stops)
-        self._gave = False
+        self._last: Token | None = None
 
     def token(self, request: Request, token: int) -> bool:
-        """Hands the token over."""
+        """Hands the token over, or keeps it for ``finish`` when it follows at once: the end is known by then."""
         piece = self._piece(token)
-        text = self._text.push(piece)
+        given = Token(token, piece, self._text.push(piece))
         stopped = self._text.stopped
-        self._gave = stopped or request.finish_reason is not None
-        self.mailbox.put(Token(token, piece, text))
+        if stopped or request.finish_reason is not None:
+            self._last = given
+        else:
+            self.mailbox.put(given)
         return stopped
 
     def finish(self, request: Request) -> None:
-        """Answers a ``next`` that got no token; its caller sees the finish reason on the request."""
+        """Answers the ``next`` that the end came with; its caller sees the finish reason on the request."""
         if request.error is not None:
             self.mailbox.put(Failure(request.error))
-        elif self._gave:
-            self._gave = False
-        else:
-            self.mailbox.put(None)
+            return
+        last, self._last = self._last, None
+        self.mailbox.put(last)

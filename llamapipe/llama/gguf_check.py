@@ -2,7 +2,8 @@
 
 llama.cpp refuses much damage with an error, but answers some with an abort, a crash or an endless loop, which would
 take the process with it. Everything before the tensor data is checked here; damage inside tensor data cannot be seen.
-Architectures and tensor types that this version does not know are let through to llama.cpp.
+Architectures and tensor types that this version does not know are let through to llama.cpp, and not all that a rarer
+architecture asserts of keys of its own is known here.
 """
 
 from __future__ import annotations

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import llamapipe as lp
 from llamapipe.llama import Context, SamplerChain
 from llamapipe.native.load import build_info
+
+
+_SETTLE_S = 0.05  # libgomp's threads go on spinning for about 15 ms after their last work
 
 
 class BareLoop:
@@ -33,7 +38,12 @@ class BareLoop:
         self.module = model.vocab._native
         new = self.module.ffi.new
         size = self.context.n_batch
-        self.arrays = [new("int32_t[]", size), new("int32_t[]", size), new("int32_t[]", size), new("int8_t[]", size)]
+        self.arrays = [
+            new("int32_t[]", size),
+            new("int32_t[]", size),
+            new("int32_t[]", size),
+            new("int8_t[]", size),
+        ]
         self.chains = [SamplerChain(model.vocab).add_temperature(0.0) for _ in range(n)]
         self.samplers = new("lp_sampler *[]", [c.handle for c in self.chains])
         self.rows, self.sampled = new("int32_t[]", n), new("int32_t[]", n)
@@ -81,48 +91,120 @@ class BareLoop:
         self.context.close()
 
 
-def measure(model: lp.Model, n: int, n_prompt: int, n_generate: int, repeats: int) -> dict[str, float]:
-    """Median seconds of each way, and ratios of medians."""
-    n_ctx = n_prompt + n_generate + 8
-    params = lp.SamplingParams(temperature=0, max_tokens=n_generate, ignore_eos=True)
-    prompts = [[(7 * i + 3 * j) % (model.n_vocab - 300) + 290 for j in range(n_prompt)] for i in range(n)]
-    one, many = BareLoop(model, 1, n_ctx), BareLoop(model, n, n_ctx)
-    with (
-        lp.Engine(model, n_ctx=n_ctx, n_seq_max=1) as blocking,
-        lp.Engine(model, n_ctx=n_ctx, n_seq_max=n) as engine,
-    ):
-        ways: dict[str, Callable[[], float]] = {
-            "bare, 1 alone": lambda: one.run(prompts[:1], n_generate)[0],
-            "engine, 1 alone": lambda: timed(lambda: engine.generate(prompts[0], params)),
-            "bare, one by one": lambda: sum(one.run([p], n_generate)[0] for p in prompts),
-            "bare, at once": lambda: many.run(prompts, n_generate)[0],
-            "blocking engine, one by one": lambda: timed(lambda: [blocking.generate(p, params) for p in prompts]),
-            "engine, at once": lambda: timed(lambda: engine.generate(prompts, params)),
-            "bare decode, 1": lambda: one.run(prompts[:1], n_generate)[1],
-            "bare decode, N": lambda: many.run(prompts, n_generate)[1],
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for repeat in range(repeats + 1):
-            for name, way in ways.items():
-                took = way()
-                if repeat:  # the first round warms up
-                    seconds[name].append(took)
-    one.close()
-    many.close()
-    return {name: statistics.median(values) for name, values in seconds.items()}
+class Ways:
+    """The ways to be timed of one process; each gives its seconds."""
+
+    def __init__(self, kind: str, path: Path, n: int, n_prompt: int, n_generate: int) -> None:
+        self.model = lp.Model(path)
+        n_ctx = n_prompt + n_generate + 8
+        n_vocab = self.model.n_vocab
+        self.n_generate = n_generate
+        self.prompts = [[(7 * i + 3 * j) % (n_vocab - 300) + 290 for j in range(n_prompt)] for i in range(n)]
+        self.params = lp.SamplingParams(temperature=0, max_tokens=n_generate, ignore_eos=True)
+        if kind == "bare":
+            self.one, self.many = BareLoop(self.model, 1, n_ctx), BareLoop(self.model, n, n_ctx)
+        else:
+            self.engine = lp.Engine(self.model, n_ctx=n_ctx, n_seq_max=1 if kind == "blocking" else n)
+        self.kind = kind
+
+    def alone(self) -> float:
+        """One request."""
+        if self.kind == "bare":
+            return self.one.run(self.prompts[:1], self.n_generate)[0]
+        return timed(lambda: self.engine.generate(self.prompts[0], self.params))
+
+    def one_by_one(self) -> float:
+        """All requests, one after another."""
+        if self.kind == "bare":
+            return sum(self.one.run([p], self.n_generate)[0] for p in self.prompts)
+        return timed(lambda: [self.engine.generate(p, self.params) for p in self.prompts])
+
+    def at_once(self) -> float:
+        """All requests together."""
+        if self.kind == "bare":
+            return self.many.run(self.prompts, self.n_generate)[0]
+        return timed(lambda: self.engine.generate(self.prompts, self.params))
+
+    def decode_alone(self) -> float:
+        """Only the steps after the first token, of one request."""
+        return self.one.run(self.prompts[:1], self.n_generate)[1]
+
+    def decode_at_once(self) -> float:
+        """Only the steps after the first token, of all requests."""
+        return self.many.run(self.prompts, self.n_generate)[1]
+
+    def close(self) -> None:
+        """Frees the native memory."""
+        if self.kind == "bare":
+            self.one.close()
+            self.many.close()
+        else:
+            self.engine.close()
+        self.model.close()
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes."""
+def work(connection: Connection, kind: str, path: Path, n: int, n_prompt: int, n_generate: int) -> None:
+    """A process that times what it is asked for, until it is asked for nothing."""
+    ways = Ways(kind, path, n, n_prompt, n_generate)
+    while name := connection.recv():
+        connection.send(getattr(ways, name)())
+    ways.close()
+
+
+def timed(task: Callable[[], object]) -> float:
+    """Seconds that ``task`` takes."""
     started = perf_counter()
-    work()
+    task()
     return perf_counter() - started
 
 
-def report(name: str, s: dict[str, float], n: int, n_generate: int) -> dict[str, float]:
-    """Prints a model's figures; returns the ratios."""
+WAYS = {
+    "bare, 1 alone": ("bare", "alone"),
+    "engine, 1 alone": ("engine", "alone"),
+    "bare, one by one": ("bare", "one_by_one"),
+    "blocking engine, one by one": ("blocking", "one_by_one"),
+    "bare, at once": ("bare", "at_once"),
+    "engine, at once": ("engine", "at_once"),
+    "bare decode, 1": ("bare", "decode_alone"),
+    "bare decode, N": ("bare", "decode_at_once"),
+}
+
+
+def measure(path: Path, n: int, n_prompt: int, n_generate: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way in each round.
+
+    A process each for the bare loops, the blocking engine and the engine: libgomp keeps a team of threads for every
+    thread that computes, and makes all of them sleep at barriers once there are more than cores.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    workers = {}
+    for kind in ("bare", "blocking", "engine"):
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=work, args=(theirs, kind, path, n, n_prompt, n_generate), daemon=True)
+        process.start()
+        theirs.close()  # so that a process that died is noticed
+        workers[kind] = (ours, process)
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    for repeat in range(repeats + 1):
+        for name, (kind, method) in WAYS.items():
+            connection = workers[kind][0]
+            sleep(_SETTLE_S)
+            connection.send(method)
+            took = connection.recv()
+            if repeat:  # the first round warms up
+                seconds[name].append(took)
+    for connection, process in workers.values():
+        connection.send("")
+        process.join()
+    return seconds
+
+
+def report(name: str, rounds: dict[str, list[float]], n: int, n_generate: int) -> dict[str, float]:
+    """Prints a model's figures; returns the ratios, of medians except where a pair is compared round by round."""
+    s = {way: statistics.median(values) for way, values in rounds.items()}
+    pairs = zip(rounds["engine, 1 alone"], rounds["bare, 1 alone"], strict=True)
     ratios = {
-        "one request alone, engine / bare": s["engine, 1 alone"] / s["bare, 1 alone"],
+        "one request alone, engine / bare": statistics.median(engine / bare for engine, bare in pairs),
         "gain of bare batching, prefill included": s["bare, one by one"] / s["bare, at once"],
         "gain of bare batching, decode only": n * s["bare decode, 1"] / s["bare decode, N"],
         "gain of the engine": s["blocking engine, one by one"] / s["engine, at once"],
@@ -142,7 +224,9 @@ def report(name: str, s: dict[str, float], n: int, n_generate: int) -> dict[str,
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=64)
@@ -153,8 +237,7 @@ def main() -> None:
     results: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     results["build"] = build_info()
     for path in args.models or [lp.demo_model_path()]:
-        with lp.Model(path) as model:
-            seconds = measure(model, args.n, args.prompt, args.generate, args.repeats)
+        seconds = measure(path, args.n, args.prompt, args.generate, args.repeats)
         ratios = report(path.name, seconds, args.n, args.generate)
         results[path.name] = {"seconds": seconds, "ratios": ratios}
     if args.json:

@@ -161,9 +161,11 @@ class Engine:
         mailbox = ThreadMailbox()
         started: list[Request] = []
         results: list[Any] = [None] * len(items)
+        n_entered = 0
         try:
             if not block:
                 self._queue.enter_at_once(len(items))
+                n_entered = len(items)
             self._decoder.alone = alone()
             for index, item in enumerate(items):
                 request = self._intake.completion(item, mailbox, index)
@@ -184,6 +186,7 @@ class Engine:
             ) from None
         except BaseException:
             self._cancel(started)
+            self._queue.leave(max(n_entered - len(started), 0))
             raise
         finally:
             bar.close()
@@ -249,9 +252,9 @@ class Engine:
 
         mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
         results: list[Any] = [None] * len(items)
+        if not block:
+            self._queue.enter_at_once(len(items))
         try:
-            if not block:
-                self._queue.enter_at_once(len(items))
             self._decoder.alone = False
             for index, item in enumerate(items):
                 request = self._intake.completion(item, mailbox, index)
@@ -266,6 +269,8 @@ class Engine:
                 results[index] = result
         except BaseException:
             self._cancel(mailbox.requests)
+            if not block:
+                self._queue.leave(len(items) - len(mailbox.requests))
             raise
         return results
 

@@ -551,6 +551,20 @@ class TestClose:
         desk.decoder.close(True)
         assert desk.decoder.closing
 
+    def test_a_drain_can_still_be_cut_short(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(before_launch=gate)
+        answer = desk.complete(max_tokens=None)
+        gate.wait()
+        draining = Worker(desk.decoder.close, True)
+        wait_until(lambda: desk.decoder.closing)
+        gate.step()
+        cutting = Worker(desk.decoder.close, False)
+        wait_until(lambda: not desk.decoder._inbox.empty())
+        gate.open()
+        assert answer.result().finish_reason == "cancelled"
+        all_results([draining, cutting])
+
     def test_what_comes_after_the_end_is_dropped(self, make_desk: MakeDesk) -> None:
         desk = make_desk()
         answer = desk.complete()

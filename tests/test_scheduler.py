@@ -41,6 +41,7 @@ class Bench:
         self.scheduler = Scheduler(n_slots, n_ctx, n_cells, n_batch, n_ubatch, filler)
         self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
         self.n_added = 0
+        self.n_held = 0  # requests in a slot at the last launch
 
     def add(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
         """A new request with a prompt of its own."""
@@ -61,6 +62,7 @@ class Bench:
         plan = self.scheduler.plan()
         self.scheduler.check_integrity()
         self.remove()
+        self.n_held = self.scheduler.n_active
         if plan is None:
             return None
         try:
@@ -1043,15 +1045,12 @@ class Machine(RuleBasedStateMachine):
     def step_with(self, error: Exception) -> None:
         context = self.bench.context
         context.failures[context.n_launches] = error
-        n_alive = self.bench.scheduler.n_active
         plan = self.bench.step()
         context.failures.clear()
         for caller in self.callers:
             if plan is not None and caller.request in [r for r, _ in plan.fed]:
                 # Running out of cells fails nobody who is not alone.
-                caller.failed |= isinstance(error, DecodeError) or (
-                    caller.request.error is error and n_alive <= 1
-                )
+                caller.failed |= isinstance(error, DecodeError) or self.bench.n_held == 1
 
     @invariant()
     def check(self) -> None:

@@ -1,0 +1,262 @@
+"""The count of waiting requests, and the threads and tasks that wait for room."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import pytest
+from control import PATIENCE_S, Worker, all_results, wait_until
+
+import llamapipe as lp
+from llamapipe.engine.queue_limit import QueueLimit
+from llamapipe.engine.request import Request
+from llamapipe.errors import QueueFullError
+
+
+def n_waiting(queue: QueueLimit) -> int:
+    """Threads that wait for room."""
+    return len(queue._room._waiters)  # type: ignore[attr-defined]
+
+
+class TestCount:
+    def test_without_a_limit_everybody_enters(self) -> None:
+        queue = QueueLimit(None)
+        queue.enter_at_once(1000)
+        queue.enter(perf_counter())
+        assert queue.try_enter(10**6)
+        assert queue.n == 1001 + 10**6
+        queue.leave(queue.n)
+        assert queue.n == 0
+
+    def test_several_enter_together_or_not_at_all(self) -> None:
+        queue = QueueLimit(3)
+        assert queue.try_enter(2)
+        assert not queue.try_enter(2)
+        assert queue.n == 2
+        queue.enter_at_once()
+        assert queue.n == 3
+
+    def test_a_full_queue_says_what_is_in_it(self) -> None:
+        queue = QueueLimit(3)
+        queue.enter_at_once(2)
+        with pytest.raises(
+            QueueFullError, match=r"2 requests wait and 4 more were asked for; max_queue is 3: .* block=True"
+        ):
+            queue.enter_at_once(4)
+        assert queue.n == 2
+
+
+class TestThreads:
+    def test_one_waits_until_there_is_room(self) -> None:
+        queue = QueueLimit(1)
+        queue.enter(None)
+        waiting = Worker(queue.enter, None)
+        wait_until(lambda: n_waiting(queue) == 1)
+        assert waiting.is_alive()
+        queue.leave(1)
+        waiting.result()
+        assert queue.n == 1
+
+    def test_as_many_enter_as_there_is_room_for(self) -> None:
+        queue = QueueLimit(4)
+        queue.enter_at_once(4)
+        workers = [Worker(queue.enter, None) for _ in range(7)]
+        wait_until(lambda: n_waiting(queue) == 7)
+        queue.leave(3)
+        wait_until(lambda: n_waiting(queue) == 4)
+        assert queue.n == 4
+        queue.leave(4)
+        all_results(workers)
+        assert (queue.n, n_waiting(queue)) == (4, 0)
+
+    @pytest.mark.parametrize("wait_s", [-1.0, 0.0, 0.01])
+    def test_a_deadline_ends_the_wait(self, wait_s: float) -> None:
+        queue = QueueLimit(1)
+        queue.enter(perf_counter() + wait_s)  # there is room: no time is needed
+        with pytest.raises(TimeoutError, match="no room came free"):
+            queue.enter(perf_counter() + wait_s)
+        assert (queue.n, n_waiting(queue)) == (1, 0)
+
+    def test_room_that_comes_with_the_deadline_is_taken(self) -> None:
+        """Woken or out of time: which it was, the thread cannot know."""
+
+        class LastMoment(threading.Condition):
+            def wait(self, timeout: float | None = None) -> bool:
+                queue._n -= 1
+                return False
+
+        queue = QueueLimit(1)
+        queue._room = LastMoment()
+        queue.enter(None)
+        queue.enter(perf_counter() + 1000)
+        assert queue.n == 1
+
+    def test_who_is_interrupted_when_woken_wakes_another(self) -> None:
+        """Ctrl-C in a thread that was just told of room: it does not take it."""
+        interrupted: list[threading.Thread] = []
+
+        class Interrupted(threading.Condition):
+            def wait(self, timeout: float | None = None) -> bool:
+                woken = super().wait(timeout)
+                if threading.current_thread() in interrupted:
+                    raise KeyboardInterrupt
+                return woken
+
+        queue = QueueLimit(1)
+        queue._room = Interrupted()
+        queue.enter(None)
+        first = Worker(queue.enter, None)
+        wait_until(lambda: n_waiting(queue) == 1)
+        interrupted.append(first)
+        second = Worker(queue.enter, None)
+        wait_until(lambda: n_waiting(queue) == 2)
+        queue.leave(1)
+        with pytest.raises(KeyboardInterrupt):
+            first.result()
+        second.result()
+        assert queue.n == 1
+
+
+class TestTasks:
+    def test_a_task_waits_without_blocking_its_loop(self) -> None:
+        async def main() -> None:
+            queue = QueueLimit(1)
+            await queue.aenter()
+            waiting = asyncio.ensure_future(queue.aenter())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            await asyncio.to_thread(queue.leave, 1)
+            await asyncio.wait_for(waiting, PATIENCE_S)
+            assert queue.n == 1
+
+        asyncio.run(main())
+
+    def test_as_many_enter_as_there_is_room_for(self) -> None:
+        async def main() -> None:
+            queue = QueueLimit(2)
+            queue.enter_at_once(2)
+            waiting = [asyncio.ensure_future(queue.aenter()) for _ in range(5)]
+            await asyncio.sleep(0)
+            for n_left in (3, 1):
+                queue.leave(2)
+                while sum(not w.done() for w in waiting) > n_left:
+                    await asyncio.sleep(0)
+                assert queue.n == 2
+            queue.leave(2)
+            await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
+            assert queue.n == 1
+
+        asyncio.run(main())
+
+    def test_a_cancelled_wait_takes_no_room(self) -> None:
+        async def main() -> None:
+            queue = QueueLimit(1)
+            queue.enter_at_once()
+            gone, stays = (asyncio.ensure_future(queue.aenter()) for _ in range(2))
+            await asyncio.sleep(0)
+            gone.cancel()
+            queue.leave(1)
+            await asyncio.wait_for(stays, PATIENCE_S)
+            assert (gone.cancelled(), queue.n) == (True, 1)
+
+        asyncio.run(main())
+
+    def test_room_that_comes_before_the_wait_is_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def main() -> None:
+            queue = QueueLimit(1)
+            queue.enter_at_once()
+            tried = queue.try_enter
+
+            def try_enter(n: int = 1) -> bool:
+                monkeypatch.setattr(queue, "try_enter", tried)
+                entered = tried(n)
+                queue.leave(1)  # nobody is noted yet
+                return entered
+
+            monkeypatch.setattr(queue, "try_enter", try_enter)
+            await asyncio.wait_for(queue.aenter(), PATIENCE_S)
+            assert queue.n == 1
+
+        asyncio.run(main())
+
+    def test_a_closed_loop_is_no_obstacle(self) -> None:
+        queue = QueueLimit(1)
+        queue.enter_at_once()
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(queue.aenter())
+        loop.run_until_complete(asyncio.sleep(0))
+        task.cancel()
+        loop.close()
+        waiting = Worker(queue.enter, None)
+        wait_until(lambda: n_waiting(queue) == 1)
+        queue.leave(1)
+        waiting.result()
+        assert queue.n == 1
+        del task
+
+
+class TestTogether:
+    def test_threads_and_tasks_all_get_in_in_the_end(self) -> None:
+        queue = QueueLimit(3)
+        most, lock = [0], threading.Lock()
+
+        def inside() -> None:
+            with lock:
+                most[0] = max(most[0], queue.n)
+            queue.leave(1)
+
+        def thread() -> None:
+            for _ in range(60):
+                queue.enter(perf_counter() + PATIENCE_S)
+                inside()
+
+        async def task() -> None:
+            for _ in range(60):
+                await queue.aenter()
+                await asyncio.sleep(0)
+                inside()
+
+        async def tasks() -> None:
+            await asyncio.wait_for(asyncio.gather(*(task() for _ in range(6))), PATIENCE_S)
+
+        calls: list[Callable[[], Any]] = [thread] * 6 + [lambda: asyncio.run(tasks())] * 2
+        all_results([Worker(call) for call in calls])
+        assert (queue.n, n_waiting(queue)) == (0, 0)
+        assert 1 <= most[0] <= 3
+
+
+class TestCalls:
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    def test_an_interrupted_call_gives_back_the_room_it_took(
+        self,
+        make_engine: Callable[..., lp.Engine],
+        monkeypatch: pytest.MonkeyPatch,
+        asynchronous: bool,
+    ) -> None:
+        """Ctrl-C while many prompts are submitted that entered the queue together."""
+        engine = make_engine(n_seq_max=1, max_queue=6)
+        submit, n_submitted = engine._decoder.submit, 0
+
+        def interrupted(request: Request) -> None:
+            nonlocal n_submitted
+            n_submitted += 1
+            if n_submitted == 3:
+                raise KeyboardInterrupt
+            submit(request)
+
+        monkeypatch.setattr(engine._decoder, "submit", interrupted)
+        prompts, params = [[5, 6]] * 6, lp.SamplingParams(max_tokens=1)
+
+        def call() -> Any:
+            if asynchronous:
+                return asyncio.run(engine.agenerate(prompts, params, block=False))
+            return engine.generate(prompts, params, block=False)
+
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        wait_until(lambda: engine._queue.n == 0)
+        assert len(call()) == 6

@@ -62,7 +62,7 @@ def story(rng: random.Random) -> Story:
 
 
 def sentence_patterns() -> list[re.Pattern[str]]:
-    """One pattern for each thing a story can say; a correct story is a chain of these, see `is_correct`."""
+    """One pattern for each thing a story can say; a correct story is a chain of these, see `read`."""
     words: dict[str, str] = {}
     for key, values in WORDS.items():
         for suffix in ("", "2", "3"):
@@ -91,19 +91,19 @@ def sentence_patterns() -> list[re.Pattern[str]]:
     return patterns
 
 
-def is_correct(text: str) -> tuple[bool, str]:
-    """Whether `text` is a chain of sentences of the grammar, told of one hero and at most one friend.
+def read(text: str) -> tuple[str, list[str]]:
+    """Reads `text` as a chain of sentences of the grammar, each with one hero and one friend.
 
-    Returns the verdict and what is left over (empty when correct).
+    Returns what is left over, from the first wrong sentence on (empty: all are correct), and the names in it.
     """
     patterns = sentence_patterns()
     rest = text.strip()
-    heroes: set[str] = set()
+    names: list[str] = []
     while rest:
         found = [match for pattern in patterns if (match := pattern.match(rest))]
         if not found:
-            return False, rest
+            break
         match = max(found, key=lambda m: m.end())
-        heroes |= {name for name in match.groupdict().values() if name}
+        names += [name for name in match.groupdict().values() if name and name not in names]
         rest = rest[match.end() :].lstrip()
-    return len(heroes) <= 2, ", ".join(sorted(heroes)) if len(heroes) > 2 else ""
+    return rest, names

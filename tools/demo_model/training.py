@@ -30,7 +30,10 @@ class Schedule:
     rate_rest: float = 0.004
 
 
-SCHEDULES = [Schedule(n_steps=2200), Schedule(n_steps=600, write=review, rate_matrices=0.01, rate_rest=0.002)]
+SCHEDULES = [
+    Schedule(n_steps=2200),
+    Schedule(n_steps=600, write=review, last_part=0.0, rate_matrices=0.01, rate_rest=0.002),
+]
 
 
 def rows(tokenizer: Tokenizer, schedule: Schedule, seed: int, n_row: int) -> Iterator[list[int]]:

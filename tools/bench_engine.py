@@ -25,7 +25,6 @@ import llamapipe as lp
 from llamapipe.llama import Context, SamplerChain
 from llamapipe.native.load import build_info
 
-
 _SETTLE_S = 0.05  # libgomp's threads go on spinning for about 15 ms after their last work
 
 

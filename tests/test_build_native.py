@@ -122,74 +122,89 @@ def test_key_ignores_the_order_of_parts() -> None:
 # ---- building
 
 
-def test_a_second_build_takes_everything_from_the_cache(tree: Path, cache: Path, said: list[str]) -> None:
-    first = build(recipe_for(tree), said.append)
-    assert any(text.startswith("compiling llama.cpp") for text in said)
-    said.clear()
-    second = build(recipe_for(tree), said.append)
-    assert said == ["llama.cpp with its CPU backend: cached"]
-    assert second == first
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared")
+    make_tree(folder / "llama.cpp")
+    return folder
 
 
-def test_core_libraries_have_names_of_their_own_and_backends_those_that_the_loader_looks_for(
-    tree: Path, cache: Path, said: list[str]
-) -> None:
-    built = build(recipe_for(tree), said.append)
-    names = {path.name for path in built.folders[0].iterdir()} - {store.MANIFEST}
-    if sys.platform == "darwin":
-        core = {f"libllamapipe-{name}.0.dylib" for name in ("llama", "ggml", "ggml-base")}
-    else:
-        core = {f"libllamapipe-{name}.so.0" for name in ("llama", "ggml", "ggml-base")}
-    assert names == core | {"libggml-cpu.so"}
-    assert not any(path.is_symlink() for path in built.folders[0].iterdir())
+class TestCache:
+    """One small project for all of these, compiled by whichever test comes first."""
 
+    @pytest.fixture
+    def tree(self, place: Path) -> Path:
+        return place / "llama.cpp"
 
-def test_adding_a_backend_leaves_the_core_alone(
-    tree: Path, cache: Path, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = build(recipe_for(tree), said.append).folders[0]
-    before = {path.name: path.stat().st_mtime_ns for path in core.iterdir()}
-    monkeypatch.setenv("VULKAN_SDK", str(make_vulkan_sdk(tmp_path / "sdk")))
-    said.clear()
-    built = build(recipe_for(tree, BuildOptions(("vulkan",))), said.append)
-    assert said[0] == "llama.cpp with its CPU backend: cached"
-    assert said[1].startswith("compiling the Vulkan backend,")
-    assert built.folders[0] == core
-    assert {path.name: path.stat().st_mtime_ns for path in core.iterdir()} == before
-    assert (built.folders[1] / "libggml-vulkan.so").is_file()
-    said.clear()
-    build(recipe_for(tree, BuildOptions(("vulkan",))), said.append)
-    assert said == ["llama.cpp with its CPU backend: cached", "the Vulkan backend: cached"]
+    @pytest.fixture
+    def cache(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("LLAMAPIPE_CACHE_DIR", str(place / "cache"))
+        return place / "cache"
 
+    def test_a_second_build_takes_everything_from_the_cache(
+        self, tree: Path, cache: Path, said: list[str]
+    ) -> None:
+        first = build(recipe_for(tree), said.append)
+        said.clear()
+        second = build(recipe_for(tree), said.append)
+        assert said == ["llama.cpp with its CPU backend: cached"]
+        assert second == first
 
-def test_another_shader_compiler_is_another_backend_but_the_same_core(
-    tree: Path, cache: Path, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sdk = make_vulkan_sdk(tmp_path / "sdk")
-    monkeypatch.setenv("VULKAN_SDK", str(sdk))
-    options = BuildOptions(("vulkan",))
-    first = build(recipe_for(tree, options), said.append).folders
-    make_script(sdk / "bin" / "glslc", "echo miniature glslc 2.0")
-    second = build(recipe_for(tree, options), said.append).folders
-    assert first[0] == second[0]
-    assert first[1] != second[1]
+    def test_core_libraries_have_names_of_their_own_and_backends_those_that_the_loader_looks_for(
+        self, tree: Path, cache: Path, said: list[str]
+    ) -> None:
+        built = build(recipe_for(tree), said.append)
+        names = {path.name for path in built.folders[0].iterdir()} - {store.MANIFEST}
+        if sys.platform == "darwin":
+            core = {f"libllamapipe-{name}.0.dylib" for name in ("llama", "ggml", "ggml-base")}
+        else:
+            core = {f"libllamapipe-{name}.so.0" for name in ("llama", "ggml", "ggml-base")}
+        assert names == core | {"libggml-cpu.so"}
+        assert not any(path.is_symlink() for path in built.folders[0].iterdir())
 
+    def test_adding_a_backend_leaves_the_core_alone(
+        self, tree: Path, cache: Path, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        core = build(recipe_for(tree), said.append).folders[0]
+        before = {path.name: path.stat().st_mtime_ns for path in core.iterdir()}
+        monkeypatch.setenv("VULKAN_SDK", str(make_vulkan_sdk(tmp_path / "sdk")))
+        said.clear()
+        built = build(recipe_for(tree, BuildOptions(("vulkan",))), said.append)
+        assert said[0] == "llama.cpp with its CPU backend: cached"
+        assert said[1].startswith("compiling the Vulkan backend,")
+        assert built.folders[0] == core
+        assert {path.name: path.stat().st_mtime_ns for path in core.iterdir()} == before
+        assert (built.folders[1] / "libggml-vulkan.so").is_file()
+        said.clear()
+        build(recipe_for(tree, BuildOptions(("vulkan",))), said.append)
+        assert said == ["llama.cpp with its CPU backend: cached", "the Vulkan backend: cached"]
 
-def test_a_damaged_result_is_built_again(tree: Path, cache: Path, said: list[str]) -> None:
-    core = build(recipe_for(tree), said.append).folders[0]
-    module = core / "libggml-cpu.so"
-    whole = module.read_bytes()
-    module.write_bytes(whole[: len(whole) // 2])
-    assert store.lookup(core) is None
-    build(recipe_for(tree), said.append)
-    assert module.read_bytes() == whole
+    def test_another_shader_compiler_is_another_backend_but_the_same_core(
+        self, tree: Path, cache: Path, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sdk = make_vulkan_sdk(tmp_path / "sdk")
+        monkeypatch.setenv("VULKAN_SDK", str(sdk))
+        options = BuildOptions(("vulkan",))
+        first = build(recipe_for(tree, options), said.append).folders
+        make_script(sdk / "bin" / "glslc", "echo miniature glslc 2.0")
+        second = build(recipe_for(tree, options), said.append).folders
+        assert first[0] == second[0]
+        assert first[1] != second[1]
 
+    def test_a_damaged_result_is_built_again(self, tree: Path, cache: Path, said: list[str]) -> None:
+        core = build(recipe_for(tree), said.append).folders[0]
+        module = core / "libggml-cpu.so"
+        whole = module.read_bytes()
+        module.write_bytes(whole[: len(whole) // 2])
+        assert store.lookup(core) is None
+        build(recipe_for(tree), said.append)
+        assert module.read_bytes() == whole
 
-def test_clean_compiles_anew(tree: Path, cache: Path, said: list[str]) -> None:
-    build(recipe_for(tree), said.append)
-    said.clear()
-    build(recipe_for(tree, BuildOptions(clean=True)), said.append)
-    assert said[0].startswith("compiling llama.cpp")
+    def test_clean_compiles_anew(self, tree: Path, cache: Path, said: list[str]) -> None:
+        build(recipe_for(tree), said.append)
+        said.clear()
+        build(recipe_for(tree, BuildOptions(clean=True)), said.append)
+        assert said[0].startswith("compiling llama.cpp")
 
 
 def test_a_changed_file_of_a_source_under_development_is_all_that_is_compiled(

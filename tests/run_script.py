@@ -107,9 +107,9 @@ class Script:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
-    def interrupt(self) -> None:
-        """Sends SIGINT, as Ctrl-C does."""
-        self._process.send_signal(signal.SIGINT)
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal; Ctrl-C is SIGINT."""
+        self._process.send_signal(number)
 
     def end(self, exit_code: int = 0) -> tuple[str, str]:
         """Waits for the program's end; what it wrote since the last line that was read, and to stderr."""

@@ -92,10 +92,15 @@ class Generation:
         """Keeps the first ``n_keep`` positions; ``next`` continues from the last of them, also after the end.
 
         ``max_tokens`` and stop strings count from here. Raises ValueError outside ``[1, n_tokens]``,
-        InvalidRequestError when the generation was cancelled or failed.
+        InvalidRequestError when the generation was cancelled or failed, or would fill the context.
         """
         n = check_int("n_keep", n_keep, 1, len(self._tokens))
         self._check_open()
+        if n >= self._n_ctx:
+            raise InvalidRequestError(
+                f"{n} tokens leave no room for the next; n_ctx is {self._n_ctx} and one must stay free: "
+                f"keep at most {self._n_ctx - 1}"
+            )
         if n < len(self._tokens) or self.finish_reason is not None:
             del self._tokens[n:]
             self._change(n, [])

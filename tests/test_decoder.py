@@ -792,6 +792,17 @@ class TestKept:
         generation.append([9])
         assert generation.next() is not None
 
+    def test_a_full_context_must_be_cut_to_go_on(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        generation = desk.start(n_prompt=N_CTX - 2, max_tokens=None)
+        tokens = generation.token_ids + [t.id for t in generation]
+        assert (len(tokens), generation.finish_reason) == (N_CTX, "length")
+        with pytest.raises(InvalidRequestError, match=f"n_ctx is {N_CTX} .* keep at most {N_CTX - 1}"):
+            generation.trim(N_CTX)
+        assert (generation.n_tokens, generation.finish_reason, generation.next()) == (N_CTX, "length", None)
+        generation.trim(N_CTX - 1)
+        assert [t.id for t in generation] == tokens[-1:]
+
     def test_cancelled_while_it_waits(self, make_desk: MakeDesk) -> None:
         gate = Turnstile()
         desk = make_desk(n_slots=1, before_launch=gate)

@@ -1016,7 +1016,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def trim(self, data: st.DataObject) -> None:
         caller = self.choose(data, self.idle)
-        n_keep = data.draw(st.integers(1, len(caller.request.tokens)))
+        n_keep = data.draw(st.integers(1, min(len(caller.request.tokens), self.n_ctx - 1)))
         caller.changed(caller.request.tokens[:n_keep])
         self.bench.scheduler.trim(caller.request, n_keep)
 

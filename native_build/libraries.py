@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,20 +43,27 @@ def build_libraries(
     for accelerator in accelerators:
         targets[accelerator.name] = finished / f"{accelerator.name}-{store.key_of({**accelerator.identity})}"
 
-    with store.locked(tree.with_suffix(".lock"), say):
-        if recipe.options.clean:
-            shutil.rmtree(tree, ignore_errors=True)
-            shutil.rmtree(finished, ignore_errors=True)
-        missing = {name: target for name, target in targets.items() if store.lookup(target) is None}
-        for name in targets:
-            if name not in missing:
-                say(f"{_TITLES[name]}: cached")
-        if missing:
-            _compile(recipe, accelerators, tree, missing, say)
-        manifest = store.lookup(targets["core"])
+    if recipe.options.clean or not all(store.lookup(target) for target in targets.values()):
+        # Only who compiles takes the lock: what is finished can be had while another backend is being compiled.
+        with store.locked(tree.with_suffix(".lock"), say):
+            if recipe.options.clean:
+                shutil.rmtree(tree, ignore_errors=True)
+                shutil.rmtree(finished, ignore_errors=True)
+            missing = {name: target for name, target in targets.items() if store.lookup(target) is None}
+            _say_cached([name for name in targets if name not in missing], say)
+            if missing:
+                _compile(recipe, accelerators, tree, missing, say)
+    else:
+        _say_cached(targets, say)
+    manifest = store.lookup(targets["core"])
     if manifest is None:
         raise BuildError(f"{targets['core']} was removed while it was in use", "run the same command again")
     return Libraries(tuple(targets.values()), bool(manifest["openmp"]))
+
+
+def _say_cached(names: Iterable[str], say: Callable[[str], None]) -> None:
+    for name in names:
+        say(f"{_TITLES[name]}: cached")
 
 
 def _compile(

@@ -28,7 +28,7 @@ def run(
     Raises BuildError with the first compiler errors.
     """
     live = say is not None and sys.stderr.isatty()
-    start, shown = time.monotonic(), 0
+    start, shown, expected = time.monotonic(), 0, 0
     lines: list[str] = []
     with subprocess.Popen(
         command,
@@ -46,6 +46,8 @@ def run(
             if step is None or say is None:
                 continue
             done, total = int(step[1]), int(step[2])
+            if total != expected:  # another run of ninja: CMake found out that there is more to do
+                shown, expected = 0, total
             seconds = int(time.monotonic() - start)
             text = f"{what} {done}/{total}, {seconds // 60}:{seconds % 60:02d}"
             if live:

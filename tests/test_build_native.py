@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # At the end: the package under test is the installed one, where there is one.
 sys.path.append(str(ROOT))
 
-from native_build import sources, store, system, toolchain  # noqa: E402
+from native_build import progress, sources, store, system, toolchain  # noqa: E402
 from native_build.accelerators import find_accelerators  # noqa: E402
 from native_build.errors import BuildError  # noqa: E402
 from native_build.libraries import Libraries, build_libraries  # noqa: E402
@@ -150,6 +150,16 @@ class TestCache:
         assert said == ["llama.cpp with its CPU backend: cached"]
         assert second == first
 
+    def test_what_is_cached_does_not_wait_for_another_build(
+        self, tree: Path, cache: Path, said: list[str]
+    ) -> None:
+        recipe = recipe_for(tree)
+        build(recipe, said.append)
+        said.clear()
+        with store.locked(cache / "build" / f"{recipe.tree_key}.lock", said.append):
+            build(recipe, said.append)
+        assert said == ["llama.cpp with its CPU backend: cached"]
+
     def test_core_libraries_have_names_of_their_own_and_backends_those_that_the_loader_looks_for(
         self, tree: Path, cache: Path, said: list[str]
     ) -> None:
@@ -242,6 +252,17 @@ def test_two_builds_at_once_compile_once_and_both_succeed(tree: Path, cache: Pat
     assert sum("compiling llama.cpp" in output for output in outputs) == 1, outputs
     assert sum("cached" in output for output in outputs) == 1, outputs
     assert store.lookup(next((cache / "native").glob("*/core"))) is not None
+
+
+def test_progress_starts_anew_when_there_turns_out_to_be_more_to_do(tmp_path: Path, said: list[str]) -> None:
+    program = "[print(f'[{k}/{n}] step') for n in (2, 40) for k in range(1, n + 1)]"
+    with (tmp_path / "log").open("w+") as log:
+        progress.run([sys.executable, "-c", program], log, dict(os.environ), "compiling", said.append)
+        log.seek(0)
+        assert len(log.readlines()) == 42
+    assert [text.split(",")[0] for text in said[:3]] == ["compiling 1/2", "compiling 2/2", "compiling 4/40"]
+    assert said[-1].startswith("compiling 40/40")
+    assert len(said) == 12
 
 
 def test_a_compiler_error_is_in_the_message_with_the_log(tree: Path, cache: Path, said: list[str]) -> None:

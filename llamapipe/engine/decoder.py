@@ -230,7 +230,10 @@ class Decoder:
             if plan is not None:
                 self._step(plan, started)
                 started = perf_counter()
-                continue
+                if scheduler.has_work:
+                    continue
+                # All wait for their callers: the first one back must not run off without the others.
+                self._remove_cells()
             self._flush()
             if self._stopping:
                 if not self._open:
@@ -305,6 +308,7 @@ class Decoder:
                 and request.sink.token(request, token)
             ):
                 scheduler.finish(request, "stop")
+                request.finish_reason = "stop"  # also where this token was the last one anyway
             if request.finish_reason is not None:
                 self._finished(request)
         self._flush()

@@ -139,4 +139,6 @@ class TokenSink(Sink):
             self.mailbox.put(Failure(request.error))
             return
         last, self._last = self._last, None
+        if last is not None:
+            last = last._replace(text=last.text + self._text.finish())
         self.mailbox.put(last)

@@ -30,11 +30,11 @@ def _each(error: type[Exception], *values: Any) -> list[Bad]:
 
 NUMBERS = [
     *_each(ValueError, NAN, INF, -INF, 10**400, np.float32("nan")),
-    *_each(TypeError, "0.5", b"1", None, True, [0.5], 1j, {}),
+    *_each(TypeError, "0.5", b"1", None, True, np.True_, [0.5], 1j, {}),
 ]
 INTEGERS = [
     *_each(ValueError, -(2**31) - 1, -(10**5000), 10**5000, 2**64),
-    *_each(TypeError, 1.0, NAN, "1", b"1", None, True, [1], 1j, np.float64(1)),
+    *_each(TypeError, 1.0, NAN, "1", b"1", None, True, np.True_, [1], 1j, np.float64(1)),
 ]
 FLAGS = _each(TypeError, 0, 1, None, "no", "", 0.0, [])
 CHOICES = [*_each(ValueError, "", "x", "F16", "f16 "), *_each(TypeError, None, 1, True, ["f16"], {}, b"f16")]

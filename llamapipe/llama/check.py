@@ -6,14 +6,18 @@ import operator
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, SupportsFloat, SupportsIndex
 
+import numpy as np
+
+_BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
+
 
 def check_int(name: str, value: SupportsIndex, low: int, high: int) -> int:
     """``value`` as an int within ``[low, high]``.
 
     Raises TypeError for what is not an integer (bool included), ValueError outside the range.
     """
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not bool")
+    if isinstance(value, _BOOLS):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
     try:
         n = operator.index(value)
     except TypeError:
@@ -28,7 +32,7 @@ def check_float(name: str, value: SupportsFloat, low: float, high: float) -> flo
 
     Raises TypeError for what is not a number (bool and str included), ValueError outside the range and for NaN.
     """
-    if isinstance(value, (bool, str, bytes, bytearray)):
+    if isinstance(value, (*_BOOLS, str, bytes, bytearray)):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     try:
         number = float(value)
@@ -92,6 +96,6 @@ def shown(n: int) -> str:
 
 
 def _not_bool(value: Any) -> Any:
-    if isinstance(value, bool):
+    if isinstance(value, _BOOLS):
         raise TypeError
     return value

@@ -81,8 +81,7 @@ def sanitize(session: nox.Session) -> None:
     flags = "-fsanitize=address,undefined -fno-omit-frame-pointer -g"
     session.env.update(CFLAGS=flags, CXXFLAGS=flags, LDFLAGS="-fsanitize=address,undefined")
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
-    # OpenMP's runtime is not instrumented: what it synchronizes would be reported.
-    _install(session, "openmp=off")
+    _install(session)
     runtime = _output(["cc", "-print-file-name=libasan.so"]).strip()
     # The interpreter is not instrumented, and does not free everything.
     session.env.update(LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc")

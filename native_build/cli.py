@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--openmp",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="OpenMP threads in the CPU backend where the compiler has them (default: on)",
+        default=False,
+        help="OpenMP threads in the CPU backend instead of ggml's own (default: off, docs/decisions.md says why)",
     )
     parser.add_argument(
         "--cuda-architectures",

@@ -21,7 +21,7 @@ class BuildOptions:
 
     backends: tuple[str, ...] = ("cpu",)
     all_variants: bool = False
-    openmp: bool = True
+    openmp: bool = False
     source: Path | None = None
     jobs: int | None = None
     clean: bool = False

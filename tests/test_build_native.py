@@ -75,7 +75,7 @@ class TestKey:
     def test_is_the_same_for_the_same_build(self, recipe: Recipe, tree: Path) -> None:
         assert recipe.key == recipe_for(tree).key
 
-    @pytest.mark.parametrize("options", [BuildOptions(openmp=False), BuildOptions(all_variants=True)])
+    @pytest.mark.parametrize("options", [BuildOptions(openmp=True), BuildOptions(all_variants=True)])
     def test_changes_with_an_option(self, recipe: Recipe, options: BuildOptions) -> None:
         assert replace(recipe, options=options).key != recipe.key
 
@@ -604,9 +604,9 @@ def test_zero_jobs(run: Callable[..., str]) -> None:
 
 
 def test_settings_of_a_package_build() -> None:
-    given = {"backend": "vulkan, cpu", "all-variants": "on", "openmp": "off", "jobs": "3", "source": "/x"}
+    given = {"backend": "vulkan, cpu", "all-variants": "on", "openmp": "on", "jobs": "3", "source": "/x"}
     options = with_settings(BuildOptions(), given)
-    expected = BuildOptions(("cpu", "vulkan"), all_variants=True, openmp=False, jobs=3, source=Path("/x"))
+    expected = BuildOptions(("cpu", "vulkan"), all_variants=True, openmp=True, jobs=3, source=Path("/x"))
     assert options == expected
 
 

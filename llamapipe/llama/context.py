@@ -30,6 +30,9 @@ CACHE_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_0
                "q4_0": "Q4_0", "q4_1": "Q4_1", "iq4_nl": "IQ4_NL"}  # fmt: skip
 _FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _INT32_MAX = 2**31 - 1
+# How long idle compute threads spin for the next graph, 0 to 100: 2 is about ten milliseconds, longer than the pause
+# between two steps and short enough not to be in the way of others.
+_POLL = 2
 
 
 def default_n_threads() -> int:
@@ -142,7 +145,7 @@ class Context:
         model.adopt(self)
         try:
             drain_log(self._native)
-            new = lib.lp_context_new(handle, params)
+            new = lib.lp_context_new(handle, params, _POLL)
             problems = drain_log(self._native)
             if new == ffi.NULL:
                 reason = "; ".join(problems[-2:]) or last_error(self._native)
@@ -333,7 +336,7 @@ class Context:
         if self._handle is None or self._pid != os.getpid():
             return
         handle, self._handle = self._handle, None
-        self._native.lib.llama_free(handle)
+        self._native.lib.lp_context_free(handle)
         self.model.release(self)
 
     def __enter__(self) -> Context:

@@ -15,7 +15,8 @@ int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int 
                   bool remove_special, bool unparse_special);
 int lp_piece(const struct llama_vocab * vocab, int32_t token, char * bytes, int n_max, bool special);
 
-struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params);
+struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll);
+void lp_context_free(struct llama_context * ctx);
 int lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
               const int32_t * seq_ids, const int8_t * outputs);
 int lp_logits(struct llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out);

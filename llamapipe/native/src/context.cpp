@@ -1,12 +1,36 @@
 // Contexts: creation, one decode from flat arrays, logits rows, memory operations.
 #include "guard.hpp"
+#include "threads.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
-llama_context * lp_context_new(llama_model * model, const llama_context_params * params) {
+llama_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll) {
     lp::set_error("llama.cpp could not create the context");
-    return lp::guard((llama_context *) nullptr, [&] { return llama_init_from_model(model, *params); });
+    llama_context * ctx =
+        lp::guard((llama_context *) nullptr, [&] { return llama_init_from_model(model, *params); });
+    const int n_threads = std::max(params->n_threads, params->n_threads_batch);
+    if (!ctx || n_threads < 2) {
+        return ctx;
+    }
+    const bool attached = lp::guard(false, [&] {
+        lp::attach_threads(ctx, n_threads, poll);
+        return true;
+    });
+    if (!attached) {
+        lp_context_free(ctx);
+        return nullptr;
+    }
+    return ctx;
+}
+
+void lp_context_free(llama_context * ctx) {
+    lp::guard(0, [&] {
+        llama_free(ctx);
+        lp::free_threads(ctx);
+        return 0;
+    });
 }
 
 int lp_decode(llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,

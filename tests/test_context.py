@@ -506,5 +506,5 @@ def test_dropped_without_close_they_warn(tiny: lp.Model) -> None:
         del context
     # What was dropped is not freed behind the user's back; this test has to.
     tiny._children.clear()
-    native.lib.llama_free(context_handle)
+    native.lib.lp_context_free(context_handle)
     native.lib.llama_model_free(handle)

@@ -12,6 +12,7 @@ import struct
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -284,14 +285,15 @@ class TestCancel:
         engine = make_engine(n_batch=8, n_ubatch=8)
         prompt = engine.model.tokenize(PROMPT)[:20]
         with Gate(engine) as gate:
-            call = Worker(engine.generate, [prompt, prompt], greedy(None), timeout=0.2)
+            call = Worker(engine.generate, [prompt, prompt], greedy(None), timeout=0.3)
             gate.wait()
-            gate.step(n_steps)
-            with pytest.raises(TimeoutError, match=r"0\.2 s"):
+            n_let_through = gate.step(n_steps, call.is_alive)
+            with pytest.raises(TimeoutError, match=r"0\.3 s"):
                 call.result()
             gate.open()
             stats = engine.stats()
-            assert (stats.steps, stats.n_active, stats.n_queued) == (n_steps + 1, 0, 0)
+            assert (stats.n_active, stats.n_queued) == (0, 0)
+            assert stats.steps <= n_let_through + 1
 
     def test_timeout_zero(self, engine: lp.Engine) -> None:
         with pytest.raises(TimeoutError):
@@ -361,9 +363,12 @@ class TestQueue:
         """Room comes in the moment the first of two waiting threads gives up; the second must hear of it."""
         queue = QueueLimit(1)
         queue.enter_at_once()
-        deadline = perf_counter() + 0.05
-        first = Worker(queue.enter, deadline)
-        wait_until(lambda: len(queue._room._waiters) == 1)  # type: ignore[attr-defined]
+        n_waiting = 0
+        while not n_waiting:  # again when the machine was so slow that it gave up before it waited
+            deadline = perf_counter() + 0.1
+            first = Worker(queue.enter, deadline)
+            while not n_waiting and first.is_alive():
+                n_waiting = len(queue._room._waiters)  # type: ignore[attr-defined]
         second = Worker(queue.enter, None)
         wait_until(lambda: len(queue._room._waiters) == 2)  # type: ignore[attr-defined]
         with queue._room:  # keeps the first from taking itself off the list
@@ -552,17 +557,15 @@ class TestSharing:
         all_results(workers)
         assert engine.stats().steps == 10
 
-    def test_window_brings_threads_together(self, make_engine: MakeEngine) -> None:
-        """Threads that ask again and again for one token: without the window each would get steps of its own."""
-        engine = make_engine(n_seq_max=4, batch_window_us=500_000)
-        n = 40
-
-        barrier = threading.Barrier(4)
-
-        def ask() -> None:
-            barrier.wait()
-            for _ in range(n):
-                engine.generate(PROMPT, greedy(1))
-
-        all_results([Worker(ask) for _ in range(4)])
-        assert n <= engine.stats().steps <= 2 * n
+    def test_idle_engine_waits_a_moment_for_company(self, make_engine: MakeEngine) -> None:
+        """A second request that comes within the window shares every step with the one that woke the engine."""
+        n_steps: list[int] = []
+        while len(n_steps) < 3 and 20 not in n_steps:  # more than once only when the machine stands still
+            engine = make_engine(n_seq_max=4, batch_window_us=1_000_000)
+            n_known = partial(getattr, engine._decoder, "_n_requests")  # stats() would wake it before
+            first = Worker(engine.generate, PROMPT, greedy(20))
+            wait_until(n_known)
+            second = Worker(engine.generate, PROMPT, greedy(20))
+            assert len({out.text for out in all_results([first, second])}) == 1
+            n_steps.append(engine.stats().steps)
+        assert 20 in n_steps

@@ -129,7 +129,9 @@ class TestStream:
             first = await anext(slow)
             outs = await engine.agenerate([OTHER] * 3, greedy(200))
             assert len(outs) == 3
-            await in_thread(wait_until, lambda: engine.stats().n_tokens_generated == 600 + 1 + BUFFER_TOKENS)
+            # It pauses 64 tokens ahead, or one later if the first was read before that.
+            await in_thread(wait_until, lambda: engine.stats().n_tokens_generated >= 600 + BUFFER_TOKENS)
+            assert (await in_thread(engine.stats)).n_tokens_generated <= 600 + BUFFER_TOKENS + 1
             assert engine.stats().n_active == 1
             assert [*first.token_ids, *await tokens_of(slow)] == expected
 
@@ -183,10 +185,10 @@ class TestCancel:
                 elif call == "wait_for":
                     work = impatient()
                 else:
-                    work = engine.agenerate(ids, greedy(None), timeout=0.2)
+                    work = engine.agenerate(ids, greedy(None), timeout=0.3)
                 task = asyncio.ensure_future(work)
                 await in_thread(gate.wait)
-                await in_thread(gate.step, n_steps)
+                n_let_through = await in_thread(gate.step, n_steps, lambda: not task.done())
                 if call in ("wait_for", "timeout"):
                     stop_waiting.set()
                     with pytest.raises((TimeoutError, asyncio.TimeoutError)):
@@ -195,7 +197,8 @@ class TestCancel:
                     await cancel_task(task)
                 gate.open()
                 stats = engine.stats()
-                assert (stats.steps, stats.n_active, stats.n_queued) == (n_steps + 1, 0, 0)
+                assert (stats.n_active, stats.n_queued) == (0, 0)
+                assert stats.steps <= n_let_through + 1
 
         run(main())
         engine.check_integrity()
@@ -288,12 +291,11 @@ class TestCancel:
 
         async def main() -> None:
             for n, ends in ((None, True), (20, False)):
-                generated = engine.stats().n_tokens_generated
-                started = perf_counter()
-                stream = engine.astream(PROMPT, greedy(n), timeout=0.1)
+                n_before = engine.stats().n_tokens_generated
+                stream = engine.astream(PROMPT, greedy(n), timeout=PATIENCE_S)
                 await anext(stream)
-                await in_thread(wait_until, lambda g=generated: engine.stats().n_tokens_generated >= g + 20)
-                await in_thread(wait_until, lambda t=started: perf_counter() > t + 0.1)
+                await in_thread(wait_until, lambda n=n_before: engine.stats().n_tokens_generated >= n + 20)
+                stream._deadline = perf_counter()  # it passes now
                 if ends:
                     with pytest.raises(TimeoutError):
                         await anext(stream)
@@ -505,7 +507,7 @@ class TestLoops:
             await anext(stream)
             streams.append(stream)
             if not running:
-                await in_thread(wait_until, lambda: engine.stats().n_tokens_generated == BUFFER_TOKENS + 1)
+                await in_thread(wait_until, lambda: engine.stats().n_tokens_generated >= BUFFER_TOKENS)
 
         run(main())
         outs = engine.generate([OTHER] * 4, greedy(100))

@@ -105,9 +105,16 @@ def _check_cuda_headers(nvcc: str) -> None:
 def _vulkan(machine: Machine) -> Accelerator:
     sdk = os.environ.get("VULKAN_SDK", "")
     flags = [f"-I{sdk}/include"] if sdk else []
-    header = machine.preprocess(flags, "#include <vulkan/vulkan.hpp>\nversion VK_HEADER_VERSION\n")
+    program = "#include <vulkan/vulkan.hpp>\nfound VK_EXT_layer_settings VK_HEADER_VERSION\n"
+    header = machine.preprocess(flags, program)
     if header is None:
         raise BuildError("the Vulkan headers are missing (no vulkan/vulkan.hpp)", install_command("vulkan"))
+    if "found VK_EXT_layer_settings" in header:  # not replaced by a number: not defined
+        raise BuildError(
+            "the Vulkan headers are too old: llama.cpp needs VK_EXT_layer_settings"
+            f" (these are version {header.split()[-1]} of theirs; 309 is new enough)",
+            "install the SDK from https://vulkan.lunarg.com/sdk/home and set VULKAN_SDK=/path/to/its/x86_64",
+        )
     glslc = shutil.which("glslc", path=str(Path(sdk) / "bin")) if sdk else None
     glslc = glslc or shutil.which("glslc")
     if glslc is None:
@@ -117,7 +124,7 @@ def _vulkan(machine: Machine) -> Accelerator:
         raise BuildError("the SPIR-V headers are missing (no spirv/unified1/spirv.hpp)", fix)
     identity = {
         "glslc": _output([glslc, "--version"]),
-        "headers": header.strip().splitlines()[-1],
+        "headers": header.split()[-1],
         "sdk": sdk,
     }
     return Accelerator("vulkan", ("-DGGML_VULKAN=ON", f"-DVulkan_GLSLC_EXECUTABLE={glslc}"), identity)

@@ -47,10 +47,13 @@ def make_tree(folder: Path) -> Path:
     return folder
 
 
-def make_vulkan_sdk(folder: Path, *, headers: bool = True, glslc: bool = True, spirv: bool = True) -> Path:
+def make_vulkan_sdk(
+    folder: Path, *, headers: bool = True, settings: bool = True, glslc: bool = True, spirv: bool = True
+) -> Path:
     """Write as much of a Vulkan SDK as the build looks at before it compiles."""
     if headers:
-        _write(folder / "include/vulkan/vulkan.hpp", "#define VK_HEADER_VERSION 999\n")
+        extension = "#define VK_EXT_layer_settings 1\n" if settings else ""
+        _write(folder / "include/vulkan/vulkan.hpp", f"#define VK_HEADER_VERSION 999\n{extension}")
     if spirv:
         _write(folder / "include/spirv/unified1/spirv.hpp", "\n")
     if glslc:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 from bad_values import FLAGS, INF, INTEGERS, NAN, NUMBERS, TOKENS, Bad, names
 from gguf_models import tiny_model
@@ -578,6 +580,46 @@ for path in ("secret.gguf", "closed/inside.gguf", "open.gguf"):
         "closed/inside.gguf cannot be read: no permission; change its mode or owner",
         "loaded 512",
     ]
+
+
+def damaged(path: Path, damage: Callable[[npt.NDArray[Any]], None]) -> Path:
+    """A model whose head is sound and whose weights are not."""
+    tiny_model(path)
+    for tensor in gguf.GGUFReader(path, "r+").tensors:
+        damage(tensor.data)
+    return path
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    path = damaged(tmp_path / "nan.gguf", lambda data: data.fill(NAN))
+    with lp.Model(path) as model, lp.Engine(model, n_ctx=64, n_seq_max=2, n_threads=1) as engine:
+        for params in (GREEDY, lp.SamplingParams(max_tokens=4), lp.SamplingParams(repeat_penalty=1.5)):
+            for call in (*LISTS.values(), SINGLE["stream"], SINGLE["astream"], SINGLE["start"]):
+                with pytest.raises(
+                    lp.errors.DecodeError, match=r"finite; the model or its weights are damaged$"
+                ):
+                    call(engine, "hello", params)
+        engine.check_integrity()
+        assert (engine.stats().n_active, engine.stats().n_queued) == (0, 0)
+
+
+def test_weights_of_random_bytes(tmp_path: Path) -> None:
+    """They load: nothing in them tells. Whatever comes out, it is tokens or a DecodeError."""
+    rng = np.random.default_rng(5)
+
+    def scramble(data: npt.NDArray[Any]) -> None:
+        data.view(np.uint8)[...] = rng.integers(0, 256, data.view(np.uint8).shape, np.uint8)
+
+    for n in range(5):
+        with (
+            lp.Model(damaged(tmp_path / f"{n}.gguf", scramble)) as model,
+            lp.Engine(model, n_ctx=64, n_seq_max=2, n_threads=1) as engine,
+        ):
+            try:
+                tokens = engine.generate("hello", GREEDY).token_ids
+            except lp.errors.DecodeError:
+                continue
+            assert all(0 <= token < 512 for token in tokens)
 
 
 # ---- a callback that raises

@@ -71,6 +71,15 @@ def test_rows_are_those_that_were_asked_for(context: Context) -> None:
     assert context.logits(3) is not context.logits(3)
 
 
+def test_a_batch_without_outputs(context: Context) -> None:
+    context.decode(Batch([5, 6], [0, 1], [0, 0], [False, False]))
+    with pytest.raises(ValueError, match="not an output"):
+        context.logits(1)
+    with_pause = logits_after(context, [7])
+    context.clear()
+    np.testing.assert_allclose(logits_after(context, [5, 6, 7]), with_pause, atol=2e-3)
+
+
 def test_logits_before_anything_was_decoded(context: Context) -> None:
     with pytest.raises(ValueError, match="not an output"):
         context.logits(0)

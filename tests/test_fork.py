@@ -221,6 +221,27 @@ with lp.Engine(model, n_ctx=64, n_threads=2) as threaded:
     assert lines == ["True", "True", "0"]
 
 
+def test_a_child_with_a_context_of_its_own(tiny: lp.Model) -> None:
+    """On the thread that computed in the parent: nothing of that may be taken for the child's."""
+    lines = run(
+        """
+def child():
+    with lp.Model(sys.argv[1]) as own, Context(own, n_ctx=64, n_threads=3) as mine:
+        mine.decode(Batch.of_tokens([5, 6, 7]))
+        say(float(mine.logits(2)[5]) == logit)
+    sys.exit(0)
+
+with Context(model, n_ctx=64, n_threads=3) as context:
+    context.decode(Batch.of_tokens([5, 6, 7]))
+    logit = float(context.logits(2)[5])
+    say(child_of(child))
+    context.decode(Batch.of_tokens([8], 3))
+""",
+        tiny.path,
+    )
+    assert lines == ["True", "0"]
+
+
 def test_a_fork_while_another_thread_holds_a_lock(tiny: lp.Model) -> None:
     """It is held for ever in the child, where nothing may wait for it."""
     lines = run(

@@ -295,6 +295,19 @@ class TestCancel:
             assert (stats.n_active, stats.n_queued) == (0, 0)
             assert stats.steps <= n_let_through + 1
 
+    def test_timeout_while_queued(self, make_engine: MakeEngine) -> None:
+        """What never got a slot never gets a step."""
+        engine = make_engine(n_seq_max=1)
+        with Gate(engine) as gate:
+            busy = Worker(engine.generate, OTHER, greedy(3))
+            gate.wait()
+            with pytest.raises(TimeoutError):
+                engine.generate([PROMPT] * 3, greedy(None), timeout=0.01)
+            gate.open()
+            assert len(busy.result().token_ids) == 3
+        stats = engine.stats()
+        assert (stats.steps, stats.n_active, stats.n_queued) == (3, 0, 0)
+
     def test_timeout_zero(self, engine: lp.Engine) -> None:
         with pytest.raises(TimeoutError):
             engine.generate(PROMPT, greedy(None), timeout=0)

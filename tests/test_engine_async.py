@@ -480,6 +480,21 @@ class TestClose:
 
             run(main())
 
+    def test_blocking_close_in_the_event_loop(self, make_engine: MakeEngine) -> None:
+        """It needs nothing of the loop that it blocks."""
+        engine = make_engine(n_seq_max=2)
+
+        async def main() -> None:
+            tasks = [asyncio.ensure_future(engine.agenerate(PROMPT, greedy(20))) for _ in range(4)]
+            streams = [engine.astream(PROMPT, greedy(200)) for _ in range(2)]
+            first = [await anext(stream) for stream in streams]
+            engine.close()
+            assert [(await task).finish_reason for task in tasks] == ["length"] * 4
+            assert [len(await tokens_of(stream)) for stream in streams] == [199] * 2
+            assert len(first) == 2
+
+        run(main())
+
 
 class TestLoops:
     def test_two_at_once(self, engine: lp.Engine, loop: PlainLoop) -> None:

@@ -62,8 +62,14 @@ bool better(const llama_token_data & a, const llama_token_data & b) {
 }  // namespace
 
 int32_t lp::argmax(const float * logits, int n) {
-    const float top = largest(logits, n);
-    if (!std::isfinite(top)) {
+    float top = largest(logits, n);
+    if (top == -none) {  // damaged: only what is finite counts, as for every other way of choosing
+        top = none;
+        for (int i = 0; i < n; i++) {
+            top = std::isfinite(logits[i]) && logits[i] > top ? logits[i] : top;
+        }
+    }
+    if (top == none) {
         return -1;
     }
     int i = next_above(logits, 0, n, std::nextafter(top, none));

@@ -7,7 +7,7 @@
 
 namespace lp {
 
-// Index of the largest logit, the lowest such index on ties; -1 when no logit is finite or above minus infinity.
+// Index of the largest finite logit, the lowest such index on ties; -1 when no logit is finite.
 int32_t argmax(const float * logits, int n);
 
 // The k largest finite logits in descending order, on ties the lower id first. out is reused.

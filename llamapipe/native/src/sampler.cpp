@@ -15,6 +15,38 @@
 #include <unordered_map>
 #include <vector>
 
+namespace {
+
+const char * likely_name(const llama_sampler *) { return "likely"; }
+
+// Drops what has no probability in float32, before a sampler that takes the logarithm of it: no such token would be kept
+// anyway, but the sum of all is not a number then.
+void keep_likely(llama_sampler *, llama_token_data_array * a) {
+    float top = a->data[0].logit;
+    for (size_t i = 1; i < a->size; i++) {
+        top = std::max(top, a->data[i].logit);
+    }
+    size_t n = 0;
+    for (size_t i = 0; i < a->size; i++) {
+        if (a->data[i].logit >= top - 80.0f) {
+            a->data[n++] = a->data[i];
+        }
+    }
+    a->size = n;
+}
+
+llama_sampler * likely() {
+    static llama_sampler_i interface = [] {
+        llama_sampler_i i = {};
+        i.name            = likely_name;
+        i.apply           = keep_likely;
+        return i;
+    }();
+    return llama_sampler_init(&interface, nullptr);
+}
+
+}  // namespace
+
 struct lp_sampler {
     struct chain_free {
         void operator()(llama_sampler * s) const { llama_sampler_free(s); }
@@ -82,6 +114,7 @@ struct lp_sampler {
             float & l = row[token];
             l         = l <= 0 ? l * repeat : l / repeat;
             l -= (float) count * frequency + presence;
+            l = std::min(l, 1e8f);  // llama.cpp sorts by a rounded multiple of it, an int
         }
         return row.data();
     }
@@ -178,7 +211,11 @@ int lp_sampler_add_top_k(lp_sampler * s, int k) {
 }
 
 int lp_sampler_add_typical(lp_sampler * s, float p) {
-    return lp::guard(LP_ERROR, [&] { s->add(llama_sampler_init_typical(p, 1)); return 0; });
+    return lp::guard(LP_ERROR, [&] {
+        s->add(likely());
+        s->add(llama_sampler_init_typical(p, 1));
+        return 0;
+    });
 }
 
 int lp_sampler_add_top_p(lp_sampler * s, float p) {

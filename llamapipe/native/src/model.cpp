@@ -1,6 +1,44 @@
 // Backends, models and vocabularies: llama.cpp's calls that allocate or throw, behind the guard.
 #include "guard.hpp"
 
+#include <pthread.h>
+#include <string>
+
+namespace {
+
+// Some vocabularies split text with std::regex, which recurses once for each character of a run: some 320 bytes of
+// stack a character were seen, and a thread's usual 8 MiB end at 26,000 of them with SIGSEGV.
+constexpr int    short_text      = 4096;
+constexpr size_t bytes_each_char = 1024;
+constexpr size_t bytes_at_least  = 16u << 20;
+
+struct tokenize_job {
+    const llama_vocab * vocab;
+    const char *        text;
+    int                 n_bytes;
+    int32_t *           tokens;
+    int                 n_max;
+    bool                add_special, parse_special;
+    int                 result;
+    std::string         error;
+
+    void run() {
+        result = lp::guard(INT32_MIN, [&] {
+            lp::set_error("more tokens than fit an int32");
+            return (int) llama_tokenize(vocab, text, n_bytes, tokens, n_max, add_special, parse_special);
+        });
+    }
+};
+
+void * tokenize_on_thread(void * data) {
+    auto * job = (tokenize_job *) data;
+    job->run();
+    lp::guard(0, [&] { job->error = lp_last_error(); return 0; });
+    return nullptr;
+}
+
+}  // namespace
+
 int lp_load_backends(const char * folder) {
     return lp::guard(LP_ERROR, [&] {
         ggml_backend_load_all_from_path(folder);
@@ -15,10 +53,25 @@ llama_model * lp_model_load(const char * path, const llama_model_params * params
 
 int lp_tokenize(const llama_vocab * vocab, const char * text, int n_bytes, int32_t * tokens, int n_max,
                 bool add_special, bool parse_special) {
-    return lp::guard(INT32_MIN, [&] {
-        lp::set_error("more tokens than fit an int32");
-        return (int) llama_tokenize(vocab, text, n_bytes, tokens, n_max, add_special, parse_special);
-    });
+    tokenize_job job = { vocab, text, n_bytes, tokens, n_max, add_special, parse_special, INT32_MIN, "" };
+    if (n_bytes <= short_text) {
+        job.run();
+        return job.result;
+    }
+    // The stack is only reserved: what is not touched costs no memory.
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, bytes_at_least + bytes_each_char * (size_t) n_bytes);
+    pthread_t  thread;
+    const bool started = pthread_create(&thread, &attributes, tokenize_on_thread, &job) == 0;
+    pthread_attr_destroy(&attributes);
+    if (!started) {
+        lp::set_error("no thread with a stack for a text of this length could be started; split the text");
+        return INT32_MIN;
+    }
+    pthread_join(thread, nullptr);
+    lp::set_error(job.error.c_str());
+    return job.result;
 }
 
 int lp_detokenize(const llama_vocab * vocab, const int32_t * tokens, int n_tokens, char * text, int n_max,

@@ -315,7 +315,7 @@ class TestTrimAndAppend:
 
     @pytest.mark.parametrize("tokens", [[-1], [512], [2**40]])
     def test_append_unknown_tokens(self, engine: lp.Engine, tokens: list[int]) -> None:
-        with engine.start(PROMPT) as generation:
+        with engine.start(PROMPT, greedy(5)) as generation:
             with pytest.raises(ValueError, match=str(tokens[0])):
                 generation.append(tokens)
             assert len(take(generation, 2)) == 2

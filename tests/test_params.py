@@ -1,0 +1,171 @@
+"""SamplingParams as values: limits, equality, hashing, copies and pickles. Bad values: test_bad_input."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from math import inf, nextafter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamapipe import SamplingParams
+
+make: Callable[..., SamplingParams] = SamplingParams
+INT32_MAX = 2**31 - 1
+INTEGERS = {
+    "max_tokens": (1, INT32_MAX),
+    "top_k": (0, INT32_MAX),
+    "repeat_last_n": (-1, INT32_MAX),
+    "seed": (0, 2**64 - 1),
+}
+NUMBERS = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "repeat_penalty": (1e-6, 1e6),
+    "presence_penalty": (-1e6, 1e6),
+    "frequency_penalty": (-1e6, 1e6),
+}
+OPTIONAL = ("max_tokens", "seed", "logit_bias")
+FIELDS = {f.name for f in dataclasses.fields(SamplingParams)}
+
+tokens = st.integers(0, INT32_MAX)
+values = {
+    **{name: st.integers(*limits) for name, limits in INTEGERS.items()},
+    **{name: st.floats(*limits) for name, limits in NUMBERS.items()},
+    "logit_bias": st.dictionaries(tokens, st.floats(-1e6, 1e6) | st.just(-inf), max_size=4),
+    "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
+    "stop_token_ids": st.lists(tokens, max_size=3).map(tuple),
+    "ignore_eos": st.booleans(),
+}
+for optional in OPTIONAL:
+    values[optional] |= st.none()
+options = st.fixed_dictionaries({}, optional=values)
+
+
+class TestLimits:
+    def test_every_field_has_its_test(self) -> None:
+        assert values.keys() == FIELDS
+
+    @pytest.mark.parametrize("name", INTEGERS)
+    def test_integers(self, name: str) -> None:
+        low, high = INTEGERS[name]
+        for value in (low, high, np.int64(low), np.uint64(high)):
+            found = getattr(make(**{name: value}), name)
+            assert (found, type(found)) == (value, int)
+        for value in (low - 1, high + 1):
+            with pytest.raises(ValueError, match=f"^{name} is {value}; it must be from {low} to {high}$"):
+                make(**{name: value})
+
+    @pytest.mark.parametrize("name", NUMBERS)
+    def test_numbers(self, name: str) -> None:
+        low, high = NUMBERS[name]
+        for value in (low, high, np.float64(high), Fraction(1, 2), int(high)):
+            found = getattr(make(**{name: value}), name)
+            assert (found, type(found)) == (value, float)
+        for value in (nextafter(low, -inf), nextafter(high, inf)):
+            with pytest.raises(
+                ValueError, match=rf"^{name} is .*; it must be from {low:g} to {high:g}$".replace("+", r"\+")
+            ):
+                make(**{name: value})
+
+    def test_biases(self) -> None:
+        params = make(logit_bias={np.int32(5): np.float32(0.5), 0: -inf, INT32_MAX: 1e6, 7: -1e6})
+        assert params.logit_bias == {5: 0.5, 0: -inf, INT32_MAX: 1e6, 7: -1e6}
+        assert {type(v) for item in params.logit_bias.items() for v in item} == {int, float}
+
+    @pytest.mark.parametrize("name", OPTIONAL)
+    def test_none(self, name: str) -> None:
+        assert getattr(make(**{name: None}), name) is None
+
+    @pytest.mark.parametrize("stop", ["END", ["END"], ("END",), iter(["END"]), {"END"}])
+    def test_one_stop_string_or_several(self, stop: Any) -> None:
+        assert SamplingParams(stop=stop).stop == ("END",)
+
+    def test_the_order_of_stop_strings_is_kept(self) -> None:
+        assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a", "b")
+
+
+class TestValues:
+    @given(given=options)
+    def test_are_what_was_given(self, given: dict[str, Any]) -> None:
+        params = make(**given)
+        assert {name: getattr(params, name) for name in given} == given
+        for name in FIELDS - given.keys():
+            assert getattr(params, name) == getattr(SamplingParams(), name)
+
+    @given(given=options)
+    def test_equal_ones_are_interchangeable(self, given: dict[str, Any]) -> None:
+        a, b = make(**given), make(**given)
+        assert a == b
+        assert hash(a) == hash(b)
+        assert {a: 1}[b] == 1
+        assert repr(a) == repr(b)
+
+    @given(given=options, name=st.sampled_from(sorted(FIELDS)), data=st.data())
+    def test_any_field_makes_a_difference(
+        self, given: dict[str, Any], name: str, data: st.DataObject
+    ) -> None:
+        params = make(**given)
+        other = data.draw(values[name])
+        changed = make(**vars(params) | {name: other})
+        assert (changed == params) == (other == getattr(params, name))
+        assert getattr(changed, name) == other
+
+    @given(given=options)
+    def test_survive_copies_and_pickles(self, given: dict[str, Any]) -> None:
+        params = make(**given)
+        copies = [copy.copy(params), copy.deepcopy(params), dataclasses.replace(params)]
+        copies += [pickle.loads(pickle.dumps(params, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)]
+        for found in copies:
+            assert found == params
+            assert hash(found) == hash(params)
+            assert type(found.logit_bias) is type(params.logit_bias)
+
+    def test_a_pickle_is_checked(self) -> None:
+        """What comes from elsewhere is no more to be trusted than what is typed."""
+        data = pickle.dumps(SamplingParams(top_k=1234))
+        good, bad = (n.to_bytes(2, "little") for n in (1234, 1235))
+        assert pickle.loads(data.replace(good, bad)).top_k == 1235
+        with pytest.raises(ValueError, match="temperature"):
+            pickle.loads(pickle.dumps(SamplingParams(temperature=0.5), 0).replace(b"F0.5", b"F-0.5"))
+
+    def test_the_order_of_biases_makes_no_difference(self) -> None:
+        a, b = SamplingParams(logit_bias={1: 2, 3: 4}), SamplingParams(logit_bias={3: 4.0, 1: 2.0})
+        assert a == b
+        assert hash(a) == hash(b)
+
+
+class TestFrozen:
+    @pytest.mark.parametrize("name", sorted(FIELDS))
+    def test_no_field_can_be_changed(self, name: str) -> None:
+        params = SamplingParams()
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(params, name, getattr(params, name))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            delattr(params, name)
+
+    def test_what_was_given_can_be(self) -> None:
+        biases, stops, ids = {1: 2.0}, ["a"], [5]
+        params = SamplingParams(logit_bias=biases, stop=stops, stop_token_ids=ids)
+        biases[3], biases[1] = 4.0, 0.0
+        stops.append("b")
+        ids.append(6)
+        assert (params.logit_bias, params.stop, params.stop_token_ids) == ({1: 2.0}, ("a",), (5,))
+
+    def test_biases_can_only_be_read(self) -> None:
+        biases: Any = SamplingParams(logit_bias={1: 2.0}).logit_bias
+        with pytest.raises(TypeError):
+            biases[1] = 3.0
+
+    def test_every_field_is_described(self) -> None:
+        assert SamplingParams.__doc__ is not None
+        assert [name for name in FIELDS if f"``{name}``" not in SamplingParams.__doc__] == []

@@ -351,6 +351,7 @@ def test_a_context_needs_a_model(model: Any) -> None:
 
 # ---- Context: more than the machine has
 _LIMITED = """
+import ctypes
 import resource
 import llamapipe as lp
 from llamapipe.llama import Batch, Context
@@ -363,6 +364,9 @@ def limit(more_mib):
     resource.setrlimit(resource.RLIMIT_AS, (soft, before[1]))
 
 before = resource.getrlimit(resource.RLIMIT_AS)
+# M_ARENA_MAX 1, M_MMAP_THRESHOLD: what the allocator keeps or reserves for threads would pass by the limit.
+for option, value in ((-8, 1), (-3, 65536)):
+    getattr(ctypes.CDLL(None), "mallopt", lambda *_: 1)(option, value)
 """
 
 needs_limits = pytest.mark.skipif(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 import threading
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 from control import PATIENCE_S, Worker, all_results, wait_until
 from fakes import N_VOCAB, FakeContext, FakeSampler, Launch, continuation
+from run_script import run_script
 
+import llamapipe as lp
 from llamapipe.engine import decoder as decoder_module
 from llamapipe.engine.decoder import Decoder
 from llamapipe.engine.generation import Generation
@@ -614,6 +617,26 @@ class TestAsk:
             desk.close(drain)
             assert min(all_results(workers)) >= 0
             assert {a.result().finish_reason for a in answers} <= {"length", "cancelled"}
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork()")
+    def test_in_a_forked_child_even_while_the_parent_was_asking(self, tiny: lp.Model) -> None:
+        """A lock that some thread of the parent held is held in the child for ever."""
+        program = """
+import os, signal, llamapipe as lp
+with lp.Model(sys.argv[1]) as model, lp.Engine(model, n_ctx=64, n_threads=1) as engine:
+    with engine._decoder._lock:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            try:
+                engine.stats()
+            except lp.errors.EngineClosedError:
+                os._exit(0)
+            os._exit(1)
+    say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+        # Newer Pythons warn at each fork of a process with threads.
+        assert run_script(program, tiny.path, flags=("-W", "ignore::DeprecationWarning")) == "0\n"
 
 
 class TestWindow:

@@ -41,6 +41,7 @@ class Bench:
         self.scheduler = Scheduler(n_slots, n_ctx, n_cells, n_batch, n_ubatch, filler)
         self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
         self.n_added = 0
+        self.n_full = 0  # launches that found no cells
         self.n_held = 0  # requests in a slot at the last launch
 
     def add(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
@@ -68,6 +69,7 @@ class Bench:
         try:
             self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
         except ContextFullError as error:
+            self.n_full += 1
             if self.scheduler.relieve() is None:
                 self.scheduler.abort(plan, error)
         except DecodeError as error:
@@ -521,6 +523,7 @@ class TestPreemption:
         assert [r.state for r in (a, b, c)] == [State.RUNNING, State.RUNNING, State.WAITING]
         bench.run()
         assert bench.scheduler.n_preempted >= 2
+        assert bench.n_full == 0  # it is known before it happens
         assert_done(a, b, c, n_ctx=32)
 
     def test_paused_requests_give_their_cells_up_before_running_ones(self) -> None:
@@ -566,6 +569,38 @@ class TestPreemption:
         assert bench.scheduler.relieve() is None
         bench.run()
         assert_done(a, b)
+
+    def test_a_prompt_may_take_the_last_cell(self) -> None:
+        bench = Bench(n_slots=2, n_ctx=32, n_cells=40, n_batch=64)
+        a, b = bench.add(n_prompt=20), bench.add(n_prompt=20)
+        assert fed(bench.step()) == [(a, 20), (b, 20)]
+        assert fed(bench.step()) == [(a, 1)]  # there is none left for the newer one
+        bench.run()
+        assert_done(a, b, n_ctx=32)
+
+    def test_after_relief_by_a_paused_one_others_may_come(self) -> None:
+        bench = Bench(n_slots=3)
+        a, b = bench.add(limit=1), bench.add(max_tokens=20)
+        bench.step()
+        bench.context.failures[bench.context.n_launches] = ContextFullError("injected")
+        bench.step()
+        assert (a.state, b.state) == (State.WAITING, State.RUNNING)
+        c = bench.add()
+        assert fed(bench.step()) == [(b, 1), (c, 4)]
+        bench.run()
+        assert_done(b, c)
+
+    def test_after_relief_by_a_running_one_somebody_must_leave_first(self) -> None:
+        bench = Bench(n_slots=3)
+        a, b = bench.add(), bench.add()
+        bench.context.failures[1] = ContextFullError("injected")
+        bench.steps(2)
+        c = bench.add()
+        for _ in range(4):
+            assert fed(bench.step()) == [(a, 1)]
+        assert fed(bench.step()) == [(b, 5), (c, 4)]
+        bench.run()
+        assert_done(a, b, c)
 
     def test_fewer_cells_than_promised_still_serve_everyone(self) -> None:
         """Some memories (sliding windows) run out earlier than their size says; nothing may turn in circles then."""
@@ -794,11 +829,15 @@ class TestFillers:
         assert_done(a, b, c, d)
 
     def test_a_failed_step_leaves_no_filler_behind(self) -> None:
-        bench = self.bench()
-        bench.add(), bench.add(max_tokens=1), bench.add()
+        bench = self.bench(n_slots=5)
+        for max_tokens in (5, 1, 5, 5):
+            bench.add(max_tokens=max_tokens)
         bench.step()
         bench.context.failures[bench.context.n_launches] = DecodeError("injected")
-        bench.step()
+        plan = bench.step()
+        assert plan is not None
+        assert plan.seq_ids == [0, 1, 2, 3]
+        assert bench.context.sequences[1] == [FILLER]  # of the half that was computed
         d = bench.add()
         bench.run()
         assert_done(d)
@@ -967,6 +1006,7 @@ class Machine(RuleBasedStateMachine):
             recurrent=kind == "recurrent",
         )
         self.callers: list[Caller] = []
+        self.n_injected = 0
 
     def choose(self, data: st.DataObject, callers: Sequence[Caller]) -> Caller:
         return callers[data.draw(st.integers(0, len(callers) - 1))]
@@ -1046,6 +1086,7 @@ class Machine(RuleBasedStateMachine):
         context = self.bench.context
         context.failures[context.n_launches] = error
         plan = self.bench.step()
+        self.n_injected += isinstance(error, ContextFullError) and plan is not None
         context.failures.clear()
         for caller in self.callers:
             if plan is not None and caller.request in [r for r, _ in plan.fed]:
@@ -1058,6 +1099,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.bench.scheduler.check_integrity()
         assert set(self.bench.scheduler.live()) == {c.request for c in self.live}
+        assert self.bench.n_full == self.n_injected  # no step is planned for which cells are missing
         for caller in self.callers:
             caller.check(self.n_ctx)
 

@@ -379,10 +379,10 @@ class Scheduler:
         held = {r.slot: r.n_past for r in self._paused}
         first, last = plan.seq_ids[0], plan.seq_ids[-1]
         gaps = sorted(set(range(first, last)) - set(plan.seq_ids) - feeding)
-        if len(gaps) > len(plan.seq_ids) or any(held.get(slot, 0) >= self.n_ctx for slot in gaps):
+        if len(gaps) > len(plan.seq_ids):
             return
         for slot in gaps:
-            position = held.get(slot, 0)
+            position = held.get(slot, 0)  # below n_ctx: the last token of a full sequence is never fed
             i = slot - first - sum(1 for f in feeding if first < f < slot)
             plan.tokens.insert(i, filler)
             plan.positions.insert(i, position)

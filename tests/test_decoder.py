@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from control import PATIENCE_S, Worker, all_results, wait_until
-from fakes import N_VOCAB, FakeContext, FakeSampler, Launch, continuation
+from fakes import N_VOCAB, FakeContext, FakeSampler, continuation
 from run_script import run_script
 
 import llamapipe as lp
@@ -95,10 +95,6 @@ class Answer:
             raise result.error
         assert isinstance(result, Completion)
         return result
-
-    @property
-    def answered(self) -> bool:
-        return not self.mailbox._queue.empty()
 
     def check(self) -> None:
         """The result is what the request would have given alone."""
@@ -350,6 +346,13 @@ class TestFailedSteps:
         for answer in answers:
             answer.check()
         assert desk.decoder.ask(desk.decoder.stats).n_preempted == 3
+
+    def test_who_gave_way_goes_on_when_the_other_has_finished(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(failures={1: ContextFullError("injected")})
+        with desk.held():
+            answers = [desk.complete() for _ in range(2)]
+        for answer in answers:
+            answer.check()
 
     def test_no_cells_for_one_alone_is(self, make_desk: MakeDesk) -> None:
         desk = make_desk(failures={1: ContextFullError("injected")})
@@ -639,6 +642,25 @@ with lp.Model(sys.argv[1]) as model, lp.Engine(model, n_ctx=64, n_threads=1) as 
         assert run_script(program, tiny.path, flags=("-W", "ignore::DeprecationWarning")) == "0\n"
 
 
+class Clock:
+    """Jumps by a day at each look while ``fast``, so that every window is over when it begins; else it stands."""
+
+    fast = False
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 86400.0 if self.fast else 0.0
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The decoder's clock."""
+    clock = Clock()
+    monkeypatch.setattr(decoder_module, "perf_counter", clock)
+    return clock
+
+
 class TestWindow:
     """A window so long that a test which waits for its end fails."""
 
@@ -654,16 +676,19 @@ class TestWindow:
         desk.decoder.alone = False
         return desk, generation
 
-    def test_siblings_share_the_first_step(self, make_desk: MakeDesk) -> None:
-        desk, generation = self.waiting_desk(make_desk)
+    def assert_waits(self, desk: Desk, generation: Generation, n: int) -> None:
+        """A request waits for siblings: it runs in the same step as `n` - 1 others and the generation."""
         n_before = desk.context.n_launches
-        answers = [desk.complete(max_tokens=1) for _ in range(3)]
-        assert not any(a.answered for a in answers)
+        answers = [desk.complete(max_tokens=1) for _ in range(n)]
         next_token(desk, generation)
         for answer in answers:
             answer.check()
-        first: Launch = desk.context.launches[n_before]
-        assert sorted(set(first.seq_ids)) == [0, 1, 2, 3]
+        assert len(set(desk.context.launches[n_before].seq_ids)) == 1 + n
+        desk.idle()
+
+    def test_siblings_share_the_first_step(self, make_desk: MakeDesk) -> None:
+        desk, generation = self.waiting_desk(make_desk)
+        self.assert_waits(desk, generation, 3)
 
     def test_alone_there_is_nothing_to_wait_for(self, make_desk: MakeDesk) -> None:
         desk = make_desk(window_s=self.HOUR_S)
@@ -675,12 +700,15 @@ class TestWindow:
         for _ in range(3):
             next_token(desk, generation)
 
-    def test_questions_open_no_window(self, make_desk: MakeDesk) -> None:
-        desk = make_desk(window_s=self.HOUR_S)
-        desk.start()
+    def test_questions_open_no_window(self, make_desk: MakeDesk, clock: Clock) -> None:
+        """A window in vain would keep the next one from opening."""
+        desk, generation = self.waiting_desk(make_desk)
+        clock.fast = True
         for _ in range(3):
+            assert desk.decoder.ask(desk.decoder.stats).n_requests == 1
             desk.idle()
-            assert Worker(desk.decoder.ask, desk.decoder.stats).result().n_requests == 1
+        clock.fast = False
+        self.assert_waits(desk, generation, 1)
 
     @pytest.mark.parametrize("drain", [True, False])
     def test_closing_does_not_wait_for_siblings(self, make_desk: MakeDesk, drain: bool) -> None:
@@ -690,21 +718,7 @@ class TestWindow:
         assert answer.result().finish_reason == ("length" if drain else "cancelled")
         make_desk(window_s=self.HOUR_S).close(drain)
 
-    def test_waiting_in_vain_is_not_repeated_at_once(
-        self, make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        class Clock:
-            """Jumps by a day at each look while ``fast``, so that every window is over when it begins."""
-
-            fast = True
-            now = 0.0
-
-            def __call__(self) -> float:
-                self.now += 86400.0 if self.fast else 0.0
-                return self.now
-
-        clock = Clock()
-        monkeypatch.setattr(decoder_module, "perf_counter", clock)
+    def test_waiting_in_vain_is_not_repeated_at_once(self, make_desk: MakeDesk, clock: Clock) -> None:
         desk = make_desk(window_s=self.HOUR_S)
         for n_skipped in (1, 3, 7, 7):
             clock.fast = True
@@ -720,14 +734,8 @@ class TestWindow:
         for _ in range(7):
             desk.finish_one()
         # The eighth waits; a sibling makes windows worth their time again.
-        for n_siblings in (2, 1):
-            answers = [desk.complete(max_tokens=1) for _ in range(n_siblings)]
-            n_before = desk.context.n_launches
-            next_token(desk, generation)
-            for answer in answers:
-                answer.check()
-            assert len(set(desk.context.launches[n_before].seq_ids)) == 1 + n_siblings
-            desk.idle()
+        self.assert_waits(desk, generation, 2)
+        self.assert_waits(desk, generation, 1)
 
 
 def next_token(desk: Desk, generation: Generation) -> Token:
@@ -797,6 +805,16 @@ class TestKept:
             assert generation.finish_reason is None
             assert generation.next() is not None
             generation.cancel()
+
+    def test_text_held_for_a_stop_string_goes_with_what_is_cut(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        first, second = continuation(prompt_of(4), 2)[0]
+        generation = desk.start(stops=(f"{first} {second} ",))
+        for _ in range(3):
+            token = generation.next()
+            assert token is not None
+            assert (token.id, token.text) == (first, "")
+            generation.trim(4)
 
     def test_after_the_end_there_is_none(self, make_desk: MakeDesk) -> None:
         desk = make_desk()

@@ -270,6 +270,16 @@ class TestSteps:
         bench.run()
         assert_done(a)
 
+    def test_an_older_request_with_new_tokens_goes_before_newer_prompts(self) -> None:
+        bench = Bench(n_batch=16)
+        a = bench.add(max_tokens=1, keep=True)
+        bench.step()
+        b = bench.add(n_prompt=40)
+        bench.step()
+        bench.scheduler.append(a, [3] * 10)
+        bench.allow(a)
+        assert fed(bench.step()) == [(a, 11), (b, 5)]
+
     def test_nothing_to_do_is_no_step(self) -> None:
         bench = Bench()
         assert bench.step() is None
@@ -817,6 +827,17 @@ class TestFillers:
         assert (plan.seq_ids, plan.fillers) == ([0, 7], [])  # six gaps for two requests: not worth it
         bench.run()
         assert_done(*requests)
+
+    def test_as_many_fillers_as_requests(self) -> None:
+        bench = self.bench()
+        a, _, _, d = (bench.add(max_tokens=n) for n in (5, 1, 1, 5))
+        bench.step()
+        plan = bench.step()
+        assert plan is not None
+        assert plan.seq_ids == [0, 1, 2, 3]
+        assert plan.fillers == [(1, 0), (2, 0)]
+        bench.run()
+        assert_done(a, d)
 
     def test_a_request_takes_over_a_filled_slot(self) -> None:
         bench = self.bench()

@@ -126,7 +126,7 @@ class Stages:
         if 0 < self.top_k < len(row):
             sort()
             keep(np.arange(len(ids)) < self.top_k)
-        if self.typical < 1:
+        if np.float32(self.typical) < 1:  # llama.cpp's parameters are floats
             keep(logits > logits.max() - 70)  # the others have no probability
             sort()
             p = probabilities()
@@ -135,7 +135,7 @@ class Stages:
             keep(order)
             self.cut(probabilities(), self.typical, keep)
             apart(np.diff(score[order][: len(ids) + 1]), 0, 1e-5)  # in another order others would be kept
-        if self.top_p < 1:
+        if np.float32(self.top_p) < 1:
             sort()
             self.cut(probabilities(), self.top_p, keep)
         if self.min_p > 0:

@@ -37,8 +37,7 @@ class Recipe:
     @property
     def tuning(self) -> tuple[str, ...]:
         """Compiler flags for this machine's own instructions; none where the choice is made at run time."""
-        flag = self.compilers.native_flag
-        return (flag,) if flag and not self.options.all_variants else ()
+        return () if self.options.all_variants else self.compilers.native_flags
 
     def compiler_flags(self, language: str) -> list[str]:
         """What the user set for ``language`` (C or CXX), then ours."""

@@ -20,6 +20,10 @@ from native_build.workarounds import workaround_flags
 # The pinned llama.cpp asks for 3.14, its Vulkan backend for 3.19; older ones than 3.21 were not tried.
 MIN_CMAKE = (3, 21)
 
+# With these instructions ggml goes through half-precision rows 128 values at a time and takes what is left one by one:
+# that is all of an attention head of 64. Without them it is 64 at a time, with sums in single precision.
+_HALF_PRECISION = "#define __AVX512FP16__ 1"
+
 _CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std::string_view().empty() ? 0 : 1; }\n"
 
 
@@ -28,13 +32,13 @@ class Compilers:
     """The C and C++ compiler commands and what was found out about them.
 
     ``version`` changes when another compiler would be used, ``native_identity`` when this machine's instructions
-    (switched on by ``native_flag``) are others. ``workarounds``: flags that keep known faults out.
+    (switched on by ``native_flags``) are others. ``workarounds``: flags that keep known faults out.
     """
 
     c: tuple[str, ...]
     cxx: tuple[str, ...]
     version: str
-    native_flag: str = ""
+    native_flags: tuple[str, ...] = ()
     native_identity: str = ""
     workarounds: tuple[str, ...] = ()
 
@@ -55,8 +59,8 @@ def find_compilers() -> Compilers:
         )
     version = " / ".join(_first_line([*command, "--version"]) for command in (c, cxx))
     version += " / " + _first_line([*cxx, "-dumpmachine"])
-    flag, identity = _native(cxx)
-    return Compilers(c, cxx, version, flag, identity, workaround_flags(cxx))
+    flags, identity = _native(cxx)
+    return Compilers(c, cxx, version, flags, identity, workaround_flags(cxx))
 
 
 def _command(variable: str, names: Sequence[str], what: str) -> tuple[str, ...]:
@@ -72,13 +76,20 @@ def _command(variable: str, names: Sequence[str], what: str) -> tuple[str, ...]:
     raise BuildError(f"no {what} was found (looked for {', '.join(names)})", install_command("compiler"))
 
 
-def _native(cxx: Sequence[str]) -> tuple[str, str]:
-    """The flag for this machine's own instructions, and which those are (the macros the compiler then defines)."""
+def _native(cxx: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """The flags for this machine's own instructions, and which those are (the macros the compiler then defines)."""
     for flag in ("-march=native", "-mcpu=native"):
-        done = _try(cxx, [flag, "-x", "c++", "-E", "-dM", "-"], "")
-        if done.returncode == 0:
-            return flag, "\n".join(sorted(done.stdout.splitlines()))
-    return "", ""
+        macros = _macros(cxx, (flag,))
+        if _HALF_PRECISION in macros:
+            without = (flag, "-mno-avx512fp16")
+            return without, "\n".join(_macros(cxx, without))
+        if macros:
+            return (flag,), "\n".join(macros)
+    return (), ""
+
+
+def _macros(cxx: Sequence[str], flags: Sequence[str]) -> list[str]:
+    return sorted(_try(cxx, [*flags, "-x", "c++", "-E", "-dM", "-"], "").stdout.splitlines())
 
 
 def check_python_headers(include: Path | None = None) -> Path:

@@ -111,6 +111,8 @@ class FakeContext:
         self.n_samples = 0
         self.closed = False
         self._rows: dict[int, int] = {}  # of the last launch: output entry to what the model says
+        self._asked: tuple[Sequence[int], Sequence[Any]] = ((), ())  # of the last sample
+        self._sampled: list[int] | None = None  # from the last launch
         self._owner: int | None = None
 
     def __repr__(self) -> str:
@@ -141,6 +143,7 @@ class FakeContext:
         n = self.n_launches
         self.n_launches += 1
         self._rows = {}
+        self._sampled = None
         self.before_launch(n)
         batch = Launch(list(tokens), list(positions), list(seq_ids), list(outputs))
         self._check(batch)
@@ -155,6 +158,17 @@ class FakeContext:
         self._rows = self._store(batch, len(tokens))
         self.launches.append(batch)
 
+    def launch_again(self) -> None:
+        """The last batch with what was sampled from it, one position further."""
+        rows, _ = self._asked
+        last = self.launches[-1]
+        assert self._sampled is not None and list(rows) == list(range(len(last.tokens))), "not all was sampled"
+        self.launch(self._sampled, [p + 1 for p in last.positions], last.seq_ids, last.outputs)
+
+    def sample_again(self) -> list[int]:
+        """What the model says to those whom `sample` was asked for."""
+        return self.sample(*self._asked)
+
     def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         """What the model says after each of the output entries, through its sampler (None: as it is)."""
         self._claim()
@@ -165,7 +179,9 @@ class FakeContext:
         assert len(rows) == len(samplers) and len(set(rows)) == len(rows)
         assert self._rows.keys() >= set(rows), f"{rows} are not all outputs of the last batch: {self._rows}"
         said = [self._rows[row] for row in rows]
-        return [t if s is None else s.draw(t) for t, s in zip(said, samplers, strict=True)]
+        self._asked = (rows, samplers)
+        self._sampled = [t if s is None else s.draw(t) for t, s in zip(said, samplers, strict=True)]
+        return self._sampled.copy()
 
     def close(self) -> None:
         """Nothing can be done with it any more."""

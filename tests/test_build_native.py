@@ -79,9 +79,9 @@ class TestKey:
     def test_changes_with_an_option(self, recipe: Recipe, options: BuildOptions) -> None:
         assert replace(recipe, options=options).key != recipe.key
 
-    @pytest.mark.parametrize("field", ["version", "native_flag", "native_identity"])
+    @pytest.mark.parametrize("field", ["version", "native_flags", "native_identity"])
     def test_changes_with_the_compiler_and_the_cpu(self, recipe: Recipe, field: str) -> None:
-        change: dict[str, Any] = {field: "other"}
+        change: dict[str, Any] = {field: ("other",) if field == "native_flags" else "other"}
         assert replace(recipe, compilers=replace(recipe.compilers, **change)).key != recipe.key
 
     def test_a_wheel_does_not_depend_on_this_cpu(self, recipe: Recipe) -> None:
@@ -671,6 +671,25 @@ def test_the_compilers_fault_with_tile_configurations_is_found_by_trying(tmp_pat
         pytest.skip("only x86-64 has tiles")
     assert flags[0] == "-include"
     assert "ldtilecfg" in Path(flags[1]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("macros", "flags"),
+    [
+        ("__AVX512F__", ("-march=native",)),
+        ("__AVX512FP16__", ("-march=native", "-mno-avx512fp16")),
+    ],
+)
+def test_half_precision_instructions_are_left_out(
+    macros: str, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cxx = make_script(
+        tmp_path / "c++", f'case "$*" in *-mno-*) ;; *march*) echo "#define {macros} 1" ;; esac; cat > /dev/null'
+    )
+    monkeypatch.setenv("CXX", str(cxx))
+    compilers = toolchain.find_compilers()
+    assert compilers.native_flags == flags
+    assert "AVX512FP16" not in compilers.native_identity
 
 
 def test_build_facts_can_be_read(tmp_path: Path) -> None:

@@ -254,6 +254,41 @@ class TestLaunch:
         kit.assert_says(tokens)
 
 
+class TestAgain:
+    def test_every_sequence_goes_on_with_what_was_sampled(self, kit: Kit) -> None:
+        sequences = [prompt_of(n, n) for n in (5, 9, 13)]
+        kit.launch(*((i, 0, tokens[:-1], True) for i, tokens in enumerate(sequences)))
+        with ExitStack() as stack:
+            samplers = [stack.enter_context(closing(kit.new_sampler())) for _ in sequences]
+            kit.launch(*((i, len(tokens) - 1, tokens[-1:], True) for i, tokens in enumerate(sequences)))
+            sampled = kit.executor.sample(kit.rows, samplers)
+            for _ in range(4):
+                for said, tokens in zip(sampled, sequences, strict=True):
+                    assert said == kit.says(tokens) or kit.says(tokens) is None
+                    tokens.append(said)
+                kit.executor.launch_again()
+                sampled = kit.executor.sample_again()
+            # and afterwards as if it had been said at length
+            for said, tokens in zip(sampled, sequences, strict=True):
+                tokens.append(said)
+            kit.launch(*((i, len(tokens) - 1, tokens[-1:], True) for i, tokens in enumerate(sequences)))
+            kit.assert_says(*sequences)
+
+    def test_nothing_is_changed_when_no_cells_are_left(self, scarce: Kit) -> None:
+        first, second, rest = prompt_of(30), prompt_of(30, 1), prompt_of(N_CTX - 62, 2)  # two cells are left
+        scarce.launch((0, 0, first, False), (1, 0, second, False))
+        for start in range(0, len(rest), N_BATCH):
+            scarce.launch((2, start, rest[start : start + N_BATCH], False))
+        with closing(scarce.new_sampler()) as a, closing(scarce.new_sampler()) as b:
+            scarce.launch((0, len(first), [5], True), (1, len(second), [6], True))
+            scarce.executor.sample(scarce.rows, [a, b])
+            with pytest.raises(ContextFullError):
+                scarce.executor.launch_again()
+        assert scarce.executor.remove(2, 0)
+        scarce.launch((0, len(first) + 1, [8], True), (1, len(second) + 1, [9], True))
+        scarce.assert_says([*first, 5, 8], [*second, 6, 9])
+
+
 class TestRemove:
     def test_a_tail_is_forgotten(self, kit: Kit) -> None:
         tokens, other = prompt_of(12), prompt_of(9, 1)

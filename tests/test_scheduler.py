@@ -67,7 +67,10 @@ class Bench:
         if plan is None:
             return None
         try:
-            self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
+            if plan.again:
+                self.context.launch_again()
+            else:
+                self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
         except ContextFullError as error:
             self.n_full += 1
             if self.scheduler.relieve() is None:
@@ -75,7 +78,9 @@ class Bench:
         except DecodeError as error:
             self.scheduler.abort(plan, error)
         else:
-            self.scheduler.commit(plan, self.context.sample(plan.rows, [None] * len(plan.rows)))
+            nobody = [None] * len(plan.rows)
+            sampled = self.context.sample_again() if plan.again else self.context.sample(plan.rows, nobody)
+            self.scheduler.commit(plan, sampled)
         self.scheduler.check_integrity()
         return plan
 
@@ -286,6 +291,56 @@ class TestSteps:
         a = bench.add(limit=0)
         assert bench.step() is None
         assert bench.scheduler.live() == [a]
+
+
+class TestAgain:
+    """Where nobody comes or goes, the same plan is given again."""
+
+    def test_from_the_second_decoding_step_on(self) -> None:
+        bench = Bench()
+        a, b = bench.add(max_tokens=6), bench.add(max_tokens=6)
+        assert [bench.steps(1)[0].again for _ in range(6)] == [False, False, True, True, True, True]
+        assert_done(a, b)
+
+    def test_not_with_a_prompt_beside(self) -> None:
+        bench = Bench(n_ubatch=4)
+        a = bench.add(max_tokens=20)
+        bench.steps(3)
+        b = bench.add(n_prompt=9)
+        again = []
+        while b.n_generated < 3:
+            again.append(bench.steps(1)[0].again)
+        assert again == [False, False, False, False, True]
+        bench.run()
+        assert_done(a, b)
+
+    @pytest.mark.parametrize("event", ["an end", "a cancel", "a pause", "a new one"])
+    def test_not_after(self, event: str) -> None:
+        bench = Bench()
+        a = bench.add(max_tokens=20)
+        b = bench.add(max_tokens=3 if event == "an end" else 20, limit=3 if event == "a pause" else UNLIMITED)
+        assert [bench.steps(1)[0].again for _ in range(3)] == [False, False, True]
+        if event == "a cancel":
+            bench.scheduler.cancel(b)
+        if event == "a new one":
+            bench.add(n_prompt=1)
+        assert not bench.steps(1)[0].again
+        assert bench.steps(1)[0].again
+        bench.allow(b, 99)
+        bench.run()
+        assert_done(a)
+
+    def test_not_after_a_step_that_found_no_cells(self) -> None:
+        """Even if only somebody who paused had to give way."""
+        bench = Bench()
+        a, paused = bench.add(max_tokens=20), bench.add(limit=2)
+        bench.steps(5)
+        plan = bench.scheduler.plan()
+        assert plan is not None and plan.again
+        assert bench.scheduler.relieve() is paused
+        assert not bench.steps(1)[0].again
+        bench.run()
+        assert_done(a)
 
 
 class TestEnd:

@@ -284,12 +284,16 @@ class Decoder:
     def _step(self, plan: StepPlan, started: float) -> None:
         scheduler, executor = self._scheduler, self._executor
         self._remove_cells()
-        for request in plan.requests:
-            if request.sampler is None:
-                request.sampler = self._make_sampler(request)
+        if not plan.again:
+            for request in plan.requests:
+                if request.sampler is None:
+                    request.sampler = self._make_sampler(request)
         planned = perf_counter()
         try:
-            executor.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
+            if plan.again:
+                executor.launch_again()
+            else:
+                executor.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
         except ContextFullError as e:
             if scheduler.relieve() is None:
                 self._abort(plan, e)
@@ -298,7 +302,10 @@ class Decoder:
             self._abort(plan, e)
             return
         launched = perf_counter()
-        sampled = executor.sample(plan.rows, [r.sampler for r in plan.requests]) if plan.rows else []
+        if plan.again:
+            sampled = executor.sample_again()
+        else:
+            sampled = executor.sample(plan.rows, [r.sampler for r in plan.requests]) if plan.rows else []
         drawn = perf_counter()
         scheduler.commit(plan, sampled)
         for request, token in zip(plan.requests, sampled, strict=True):

@@ -29,9 +29,13 @@ class StepPlan:
     ``rows[i]`` is the batch entry whose logits continue ``requests[i]``. ``fed``: each request with its number of
     entries, the first ``n_decode`` of them decoding. ``fillers``: (seq_id, position) of entries that only keep the
     batch in one piece; they are removed afterwards.
+
+    ``again``: the entries are those of the step before, each fed what was sampled from it, one position further;
+    ``tokens`` and ``positions`` stay those of the first such step then.
     """
 
     __slots__ = (
+        "again",
         "fed",
         "fillers",
         "n_decode",
@@ -53,10 +57,12 @@ class StepPlan:
         self.fed: list[tuple[Request, int]] = []
         self.fillers: list[tuple[int, int]] = []
         self.n_decode = 0
+        self.again = False
 
     def __repr__(self) -> str:
         fed = ", ".join(f"{request.arrival}: {n}" for request, n in self.fed)
-        return f"<StepPlan n_tokens={len(self.tokens)} n_outputs={len(self.rows)} fed {fed}>"
+        again = " again" if self.again else ""
+        return f"<StepPlan{again} n_tokens={len(self.tokens)} n_outputs={len(self.rows)} fed {fed}>"
 
 
 class Scheduler:
@@ -91,6 +97,8 @@ class Scheduler:
         self._prefilling: list[Request] = []  # running, by arrival
         self._paused: OrderedDict[Request, None] = OrderedDict()  # in a slot, longest paused first
         self._removals: list[tuple[int, int]] = []
+        self._last: StepPlan | None = None  # committed, and could be planned again
+        self._n_moves = self._n_moves_planned = 0  # in or out of the running lists: by now, and when _last was made
 
     def __repr__(self) -> str:
         return (
@@ -217,7 +225,12 @@ class Scheduler:
             return None
         if self._scarce:
             self._make_room()
+        last, self._last = self._last, None
+        if last is not None and self._n_moves == self._n_moves_planned:
+            last.again = True
+            return last
         plan = StepPlan()
+        self._n_moves_planned = self._n_moves
         if self._decoding:
             self._plan_decode(plan)
         if self._prefilling:
@@ -249,10 +262,12 @@ class Scheduler:
             elif request.n_total >= request.limit:
                 self._pause(request)
         self._removals += plan.fillers
-        if self._prefilling:
+        if plan.n_decode == len(plan.tokens):
+            self._last = plan
+        elif self._prefilling:
             for request in [r for r in self._prefilling if len(r.tokens) - r.n_past == 1]:
                 self._prefilling.remove(request)
-                insort(self._decoding, request, key=_by_slot)
+                self._run(request)
 
     def abort(self, plan: StepPlan, error: BaseException) -> None:
         """Ends the requests of a step that failed; nobody else's."""
@@ -324,6 +339,7 @@ class Scheduler:
             pass
 
     def _run(self, request: Request) -> None:
+        self._n_moves += 1
         if len(request.tokens) - request.n_past == 1:
             insort(self._decoding, request, key=_by_slot)
         else:
@@ -336,6 +352,7 @@ class Scheduler:
             request.move(State.PAUSED)
 
     def _stop(self, request: Request) -> None:
+        self._n_moves += 1
         if request in self._decoding:
             self._decoding.remove(request)
         else:

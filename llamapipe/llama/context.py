@@ -204,6 +204,16 @@ class Context:
         self._claim()
         return self._native.lib.lp_decode(self._handle, n_tokens, tokens, positions, seq_ids, outputs)  # type: ignore[no-any-return]
 
+    def decode_arrays_next(
+        self, n_tokens: int, tokens: Any, positions: Any, seq_ids: Any, outputs: Any, sampled: Any
+    ) -> int:
+        """``decode_arrays`` of the same entries one position further, with the ``sampled`` tokens; changes the arrays."""
+        self._claim()
+        code: int = self._native.lib.lp_decode_next(
+            self._handle, n_tokens, tokens, positions, seq_ids, outputs, sampled
+        )
+        return code
+
     def decode_error(self, code: int) -> DecodeError:
         """An error for a negative or abnormal result of ``decode_arrays``, with what llama.cpp logged."""
         reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)

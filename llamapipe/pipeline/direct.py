@@ -7,7 +7,7 @@ knows nothing of either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from llamapipe.errors import ContextFullError
 from llamapipe.llama.context import Context
@@ -26,8 +26,17 @@ class Executor(Protocol):
     ) -> None:
         """Starts computing a batch. Raises ContextFullError (nothing changed) or DecodeError."""
 
+    def launch_again(self) -> None:
+        """Launches the last batch, every entry one position further and with the token that was sampled from it.
+
+        Only after a ``sample`` of all its entries in their order. Raises as ``launch`` does.
+        """
+
     def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         """Draws and accepts a token for each output entry; -1 where no logit is finite."""
+
+    def sample_again(self) -> list[int]:
+        """``sample`` with the same rows and samplers."""
 
     def close(self) -> None:
         """Frees the context."""
@@ -44,6 +53,7 @@ class DirectPipeline:
         self._outputs = new("int8_t[]", n)
         self._rows, self._sampled = (new("int32_t[]", context.n_seq_max) for _ in range(2))
         self._samplers = new("lp_sampler *[]", context.n_seq_max)
+        self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
 
     def remove(self, seq_id: int, position: int) -> bool:
         """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
@@ -59,31 +69,47 @@ class DirectPipeline:
 
         Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
         """
-        n = len(tokens)
+        n = self._n = len(tokens)
         self._tokens[0:n] = tokens
         self._positions[0:n] = positions
         self._seq_ids[0:n] = seq_ids
         self._outputs[0:n] = outputs
         code = self._context.decode_arrays(n, self._tokens, self._positions, self._seq_ids, self._outputs)
-        if code == 0:
-            return
+        if code != 0:
+            self._fail(code)
+
+    def launch_again(self) -> None:
+        """Computes the last batch, every entry one position further and with the token sampled from it.
+
+        Raises as ``launch`` does.
+        """
+        code = self._context.decode_arrays_next(
+            self._n, self._tokens, self._positions, self._seq_ids, self._outputs, self._sampled
+        )
+        if code != 0:
+            self._fail(code)
+
+    def _fail(self, code: int) -> NoReturn:
         if code == 1:
-            raise ContextFullError(f"no KV cells are left for a step of {n} tokens")
+            raise ContextFullError(f"no KV cells are left for a step of {self._n} tokens")
         raise self._context.decode_error(code)
 
     def sample(self, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> list[int]:
         """Draws and accepts a token for each output entry of the last step; -1 where no logit is finite."""
-        n = len(rows)
+        n = self._n_rows = len(rows)
         self._rows[0:n] = rows
         self._samplers[0:n] = [s.handle for s in samplers]
-        if (
-            self._native.lib.lp_sample_rows(
-                self._context.handle, n, self._rows, self._samplers, self._sampled
-            )
-            < 0
-        ):
-            raise RuntimeError(f"sampling failed: {last_error(self._native)}")
-        return self._native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
+        return self.sample_again()
+
+    def sample_again(self) -> list[int]:
+        """``sample`` with the same rows and samplers."""
+        native, n = self._native, self._n_rows
+        code = native.lib.lp_sample_rows(
+            self._context.handle, n, self._rows, self._samplers, self._sampled
+        )
+        if code < 0:
+            raise RuntimeError(f"sampling failed: {last_error(native)}")
+        return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Frees the context."""

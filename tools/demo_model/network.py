@@ -17,7 +17,7 @@ class Shape:
     n_vocab: int
     n_embd: int = 192
     n_layer: int = 4
-    n_head: int = 6
+    n_head: int = 3
     n_head_kv: int = 3
     n_ff: int = 512
     n_ctx: int = 1024

@@ -19,6 +19,8 @@ struct llama_context * lp_context_new(struct llama_model * model, const struct l
 void lp_context_free(struct llama_context * ctx);
 int lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
               const int32_t * seq_ids, const int8_t * outputs);
+int lp_decode_next(struct llama_context * ctx, int n_tokens, int32_t * tokens, int32_t * positions,
+                   const int32_t * seq_ids, const int8_t * outputs, const int32_t * sampled);
 int lp_logits(struct llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out);
 int lp_memory_remove(struct llama_context * ctx, int seq_id, int p0, int p1);
 int lp_memory_copy(struct llama_context * ctx, int src, int dst, int p0, int p1);

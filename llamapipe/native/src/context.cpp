@@ -58,6 +58,15 @@ int lp_decode(llama_context * ctx, int n_tokens, const int32_t * tokens, const i
     });
 }
 
+int lp_decode_next(llama_context * ctx, int n_tokens, int32_t * tokens, int32_t * positions, const int32_t * seq_ids,
+                   const int8_t * outputs, const int32_t * sampled) {
+    for (int i = 0; i < n_tokens; i++) {
+        tokens[i] = sampled[i];
+        positions[i]++;
+    }
+    return lp_decode(ctx, n_tokens, tokens, positions, seq_ids, outputs);
+}
+
 int lp_logits(llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out) {
     return lp::guard(LP_ERROR, [&] {
         for (int i = 0; i < n_rows; i++) {

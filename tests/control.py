@@ -38,6 +38,7 @@ class Gate:
         self._leave = threading.Semaphore(0)
         self._open = False
         self.launches: list[Launch] = []
+        self._sampled: list[int] = []  # from the last of them
 
     def __enter__(self) -> Gate:
         self._decoder.ask(lambda: setattr(self._decoder, "_executor", self))
@@ -82,12 +83,29 @@ class Gate:
     def launch(
         self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
     ) -> None:
+        self._pass()
+        self.launches.append(Launch(list(tokens), list(positions), list(seq_ids), list(outputs)))
+        self._executor.launch(tokens, positions, seq_ids, outputs)
+
+    def launch_again(self) -> None:
+        self._pass()
+        last = self.launches[-1]
+        self.launches.append(last._replace(tokens=self._sampled, positions=[p + 1 for p in last.positions]))
+        self._executor.launch_again()
+
+    def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+        self._sampled = self._executor.sample(rows, samplers)
+        return self._sampled.copy()
+
+    def sample_again(self) -> list[int]:
+        self._sampled = self._executor.sample_again()
+        return self._sampled.copy()
+
+    def _pass(self) -> None:
         if not self._open:
             self._waiting.release()
             if not self._leave.acquire(timeout=PATIENCE_S):
                 raise AssertionError("the test let no step through")
-        self.launches.append(Launch(list(tokens), list(positions), list(seq_ids), list(outputs)))
-        self._executor.launch(tokens, positions, seq_ids, outputs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)

@@ -162,7 +162,9 @@ class FakeContext:
         """The last batch with what was sampled from it, one position further."""
         rows, _ = self._asked
         last = self.launches[-1]
-        assert self._sampled is not None and list(rows) == list(range(len(last.tokens))), "not all was sampled"
+        assert self._sampled is not None and list(rows) == list(range(len(last.tokens))), (
+            "not all was sampled"
+        )
         self.launch(self._sampled, [p + 1 for p in last.positions], last.seq_ids, last.outputs)
 
     def sample_again(self) -> list[int]:

@@ -684,7 +684,8 @@ def test_half_precision_instructions_are_left_out(
     macros: str, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cxx = make_script(
-        tmp_path / "c++", f'case "$*" in *-mno-*) ;; *march*) echo "#define {macros} 1" ;; esac; cat > /dev/null'
+        tmp_path / "c++",
+        f'case "$*" in *-mno-*) ;; *march*) echo "#define {macros} 1" ;; esac; cat > /dev/null',
     )
     monkeypatch.setenv("CXX", str(cxx))
     compilers = toolchain.find_compilers()

@@ -138,12 +138,11 @@ class Desk:
 
     def submit(self, request: Request) -> None:
         """As the engine does with completions and streams."""
-        self.queue.enter(None)
-        request.queued = True
+        self.queue.enter(request, None)
         try:
             self.decoder.submit(request)
         except BaseException:
-            self.queue.leave(1)
+            self.queue.leave([request])
             raise
 
     def complete(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Answer:

@@ -375,21 +375,21 @@ class TestQueue:
     def test_who_gives_up_takes_nobodys_turn(self) -> None:
         """Room comes in the moment the first of two waiting threads gives up; the second must hear of it."""
         queue = QueueLimit(1)
-        queue.enter_at_once()
+        queue.enter_at_once("inside")
         n_waiting = 0
         while not n_waiting:  # again when the machine was so slow that it gave up before it waited
             deadline = perf_counter() + 0.1
-            first = Worker(queue.enter, deadline)
+            first = Worker(queue.enter, "first", deadline)
             while not n_waiting and first.is_alive():
                 n_waiting = len(queue._room._waiters)  # type: ignore[attr-defined]
-        second = Worker(queue.enter, None)
+        second = Worker(queue.enter, "second", None)
         wait_until(lambda: len(queue._room._waiters) == 2)  # type: ignore[attr-defined]
         with queue._room:  # keeps the first from taking itself off the list
             wait_until(lambda: perf_counter() > deadline + 0.01)
-            queue.leave(1)
+            queue.leave(["inside"])
         with contextlib.suppress(TimeoutError):
             first.result()
-            queue.leave(1)
+            queue.leave(["first"])
         second.result()
 
     def test_generations_do_not_count(self, make_engine: MakeEngine) -> None:

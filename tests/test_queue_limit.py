@@ -22,63 +22,89 @@ def n_waiting(queue: QueueLimit) -> int:
     return len(queue._room._waiters)  # type: ignore[attr-defined]
 
 
+def enter(queue: QueueLimit, deadline: float | None = None) -> None:
+    """One more that nobody knows."""
+    queue.enter(object(), deadline)
+
+
+def enter_at_once(queue: QueueLimit, n: int = 1) -> None:
+    queue.enter_at_once(*(object() for _ in range(n)))
+
+
+async def aenter(queue: QueueLimit) -> None:
+    await queue.aenter(object())
+
+
+def leave(queue: QueueLimit, n: int) -> None:
+    """Any `n` of those that are in."""
+    queue.leave(list(queue._inside.copy())[:n])
+
+
 class TestCount:
     def test_without_a_limit_everybody_enters(self) -> None:
         queue = QueueLimit(None)
-        queue.enter_at_once(1000)
-        queue.enter(perf_counter())
-        assert queue.try_enter(10**6)
-        assert queue.n == 1001 + 10**6
-        queue.leave(queue.n)
+        enter_at_once(queue, 1000)
+        enter(queue, perf_counter())
+        assert queue.try_enter(*range(1000))
+        assert queue.n == 2001
+        leave(queue, 2001)
         assert queue.n == 0
 
     def test_several_enter_together_or_not_at_all(self) -> None:
         queue = QueueLimit(3)
-        assert queue.try_enter(2)
-        assert not queue.try_enter(2)
+        assert queue.try_enter(object(), object())
+        assert not queue.try_enter(object(), object())
         assert queue.n == 2
-        queue.enter_at_once()
+        enter_at_once(queue)
         assert queue.n == 3
 
     def test_a_full_queue_says_what_is_in_it(self) -> None:
         queue = QueueLimit(3)
-        queue.enter_at_once(2)
+        enter_at_once(queue, 2)
         with pytest.raises(
             QueueFullError, match=r"2 requests wait and 4 more were asked for; max_queue is 3: .* block=True"
         ):
-            queue.enter_at_once(4)
+            enter_at_once(queue, 4)
         assert queue.n == 2
+
+    def test_leaving_twice_or_without_having_come_in_is_no_mistake(self) -> None:
+        queue = QueueLimit(3)
+        queue.enter_at_once("a", "b")
+        queue.leave(["a", "c"])
+        queue.leave(["a"])
+        assert queue.n == 1
+        assert queue.try_enter("c", "d")
 
 
 class TestThreads:
     def test_one_waits_until_there_is_room(self) -> None:
         queue = QueueLimit(1)
-        queue.enter(None)
-        waiting = Worker(queue.enter, None)
+        enter(queue)
+        waiting = Worker(enter, queue)
         wait_until(lambda: n_waiting(queue) == 1)
         assert waiting.is_alive()
-        queue.leave(1)
+        leave(queue, 1)
         waiting.result()
         assert queue.n == 1
 
     def test_as_many_enter_as_there_is_room_for(self) -> None:
         queue = QueueLimit(4)
-        queue.enter_at_once(4)
-        workers = [Worker(queue.enter, None) for _ in range(7)]
+        enter_at_once(queue, 4)
+        workers = [Worker(enter, queue) for _ in range(7)]
         wait_until(lambda: n_waiting(queue) == 7)
-        queue.leave(3)
+        leave(queue, 3)
         wait_until(lambda: n_waiting(queue) == 4)
         assert queue.n == 4
-        queue.leave(4)
+        leave(queue, 4)
         all_results(workers)
         assert (queue.n, n_waiting(queue)) == (4, 0)
 
     @pytest.mark.parametrize("wait_s", [-1.0, 0.0, 0.01])
     def test_a_deadline_ends_the_wait(self, wait_s: float) -> None:
         queue = QueueLimit(1)
-        queue.enter(perf_counter() + wait_s)  # there is room: no time is needed
+        enter(queue, perf_counter() + wait_s)  # there is room: no time is needed
         with pytest.raises(TimeoutError, match="no room came free"):
-            queue.enter(perf_counter() + wait_s)
+            enter(queue, perf_counter() + wait_s)
         assert (queue.n, n_waiting(queue)) == (1, 0)
 
     def test_room_that_comes_with_the_deadline_is_taken(self) -> None:
@@ -86,13 +112,13 @@ class TestThreads:
 
         class LastMoment(threading.Condition):
             def wait(self, timeout: float | None = None) -> bool:
-                queue._n -= 1
+                queue._inside.clear()
                 return False
 
         queue = QueueLimit(1)
         queue._room = LastMoment()
-        queue.enter(None)
-        queue.enter(perf_counter() + 1000)
+        enter(queue)
+        enter(queue, perf_counter() + 1000)
         assert queue.n == 1
 
     def test_who_is_interrupted_when_woken_wakes_another(self) -> None:
@@ -108,13 +134,13 @@ class TestThreads:
 
         queue = QueueLimit(1)
         queue._room = Interrupted()
-        queue.enter(None)
-        first = Worker(queue.enter, None)
+        enter(queue)
+        first = Worker(enter, queue)
         wait_until(lambda: n_waiting(queue) == 1)
         interrupted.append(first)
-        second = Worker(queue.enter, None)
+        second = Worker(enter, queue)
         wait_until(lambda: n_waiting(queue) == 2)
-        queue.leave(1)
+        leave(queue, 1)
         with pytest.raises(KeyboardInterrupt):
             first.result()
         second.result()
@@ -125,11 +151,11 @@ class TestTasks:
     def test_a_task_waits_without_blocking_its_loop(self) -> None:
         async def main() -> None:
             queue = QueueLimit(1)
-            await queue.aenter()
-            waiting = asyncio.ensure_future(queue.aenter())
+            await aenter(queue)
+            waiting = asyncio.ensure_future(aenter(queue))
             await asyncio.sleep(0)
             assert not waiting.done()
-            await asyncio.to_thread(queue.leave, 1)
+            await asyncio.to_thread(leave, queue, 1)
             await asyncio.wait_for(waiting, PATIENCE_S)
             assert queue.n == 1
 
@@ -138,15 +164,15 @@ class TestTasks:
     def test_as_many_enter_as_there_is_room_for(self) -> None:
         async def main() -> None:
             queue = QueueLimit(2)
-            queue.enter_at_once(2)
-            waiting = [asyncio.ensure_future(queue.aenter()) for _ in range(5)]
+            enter_at_once(queue, 2)
+            waiting = [asyncio.ensure_future(aenter(queue)) for _ in range(5)]
             await asyncio.sleep(0)
             for n_left in (3, 1):
-                queue.leave(2)
+                leave(queue, 2)
                 while sum(not w.done() for w in waiting) > n_left:
                     await asyncio.sleep(0)
                 assert queue.n == 2
-            queue.leave(2)
+            leave(queue, 2)
             await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
             assert queue.n == 1
 
@@ -155,11 +181,11 @@ class TestTasks:
     def test_a_cancelled_wait_takes_no_room(self) -> None:
         async def main() -> None:
             queue = QueueLimit(1)
-            queue.enter_at_once()
-            gone, stays = (asyncio.ensure_future(queue.aenter()) for _ in range(2))
+            enter_at_once(queue)
+            gone, stays = (asyncio.ensure_future(aenter(queue)) for _ in range(2))
             await asyncio.sleep(0)
             gone.cancel()
-            queue.leave(1)
+            leave(queue, 1)
             await asyncio.wait_for(stays, PATIENCE_S)
             assert (gone.cancelled(), queue.n) == (True, 1)
 
@@ -168,32 +194,32 @@ class TestTasks:
     def test_room_that_comes_before_the_wait_is_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def main() -> None:
             queue = QueueLimit(1)
-            queue.enter_at_once()
+            enter_at_once(queue)
             tried = queue.try_enter
 
-            def try_enter(n: int = 1) -> bool:
+            def try_enter(*requests: object) -> bool:
                 monkeypatch.setattr(queue, "try_enter", tried)
-                entered = tried(n)
-                queue.leave(1)  # nobody is noted yet
+                entered = tried(*requests)
+                leave(queue, 1)  # nobody is noted yet
                 return entered
 
             monkeypatch.setattr(queue, "try_enter", try_enter)
-            await asyncio.wait_for(queue.aenter(), PATIENCE_S)
+            await asyncio.wait_for(aenter(queue), PATIENCE_S)
             assert queue.n == 1
 
         asyncio.run(main())
 
     def test_a_closed_loop_is_no_obstacle(self) -> None:
         queue = QueueLimit(1)
-        queue.enter_at_once()
+        enter_at_once(queue)
         loop = asyncio.new_event_loop()
-        task = loop.create_task(queue.aenter())
+        task = loop.create_task(aenter(queue))
         loop.run_until_complete(asyncio.sleep(0))
         task.cancel()
         loop.close()
-        waiting = Worker(queue.enter, None)
+        waiting = Worker(enter, queue)
         wait_until(lambda: n_waiting(queue) == 1)
-        queue.leave(1)
+        leave(queue, 1)
         waiting.result()
         assert queue.n == 1
         del task
@@ -207,16 +233,16 @@ class TestTogether:
         def inside() -> None:
             with lock:
                 most[0] = max(most[0], queue.n)
-            queue.leave(1)
+            leave(queue, 1)
 
         def thread() -> None:
             for _ in range(60):
-                queue.enter(perf_counter() + PATIENCE_S)
+                enter(queue, perf_counter() + PATIENCE_S)
                 inside()
 
         async def task() -> None:
             for _ in range(60):
-                await queue.aenter()
+                await aenter(queue)
                 await asyncio.sleep(0)
                 inside()
 

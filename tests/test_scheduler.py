@@ -48,7 +48,6 @@ class Bench:
         """A new request with a prompt of its own."""
         request = Request(prompt_of(n_prompt, self.n_added), max_tokens, **options)
         self.n_added += 1
-        request.queued = True
         self.scheduler.add(request)
         return request
 
@@ -165,11 +164,13 @@ class TestAdmission:
         bench = Bench(n_slots=1)
         requests = [bench.add() for _ in range(3)]
         bench.step()
-        assert (bench.scheduler.n_queued, bench.scheduler.n_live, bench.scheduler.n_dequeued) == (2, 3, 1)
-        bench.scheduler.cancel(requests[2])
-        assert (bench.scheduler.n_queued, bench.scheduler.n_live, bench.scheduler.n_dequeued) == (1, 2, 2)
+        scheduler = bench.scheduler
+        assert (scheduler.n_queued, scheduler.n_live, scheduler.take_dequeued()) == (2, 3, requests[:1])
+        scheduler.cancel(requests[2])
+        assert (scheduler.n_queued, scheduler.n_live, scheduler.take_dequeued()) == (1, 2, requests[2:])
         bench.run()
-        assert (bench.scheduler.n_queued, bench.scheduler.n_live, bench.scheduler.n_dequeued) == (0, 0, 3)
+        assert (scheduler.n_queued, scheduler.n_live) == (0, 0)
+        assert set(scheduler.take_dequeued()) == set(requests[:2])
 
     def test_nobody_overtakes_under_a_steady_stream_of_arrivals(self) -> None:
         bench = Bench(n_slots=2, n_ctx=24, n_cells=30)

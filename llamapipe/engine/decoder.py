@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -38,7 +38,7 @@ class Decoder:
     """Runs steps on a thread of its own until it is told to stop; the thread closes the executor at its end.
 
     ``make_sampler`` gives a request its sampler when it first gets a slot. ``window_s``: how long an idle decoder
-    waits for siblings of the request that woke it. ``left_queue`` is told how many new requests left the queue.
+    waits for siblings of the request that woke it. ``left_queue`` is told which requests wait no longer.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Decoder:
         executor: Executor,
         make_sampler: Callable[[Request], Any],
         window_s: float,
-        left_queue: Callable[[int], object],
+        left_queue: Callable[[Sequence[Request]], object],
     ) -> None:
         self.outbox = Outbox()
         self.alone = False  # set by callers: no other thread or task could call while this one waits
@@ -60,7 +60,6 @@ class Decoder:
         self._open: dict[Request, None] = {}  # those whose end was not told yet
         self._stopping = False
         self._error: BaseException | None = None
-        self._n_dequeued = 0
         self._n_skip = self._n_skipped = 0  # windows to skip after waiting in vain, and skipped since
         self._n_steps = self._n_requests = self._n_prompt = self._n_generated = 0
         self._plan_s = self._launch_s = self._sample_s = self._deliver_s = self._idle_s = 0.0
@@ -328,10 +327,8 @@ class Decoder:
         self._deliver_s += perf_counter() - drawn
 
     def _tell_dequeued(self) -> None:
-        n = self._scheduler.n_dequeued - self._n_dequeued
-        if n:
-            self._n_dequeued += n
-            self._left_queue(n)
+        if dequeued := self._scheduler.take_dequeued():
+            self._left_queue(dequeued)
 
     def _remove_cells(self) -> None:
         for slot, position in self._scheduler.take_removals():
@@ -378,9 +375,7 @@ class Decoder:
             self._scheduler.fail(request, error)
         if request.state is not State.FINISHED:
             request.move(State.FINISHED)
-        if request.queued:
-            request.queued = False
-            self._left_queue(1)
+        self._left_queue([request])
         request.error = error
         request.finish_reason = "cancelled"
         with suppress(Exception):

@@ -161,18 +161,16 @@ class Engine:
         mailbox = ThreadMailbox()
         started: list[Request] = []
         results: list[Any] = [None] * len(items)
-        n_entered = 0
         try:
-            if not block:
-                self._queue.enter_at_once(len(items))
-                n_entered = len(items)
-            self._decoder.alone = alone()
             for index, item in enumerate(items):
-                request = self._intake.completion(item, mailbox, index)
+                started.append(self._intake.completion(item, mailbox, index))
+            if not block:
+                self._queue.enter_at_once(*started)
+            self._decoder.alone = alone()
+            for request in started:
                 if block:
-                    self._queue.enter(deadline)
-                started.append(request)
-                self._submit(request)
+                    self._queue.enter(request, deadline)
+                self._decoder.submit(request)
             for _ in items:
                 index, result = mailbox.get(timeout=_left_s(deadline))
                 if isinstance(result, Failure):
@@ -186,7 +184,6 @@ class Engine:
             ) from None
         except BaseException:
             self._cancel(started)
-            self._queue.leave(max(n_entered - len(started), 0))
             raise
         finally:
             bar.close()
@@ -206,13 +203,18 @@ class Engine:
         check_flag("block", block)
         mailbox = ThreadMailbox()
         request = self._intake.stream(self._intake.item(prompt, params), mailbox, BUFFER_TOKENS)
-        if block:
-            self._queue.enter(deadline)
-        else:
-            self._queue.enter_at_once()
-        self._decoder.alone = alone()
-        self._submit(request)
-        return Stream(self._decoder, request, mailbox, deadline)
+        stream = Stream(self._decoder, request, mailbox, deadline)
+        try:
+            if block:
+                self._queue.enter(request, deadline)
+            else:
+                self._queue.enter_at_once(request)
+            self._decoder.alone = alone()
+            self._decoder.submit(request)
+        except BaseException:
+            self._cancel([request])
+            raise
+        return stream
 
     def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
         """A generation that computes one token for each call of ``next``, and nothing before the first.
@@ -223,8 +225,13 @@ class Engine:
         item = self._intake.item(prompt, params)
         mailbox = ThreadMailbox()
         request = self._intake.generation(item, mailbox)
-        self._decoder.submit(request)
-        return Generation(self._decoder, request, mailbox, self.model.n_vocab, self.n_ctx)
+        generation = Generation(self._decoder, request, mailbox, self.model.n_vocab, self.n_ctx)
+        try:
+            self._decoder.submit(request)
+        except BaseException:
+            self._cancel([request])
+            raise
+        return generation
 
     # ---- asyncio
     async def agenerate(
@@ -243,8 +250,10 @@ class Engine:
         _deadline(timeout)
         check_flag("block", block)
         items, single = self._intake.items(prompt, params)
-        work = self._complete(items, block)
-        results = await (work if timeout is None else _with_timeout(work, float(timeout)))
+        if timeout is None:
+            results = await self._complete(items, block)
+        else:
+            results = await _with_timeout(self._complete(items, block), float(timeout))
         return results[0] if single else results
 
     async def _complete(self, items: list[Item], block: bool) -> list[Completion]:
@@ -252,25 +261,24 @@ class Engine:
 
         mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
         results: list[Any] = [None] * len(items)
-        if not block:
-            self._queue.enter_at_once(len(items))
+        started = mailbox.requests
         try:
-            self._decoder.alone = False
             for index, item in enumerate(items):
-                request = self._intake.completion(item, mailbox, index)
+                started.append(self._intake.completion(item, mailbox, index))
+            if not block:
+                self._queue.enter_at_once(*started)
+            self._decoder.alone = False
+            for request in started:
                 if block:
-                    await self._queue.aenter()
-                mailbox.requests.append(request)
-                self._submit(request)
+                    await self._queue.aenter(request)
+                self._decoder.submit(request)
             for _ in items:
                 index, result = await mailbox.get()
                 if isinstance(result, Failure):
                     raise result.error
                 results[index] = result
         except BaseException:
-            self._cancel(mailbox.requests)
-            if not block:
-                self._queue.leave(len(items) - len(mailbox.requests))
+            self._cancel(started)
             raise
         return results
 
@@ -294,12 +302,16 @@ class Engine:
             mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
             request = self._intake.stream(item, mailbox, BUFFER_TOKENS)
             mailbox.requests.append(request)
-            if block:
-                await self._queue.aenter()
-            else:
-                self._queue.enter_at_once()
-            self._decoder.alone = False
-            self._submit(request)
+            try:
+                if block:
+                    await self._queue.aenter(request)
+                else:
+                    self._queue.enter_at_once(request)
+                self._decoder.alone = False
+                self._decoder.submit(request)
+            except BaseException:
+                self._cancel([request])
+                raise
             return request, mailbox
 
         return AsyncStream(self._decoder, begin, deadline)
@@ -359,18 +371,12 @@ class Engine:
             )
 
     # ---- inside
-    def _submit(self, request: Request) -> None:
-        request.queued = True
-        try:
-            self._decoder.submit(request)
-        except BaseException:
-            self._queue.leave(1)
-            raise
-
     def _cancel(self, requests: list[Request]) -> None:
+        """Ends requests, whether or not they were submitted before their caller gave up."""
+        self._queue.leave(requests)
         for request in requests:
-            request.cancelled = True
             self._decoder.call(self._decoder.cancel, request)
+            request.cancelled = True
 
 
 def _deadline(timeout: float | None) -> float | None:

@@ -56,7 +56,6 @@ class Request:
         "n_prompt",
         "n_total",
         "params",
-        "queued",
         "sampler",
         "seed",
         "sink",
@@ -85,7 +84,6 @@ class Request:
         self.params: Any = None  # opaque here, like the sampler and the sink
         self.seed = 0
         self.sampler: Any = None
-        self.queued = False  # counts against the limit of the queue, until its first slot or its end
         self.arrival = -1  # order of arrival, set by the scheduler
         self.slot = -1
         self.n_past = 0

@@ -84,7 +84,6 @@ class Scheduler:
         self.n_batch = n_batch
         self.n_ubatch = n_ubatch
         self.n_preempted = 0
-        self.n_dequeued = 0  # queued requests that got their first slot or ended
         self._filler = filler
         self._slots = Slots(n_slots)
         self._scarce = n_cells < n_ctx * n_slots
@@ -97,8 +96,11 @@ class Scheduler:
         self._prefilling: list[Request] = []  # running, by arrival
         self._paused: OrderedDict[Request, None] = OrderedDict()  # in a slot, longest paused first
         self._removals: list[tuple[int, int]] = []
+        self._dequeued: list[Request] = []
         self._last: StepPlan | None = None  # committed, and could be planned again
-        self._n_moves = self._n_moves_planned = 0  # in or out of the running lists: by now, and when _last was made
+        self._n_moves = self._n_moves_planned = (
+            0  # in or out of the running lists: by now, and when _last was made
+        )
 
     def __repr__(self) -> str:
         return (
@@ -140,6 +142,11 @@ class Scheduler:
         """(seq_id, position): cells to forget from that position on, before the next step; in order."""
         removals, self._removals = self._removals, []
         return removals
+
+    def take_dequeued(self) -> list[Request]:
+        """Those that got a slot or ended since this was asked last; one that was preempted comes again."""
+        dequeued, self._dequeued = self._dequeued, []
+        return dequeued
 
     # ---- events
     def add(self, request: Request) -> None:
@@ -319,15 +326,10 @@ class Scheduler:
                 del self._ready[0]
             else:
                 del self._queue[request]
-            self._dequeue(request)
+            self._dequeued.append(request)
             request.slot = self._slots.take()
             request.move(State.RUNNING)
             self._run(request)
-
-    def _dequeue(self, request: Request) -> None:
-        if request.queued:
-            request.queued = False
-            self.n_dequeued += 1
 
     def _cells_used(self) -> int:
         """Cells that running requests hold or will hold once their tokens are fed."""
@@ -370,7 +372,7 @@ class Scheduler:
             del self._queue[request]
         else:
             self._ready.remove(request)
-        self._dequeue(request)
+        self._dequeued.append(request)
         if request.slot >= 0:
             self._removals.append((request.slot, 0))
             self._slots.give(request.slot)

@@ -58,11 +58,11 @@ class _Reader:
 
     def cancel(self) -> None:
         """Ends the request within a step; the stream then ends too. Any thread; a second call does nothing."""
-        self._done = True
         request = self._request
         if not request.cancelled and request.state is not State.FINISHED:
-            request.cancelled = True
             self._decoder.call(self._decoder.cancel, request)
+            request.cancelled = True
+        self._done = True  # last: whoever is interrupted before it can cancel again
 
     def __del__(self) -> None:
         # Dropped before its end: nobody can read the rest. Taking no lock, this is safe wherever the collector runs.

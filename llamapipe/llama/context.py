@@ -207,7 +207,7 @@ class Context:
     def decode_arrays_next(
         self, n_tokens: int, tokens: Any, positions: Any, seq_ids: Any, outputs: Any, sampled: Any
     ) -> int:
-        """``decode_arrays`` of the same entries one position further, with the ``sampled`` tokens; changes the arrays."""
+        """``decode_arrays`` of the same entries with ``sampled`` tokens, one position further; changes the arrays."""
         self._claim()
         code: int = self._native.lib.lp_decode_next(
             self._handle, n_tokens, tokens, positions, seq_ids, outputs, sampled

@@ -104,9 +104,7 @@ class DirectPipeline:
     def sample_again(self) -> list[int]:
         """``sample`` with the same rows and samplers."""
         native, n = self._native, self._n_rows
-        code = native.lib.lp_sample_rows(
-            self._context.handle, n, self._rows, self._samplers, self._sampled
-        )
+        code = native.lib.lp_sample_rows(self._context.handle, n, self._rows, self._samplers, self._sampled)
         if code < 0:
             raise RuntimeError(f"sampling failed: {last_error(native)}")
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]

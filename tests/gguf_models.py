@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gguf_document import ARRAY, STRING, unpack
+from gguf_document import ARRAY, BOOL, STRING, unpack
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 sys.path.append(str(TOOLS))
@@ -18,6 +18,14 @@ __all__ = ["PRESETS", "Shape", "find_source", "make_model", "tiny_model"]
 def tiny_model(path: Path, vocab: str = "builtin-spm", type_name: str = "f16") -> Path:
     """A model of about 200 kB that computes in milliseconds."""
     return make_model(path, shape=PRESETS["tiny"].shape, type_name=type_name, vocab=vocab)
+
+
+def not_causal_model(path: Path) -> Path:
+    """A tiny model whose tokens also look at those after them, as embedding models' do."""
+    document, _ = unpack(tiny_model(path, type_name="f32").read_bytes())
+    document.put("llama.attention.causal", BOOL, 0)
+    path.write_bytes(document.pack())
+    return path
 
 
 def tiny_variant(path: Path, tokenizer: str) -> Path:

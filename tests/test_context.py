@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from bad_values import CHOICES, FLAGS, INTEGERS, Bad, names
 from control import Worker
-from gguf_models import Shape, make_model
+from gguf_models import Shape, make_model, not_causal_model
 from run_script import run_script
 
 import llamapipe as lp
@@ -521,3 +521,18 @@ def test_dropped_without_close_they_warn(tiny: lp.Model) -> None:
     tiny._children.clear()
     native.lib.lp_context_free(context_handle)
     native.lib.llama_model_free(handle)
+
+
+def test_a_model_that_is_not_causal_sees_the_whole_text(tmp_path: Path) -> None:
+    """llama.cpp aborts when such a batch is cut into chunks."""
+    with lp.Model(not_causal_model(tmp_path / "m.gguf")) as model:
+        assert not model.is_causal
+        with Context(model, n_ctx=256, n_batch=64, n_ubatch=16) as context:
+            assert context.n_ubatch == 64
+            context.decode(Batch.of_tokens(list(range(3, 67)), all_outputs=True))
+            seen = context.logits(0)
+            context.clear()
+            context.decode(Batch.of_tokens([*range(3, 66), 9], all_outputs=True))
+            assert not np.array_equal(seen, context.logits(0))
+        with pytest.raises(ValueError, match=r"m\.gguf is not causal"):
+            lp.Engine(model)

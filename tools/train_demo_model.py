@@ -38,9 +38,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--weights", type=Path, help="keep the unquantized weights here while training")
-    parser.add_argument(
-        "--resume", type=Path, help="weights kept after the first part: go on with the second"
-    )
+    parser.add_argument("--resume", type=Path, help="weights kept after a part: go on with --part")
+    parser.add_argument("--part", type=int, default=2, help="the part to go on with (from 1)")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -59,7 +58,7 @@ def main() -> None:
     schedules = list(enumerate(SCHEDULES))
     if args.resume:
         network.load_state_dict(torch.load(args.resume))
-        schedules = schedules[1:]
+        schedules = schedules[args.part - 1 :]
     for number, schedule in schedules:
         train(network, tokenizer, schedule, 1000 * args.seed + 10 * number, save)
     args.out.parent.mkdir(parents=True, exist_ok=True)

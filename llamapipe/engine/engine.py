@@ -86,6 +86,11 @@ class Engine:
             flash_attn=flash_attn,
         )
         try:
+            if not model.is_causal:
+                raise ValueError(
+                    f"{model.path.name} is not causal: it reads whole texts and continues none; "
+                    "give a model that generates"
+                )
             filler = None if unified or model.is_recurrent else 0
             scheduler = Scheduler(
                 context.n_seq_max, context.n_ctx, context.n_cells, context.n_batch, context.n_ubatch, filler

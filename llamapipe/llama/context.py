@@ -44,7 +44,8 @@ class Context:
     """KV cells and compute buffers over a model.
 
     ``n_ctx``: positions each sequence may use; ``n_cells``: KV cells in all (default ``n_ctx * n_seq_max``; fewer only
-    with ``kv_unified``). ``n_batch``/``n_ubatch``: most tokens in a decode and in the physical chunks it is cut into.
+    with ``kv_unified``). ``n_batch``/``n_ubatch``: most tokens in a decode and in the physical chunks it is cut into
+    (models that are not causal get no smaller chunks).
     ``n_outputs_max``: most output rows of a decode (default n_batch); it bounds memory. ``type_k``/``type_v``: number
     format of the cache; ``flash_attn``: ``"auto"``, ``"on"`` or ``"off"``. ``n_threads`` computes single tokens,
     ``n_threads_batch`` several.
@@ -101,6 +102,8 @@ class Context:
             check_int("n_batch", n_batch, 1, 2**20), self.n_cells
         )  # llama.cpp cuts it down too
         self.n_ubatch = min(check_int("n_ubatch", n_ubatch, 1, 2**20), self.n_batch)
+        if not model.is_causal:  # tokens look at those after them: llama.cpp aborts when a batch would be cut
+            self.n_ubatch = self.n_batch
         most = check_int(
             "n_outputs_max", self.n_batch if n_outputs_max is None else n_outputs_max, 1, self.n_batch
         )

@@ -77,6 +77,7 @@ class Model:
                 "or give the file of a whole model"
             )
 
+        self.is_causal = info.is_causal
         self._native = native()
         ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_model_params *", lib.llama_model_default_params())

@@ -33,6 +33,7 @@ class Schedule:
 SCHEDULES = [
     Schedule(n_steps=2200),
     Schedule(n_steps=600, write=review, last_part=0.0, rate_matrices=0.01, rate_rest=0.002),
+    Schedule(n_steps=600, write=review, last_part=0.0, rate_matrices=0.01, rate_rest=0.002),
 ]
 
 

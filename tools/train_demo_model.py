@@ -1,6 +1,6 @@
 """Makes the model that llamapipe ships: writes its text, learns its vocabulary, trains it, writes the GGUF file.
 
-Needs `pip install torch==2.13.0 gguf` (the CPU build is enough) and about half an hour on two cores:
+Needs `pip install torch==2.13.0 gguf` (the CPU build is enough) and about 40 minutes on two cores:
 
     python tools/train_demo_model.py --out llamapipe/data/demo.gguf
 """

@@ -430,7 +430,7 @@ class TestDefects:
         self.assert_told([other.result])
         self.assert_dead(desk)
 
-    @pytest.mark.parametrize("method", ["plan", "commit", "take_removals", "add"])
+    @pytest.mark.parametrize("method", ["plan", "commit", "take_dequeued", "add"])
     def test_the_scheduler_raises(
         self, make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch, method: str
     ) -> None:

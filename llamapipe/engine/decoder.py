@@ -223,9 +223,11 @@ class Decoder:
             while not inbox.empty():
                 function, arguments = inbox.get()
                 function(*arguments)
-            self._remove_cells()  # before the plan: what cannot be removed in part is computed again
+            if scheduler.removals:
+                self._remove_cells()  # before the plan: what cannot be removed in part is computed again
             plan = scheduler.plan()
-            self._tell_dequeued()
+            if scheduler.dequeued:
+                self._tell_dequeued()
             if plan is not None:
                 self._step(plan, started)
                 started = perf_counter()
@@ -282,7 +284,8 @@ class Decoder:
 
     def _step(self, plan: StepPlan, started: float) -> None:
         scheduler, executor = self._scheduler, self._executor
-        self._remove_cells()
+        if scheduler.removals:
+            self._remove_cells()
         if not plan.again:
             for request in plan.requests:
                 if request.sampler is None:
@@ -317,7 +320,8 @@ class Decoder:
                 request.finish_reason = "stop"  # also where this token was the last one anyway
             if request.finish_reason is not None:
                 self._finished(request)
-        self._flush()
+        if self.outbox.pending:
+            self._flush()
         self._n_steps += 1
         self._n_generated += len(sampled)
         self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.fillers)
@@ -327,8 +331,7 @@ class Decoder:
         self._deliver_s += perf_counter() - drawn
 
     def _tell_dequeued(self) -> None:
-        if dequeued := self._scheduler.take_dequeued():
-            self._left_queue(dequeued)
+        self._left_queue(self._scheduler.take_dequeued())
 
     def _remove_cells(self) -> None:
         for slot, position in self._scheduler.take_removals():

@@ -32,17 +32,17 @@ class Outbox:
     """Collects what a step delivers to event loops, so that each loop is woken once. Decoder thread only."""
 
     def __init__(self) -> None:
-        self._pending: dict[asyncio.AbstractEventLoop, list[tuple[AsyncMailbox, Any]]] = {}
+        self.pending: dict[asyncio.AbstractEventLoop, list[tuple[AsyncMailbox, Any]]] = {}
 
     def add(self, mailbox: AsyncMailbox, item: Any) -> None:
         """Notes an item until ``flush``."""
-        self._pending.setdefault(mailbox.loop, []).append((mailbox, item))
+        self.pending.setdefault(mailbox.loop, []).append((mailbox, item))
 
     def flush(self) -> list[Request]:
         """Wakes every loop that has items; returns the requests of closed loops, which nobody can read any more."""
-        if not self._pending:
+        if not self.pending:
             return []
-        pending, self._pending = self._pending, {}
+        pending, self.pending = self.pending, {}
         orphans: list[Request] = []
         for loop, items in pending.items():
             try:

@@ -95,8 +95,8 @@ class Scheduler:
         self._decoding: list[Request] = []  # running, by slot
         self._prefilling: list[Request] = []  # running, by arrival
         self._paused: OrderedDict[Request, None] = OrderedDict()  # in a slot, longest paused first
-        self._removals: list[tuple[int, int]] = []
-        self._dequeued: list[Request] = []
+        self.removals: list[tuple[int, int]] = []  # (seq_id, position): cells to forget from there on
+        self.dequeued: list[Request] = []  # got a slot or ended; one that was preempted comes again
         self._last: StepPlan | None = None  # committed, and could be planned again
         self._n_moves = self._n_moves_planned = (
             0  # in or out of the running lists: by now, and when _last was made
@@ -139,13 +139,13 @@ class Scheduler:
         return [*self._decoding, *self._prefilling, *self._paused, *self._ready, *self._parked, *self._queue]
 
     def take_removals(self) -> list[tuple[int, int]]:
-        """(seq_id, position): cells to forget from that position on, before the next step; in order."""
-        removals, self._removals = self._removals, []
+        """The ``removals`` so far, to be done in this order before the next step."""
+        removals, self.removals = self.removals, []
         return removals
 
     def take_dequeued(self) -> list[Request]:
-        """Those that got a slot or ended since this was asked last; one that was preempted comes again."""
-        dequeued, self._dequeued = self._dequeued, []
+        """Those ``dequeued`` since this was asked last."""
+        dequeued, self.dequeued = self.dequeued, []
         return dequeued
 
     # ---- events
@@ -176,7 +176,7 @@ class Scheduler:
         # The last token is computed again: its logits are what the next one is drawn from.
         n_past = min(request.n_past, n_keep - 1)
         if request.slot >= 0 and n_past < request.n_past:
-            self._removals.append((request.slot, n_past))
+            self.removals.append((request.slot, n_past))
         request.n_past = n_past
         self._reopen(request)
 
@@ -268,7 +268,7 @@ class Scheduler:
                 self.finish(request, "length")
             elif request.n_total >= request.limit:
                 self._pause(request)
-        self._removals += plan.fillers
+        self.removals += plan.fillers
         if plan.n_decode == len(plan.tokens):
             self._last = plan
         elif self._prefilling:
@@ -280,7 +280,7 @@ class Scheduler:
         """Ends the requests of a step that failed; nobody else's."""
         for request, _ in plan.fed:
             self.fail(request, error)
-        self._removals += plan.fillers
+        self.removals += plan.fillers
 
     def recompute(self, slot: int) -> None:
         """The memory could not forget a part of this sequence and lost all of it: its tokens are computed again."""
@@ -326,7 +326,7 @@ class Scheduler:
                 del self._ready[0]
             else:
                 del self._queue[request]
-            self._dequeued.append(request)
+            self.dequeued.append(request)
             request.slot = self._slots.take()
             request.move(State.RUNNING)
             self._run(request)
@@ -372,9 +372,9 @@ class Scheduler:
             del self._queue[request]
         else:
             self._ready.remove(request)
-        self._dequeued.append(request)
+        self.dequeued.append(request)
         if request.slot >= 0:
-            self._removals.append((request.slot, 0))
+            self.removals.append((request.slot, 0))
             self._slots.give(request.slot)
             request.slot = -1
             self._full = False

@@ -48,7 +48,7 @@ class Sink:
 class CompletionSink(Sink):
     """Puts ``(index, Completion)`` into the mailbox, or ``(index, Failure)``."""
 
-    __slots__ = ("_first_at", "_index", "_parts", "_seed", "_tokens")
+    __slots__ = ("_first_at", "_index", "_parts", "_seed")
 
     def __init__(
         self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...], seed: int, index: int
@@ -56,15 +56,15 @@ class CompletionSink(Sink):
         super().__init__(mailbox, piece, stops)
         self._seed = seed
         self._index = index
-        self._tokens: list[int] = []
         self._parts: list[str] = []
         self._first_at: float | None = None
 
     def token(self, request: Request, token: int) -> bool:
-        """Collects."""
+        """Looks for stop strings; without any, the text is made at the end."""
         if self._first_at is None:
             self._first_at = perf_counter()
-        self._tokens.append(token)
+        if not self._stops:
+            return False
         text = self._text
         self._parts.append(text.push(self._piece(token)))
         return text.stopped
@@ -74,13 +74,16 @@ class CompletionSink(Sink):
         if request.error is not None:
             self.mailbox.put((self._index, Failure(request.error)))
             return
+        tokens = request.tokens[request.n_prompt :]
+        if not self._stops:
+            self._parts.append(self._text.push(b"".join(map(self._piece, tokens))))
         self._parts.append(self._text.finish())
         first_s = None if self._first_at is None else self._first_at - self.started_at
         timings = Timings(first_s, perf_counter() - self.started_at)
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
         text = "".join(self._parts)
         self.mailbox.put(
-            (self._index, Completion(text, self._tokens, reason, request.n_prompt, self._seed, timings))
+            (self._index, Completion(text, tokens, reason, request.n_prompt, self._seed, timings))
         )
 
 

@@ -185,7 +185,7 @@ class Context:
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
-        self._claim()
+        self.claim()
         self._check(batch)
         ffi = self._native.ffi
         code = self.decode_arrays(
@@ -204,18 +204,8 @@ class Context:
 
     def decode_arrays(self, n_tokens: int, tokens: Any, positions: Any, seq_ids: Any, outputs: Any) -> int:
         """The unchecked core of ``decode`` on cffi arrays; returns llama_decode's code. For callers that checked."""
-        self._claim()
+        self.claim()
         return self._native.lib.lp_decode(self._handle, n_tokens, tokens, positions, seq_ids, outputs)  # type: ignore[no-any-return]
-
-    def decode_arrays_next(
-        self, n_tokens: int, tokens: Any, positions: Any, seq_ids: Any, outputs: Any, sampled: Any
-    ) -> int:
-        """``decode_arrays`` of the same entries with ``sampled`` tokens, one position further; changes the arrays."""
-        self._claim()
-        code: int = self._native.lib.lp_decode_next(
-            self._handle, n_tokens, tokens, positions, seq_ids, outputs, sampled
-        )
-        return code
 
     def decode_error(self, code: int) -> DecodeError:
         """An error for a negative or abnormal result of ``decode_arrays``, with what llama.cpp logged."""
@@ -256,7 +246,7 @@ class Context:
 
         Raises ValueError when that entry was not an output.
         """
-        self._claim()
+        self.claim()
         ffi = self._native.ffi
         out = np.empty(self.model.n_vocab, dtype=np.float32)
         rows = ffi.new("int32_t[1]", [check_int("row", row, 0, self.n_batch - 1)])
@@ -289,7 +279,7 @@ class Context:
 
         False when the model's memory cannot remove a part (recurrent models); nothing is changed then.
         """
-        self._claim()
+        self.claim()
         check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
         result = self._native.lib.lp_memory_remove(
             self.handle, seq_id, check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX)
@@ -303,7 +293,7 @@ class Context:
 
         Raises ValueError for a part across per-sequence streams, which llama.cpp cannot do (it would end the process).
         """
-        self._claim()
+        self.claim()
         check_int("src", src, 0, self.n_seq_max - 1)
         check_int("dst", dst, 0, self.n_seq_max - 1)
         first, end = check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX)
@@ -317,7 +307,7 @@ class Context:
 
     def clear(self) -> None:
         """Forgets all sequences."""
-        self._claim()
+        self.claim()
         self._native.lib.lp_memory_clear(self.handle)
 
     # ---- lifetime
@@ -330,8 +320,12 @@ class Context:
             raise EngineClosedError("the context was created before fork(); create one in the child process")
         return self._handle
 
-    def _claim(self) -> None:
-        self.handle  # noqa: B018  (refuses a closed context)
+    def claim(self) -> Any:
+        """Takes the context for this thread; the native ``llama_context *``.
+
+        Raises EngineClosedError when closed, or in a forked child; RuntimeError when another thread has it.
+        """
+        handle = self.handle
         me = threading.get_ident()
         if self._owner != me:
             if self._owner is not None:
@@ -339,6 +333,7 @@ class Context:
                     "this context belongs to another thread; call release_thread() there first"
                 )
             self._owner = me
+        return handle
 
     def release_thread(self) -> None:
         """Lets another thread take the context over."""

@@ -53,6 +53,7 @@ class DirectPipeline:
         self._outputs = new("int8_t[]", n)
         self._rows, self._sampled = (new("int32_t[]", context.n_seq_max) for _ in range(2))
         self._samplers = new("lp_sampler *[]", context.n_seq_max)
+        self._handle: Any = None  # the context's, from this thread's last launch or sample
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
 
     def remove(self, seq_id: int, position: int) -> bool:
@@ -69,12 +70,15 @@ class DirectPipeline:
 
         Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
         """
+        self._handle = self._context.claim()
         n = self._n = len(tokens)
         self._tokens[0:n] = tokens
         self._positions[0:n] = positions
         self._seq_ids[0:n] = seq_ids
         self._outputs[0:n] = outputs
-        code = self._context.decode_arrays(n, self._tokens, self._positions, self._seq_ids, self._outputs)
+        code = self._native.lib.lp_decode(
+            self._handle, n, self._tokens, self._positions, self._seq_ids, self._outputs
+        )
         if code != 0:
             self._fail(code)
 
@@ -83,8 +87,8 @@ class DirectPipeline:
 
         Raises as ``launch`` does.
         """
-        code = self._context.decode_arrays_next(
-            self._n, self._tokens, self._positions, self._seq_ids, self._outputs, self._sampled
+        code = self._native.lib.lp_decode_next(
+            self._handle, self._n, self._tokens, self._positions, self._seq_ids, self._outputs, self._sampled
         )
         if code != 0:
             self._fail(code)
@@ -96,6 +100,7 @@ class DirectPipeline:
 
     def sample(self, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> list[int]:
         """Draws and accepts a token for each output entry of the last step; -1 where no logit is finite."""
+        self._handle = self._context.claim()
         n = self._n_rows = len(rows)
         self._rows[0:n] = rows
         self._samplers[0:n] = [s.handle for s in samplers]
@@ -104,7 +109,7 @@ class DirectPipeline:
     def sample_again(self) -> list[int]:
         """``sample`` with the same rows and samplers."""
         native, n = self._native, self._n_rows
-        code = native.lib.lp_sample_rows(self._context.handle, n, self._rows, self._samplers, self._sampled)
+        code = native.lib.lp_sample_rows(self._handle, n, self._rows, self._samplers, self._sampled)
         if code < 0:
             raise RuntimeError(f"sampling failed: {last_error(native)}")
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
@@ -112,3 +117,4 @@ class DirectPipeline:
     def close(self) -> None:
         """Frees the context."""
         self._context.close()
+        self._handle = None

@@ -213,7 +213,6 @@ class Decoder:
         except BaseException as e:  # callers wait for this thread: it must not end without telling them
             self._serve_errors(e)
         finally:
-            self._tell_dequeued()
             self._executor.close()
 
     def _loop(self) -> None:
@@ -238,6 +237,7 @@ class Decoder:
             self._flush()
             if self._stopping:
                 if not self._open:
+                    self._tell_dequeued()
                     return
                 self._end_waiting()
                 continue
@@ -366,7 +366,6 @@ class Decoder:
             self._give_up(request, self._error)
         while True:
             self._flush()
-            self._tell_dequeued()
             if self._stopping:
                 return
             function, arguments = self._inbox.get()

@@ -53,14 +53,18 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
     assert other != one
 
 
-def test_preset_15m(tmp_path: Path) -> None:
-    done = run("--preset", "15m", "--type", "q8_0", "--source", str(find_source()), str(tmp_path / "m.gguf"))
+@pytest.mark.parametrize(
+    ("preset", "size", "layers", "width"),
+    [("15m", "16.3 MB", 8, 256), ("15m-heads-of-48", "16.9 MB", 6, 288)],
+)
+def test_presets_of_15m_weights(preset: str, size: str, layers: int, width: int, tmp_path: Path) -> None:
+    done = run("--preset", preset, "--type", "q8_0", "--source", str(find_source()), str(tmp_path / "m.gguf"))
     assert done.returncode == 0, done.stderr
-    assert "16.9 MB" in done.stdout
+    assert size in done.stdout
     info = check_gguf(tmp_path / "m.gguf")
-    assert (info.n_layer, info.n_embd, info.n_vocab, info.n_ctx_train) == (6, 288, 32000, 2048)
+    assert (info.n_layer, info.n_embd, info.n_vocab, info.n_ctx_train) == (layers, width, 32000, 2048)
     with Model(tmp_path / "m.gguf") as model:
-        assert 15.0e6 < model.n_params < 15.4e6
+        assert 14.5e6 < model.n_params < 15.4e6
 
 
 def test_vocabulary_of_the_pinned_tree_is_copied(tmp_path: Path) -> None:

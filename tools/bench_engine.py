@@ -3,20 +3,18 @@
     python tools/bench_engine.py [MODEL.gguf ...] [--n 8] [--prompt 64] [--generate 64] [--repeats 7] [--json FILE]
 
 For each model: one request alone (bare loop against engine), and N requests, one by one and at once (bare loops against
-engine). The bare loop decodes and samples through the same native entries, without scheduler, threads or text. Greedy,
-end of generation ignored, no prefix is shared.
+engines). The bare loop decodes and samples through the same native entries, without scheduler, threads or text. Times
+include the prompts. Greedy, end of generation ignored, no prefix is shared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import statistics
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -25,7 +23,8 @@ import llamapipe as lp
 from llamapipe.llama import Context, SamplerChain
 from llamapipe.native.load import build_info
 
-_SETTLE_S = 0.05  # libgomp's threads go on spinning for about 15 ms after their last work
+_SETTLE_S = 0.003  # the threads of the context that computed before spin a little longer
+_ROUNDS_ALONE = 10
 
 
 class BareLoop:
@@ -91,63 +90,48 @@ class BareLoop:
 
 
 class Ways:
-    """The ways to be timed of one process; each gives its seconds."""
+    """The ways to be timed, over one model; each gives its seconds."""
 
-    def __init__(self, kind: str, path: Path, n: int, n_prompt: int, n_generate: int) -> None:
-        self.model = lp.Model(path)
+    def __init__(self, model: lp.Model, n: int, n_prompt: int, n_generate: int) -> None:
         n_ctx = n_prompt + n_generate + 8
-        n_vocab = self.model.n_vocab
-        self.n_generate = n_generate
-        self.prompts = [[(7 * i + 3 * j) % (n_vocab - 300) + 290 for j in range(n_prompt)] for i in range(n)]
+        self.n, self.n_generate = n, n_generate
+        # No prompt begins like another.
+        self.prompts = [
+            [(7 * i + 3 * j) % (model.n_vocab - 300) + 290 for j in range(n_prompt)] for i in range(n)
+        ]
         self.params = lp.SamplingParams(temperature=0, max_tokens=n_generate, ignore_eos=True)
-        if kind == "bare":
-            self.one, self.many = BareLoop(self.model, 1, n_ctx), BareLoop(self.model, n, n_ctx)
-        else:
-            self.engine = lp.Engine(self.model, n_ctx=n_ctx, n_seq_max=1 if kind == "blocking" else n)
-        self.kind = kind
+        self.one, self.many = BareLoop(model, 1, n_ctx), BareLoop(model, n, n_ctx)
+        self.blocking = lp.Engine(model, n_ctx=n_ctx, n_seq_max=1)
+        self.engine = lp.Engine(model, n_ctx=n_ctx, n_seq_max=n)
 
-    def alone(self) -> float:
+    def bare_alone(self) -> float:
         """One request."""
-        if self.kind == "bare":
-            return self.one.run(self.prompts[:1], self.n_generate)[0]
+        return self.one.run(self.prompts[:1], self.n_generate)[0]
+
+    def engine_alone(self) -> float:
+        """One request."""
         return timed(lambda: self.engine.generate(self.prompts[0], self.params))
 
-    def one_by_one(self) -> float:
+    def bare_one_by_one(self) -> float:
         """All requests, one after another."""
-        if self.kind == "bare":
-            return sum(self.one.run([p], self.n_generate)[0] for p in self.prompts)
-        return timed(lambda: [self.engine.generate(p, self.params) for p in self.prompts])
+        return sum(self.one.run([p], self.n_generate)[0] for p in self.prompts)
 
-    def at_once(self) -> float:
+    def engine_one_by_one(self) -> float:
+        """All requests, one after another, on an engine with one sequence."""
+        return timed(lambda: [self.blocking.generate(p, self.params) for p in self.prompts])
+
+    def bare_at_once(self) -> float:
         """All requests together."""
-        if self.kind == "bare":
-            return self.many.run(self.prompts, self.n_generate)[0]
+        return self.many.run(self.prompts, self.n_generate)[0]
+
+    def engine_at_once(self) -> float:
+        """All requests together."""
         return timed(lambda: self.engine.generate(self.prompts, self.params))
-
-    def decode_alone(self) -> float:
-        """Only the steps after the first token, of one request."""
-        return self.one.run(self.prompts[:1], self.n_generate)[1]
-
-    def decode_at_once(self) -> float:
-        """Only the steps after the first token, of all requests."""
-        return self.many.run(self.prompts, self.n_generate)[1]
 
     def close(self) -> None:
         """Frees the native memory."""
-        if self.kind == "bare":
-            self.one.close()
-            self.many.close()
-        else:
-            self.engine.close()
-        self.model.close()
-
-
-def work(connection: Connection, kind: str, path: Path, n: int, n_prompt: int, n_generate: int) -> None:
-    """A process that times what it is asked for, until it is asked for nothing."""
-    ways = Ways(kind, path, n, n_prompt, n_generate)
-    while name := connection.recv():
-        connection.send(getattr(ways, name)())
-    ways.close()
+        for part in (self.one, self.many, self.blocking, self.engine):
+            part.close()
 
 
 def timed(task: Callable[[], object]) -> float:
@@ -157,67 +141,45 @@ def timed(task: Callable[[], object]) -> float:
     return perf_counter() - started
 
 
-WAYS = {
-    "bare, 1 alone": ("bare", "alone"),
-    "engine, 1 alone": ("engine", "alone"),
-    "bare, one by one": ("bare", "one_by_one"),
-    "blocking engine, one by one": ("blocking", "one_by_one"),
-    "bare, at once": ("bare", "at_once"),
-    "engine, at once": ("engine", "at_once"),
-    "bare decode, 1": ("bare", "decode_alone"),
-    "bare decode, N": ("bare", "decode_at_once"),
-}
-
-
 def measure(path: Path, n: int, n_prompt: int, n_generate: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round.
-
-    A process each for the bare loops, the blocking engine and the engine: libgomp keeps a team of threads for every
-    thread that computes, and makes all of them sleep at barriers once there are more than cores.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    workers = {}
-    for kind in ("bare", "blocking", "engine"):
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=work, args=(theirs, kind, path, n, n_prompt, n_generate), daemon=True)
-        process.start()
-        theirs.close()  # so that a process that died is noticed
-        workers[kind] = (ours, process)
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    for repeat in range(repeats + 1):
-        for name, (kind, method) in WAYS.items():
-            connection = workers[kind][0]
-            sleep(_SETTLE_S)
-            connection.send(method)
-            took = connection.recv()
-            if repeat:  # the first round warms up
-                seconds[name].append(took)
-    for connection, process in workers.values():
-        connection.send("")
-        process.join()
+    """Seconds of each way in each round. One request alone is timed in more rounds: it is short."""
+    alone = ["bare_alone", "engine_alone"]
+    several = ["bare_one_by_one", "engine_one_by_one", "bare_at_once", "engine_at_once"]
+    seconds: dict[str, list[float]] = {name: [] for name in alone + several}
+    with lp.Model(path) as model:
+        ways = Ways(model, n, n_prompt, n_generate)
+        for names, rounds in ((alone, _ROUNDS_ALONE * repeats), (several, repeats)):
+            for i in range(rounds + 1):
+                for name in names if i % 2 else names[::-1]:
+                    sleep(_SETTLE_S)
+                    took = getattr(ways, name)()
+                    if i:  # the first round warms up
+                        seconds[name].append(took)
+        ways.close()
     return seconds
 
 
 def report(name: str, rounds: dict[str, list[float]], n: int, n_generate: int) -> dict[str, float]:
-    """Prints a model's figures; returns the ratios, of medians except where a pair is compared round by round."""
-    s = {way: statistics.median(values) for way, values in rounds.items()}
-    pairs = zip(rounds["engine, 1 alone"], rounds["bare, 1 alone"], strict=True)
+    """Prints a model's figures; returns the ratios: medians of what is compared round by round."""
+
+    def ratio(a: str, b: str) -> float:
+        return statistics.median(x / y for x, y in zip(rounds[a], rounds[b], strict=True))
+
+    bare, engine = ratio("bare_one_by_one", "bare_at_once"), ratio("engine_one_by_one", "engine_at_once")
     ratios = {
-        "one request alone, engine / bare": statistics.median(engine / bare for engine, bare in pairs),
-        "gain of bare batching, prefill included": s["bare, one by one"] / s["bare, at once"],
-        "gain of bare batching, decode only": n * s["bare decode, 1"] / s["bare decode, N"],
-        "gain of the engine": s["blocking engine, one by one"] / s["engine, at once"],
-        "time at once, bare / engine": s["bare, at once"] / s["engine, at once"],
+        "one request alone, engine / bare": ratio("engine_alone", "bare_alone"),
+        "gain of bare batching": bare,
+        "gain of the engine": engine,
+        "gain of the engine / gain of bare batching": engine / bare,
+        "all at once, engine / bare": ratio("engine_at_once", "bare_at_once"),
     }
-    ratios["gain of the engine / gain of bare batching"] = (
-        ratios["gain of the engine"] / ratios["gain of bare batching, prefill included"]
-    )
-    print(f"\n{name}: N = {n}, medians")
-    for way, seconds in s.items():
-        n_tokens = n_generate * (1 if "1 alone" in way or way == "bare decode, 1" else n)
-        print(f"  {way:<42}{seconds * 1e3:9.1f} ms {n_tokens / seconds:9.0f} tok/s")
-    for what, ratio in ratios.items():
-        print(f"  {what:<48}{ratio:6.3f}")
+    print(f"\n{name}: N = {n}, {n_generate} tokens each; medians")
+    for way, values in rounds.items():
+        seconds = statistics.median(values)
+        n_tokens = n_generate * (1 if "alone" in way else n)
+        print(f"  {way.replace('_', ' '):<24}{seconds * 1e3:9.1f} ms {n_tokens / seconds:9.0f} tok/s")
+    for what, value in ratios.items():
+        print(f"  {what:<48}{value:6.3f}")
     return ratios
 
 

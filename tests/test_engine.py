@@ -484,7 +484,7 @@ class TestClose:
 
         def leave() -> None:
             with engine, gate:
-                calls.append(together(engine, 2, engine.generate, [PROMPT] * 2, greedy(None)))
+                calls.append(together(engine, 1, engine.generate, [PROMPT] * 2, greedy(None)))
                 gate.wait()
                 raise ZeroDivisionError
 

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from control import PATIENCE_S, Worker, all_results, wait_until
 
-import llamapipe as lp
 from llamapipe.engine.queue_limit import QueueLimit
-from llamapipe.engine.request import Request
 from llamapipe.errors import QueueFullError
 
 
@@ -253,36 +251,3 @@ class TestTogether:
         all_results([Worker(call) for call in calls])
         assert (queue.n, n_waiting(queue)) == (0, 0)
         assert 1 <= most[0] <= 3
-
-
-class TestCalls:
-    @pytest.mark.parametrize("asynchronous", [False, True])
-    def test_an_interrupted_call_gives_back_the_room_it_took(
-        self,
-        make_engine: Callable[..., lp.Engine],
-        monkeypatch: pytest.MonkeyPatch,
-        asynchronous: bool,
-    ) -> None:
-        """Ctrl-C while many prompts are submitted that entered the queue together."""
-        engine = make_engine(n_seq_max=1, max_queue=6)
-        submit, n_submitted = engine._decoder.submit, 0
-
-        def interrupted(request: Request) -> None:
-            nonlocal n_submitted
-            n_submitted += 1
-            if n_submitted == 3:
-                raise KeyboardInterrupt
-            submit(request)
-
-        monkeypatch.setattr(engine._decoder, "submit", interrupted)
-        prompts, params = [[5, 6]] * 6, lp.SamplingParams(max_tokens=1)
-
-        def call() -> Any:
-            if asynchronous:
-                return asyncio.run(engine.agenerate(prompts, params, block=False))
-            return engine.generate(prompts, params, block=False)
-
-        with pytest.raises(KeyboardInterrupt):
-            call()
-        wait_until(lambda: engine._queue.n == 0)
-        assert len(call()) == 6

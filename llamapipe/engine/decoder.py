@@ -94,11 +94,11 @@ class Decoder:
         if self._closing:
             raise EngineClosedError("the engine is closed; make another")
 
-    def submit(self, request: Request) -> None:
-        """Queues a new request. Raises EngineClosedError."""
+    def submit(self, *requests: Request) -> None:
+        """Queues new requests, so that one step takes them all if it can. Raises EngineClosedError."""
         with self._lock:
             self.check_open()
-            self._inbox.put((self.add, (request,)))
+            self._inbox.put((self.add, requests))
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
         """Has ``function`` run on the decoder thread between two steps, in the order of calls."""
@@ -141,16 +141,17 @@ class Decoder:
         forget(self)
 
     # ---- commands, run on the decoder thread
-    def add(self, request: Request) -> None:
-        """Takes a new request."""
-        self._n_requests += 1
-        self._open[request] = None
-        if self._error is not None:
-            self._give_up(request, self._error)
-            return
-        self._scheduler.add(request)
-        if request.cancelled:
-            self.cancel(request)
+    def add(self, *requests: Request) -> None:
+        """Takes new requests."""
+        self._n_requests += len(requests)
+        self._open.update(dict.fromkeys(requests))
+        for request in requests:
+            if self._error is not None:
+                self._give_up(request, self._error)
+                continue
+            self._scheduler.add(request)
+            if request.cancelled:
+                self.cancel(request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request wherever it is."""

@@ -169,13 +169,13 @@ class Engine:
         try:
             for index, item in enumerate(items):
                 started.append(self._intake.completion(item, mailbox, index))
-            if not block:
-                self._queue.enter_at_once(*started)
             self._decoder.alone = alone()
-            for request in started:
-                if block:
+            if self._enter_together(started, block):
+                self._decoder.submit(*started)
+            else:
+                for request in started:
                     self._queue.enter(request, deadline)
-                self._decoder.submit(request)
+                    self._decoder.submit(request)
             for _ in items:
                 index, result = mailbox.get(timeout=_left_s(deadline))
                 if isinstance(result, Failure):
@@ -270,13 +270,13 @@ class Engine:
         try:
             for index, item in enumerate(items):
                 started.append(self._intake.completion(item, mailbox, index))
-            if not block:
-                self._queue.enter_at_once(*started)
             self._decoder.alone = False
-            for request in started:
-                if block:
+            if self._enter_together(started, block):
+                self._decoder.submit(*started)
+            else:
+                for request in started:
                     await self._queue.aenter(request)
-                self._decoder.submit(request)
+                    self._decoder.submit(request)
             for _ in items:
                 index, result = await mailbox.get()
                 if isinstance(result, Failure):
@@ -376,6 +376,13 @@ class Engine:
             )
 
     # ---- inside
+    def _enter_together(self, requests: list[Request], block: bool) -> bool:
+        """Whether there is room for all; raises QueueFullError when there is not and nobody wants to wait."""
+        if block:
+            return self._queue.try_enter(*requests)
+        self._queue.enter_at_once(*requests)
+        return True
+
     def _cancel(self, requests: list[Request]) -> None:
         """Ends requests, whether or not they were submitted before their caller gave up."""
         self._queue.leave(requests)

@@ -128,11 +128,11 @@ def held(engine: lp.Engine) -> Iterator[None]:
         go_on.set()
 
 
-def together(engine: lp.Engine, n: int, function: Callable[..., Any], *arguments: Any) -> Worker:
-    """Calls ``function`` in a thread and lets its ``n`` requests come to the engine in one moment."""
+def submitted(engine: lp.Engine, function: Callable[..., Any], *arguments: Any) -> Worker:
+    """Calls ``function`` in a thread; returns once the engine has been asked for what it wants."""
     with held(engine):
         worker = Worker(function, *arguments)
-        wait_until(lambda: engine._decoder._inbox.qsize() >= n)
+        wait_until(lambda: engine._decoder._inbox.qsize() > 0)
     return worker
 
 

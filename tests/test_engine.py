@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control import Gate, Worker, all_results, held, together, wait_until
+from control import Gate, Worker, all_results, held, submitted, wait_until
 from plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
@@ -472,7 +472,7 @@ class TestClose:
 
     def test_with(self, tiny: lp.Model) -> None:
         with lp.Engine(tiny, n_ctx=64, n_threads=1) as engine:
-            call = together(engine, 1, engine.generate, PROMPT, greedy(20))
+            call = submitted(engine, engine.generate, PROMPT, greedy(20))
         assert call.result().finish_reason == "length"
         assert engine.closed
 
@@ -484,7 +484,7 @@ class TestClose:
 
         def leave() -> None:
             with engine, gate:
-                calls.append(together(engine, 1, engine.generate, [PROMPT] * 2, greedy(None)))
+                calls.append(submitted(engine, engine.generate, [PROMPT] * 2, greedy(None)))
                 gate.wait()
                 raise ZeroDivisionError
 
@@ -562,6 +562,11 @@ class TestSharing:
             assert engine.generate(PROMPT, greedy(9)).token_ids == loop.greedy(
                 engine.model.tokenize(PROMPT), 9
             )
+
+    def test_a_list_shares_every_step(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=3)
+        engine.generate([PROMPT] * 3, greedy(7))
+        assert engine.stats().steps == 7
 
     def test_requests_that_come_together_share_steps(self, engine: lp.Engine) -> None:
         with held(engine):

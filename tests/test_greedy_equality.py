@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from control import Gate, Launch, Worker, all_results, held, together
+from control import Gate, Launch, Worker, all_results, held
 from plain import greedy, plain_loop
 
 import llamapipe as lp
@@ -198,7 +198,7 @@ def test_long_prompts_in_chunks_beside_streams(
     with Gate(engine) as gate:
         gate.open()
         params = [greedy(job.max_tokens) for job in some.jobs]
-        outputs = together(engine, 8, engine.generate, [job.prompt for job in some.jobs], params).result()
+        outputs = engine.generate([job.prompt for job in some.jobs], params)
     check(some, [out.token_ids for out in outputs], exact=not shapes_matter, n_ubatch=32)
     launches = gate.launches
     assert all(len(launch.tokens) <= 16 for launch in launches)
@@ -223,7 +223,7 @@ def test_gaps_between_slots(known: Known, shapes_matter: bool, make_engine: Make
     with Gate(engine) as gate:
         gate.open()
         params = [greedy(n) for n in lengths]
-        outputs = together(engine, 8, engine.generate, [job.prompt] * 8, params).result()
+        outputs = engine.generate([job.prompt] * 8, params)
     shapes = [(sum(launch.outputs), len(launch.tokens)) for launch in gate.launches[1:]]
     # Five gaps beside three requests are not worth a filler each.
     assert shapes[:7] == [(8, 8), (8, 8), (7, 8), (6, 8), (6, 8), (5, 8), (4, 8)]

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from control import Gate, Worker, all_results, held, together, wait_until
+from control import Gate, Worker, all_results, held, wait_until
 from plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
@@ -347,9 +347,3 @@ class TestOwnership:
         with engine.stream(PROMPT, greedy(3)) as stream:
             assert "<Stream open <Request" in repr(stream)
         assert "<Stream done <Request" in repr(stream)
-
-
-def test_together_helper_is_exact(engine: lp.Engine) -> None:
-    """What other tests rely on: requests sent together share every step."""
-    together(engine, 3, engine.generate, [PROMPT] * 3, greedy(7)).result()
-    assert engine.stats().steps == 7

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ class Stages:
         if 0 < self.top_k < len(row):
             sort()
             keep(np.arange(len(ids)) < self.top_k)
-        if np.float32(self.typical) < 1:  # llama.cpp's parameters are floats
+        if self.typical < 1:
             keep(logits > logits.max() - 70)  # the others have no probability
             sort()
             p = probabilities()
@@ -135,7 +136,7 @@ class Stages:
             keep(order)
             self.cut(probabilities(), self.typical, keep)
             apart(np.diff(score[order][: len(ids) + 1]), 0, 1e-5)  # in another order others would be kept
-        if np.float32(self.top_p) < 1:
+        if self.top_p < 1:
             sort()
             self.cut(probabilities(), self.top_p, keep)
         if self.min_p > 0:
@@ -198,14 +199,16 @@ def rows(draw: st.DrawFn, sizes: Sequence[int] = SIZES, spread: float = 12.0) ->
     return rng.permutation(steps - draw(st.floats(0, spread))).astype(np.float32)
 
 
-fractions = st.floats(0.02, 1.0)
+# llama.cpp's parameters are floats: what rounds to 1 there would be less here.
+floats = partial(st.floats, width=32)
+fractions = floats(1 / 64, 1.0)
 stages = st.builds(
     Stages,
     top_k=st.sampled_from([0, 1, 2, 3, 20, 40, 200, 10**9]),
     typical=st.just(1.0) | fractions,
     top_p=st.just(1.0) | fractions,
-    min_p=st.just(0.0) | st.floats(1e-3, 0.9),
-    temperature=st.just(1.0) | st.floats(0.05, 20.0),
+    min_p=st.just(0.0) | floats(1 / 1024, 0.875),
+    temperature=st.just(1.0) | floats(1 / 16, 20.0),
 )
 seeds = st.integers(0, MASK)
 few = settings(max_examples=200, deadline=None)
@@ -272,15 +275,15 @@ class TestDraw:
         self, vocabs: dict[int, Vocab], row: Row, chain: Stages, seed: int, data: st.DataObject
     ) -> None:
         tokens = st.integers(0, len(row) - 1)
-        biases = st.floats(-20, 20) | st.just(-math.inf) | st.just(1000.0) | st.just(-1000.0)
+        biases = floats(-20, 20) | st.just(-math.inf) | st.just(1000.0) | st.just(-1000.0)
         chain = Stages(
             **vars(chain)
             | {
                 "bias": data.draw(st.dictionaries(tokens, biases, max_size=min(8, len(row) - 1))),
                 "last_n": data.draw(st.integers(0, 12)),
-                "repeat": data.draw(st.just(1.0) | st.floats(0.3, 4.0)),
-                "frequency": data.draw(st.just(0.0) | st.floats(-2, 2)),
-                "presence": data.draw(st.just(0.0) | st.floats(-4, 4)),
+                "repeat": data.draw(st.just(1.0) | floats(0.25, 4.0)),
+                "frequency": data.draw(st.just(0.0) | floats(-2, 2)),
+                "presence": data.draw(st.just(0.0) | floats(-4, 4)),
             }
         )
         accepted = data.draw(st.lists(tokens, max_size=30))
@@ -574,11 +577,11 @@ class TestAgainstLlamaCpp:
         chain = Stages(
             **vars(chain)
             | {
-                "bias": data.draw(st.dictionaries(tokens, st.floats(-9, 9, width=32), max_size=8)),
+                "bias": data.draw(st.dictionaries(tokens, floats(-9, 9), max_size=8)),
                 "last_n": data.draw(st.integers(1, 12)),
-                "repeat": data.draw(st.just(1.0) | st.floats(0.5, 2.0, width=32)),
-                "frequency": data.draw(st.just(0.0) | st.floats(-1, 1, width=32)),
-                "presence": data.draw(st.just(0.0) | st.floats(-2, 2, width=32)),
+                "repeat": data.draw(st.just(1.0) | floats(0.5, 2.0)),
+                "frequency": data.draw(st.just(0.0) | floats(-1, 1)),
+                "presence": data.draw(st.just(0.0) | floats(-2, 2)),
             }
         )
         accepted = data.draw(st.lists(tokens, max_size=30))

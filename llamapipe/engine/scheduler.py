@@ -269,12 +269,12 @@ class Scheduler:
             elif request.n_total >= request.limit:
                 self._pause(request)
         self.removals += plan.fillers
-        if plan.n_decode == len(plan.tokens):
-            self._last = plan
-        elif self._prefilling:
+        if self._prefilling:
             for request in [r for r in self._prefilling if len(r.tokens) - r.n_past == 1]:
                 self._prefilling.remove(request)
                 self._run(request)
+        elif plan.n_decode == len(plan.tokens):
+            self._last = plan
 
     def abort(self, plan: StepPlan, error: BaseException) -> None:
         """Ends the requests of a step that failed; nobody else's."""

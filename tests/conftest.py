@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from plain import PlainLoop
+
     import llamapipe as lp
 
 # Nothing native is imported here: tests of the build run before there is a library.
@@ -78,5 +80,14 @@ def make_engine(tiny: lp.Model) -> Iterator[Callable[..., lp.Engine]]:
 
 @pytest.fixture
 def engine(make_engine: Callable[..., lp.Engine]) -> lp.Engine:
-    """An engine of four slots with 256 positions each."""
-    return make_engine(n_seq_max=4)
+    """An engine of four slots with 256 positions each, which computes in the chunks of ``loop``."""
+    return make_engine(n_seq_max=4, n_ubatch=32)
+
+
+@pytest.fixture(scope="module")
+def loop(tiny: lp.Model) -> Iterator[PlainLoop]:
+    """The same tokens without an engine."""
+    from plain import plain_loop
+
+    with plain_loop(tiny, n_ubatch=32) as loop:
+        yield loop

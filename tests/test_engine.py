@@ -11,7 +11,7 @@ import random
 import struct
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from control import Gate, Worker, all_results, held, submitted, wait_until
-from plain import PlainLoop, greedy, plain_loop
+from plain import PlainLoop, greedy
 
 import llamapipe as lp
 from llamapipe.engine.queue_limit import QueueLimit
@@ -29,17 +29,6 @@ MakeEngine = Callable[..., lp.Engine]
 
 PROMPT = "Once upon a time there was"
 OTHER = "In a house near the mill"
-
-
-@pytest.fixture(scope="module")
-def loop(tiny: lp.Model) -> Iterator[PlainLoop]:
-    with plain_loop(tiny, n_ubatch=32) as loop:
-        yield loop
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine) -> lp.Engine:
-    return make_engine(n_seq_max=4, n_ubatch=32)
 
 
 class TestGenerate:

@@ -6,13 +6,13 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from time import perf_counter
 from typing import Any
 
 import pytest
 from control import PATIENCE_S, Gate, Worker, all_results, held, wait_until
-from plain import PlainLoop, greedy, plain_loop
+from plain import PlainLoop, greedy
 
 import llamapipe as lp
 from llamapipe.engine.stream import BUFFER_TOKENS
@@ -22,17 +22,6 @@ MakeEngine = Callable[..., lp.Engine]
 
 PROMPT = "Once upon a time there was"
 OTHER = "In a house near the mill"
-
-
-@pytest.fixture(scope="module")
-def loop(tiny: lp.Model) -> Iterator[PlainLoop]:
-    with plain_loop(tiny, n_ubatch=32) as loop:
-        yield loop
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine) -> lp.Engine:
-    return make_engine(n_seq_max=4, n_ubatch=32)
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import codecs
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from control import Gate, Worker, all_results, held, wait_until
-from plain import PlainLoop, greedy, plain_loop
+from plain import PlainLoop, greedy
 
 import llamapipe as lp
 from llamapipe.engine.stream import BUFFER_TOKENS
@@ -20,17 +20,6 @@ Ending = Callable[[lp.Stream], object]
 
 PROMPT = "Once upon a time there was"
 OTHER = "In a house near the mill"
-
-
-@pytest.fixture(scope="module")
-def loop(tiny: lp.Model) -> Iterator[PlainLoop]:
-    with plain_loop(tiny, n_ubatch=32) as loop:
-        yield loop
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine) -> lp.Engine:
-    return make_engine(n_seq_max=4, n_ubatch=32)
 
 
 def tokens_of(deltas: Sequence[lp.Delta]) -> list[int]:

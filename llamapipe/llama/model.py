@@ -35,6 +35,10 @@ class Model:
     ``tensor_split``: share of each device. ``progress``: called on this thread with 0.0 to 1.0 while loading; what it
     raises stops the load and is raised here. ``vocab_only``: no weights, for tokenizing only.
 
+    Sizes as attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
+    ``is_recurrent``: keeps a state for each sequence, of which no part can be removed. ``is_causal``: False when tokens
+    look at those after them; an engine refuses such a model.
+
     Any thread may use a model. Close it, or use ``with``, after everything made from it; closing while contexts or
     engines live is refused.
 

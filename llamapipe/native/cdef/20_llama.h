@@ -58,6 +58,7 @@ int32_t llama_model_desc(const struct llama_model * model, char * buf, size_t bu
 bool llama_model_has_encoder(const struct llama_model * model);
 bool llama_model_has_decoder(const struct llama_model * model);
 bool llama_model_is_recurrent(const struct llama_model * model);
+int32_t llama_model_n_swa(const struct llama_model * model);
 bool llama_model_is_hybrid(const struct llama_model * model);
 int32_t llama_model_meta_count(const struct llama_model * model);
 int32_t llama_model_meta_key_by_index(const struct llama_model * model, int32_t i, char * buf, size_t buf_size);

@@ -1,6 +1,12 @@
 // llamapipe's own entries: see src/native.h for what each does.
 #define LP_ERROR ...
 #define LP_ERROR_LOGITS ...
+#define LP_ERROR_FULL ...
+#define LP_ERROR_ABORTED ...
+#define LP_ERROR_ROWS ...
+#define LP_ERROR_POSITIONS ...
+#define LP_ERROR_CLOSED ...
+#define LP_ERROR_STEP ...
 
 const char * lp_last_error(void);
 void lp_log_start(void);
@@ -15,16 +21,62 @@ int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int 
                   bool remove_special, bool unparse_special);
 int lp_piece(const struct llama_vocab * vocab, int32_t token, char * bytes, int n_max, bool special);
 
-struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll);
+typedef struct lp_collector lp_collector;
+lp_collector * lp_collector_new(const struct llama_model * model, int n_seq_max, int64_t n_rows);
+const char *   lp_collector_problem(const lp_collector * collector);
+void           lp_collector_free(lp_collector * collector);
+struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll,
+                                      lp_collector * collector);
 void lp_context_free(struct llama_context * ctx);
-int lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
-              const int32_t * seq_ids, const int8_t * outputs);
-int lp_decode_next(struct llama_context * ctx, int n_tokens, int32_t * tokens, int32_t * positions,
-                   const int32_t * seq_ids, const int8_t * outputs, const int32_t * sampled);
-int lp_logits(struct llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out);
-int lp_memory_remove(struct llama_context * ctx, int seq_id, int p0, int p1);
-int lp_memory_copy(struct llama_context * ctx, int src, int dst, int p0, int p1);
-int lp_memory_clear(struct llama_context * ctx);
+int  lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
+               const int32_t * seq_ids, const int8_t * outputs);
+int  lp_logits(struct llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out);
+int  lp_memory_remove(struct llama_context * ctx, int seq_id, int p0, int p1);
+int  lp_memory_copy(struct llama_context * ctx, int src, int dst, int p0, int p1);
+int  lp_memory_clear(struct llama_context * ctx);
+typedef struct lp_pipeline lp_pipeline;
+typedef struct lp_step lp_step;
+typedef struct {
+    int64_t n_steps, n_decodes, n_waits, n_syncs, n_copies, n_bytes, n_moved, n_memory_ops;
+    int64_t compute_ns, wait_ns;
+} lp_counters;
+typedef struct {
+    int64_t step, begin_ns, end_ns;
+    int     stage, n_tokens, n_rows;
+    char    sequences[...];
+} lp_span;
+enum { LP_HOST, LP_EVENTS, LP_SYNC, LP_STOCK };
+enum { LP_REMOVE, LP_COPY, LP_KEEP, LP_SHIFT, LP_CLEAR };
+enum { LP_FAULT_NONE, LP_FAULT_LAUNCH, LP_FAULT_ROWS, LP_FAULT_COPY };
+lp_pipeline * lp_pipeline_new(struct llama_context * ctx, lp_collector * collector, int mode, int depth, int n_slots,
+                              int slot_rows, int n_ubatch, bool streams, bool threaded);
+void lp_pipeline_stop(lp_pipeline * pipeline);
+void lp_pipeline_close(lp_pipeline * pipeline, bool drain);
+void lp_pipeline_free(lp_pipeline * pipeline);
+bool lp_collector_in_host_memory(const lp_collector * collector);
+lp_step *     lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
+                        const int32_t * seq_ids, const int8_t * outputs, int * code);
+int           lp_next_position(lp_pipeline * pipeline, int seq_id);
+bool          lp_step_ready(lp_step * step);
+bool          lp_step_wait(lp_step * step, int64_t timeout_ns);
+int           lp_step_code(lp_step * step);
+const char *  lp_step_error(const lp_step * step);
+int64_t       lp_step_number(const lp_step * step);
+const float * lp_step_expose(lp_step * step, bool * in_place);
+void          lp_step_unexpose(lp_step * step);
+void          lp_step_release(lp_step * step);
+void          lp_step_free(lp_step * step);
+int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
+                  const int32_t * seq_ids, const int8_t * outputs);
+int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled);
+int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);
+void    lp_abort(lp_pipeline * pipeline, int64_t number);
+int64_t lp_launching(const lp_pipeline * pipeline);
+void    lp_fail_next(lp_pipeline * pipeline, int fault, int code);
+void    lp_get_counters(lp_pipeline * pipeline, lp_counters * counters);
+void    lp_trace(lp_pipeline * pipeline, int64_t n_max);
+bool    lp_next_span(lp_pipeline * pipeline, lp_span * span);
+int64_t lp_now_ns(void);
 
 typedef struct lp_sampler lp_sampler;
 lp_sampler * lp_sampler_new(const struct llama_vocab * vocab, uint64_t seed);
@@ -39,7 +91,9 @@ int lp_sampler_add_temperature(lp_sampler * s, float t);
 int lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);
 int lp_sampler_reset(lp_sampler * s);
 int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);
-int lp_sample_rows(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
+int lp_sample_rows(lp_pipeline * pipeline, int64_t step, int n_rows, const int32_t * entries, lp_sampler ** samplers,
+                   int32_t * tokens);
+int lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
 
 // Called while a model loads, on the loading thread; returning false stops the load.
 extern "Python" bool lp_on_progress(float progress, void * user_data);

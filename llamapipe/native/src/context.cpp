@@ -1,15 +1,39 @@
 // Contexts: creation, one decode from flat arrays, logits rows, memory operations.
+#include "collector.hpp"
 #include "guard.hpp"
+#include "pipeline.hpp"
 #include "threads.hpp"
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
-llama_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll) {
+lp_collector * lp_collector_new(const llama_model * model, int n_seq_max, int64_t n_rows) {
+    return lp::guard((lp_collector *) nullptr, [&] {
+        const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+        return new lp_collector{ std::make_shared<lp::Collector>(n_vocab, n_seq_max, n_rows) };
+    });
+}
+
+const char * lp_collector_problem(const lp_collector * collector) {
+    return collector->shared->attached() ? nullptr : collector->shared->problem();
+}
+
+bool lp_collector_in_host_memory(const lp_collector * collector) { return collector->shared->host() != nullptr; }
+
+void lp_collector_free(lp_collector * collector) { delete collector; }
+
+llama_context * lp_context_new(llama_model * model, const llama_context_params * given, int poll,
+                               lp_collector * collector) {
     lp::set_error("llama.cpp could not create the context");
-    llama_context * ctx =
-        lp::guard((llama_context *) nullptr, [&] { return llama_init_from_model(model, *params); });
+    llama_context_params   copy   = *given;
+    llama_context_params * params = &copy;
+    llama_context *        ctx    = lp::guard((llama_context *) nullptr, [&] {
+        if (collector) {
+            collector->shared->configure(copy);
+        }
+        return llama_init_from_model(model, copy);
+    });
     const int n_threads = std::max(params->n_threads, params->n_threads_batch);
     if (!ctx || n_threads < 2) {
         return ctx;
@@ -56,15 +80,6 @@ int lp_decode(llama_context * ctx, int n_tokens, const int32_t * tokens, const i
         lp::set_error("see the log llamapipe.native");
         return (int) llama_decode(ctx, batch);
     });
-}
-
-int lp_decode_next(llama_context * ctx, int n_tokens, int32_t * tokens, int32_t * positions, const int32_t * seq_ids,
-                   const int8_t * outputs, const int32_t * sampled) {
-    for (int i = 0; i < n_tokens; i++) {
-        tokens[i] = sampled[i];
-        positions[i]++;
-    }
-    return lp_decode(ctx, n_tokens, tokens, positions, seq_ids, outputs);
 }
 
 int lp_logits(llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out) {

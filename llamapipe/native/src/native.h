@@ -18,6 +18,12 @@ extern "C" {
 
 #define LP_ERROR        (-1000)  // an exception was caught; lp_last_error() has its text
 #define LP_ERROR_LOGITS (-1001)  // a row has no finite logit
+#define LP_ERROR_FULL      (-1002)  // no KV cells are left; nothing changed
+#define LP_ERROR_ABORTED   (-1003)  // a step was aborted; what it had computed before may have stayed
+#define LP_ERROR_ROWS      (-1004)  // llama.cpp cut a batch otherwise than expected
+#define LP_ERROR_POSITIONS (-1005)  // a sequence would not go on from where it is
+#define LP_ERROR_CLOSED    (-1006)  // the pipeline is closed
+#define LP_ERROR_STEP      (-1007)  // an exception while a step was launched or copied
 
 // ---- errors and log (error.cpp, log.cpp)
 const char * lp_last_error(void);
@@ -35,16 +41,66 @@ int  lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int
 int  lp_piece(const struct llama_vocab * vocab, int32_t token, char * bytes, int n_max, bool special);
 
 // ---- context (context.cpp)
-struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll);
+typedef struct lp_collector lp_collector;
+lp_collector * lp_collector_new(const struct llama_model * model, int n_seq_max, int64_t n_rows);
+const char *   lp_collector_problem(const lp_collector * collector);  // why rows cannot be staged; NULL if they will be
+void           lp_collector_free(lp_collector * collector);           // after the context
+struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll,
+                                      lp_collector * collector);      // NULL for none
 void lp_context_free(struct llama_context * ctx);
 int  lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
                const int32_t * seq_ids, const int8_t * outputs);
-int  lp_decode_next(struct llama_context * ctx, int n_tokens, int32_t * tokens, int32_t * positions,  // advances both
-                    const int32_t * seq_ids, const int8_t * outputs, const int32_t * sampled);
 int  lp_logits(struct llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out);
 int  lp_memory_remove(struct llama_context * ctx, int seq_id, int p0, int p1);   // 1 removed, 0 refused
 int  lp_memory_copy(struct llama_context * ctx, int src, int dst, int p0, int p1);
 int  lp_memory_clear(struct llama_context * ctx);
+
+// ---- pipeline (pipeline.cpp; core.hpp says what each does)
+typedef struct lp_pipeline lp_pipeline;
+typedef struct lp_step lp_step;
+typedef struct {
+    int64_t n_steps, n_decodes, n_waits, n_syncs, n_copies, n_bytes, n_moved, n_memory_ops;
+    int64_t compute_ns, wait_ns;  // computing (where it is known), and blocked in a wait
+} lp_counters;
+#define LP_SEQUENCES 48
+typedef struct {
+    int64_t step, begin_ns, end_ns;                                   // the step is -1 between steps
+    int     stage, n_tokens, n_rows;
+    char    sequences[LP_SEQUENCES];
+} lp_span;
+enum { LP_HOST, LP_EVENTS, LP_SYNC, LP_STOCK };                       // modes
+enum { LP_STAGE_LAUNCH, LP_STAGE_COMPUTE, LP_STAGE_COPY, LP_STAGE_WAIT, LP_STAGE_SAMPLE, LP_STAGE_MEMORY };
+enum { LP_REMOVE, LP_COPY, LP_KEEP, LP_SHIFT, LP_CLEAR };             // memory operations
+enum { LP_FAULT_NONE, LP_FAULT_LAUNCH, LP_FAULT_ROWS, LP_FAULT_COPY };
+lp_pipeline * lp_pipeline_new(struct llama_context * ctx, lp_collector * collector, int mode, int depth, int n_slots,
+                              int slot_rows, int n_ubatch, bool streams, bool threaded);
+void lp_pipeline_stop(lp_pipeline * pipeline);                          // what is under way fails
+void lp_pipeline_close(lp_pipeline * pipeline, bool drain);           // before the context is freed
+void lp_pipeline_free(lp_pipeline * pipeline);
+bool lp_collector_in_host_memory(const lp_collector * collector);
+lp_step *     lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
+                        const int32_t * seq_ids, const int8_t * outputs, int * code);
+int           lp_next_position(lp_pipeline * pipeline, int seq_id);   // once all that is queued is done
+bool          lp_step_ready(lp_step * step);
+bool          lp_step_wait(lp_step * step, int64_t timeout_ns);
+int           lp_step_code(lp_step * step);                           // of a finished step: 0 or why it failed
+const char *  lp_step_error(const lp_step * step);
+int64_t       lp_step_number(const lp_step * step);                   // -1 until it was launched
+const float * lp_step_expose(lp_step * step, bool * in_place);
+void          lp_step_unexpose(lp_step * step);
+void          lp_step_release(lp_step * step);
+void          lp_step_free(lp_step * step);
+int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
+                  const int32_t * seq_ids, const int8_t * outputs);
+int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled);
+int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);
+void    lp_abort(lp_pipeline * pipeline, int64_t number);
+int64_t lp_launching(const lp_pipeline * pipeline);                   // the step that is being computed, or -1
+void    lp_fail_next(lp_pipeline * pipeline, int fault, int code);
+void    lp_get_counters(lp_pipeline * pipeline, lp_counters * counters);
+void    lp_trace(lp_pipeline * pipeline, int64_t n_max);              // most spans kept; 0: off
+bool    lp_next_span(lp_pipeline * pipeline, lp_span * span);
+int64_t lp_now_ns(void);
 
 // ---- sampling (sampler.cpp)
 typedef struct lp_sampler lp_sampler;
@@ -60,7 +116,11 @@ int  lp_sampler_add_temperature(lp_sampler * s, float t);           // < 1e-6: g
 int  lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_reset(lp_sampler * s);                              // forgets accepted tokens, keeps the generator's state
 int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);
-int  lp_sample_rows(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
+// Waits for a launched step and draws a token from the row of each of these entries; -1 where no logit is finite.
+int  lp_sample_rows(lp_pipeline * pipeline, int64_t step, int n_rows, const int32_t * entries, lp_sampler ** samplers,
+                    int32_t * tokens);
+// The same from llama.cpp's own buffer, of a context without a pipeline.
+int  lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
 
 #ifdef __cplusplus
 }

@@ -5,6 +5,7 @@
 // the batch. Penalties and biases touch few tokens, so they are applied to a copy of the row token by token rather
 // than by looking up every token of the vocabulary.
 #include "guard.hpp"
+#include "pipeline.hpp"
 #include "scan.hpp"
 
 #include <algorithm>
@@ -261,23 +262,54 @@ int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token) {
     return lp::guard(LP_ERROR, [&] { return s->draw(logits, token); });
 }
 
-int lp_sample_rows(llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
+namespace {
+
+// Draws and accepts a token for each row; how many rows had no finite logit (their request fails, the others go on).
+template <typename Row> int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, Row && row) {
+    int n_failed = 0;
+    for (int i = 0; i < n_rows; i++) {
+        const float * logits = row(i);
+        tokens[i]            = -1;
+        if (!logits) {
+            lp::set_error("this entry of the step is not an output");
+            return LP_ERROR;
+        }
+        if (samplers[i]->draw(logits, &tokens[i]) == 0) {
+            samplers[i]->accept(tokens[i]);
+        } else {
+            tokens[i] = -1;
+            n_failed++;
+        }
+    }
+    return n_failed;
+}
+
+}  // namespace
+
+int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int32_t * entries, lp_sampler ** samplers,
+                   int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
-        int n_failed = 0;
-        for (int i = 0; i < n_rows; i++) {
-            const float * logits = llama_get_logits_ith(ctx, rows[i]);
-            tokens[i]            = -1;
-            if (!logits) {
-                lp::set_error("this entry of the last batch is not an output");
-                return (int) LP_ERROR;
-            }
-            if (samplers[i]->draw(logits, &tokens[i]) == 0) {
-                samplers[i]->accept(tokens[i]);
-            } else {
-                tokens[i] = -1;  // this row has no finite logit: its request fails, the others go on
-                n_failed++;
-            }
+        lp::Core & core = *pipeline->shared;
+        lp::Step * step = core.finish(number);
+        if (!step) {
+            return (int) LP_ERROR;
+        }
+        if (step->state == lp::State::failed) {
+            lp::set_error(step->error.c_str());
+            return step->code;
+        }
+        const int64_t begin_ns = core.tracing() ? lp::now_ns() : 0;
+        const int     n_failed =
+            draw_rows(n_rows, samplers, tokens, [&](int i) { return core.row(*step, entries[i]); });
+        if (core.tracing()) {
+            core.note_span(*step, lp::Stage::sample, begin_ns, lp::now_ns());
         }
         return n_failed;
+    });
+}
+
+int lp_sample_plain(llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
+    return lp::guard(LP_ERROR, [&] {
+        return draw_rows(n_rows, samplers, tokens, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); });
     });
 }

@@ -1,0 +1,16 @@
+// The one name of llama.cpp used here that its public headers do not have: the scheduler of a context, and through it the
+// backend that computes, on which an event can be recorded. Everything works without it, with more waiting.
+#include "accessor.hpp"
+
+#include "llama-context.h"
+
+ggml_backend_t lp::compute_backend(llama_context * ctx, ggml_backend_dev_t device) {
+    ggml_backend_sched_t sched = ctx->get_sched();
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
+        ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
+        if (ggml_backend_get_device(backend) == device) {
+            return backend;
+        }
+    }
+    return nullptr;
+}

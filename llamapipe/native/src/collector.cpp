@@ -1,0 +1,138 @@
+// Stages the logits of each decode in rows of our own, with public headers of llama.cpp only.
+#include "collector.hpp"
+
+#include "guard.hpp"
+
+#include <chrono>
+
+int64_t lp::now_ns() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+namespace lp {
+
+Collector::Collector(int n_vocab, int n_seq_max, int64_t n_rows)
+    : n_vocab_(n_vocab), n_seq_max_(n_seq_max), n_rows_(n_rows) {}
+
+Collector::~Collector() {
+    for (llama_sampler * chain : samplers_) {
+        llama_sampler_free(chain);
+    }
+    if (buffer_) {
+        ggml_backend_buffer_free(buffer_);
+    }
+    if (ctx_) {
+        ggml_free(ctx_);
+    }
+}
+
+const llama_sampler_i & Collector::interface() {
+    static const llama_sampler_i iface = [] {
+        llama_sampler_i i   = {};
+        i.name              = [](const llama_sampler *) { return "collector"; };
+        i.apply             = [](llama_sampler *, llama_token_data_array *) {};
+        i.free              = [](llama_sampler *) {};
+        i.backend_init      = [](llama_sampler * s, ggml_backend_buffer_type_t buft, uint32_t) { return of(s).init(buft); };
+        i.backend_apply     = [](llama_sampler * s, ggml_context * ctx, ggml_cgraph * graph, llama_sampler_data * data) {
+            of(s).apply(ctx, graph, data);
+        };
+        i.backend_set_input = [](llama_sampler * s) { of(s).set_input(); };
+        i.backend_reset     = [](llama_sampler * s) {
+            of(s).first_ = true;
+            of(s).index_ = nullptr;
+        };
+        return i;
+    }();
+    return iface;
+}
+
+void Collector::configure(llama_context_params & params) {
+    for (int seq_id = 0; seq_id < n_seq_max_; seq_id++) {
+        llama_sampler * chain = llama_sampler_chain_init(llama_sampler_chain_default_params());
+        samplers_.push_back(chain);
+        llama_sampler_chain_add(chain, llama_sampler_init(const_cast<llama_sampler_i *>(&interface()), this));
+        configs_.push_back({ seq_id, chain });
+    }
+    params.samplers              = configs_.data();
+    params.n_samplers            = configs_.size();
+    params.n_outputs_max_per_seq = params.n_outputs_max;
+}
+
+const char * Collector::problem() const {
+    if (!staging_) {
+        return supported_ ? "llama.cpp took no sampler for this model's devices" : "there is no memory for the output rows";
+    }
+    if (!supported_) {
+        return "the device cannot copy rows in its graph";
+    }
+    return n_unknown_ ? "llama.cpp's graph has another form than expected" : "llama.cpp built no graph with outputs";
+}
+
+bool Collector::init(ggml_backend_buffer_type_t buft) {
+    if (staging_ || !supported_) {  // once for all sequences
+        return staging_ != nullptr;
+    }
+    ctx_     = ggml_init({ ggml_tensor_overhead() * 4, nullptr, true });
+    ggml_tensor * staging = ctx_ ? ggml_new_tensor_2d(ctx_, GGML_TYPE_F32, n_vocab_, n_rows_ + 1) : nullptr;
+    buffer_  = staging ? ggml_backend_alloc_ctx_tensors_from_buft(ctx_, buft) : nullptr;
+    if (!buffer_) {
+        supported_ = false;
+        return false;
+    }
+    staging_ = staging;
+    host_    = ggml_backend_buffer_is_host(buffer_) ? (float *) staging_->data : nullptr;
+    if (ggml_backend_dev_t device = ggml_backend_buft_get_device(buft)) {
+        ggml_tensor * row   = ggml_new_tensor_2d(ctx_, GGML_TYPE_F32, n_vocab_, 1);
+        ggml_tensor * index = ggml_new_tensor_1d(ctx_, GGML_TYPE_I64, 1);
+        supported_          = ggml_backend_dev_supports_op(device, ggml_set_rows(ctx_, staging_, row, index));
+    }
+    return true;
+}
+
+void Collector::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_data * data) {
+    ggml_tensor * row = data->logits;
+    data->logits = data->probs = data->candidates = data->sampled = nullptr;  // so llama.cpp copies none of it out
+    if (!first_ || !staging_ || !supported_) {
+        return;
+    }
+    first_ = false;
+    // The row is a view of all rows with one of padding; llama.cpp's probe gives a tensor of its own instead.
+    ggml_tensor * padded = row ? row->view_src : nullptr;
+    if (!padded) {
+        return;
+    }
+    ggml_tensor * rows = padded->op == GGML_OP_PAD ? padded->src[0] : nullptr;
+    if (!rows || rows->type != GGML_TYPE_F32 || rows->ne[0] != n_vocab_ || rows->ne[2] != 1 || rows->ne[3] != 1) {
+        n_unknown_++;
+        return;
+    }
+    n_graphs_++;
+    if (rows->ne[1] == 0) {
+        return;
+    }
+    index_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, rows->ne[1]);
+    ggml_set_name(index_, "lp_rows");
+    ggml_set_input(index_);
+    ggml_build_forward_expand(graph, ggml_set_rows(ctx, staging_, rows, index_));
+}
+
+// Called once for every sequence that has an output, and without saying which part of a batch this is: hence one decode is
+// one ubatch. Where llama.cpp cut it otherwise, the number of rows differs; no row that is in use is written then.
+void Collector::set_input() {
+    if (!index_ || !index_->buffer || n_written_ > 0) {
+        return;
+    }
+    inputs_ns_      = now_ns();
+    const int64_t n = index_->ne[0];
+    if (n == n_expected_) {
+        n_written_ = n_expected_;
+        ggml_backend_tensor_set(index_, rows_, 0, (size_t) n * sizeof(int64_t));
+        return;
+    }
+    n_wrong_++;
+    astray_.assign((size_t) n, n_rows_);
+    ggml_backend_tensor_set(index_, astray_.data(), 0, (size_t) n * sizeof(int64_t));
+}
+
+}  // namespace lp

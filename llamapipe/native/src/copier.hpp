@@ -1,0 +1,44 @@
+// Copies staged rows from a device to host memory, ordered behind the graph that writes them by events.
+#pragma once
+
+#include "step.hpp"
+
+#include <vector>
+
+namespace lp {
+
+// One lane for each slot of the ring, with a backend instance of its own: its queue where the device has several, and
+// in any case its own command memory, so that one thread may wait for a lane while another records into the next.
+class Copier {
+public:
+    // Throws std::runtime_error where the device has no events.
+    Copier(ggml_backend_t compute, const ggml_tensor * staging, int n_lanes);
+    ~Copier();
+    Copier(const Copier &) = delete;
+    Copier & operator=(const Copier &) = delete;
+
+    // After a launch, on the launching thread: copies run once the graph has. A lane must be idle.
+    void begin(int lane);
+    void copy(int lane, int64_t first_row, int64_t n_rows, float * to);
+    void end(int lane);
+
+    // One thread at a time for each lane: returns when the graph, then when the copies are done.
+    void wait_computed(int lane);
+    void wait_copied(int lane);
+
+private:
+    struct Lane {
+        ggml_backend_t       backend  = nullptr;
+        ggml_backend_event_t launched = nullptr;  // recorded by the backend that computes
+        ggml_backend_event_t computed = nullptr;  // the same moment, on this lane
+        ggml_backend_event_t copied   = nullptr;
+        bool                 used     = false;
+    };
+    void free_lanes();
+
+    ggml_backend_t      compute_;
+    const ggml_tensor * staging_;
+    std::vector<Lane>   lanes_;
+};
+
+}  // namespace lp

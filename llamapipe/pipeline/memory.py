@@ -1,0 +1,107 @@
+"""Operations on a pipeline's KV cells, queued between its steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.llama.check import check_int
+from llamapipe.native.load import last_error
+
+if TYPE_CHECKING:
+    from llamapipe.pipeline.core import Core
+
+_INT32_MAX = 2**31 - 1
+
+
+class PipelineMemory:
+    """Changes to sequences, in the order of calls and behind the steps submitted before; none of them waits.
+
+    ``p0`` and ``p1`` are positions, ``p1`` exclusive and -1 for the end. Any thread.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        context = core.context
+        self._n_seq_max = context.n_seq_max
+        self._whole_only = context.model.is_recurrent
+        self._streams = not context.kv_unified and context.n_seq_max > 1
+        lib = core.native.lib
+        self._can_shift = bool(lib.llama_memory_can_shift(lib.llama_get_memory(context.handle)))
+
+    def remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
+        """Forgets positions ``[p0, p1)`` of a sequence.
+
+        Raises InvalidRequestError for a part of it with a recurrent model, which keeps no history.
+        """
+        self._seq("seq_id", seq_id)
+        first, end = self._range(p0, p1)
+        if self._whole_only and (first > 0 or end >= 0):
+            raise InvalidRequestError(
+                f"this model keeps one state for a sequence and cannot forget positions {first} to {end} of it; "
+                "remove the whole and compute it again"
+            )
+        self._queue("REMOVE", seq_id, p0=first, p1=end)
+
+    def copy(self, src: int, dst: int, p0: int = 0, p1: int = -1) -> None:
+        """Shares positions ``[p0, p1)`` of ``src`` with ``dst``, which should be empty.
+
+        Raises InvalidRequestError for a part of a sequence with per-sequence streams (``kv_unified=False``), where
+        llama.cpp copies whole streams only.
+        """
+        self._seq("src", src)
+        self._seq("dst", dst)
+        first, end = self._range(p0, p1)
+        if src == dst:
+            return
+        if (self._streams or self._whole_only) and (first > 0 or end >= 0):
+            raise InvalidRequestError(
+                f"positions {first} to {end} of sequence {src} cannot be copied alone; copy all and remove the rest, "
+                "or use kv_unified=True"
+            )
+        self._queue("COPY", src, dst, first, end)
+
+    def keep(self, seq_id: int) -> None:
+        """Forgets every sequence but this one."""
+        self._seq("seq_id", seq_id)
+        self._queue("KEEP", seq_id)
+
+    def shift(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Adds ``delta`` to positions ``[p0, p1)`` of a sequence; its keys are rotated with the next step.
+
+        Raises InvalidRequestError where the model's positions cannot be shifted or would leave the context, and for a
+        sequence that shares cells with another after ``copy`` (unified KV): those would be shifted, too.
+        """
+        self._seq("seq_id", seq_id)
+        first, end = self._range(p0, p1)
+        delta = check_int("delta", delta, -_INT32_MAX, _INT32_MAX)
+        if not self._can_shift:
+            raise InvalidRequestError("the positions of this model cannot be shifted")
+        if first + delta < 0:
+            raise InvalidRequestError(f"position {first} cannot be shifted by {delta}: it would be negative")
+        if end > 0 and end - 1 + delta >= self._core.context.n_ctx:
+            raise InvalidRequestError(
+                f"position {end - 1} cannot be shifted by {delta}: n_ctx is {self._core.context.n_ctx}"
+            )
+        self._queue("SHIFT", seq_id, p0=first, p1=end, delta=delta)
+
+    def clear(self) -> None:
+        """Forgets every sequence."""
+        self._queue("CLEAR", 0)
+
+    def _seq(self, name: str, seq_id: int) -> None:
+        check_int(name, seq_id, 0, self._n_seq_max - 1)
+
+    def _range(self, p0: int, p1: int) -> tuple[int, int]:
+        return check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX)
+
+    def _queue(self, op: str, seq_id: int, other: int = 0, p0: int = 0, p1: int = -1, delta: int = 0) -> None:
+        self._core.check_open()
+        native = self._core.native
+        code = native.lib.lp_memory(
+            self._core.handle, getattr(native.lib, f"LP_{op}"), seq_id, other, p0, p1, delta
+        )
+        if code == native.lib.LP_ERROR_POSITIONS:
+            raise InvalidRequestError(last_error(native))
+        if code < 0:
+            raise EngineClosedError(last_error(native))

@@ -1,0 +1,207 @@
+"""The pipeline as a public object: batches in, outputs that are waited for only when they are read."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from types import TracebackType
+
+from llamapipe.llama.batch import Batch
+from llamapipe.llama.check import check_flag, check_int
+from llamapipe.llama.context import Context
+from llamapipe.llama.model import Model
+from llamapipe.native.load import last_error
+from llamapipe.pipeline.at_exit import close_at_exit, forget
+from llamapipe.pipeline.core import Core, ring_slots
+from llamapipe.pipeline.memory import PipelineMemory
+from llamapipe.pipeline.output import StepOutput
+from llamapipe.pipeline.trace import Trace
+
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class PipelineStats:
+    """Counters since the pipeline was made.
+
+    ``steps``: batches launched; ``n_decodes``: the parts they were cut into. ``n_waits``: how often a thread blocked
+    for a step; ``n_syncs``: how often for everything (``llama_synchronize``). ``n_copies``, ``n_bytes``: rows brought
+    to host memory; ``n_moved`` of the copies made room in a ring whose outputs were all held. ``n_reused``: how often
+    llama.cpp reused its last compute graph. ``compute_s``: seconds computing, as far as that is known.
+    """
+
+    steps: int
+    n_decodes: int
+    n_waits: int
+    n_syncs: int
+    n_copies: int
+    n_bytes: int
+    n_moved: int
+    n_memory_ops: int
+    n_reused: int
+    compute_s: float
+
+
+class Pipeline:
+    """Computes batches one after another while the outputs of earlier ones are read.
+
+    ``submit`` queues a batch for the pipeline's own launch thread and returns its output at once; it blocks only while
+    ``depth`` steps are under way. Rows stay in a ring of ``depth + 1`` slots of ``n_outputs_max`` rows until they are
+    read or released; where all slots are held, the oldest output is copied to memory of its own.
+
+    ``n_ctx``: positions each sequence may use; ``n_outputs_max``: most output rows of one decode (default ``n_ubatch``;
+    a batch may have more, it is cut then). ``ring``: ``"auto"``, ``"events"``, ``"sync"`` or ``"off"`` (see
+    ``docs/backends.md``); ``mode`` tells what came of it. For the other options see ``Context``.
+
+    Any thread. ``with`` or ``close`` it before its model.
+
+    Raises TypeError and ValueError for bad options, BackendError when it cannot be created.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_ctx: int | None = None,
+        n_seq_max: int = 1,
+        n_cells: int | None = None,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_outputs_max: int | None = None,
+        depth: int = 2,
+        kv_unified: bool | None = None,
+        n_threads: int | None = None,
+        n_threads_batch: int | None = None,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attn: str = "auto",
+        ring: str = "auto",
+    ) -> None:
+        if not isinstance(model, Model):
+            raise TypeError(f"model must be a Model, not {type(model).__name__}")
+        depth = check_int("depth", depth, 1, _MAX_DEPTH)
+        context = Context(
+            model,
+            n_ctx=n_ctx,
+            n_seq_max=n_seq_max,
+            n_cells=n_cells,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_outputs_max=n_outputs_max,
+            n_threads=n_threads,
+            n_threads_batch=n_threads_batch,
+            kv_unified=n_cells is not None if kv_unified is None else kv_unified,
+            type_k=type_k,
+            type_v=type_v,
+            flash_attn=flash_attn,
+            n_ring_slots=ring_slots(model, ring, depth + 1),
+        )
+        try:
+            self._core = Core(context, ring, depth, depth + 1, threaded=True)
+        except BaseException:
+            context.close()
+            raise
+        self.model = model
+        self.depth = depth
+        self.mode = self._core.mode
+        self.n_ctx = context.n_ctx
+        self.n_seq_max = context.n_seq_max
+        self.n_batch = context.n_batch
+        self.memory = PipelineMemory(self._core)
+        self.trace = Trace(self._core)
+        close_at_exit(self._core)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"mode={self.mode}"
+        return f"<Pipeline {state} depth={self.depth} {self._core.context!r}>"
+
+    def submit(self, batch: Batch) -> StepOutput:
+        """Queues a batch and returns its output, which is computed behind those submitted before.
+
+        The positions of a sequence go on from its last one without a gap. Blocks while ``depth`` steps are under way.
+
+        Raises TypeError and ValueError for a batch that does not fit; nothing is queued then.
+        """
+        if not isinstance(batch, Batch):
+            raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
+        core = self._core
+        core.check_open()
+        self._check(batch)
+        native, ffi = core.native, core.native.ffi
+        code = ffi.new("int *")
+        step = native.lib.lp_submit(
+            core.handle,
+            len(batch),
+            ffi.from_buffer("int32_t[]", batch.tokens),
+            ffi.from_buffer("int32_t[]", batch.positions),
+            ffi.from_buffer("int32_t[]", batch.seq_ids),
+            ffi.from_buffer("int8_t[]", batch.outputs),
+            code,
+        )
+        if step == ffi.NULL:
+            if code[0] == native.lib.LP_ERROR_POSITIONS:
+                raise ValueError(last_error(native))
+            raise core.error(code[0], last_error(native), len(batch))
+        return StepOutput(core, step, batch)
+
+    def _check(self, batch: Batch) -> None:
+        n = len(batch)
+        if n > self.n_batch:
+            raise ValueError(
+                f"the batch has {n} tokens; n_batch is {self.n_batch}: cut it or use a larger n_batch"
+            )
+        for name, values, limit in (
+            ("tokens", batch.tokens, self.model.n_vocab),
+            ("seq_ids", batch.seq_ids, self.n_seq_max),
+            ("positions", batch.positions, self.n_ctx),
+        ):
+            low, high = int(values.min()), int(values.max())
+            if low < 0 or high >= limit:
+                raise ValueError(f"{name} holds {low if low < 0 else high}; it must be from 0 to {limit - 1}")
+
+    def stats(self) -> PipelineStats:
+        """A copy of the counters. Any thread."""
+        core = self._core
+        counters = core.counters()
+        return PipelineStats(
+            steps=counters.n_steps,
+            n_decodes=counters.n_decodes,
+            n_waits=counters.n_waits,
+            n_syncs=counters.n_syncs,
+            n_copies=counters.n_copies,
+            n_bytes=counters.n_bytes,
+            n_moved=counters.n_moved,
+            n_memory_ops=counters.n_memory_ops,
+            n_reused=core.n_reused,
+            compute_s=counters.compute_ns * 1e-9,
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._core.closed
+
+    def close(self, drain: bool = True) -> None:
+        """Frees the native memory; a second call does nothing. Outputs that are computed can still be read.
+
+        ``drain``: compute what was submitted first; else it fails, a running step too where it can be aborted (CPU).
+        """
+        self._core.close(check_flag("drain", drain))
+        forget(self._core)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)
+        if core is not None and not core.closed and not core.context.forked:
+            warnings.warn(
+                f"{self!r} was never closed; use `with` or close()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )

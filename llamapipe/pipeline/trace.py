@@ -1,0 +1,174 @@
+"""What a pipeline did when: every stage of every step, to look at in Perfetto or as a picture."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from llamapipe.llama.check import check_int
+from llamapipe.pipeline.span import Span
+from llamapipe.pipeline.trace_svg import draw
+
+if TYPE_CHECKING:
+    from llamapipe.pipeline.core import Core
+
+STAGES = ("launch", "compute", "copy", "wait", "sample", "memory")  # in the order of native.h's LP_STAGE_...
+# Top to bottom in a picture; stages of a caller's own come last.
+ORDER = ("plan", "memory", "launch", "compute", "copy", "wait", "sample", "deliver")
+
+
+class Trace:
+    """Records a pipeline's stages while it is on; the oldest are dropped beyond ``max_spans``. Any thread.
+
+    ``on``: whether it records. Stages: ``plan`` and ``deliver`` (engines), ``memory`` operations, ``launch`` (the call
+    that starts a decode; on a CPU it returns when it is computed), ``compute``, ``copy`` of rows to host memory,
+    ``wait`` of a reader, ``sample``, and whatever is marked with ``span``. Off, it costs one comparison a stage.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self._max = 1
+        self.on = False  # whether stages are recorded
+
+    def __repr__(self) -> str:
+        return f"<Trace {'on' if self.on else 'off'} n_spans={len(self._spans)}>"
+
+    def start(self, max_spans: int = 100_000) -> None:
+        """Forgets what was recorded and records from now on."""
+        most = check_int("max_spans", max_spans, 1, 10_000_000)
+        with self._lock:
+            self._drain()
+            self._spans = []
+            self._max = most
+            self.on = True
+            self._core.native.lib.lp_trace(self._core.handle, most)
+
+    def stop(self) -> None:
+        """Records no more; what was recorded stays."""
+        with self._lock:
+            self._drain()
+            self.on = False
+            self._core.native.lib.lp_trace(self._core.handle, 0)
+
+    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
+        """Records a stage that somebody else measured, in seconds of ``time.perf_counter``."""
+        if self.on:
+            self._spans.append(Span(stage, step, begin_s, end_s))
+            if len(self._spans) > 2 * self._max:
+                with self._lock:
+                    del self._spans[: -self._max]
+
+    @contextmanager
+    def span(self, stage: str, step: int = -1) -> Iterator[None]:
+        """Records how long the body takes, as a stage of its own: ``with pipe.trace.span("consume", out.number)``."""
+        begin_s = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(stage, step, begin_s, perf_counter())
+
+    def spans(self) -> list[Span]:
+        """What was recorded, by the time it began."""
+        with self._lock:
+            self._drain()
+            return sorted(self._spans[-self._max :], key=lambda s: s.begin_s)
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The trace as Chrome's trace-event format, which Perfetto opens; times in microseconds."""
+        spans = self.spans()
+        zero_s = spans[0].begin_s if spans else 0.0
+        lanes = {stage: i for i, stage in enumerate(_lanes(spans))}
+        names = [("process_name", 0, "llamapipe"), *(("thread_name", i, name) for name, i in lanes.items())]
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": kind, "pid": 1, "tid": lane, "args": {"name": name}}
+            for kind, lane, name in names
+        ]
+        events += [
+            {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": i, "args": {"sort_index": i}}
+            for i in lanes.values()
+        ]
+        for span in spans:
+            arguments: dict[str, Any] = {"step": span.step}
+            if span.n_tokens:
+                arguments |= {"tokens": span.n_tokens, "rows": span.n_rows, "sequences": span.sequences}
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{span.stage} {span.step}" if span.step >= 0 else span.stage,
+                    "cat": span.stage,
+                    "pid": 1,
+                    "tid": lanes[span.stage],
+                    "ts": round((span.begin_s - zero_s) * 1e6, 3),
+                    "dur": round((span.end_s - span.begin_s) * 1e6, 3),
+                    "args": arguments,
+                }
+            )
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def to_svg(self, first_step: int | None = None, n_steps: int | None = None, title: str = "") -> str:
+        """A timeline with a line for each stage, as an SVG document of its own.
+
+        ``first_step`` and ``n_steps`` choose a part of the trace; without them it is all drawn.
+        """
+        spans = self.spans()
+        if first_step is not None or n_steps is not None:
+            steps = sorted({span.step for span in spans if span.step >= 0})
+            first = steps[0] if first_step is None and steps else first_step or 0
+            chosen = [step for step in steps if step >= first][:n_steps]
+            kept = set(chosen)
+            spans = [span for span in spans if span.step in kept]
+        return draw(spans, _lanes(spans), title)
+
+    def save(self, path: str | Path, **options: Any) -> Path:
+        """Writes ``.json`` (Chrome's trace events) or ``.svg``; ``options`` are those of ``to_svg``.
+
+        Raises ValueError for another suffix.
+        """
+        target = check_trace_path(path)
+        if target.suffix == ".json":
+            text = json.dumps(self.to_chrome(), separators=(",", ":"))
+        else:
+            text = self.to_svg(**options)
+        target.write_text(text, encoding="utf-8")
+        return target
+
+    def _drain(self) -> None:
+        """Takes what the native side recorded, on its own clock."""
+        native = self._core.native
+        ffi, lib = native.ffi, native.lib
+        # Read one right after the other: both count on from a fixed moment.
+        offset_s = perf_counter() - lib.lp_now_ns() * 1e-9
+        span = ffi.new("lp_span *")
+        while lib.lp_next_span(self._core.handle, span):
+            self._spans.append(
+                Span(
+                    STAGES[span.stage],
+                    span.step,
+                    span.begin_ns * 1e-9 + offset_s,
+                    span.end_ns * 1e-9 + offset_s,
+                    span.n_tokens,
+                    span.n_rows,
+                    ffi.string(span.sequences).decode(),
+                )
+            )
+
+
+def check_trace_path(path: str | Path) -> Path:
+    """The path of a trace's file. Raises ValueError unless its suffix tells the format."""
+    target = Path(path)
+    if target.suffix not in (".json", ".svg"):
+        raise ValueError(f"{target.name!r} is neither .json (for Perfetto) nor .svg (a picture)")
+    return target
+
+
+def _lanes(spans: list[Span]) -> list[str]:
+    """The stages there are, in the order they are shown."""
+    found = {span.stage for span in spans}
+    return [stage for stage in ORDER if stage in found] + sorted(found - set(ORDER))

@@ -9,6 +9,10 @@ from llamapipe.engine.stream import AsyncStream, Stream
 from llamapipe.llama.backend import Device, devices
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.model import Model, demo_model_path
+from llamapipe.pipeline.output import StepOutput
+from llamapipe.pipeline.pipeline import Pipeline, PipelineStats
+from llamapipe.pipeline.span import Span
+from llamapipe.pipeline.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -22,10 +26,15 @@ __all__ = [
     "EngineStats",
     "Generation",
     "Model",
+    "Pipeline",
+    "PipelineStats",
     "SamplingParams",
+    "Span",
+    "StepOutput",
     "Stream",
     "Timings",
     "Token",
+    "Trace",
     "__version__",
     "demo_model_path",
     "devices",

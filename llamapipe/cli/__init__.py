@@ -1,4 +1,4 @@
-"""The ``llamapipe`` command: ``demo``, ``generate``, ``doctor``."""
+"""The ``llamapipe`` command: ``demo``, ``generate``, ``trace``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 
 import llamapipe
-from llamapipe.cli import demo, doctor, generate
+from llamapipe.cli import demo, doctor, generate, trace
 from llamapipe.cli.options import UsageError
 from llamapipe.errors import LlamapipeError
 
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "-v", "--verbose", action="store_true", help="llama.cpp's log and Python tracebacks on stderr"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, generate, doctor):
+    for command in (demo, generate, trace, doctor):
         command.add_parser(commands, common)
     return parser
 

@@ -154,7 +154,9 @@ def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
 def _device(device: dict[str, Any]) -> Finding:
     total, free = device["memory_total"] / 2**30, device["memory_free"] / 2**30
     memory = f", {total:.1f} GiB, {free:.1f} free" if device["memory_total"] else ""
-    return Finding(f"device {device['name']}", True, f"{device['description']} ({device['backend']}{memory})")
+    can = [name.replace("_", " ") for name in ("async_compute", "events", "host_buffer") if device.get(name)]
+    about = f"{device['description']} ({device['backend']}{memory}{''.join(f', {name}' for name in can)})"
+    return Finding(f"device {device['name']}", True, about)
 
 
 def _show(terminal: Terminal, findings: list[Finding]) -> None:

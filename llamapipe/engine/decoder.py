@@ -2,26 +2,34 @@
 
 It is the only thread that touches scheduler and context. Other threads talk to it through ``call``; it talks to them
 through mailboxes. Between two steps it takes every command that has come.
+
+A step is planned, launched, sampled, committed and delivered. Where a launch returns before its step is computed, the
+next one is launched before the last one's tokens are delivered; a stop string found then ends a request that is part of
+the next step already, whose token nobody gets. With cohorts, two steps of different requests are under way.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
-from llamapipe.engine.at_exit import close_at_exit, forget
+from llamapipe.engine.cohorts import CohortSwitch
 from llamapipe.engine.mailbox import Outbox
 from llamapipe.engine.request import UNLIMITED, Request, State
 from llamapipe.engine.results import EngineStats
 from llamapipe.engine.sampling import history
 from llamapipe.engine.scheduler import Scheduler, StepPlan
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, EngineClosedError
-from llamapipe.pipeline.direct import Executor
+from llamapipe.pipeline.at_exit import close_at_exit, forget
+from llamapipe.pipeline.core import StepAbortedError
+from llamapipe.pipeline.executor import Executor
+from llamapipe.pipeline.trace import Trace
 
 Command = tuple[Callable[..., object], tuple[Any, ...]]
 _MAX_SKIPPED_WINDOWS = 7
@@ -32,6 +40,23 @@ def alone() -> bool:
     """Whether no other thread could make a request while this one waits for its own."""
     mine = threading.current_thread()
     return all(thread is mine or thread.name == _THREAD_NAME for thread in threading.enumerate())
+
+
+class NoTrace:
+    """Stands for a trace that nobody has asked for."""
+
+    on = False
+
+    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
+        """Does nothing."""
+
+
+class Flight(NamedTuple):
+    """A launched step: what was planned, its number, and the samplers of its rows."""
+
+    plan: StepPlan
+    step: int
+    samplers: list[Any]
 
 
 class Decoder:
@@ -60,7 +85,17 @@ class Decoder:
         self._open: dict[Request, None] = {}  # those whose end was not told yet
         self._stopping = False
         self._error: BaseException | None = None
+        self._flying: deque[Flight] = deque()  # launched and not sampled
+        self._retired: deque[tuple[int, Any]] = (
+            deque()
+        )  # samplers of steps under way, and when those are sampled
+        self._n_sampled = 0
+        self._undelivered: list[tuple[Request, int]] = []  # of the step sampled last
+        self._computing: StepPlan | None = None  # what a launch is computing; for those who cancel
+        self._cohorts = CohortSwitch(executor)
+        self.trace: Trace | NoTrace = NoTrace()  # where plan and deliver are noted
         self._n_skip = self._n_skipped = 0  # windows to skip after waiting in vain, and skipped since
+        self._last_step = -1  # whose tokens those are
         self._n_steps = self._n_requests = self._n_prompt = self._n_generated = 0
         self._plan_s = self._launch_s = self._sample_s = self._deliver_s = self._idle_s = 0.0
         self._pid = os.getpid()
@@ -104,6 +139,24 @@ class Decoder:
         """Has ``function`` run on the decoder thread between two steps, in the order of calls."""
         self._inbox.put((function, arguments))
 
+    def cancel_soon(self, request: Request) -> None:
+        """Has a request ended; a step that is being computed for nobody else is aborted."""
+        self.call(self.cancel, request)
+        request.cancelled = True  # last: whoever is interrupted before it can cancel again
+        self._abort_for_nobody()
+
+    def _abort_for_nobody(self) -> None:
+        """Aborts the step that is being computed if all who are in it were cancelled."""
+        plan = self._computing
+        inside = plan is not None and not self._executor.late_errors  # the launch is what computes
+        if plan is not None and inside and all(request.cancelled for request, _ in plan.fed):
+            step = self._executor.launching()
+            if self._computing is plan:  # so it is this plan's step, or one of the past
+                self._executor.abort(step)
+        for flight in list(self._flying):
+            if all(request.cancelled for request, _ in flight.plan.fed):
+                self._executor.abort(flight.step)
+
     def ask(self, question: Callable[[], Any]) -> Any:
         """The result of ``question`` on the decoder thread, or on this one after its end; raises what it raised."""
         self.check_process()  # before the lock: another thread may have held it when this process was forked
@@ -137,6 +190,11 @@ class Decoder:
             if not self._closing or not drain:
                 self._closing = True
                 self._inbox.put((self.stop, (drain,)))
+        if not drain:
+            for plan in (self._computing, *(flight.plan for flight in list(self._flying))):
+                for request, _ in plan.fed if plan is not None else ():
+                    request.cancelled = True  # they will be: no step need be computed for them
+            self._abort_for_nobody()
         self._thread.join()
         forget(self)
 
@@ -201,6 +259,8 @@ class Decoder:
             sample_s=self._sample_s,
             deliver_s=self._deliver_s,
             idle_s=self._idle_s,
+            n_cohorts=self._scheduler.cohorts,
+            **self._executor.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -215,6 +275,8 @@ class Decoder:
             self._serve_errors(e)
         finally:
             self._executor.close()
+            for _, sampler in self._retired:
+                sampler.close()
 
     def _loop(self) -> None:
         scheduler, inbox = self._scheduler, self._inbox
@@ -225,16 +287,26 @@ class Decoder:
                 function(*arguments)
             if scheduler.removals:
                 self._remove_cells()  # before the plan: what cannot be removed in part is computed again
-            plan = scheduler.plan()
+            # After a change from two cohorts to one, a step may be under way that has to come back first.
+            plan = scheduler.plan() if len(self._flying) < scheduler.cohorts else None
             if scheduler.dequeued:
                 self._tell_dequeued()
             if plan is not None:
-                self._step(plan, started)
+                self._launch(plan, started)
+            if self._undelivered:
+                self._deliver()
+            if self._flying and (plan is None or len(self._flying) >= scheduler.cohorts):
+                self._sample()
                 started = perf_counter()
-                if scheduler.has_work:
+                if scheduler.has_work or self._flying:
                     continue
                 # All wait for their callers: the first one back must not run off without the others.
                 self._remove_cells()
+            elif plan is not None:  # it failed, or there is room for another cohort
+                started = perf_counter()
+                continue
+            if self._undelivered:
+                self._deliver()
             self._flush()
             if self._stopping:
                 if not self._open:
@@ -283,35 +355,76 @@ class Decoder:
         self._n_skip = 0 if n_came else min(2 * self._n_skip + 1, _MAX_SKIPPED_WINDOWS)
         self._n_skipped = 0
 
-    def _step(self, plan: StepPlan, started: float) -> None:
-        scheduler, executor = self._scheduler, self._executor
-        if scheduler.removals:
+    def _launch(self, plan: StepPlan, started: float) -> None:
+        executor = self._executor
+        if self._scheduler.removals:
             self._remove_cells()
+        samplers: list[Any] = []
         if not plan.again:
             for request in plan.requests:
                 if request.sampler is None:
                     request.sampler = self._make_sampler(request)
+                samplers.append(request.sampler)
+        self._computing = plan
         planned = perf_counter()
         try:
             if plan.again:
-                executor.launch_again()
+                step = executor.launch_again()
             else:
-                executor.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
-        except ContextFullError as e:
-            if scheduler.relieve() is None:
-                self._abort(plan, e)
-            return
-        except DecodeError as e:
-            self._abort(plan, e)
-            return
+                step = executor.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
+            self._flying.append(Flight(plan, step, samplers))
+        except (ContextFullError, DecodeError) as e:
+            self._failed(plan, e)
+        finally:
+            self._computing = None
+        if self.trace.on and self._flying:
+            self.trace.add("plan", self._flying[-1].step, started, planned)
+        self._plan_s += planned - started
+        self._launch_s += perf_counter() - planned
+
+    def _sample(self) -> None:
+        """Takes the tokens of the oldest step under way; waits for it if need be."""
+        plan, step, samplers = self._flying[0]
+        executor, scheduler = self._executor, self._scheduler
         launched = perf_counter()
-        if plan.again:
-            sampled = executor.sample_again()
-        else:
-            sampled = executor.sample(plan.rows, [r.sampler for r in plan.requests]) if plan.rows else []
+        try:
+            if plan.again:
+                sampled = executor.sample_again(step)
+            elif plan.rows or executor.late_errors:
+                sampled = executor.sample(step, plan.rows, samplers)
+            else:
+                sampled = []
+        except (ContextFullError, DecodeError) as e:  # of an asynchronous step: here is where it is known
+            self._landed()
+            self._failed(plan, e)
+            return
+        self._landed()
         drawn = perf_counter()
-        scheduler.commit(plan, sampled)
-        for request, token in zip(plan.requests, sampled, strict=True):
+        self._undelivered += scheduler.commit(plan, sampled)
+        self._last_step = step
+        self._n_steps += 1
+        self._n_generated += len(sampled)
+        self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.fillers)
+        self._sample_s += drawn - launched
+        if not executor.overlaps:
+            self._deliver()
+        elif self._cohorts.step(len(sampled)):
+            scheduler.cohorts = self._cohorts.n
+
+    def _landed(self) -> None:
+        """The oldest step is no longer under way, and nobody samples with what ended during it."""
+        self._flying.popleft()
+        self._n_sampled += 1
+        while self._retired and self._retired[0][0] <= self._n_sampled:
+            self._retired.popleft()[1].close()
+
+    def _deliver(self) -> None:
+        began = perf_counter()
+        scheduler = self._scheduler
+        undelivered, self._undelivered = self._undelivered, []
+        for request, token in undelivered:
+            if request not in self._open:
+                continue  # cancelled since
             if (
                 request.error is None
                 and token not in request.stop_tokens
@@ -323,13 +436,24 @@ class Decoder:
                 self._finished(request)
         if self.outbox.pending:
             self._flush()
-        self._n_steps += 1
-        self._n_generated += len(sampled)
-        self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.fillers)
-        self._plan_s += planned - started
-        self._launch_s += launched - planned
-        self._sample_s += drawn - launched
-        self._deliver_s += perf_counter() - drawn
+        ended = perf_counter()
+        if self.trace.on:
+            self.trace.add("deliver", self._last_step, began, ended)
+        self._deliver_s += ended - began
+
+    def _failed(self, plan: StepPlan, error: Exception) -> None:
+        """Ends the requests of a step that failed, or makes room where it found none; the others go on."""
+        if self._undelivered:
+            self._deliver()
+        if isinstance(error, StepAbortedError):
+            for request in self._scheduler.drop(plan):
+                if request.cancelled:
+                    self.cancel(request)
+        elif isinstance(error, ContextFullError):
+            if self._scheduler.relieve(plan) is None:
+                self._abort(plan, error)
+        else:
+            self._abort(plan, error)
 
     def _tell_dequeued(self) -> None:
         self._left_queue(self._scheduler.take_dequeued())
@@ -348,13 +472,15 @@ class Decoder:
         if request.state is State.FINISHED:
             self._open.pop(request, None)
             if request.sampler is not None:
-                request.sampler.close()
+                if self._flying:  # perhaps with this request in it
+                    self._retired.append((self._n_sampled + len(self._flying), request.sampler))
+                else:
+                    request.sampler.close()
                 request.sampler = None
         request.sink.finish(request)
 
     def _abort(self, plan: StepPlan, error: BaseException) -> None:
-        self._scheduler.abort(plan, error)
-        for request, _ in plan.fed:
+        for request in self._scheduler.abort(plan, error):
             self._finished(request)
 
     def _serve_errors(self, error: BaseException) -> None:

@@ -6,6 +6,7 @@ import math
 import threading
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from queue import Empty
 from time import perf_counter
 from types import TracebackType
@@ -27,7 +28,9 @@ from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
 from llamapipe.llama.check import check_flag, check_float, check_int
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
-from llamapipe.pipeline.direct import DirectPipeline
+from llamapipe.pipeline.core import engine_core, ring_slots
+from llamapipe.pipeline.executor import StepExecutor
+from llamapipe.pipeline.trace import Trace, check_trace_path
 
 _MAX_WINDOW_US = 1_000_000
 
@@ -38,8 +41,13 @@ class Engine:
     ``n_ctx``: positions each request may use, prompt and generated (default: the smaller of the model's training
     context and 4096). ``n_seq_max``: requests computed at once; more wait. ``n_cells``: KV cells in all; fewer than
     ``n_ctx * n_seq_max`` make the KV cache unified, and requests are preempted when cells run out.
-    ``batch_window_us``: how long an idle engine waits for siblings of the request that woke it. ``max_queue``: most
-    requests that wait for a slot, None for any number. For the other options see ``Context``.
+    ``batch_window_us``: how long an idle engine waits for siblings of the request that woke it. ``pipeline_depth``:
+    steps under way at once: with 1 each is sampled and delivered before the next is launched, with 2 delivery overlaps
+    with computing (default: 2 where a device computes, 1 where the CPU does, which the overlapped work would slow
+    down). ``max_queue``: most requests that wait for a slot, None for any number. ``trace``: True records what runs
+    when, for the attribute ``trace``; a path also writes it there when the engine closes, as ``.json`` or ``.svg``.
+    ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own buffer (see
+    ``docs/backends.md``). For the other options see ``Context``.
 
     Any thread. Close it, or use ``with`` or ``async with``, before its model. In a child after ``fork()`` its use is
     refused.
@@ -62,8 +70,15 @@ class Engine:
         type_v: str = "f16",
         flash_attn: str = "auto",
         batch_window_us: int = 200,
+        pipeline_depth: int | None = None,
         max_queue: int | None = None,
+        trace: bool | str | Path | None = None,
+        ring: str = "auto",
     ) -> None:
+        if not isinstance(model, Model):
+            raise TypeError(f"model must be a Model, not {type(model).__name__}")
+        depth = None if pipeline_depth is None else check_int("pipeline_depth", pipeline_depth, 1, 2)
+        self._trace_path = _trace_path(trace)
         window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
         self._queue = QueueLimit(
             None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1)
@@ -84,6 +99,7 @@ class Engine:
             type_k=type_k,
             type_v=type_v,
             flash_attn=flash_attn,
+            n_ring_slots=ring_slots(model, ring, 2 if depth is None else depth + 1),
         )
         try:
             if not model.is_causal:
@@ -100,14 +116,18 @@ class Engine:
             self.n_seq_max = context.n_seq_max
             self.n_cells = context.n_cells
             self._context_repr = repr(context)
+            core = engine_core(context, ring, depth)
             self._intake = Intake(model, context.n_ctx)
             self._decoder = Decoder(
                 scheduler,
-                DirectPipeline(context),
+                StepExecutor(core),
                 sampler_factory(model.vocab, context.n_ctx),
                 window_us * 1e-6,
                 self._queue.leave,
             )
+            self.trace = self._decoder.trace = Trace(core)
+            if trace:
+                self.trace.start()
         except BaseException:  # bad sizes, or Ctrl-C: nobody will have this object to close
             context.close()
             raise
@@ -341,7 +361,10 @@ class Engine:
 
         ``drain``: finish what callers wait for, else cancel it. New requests are refused from now on. Any thread.
         """
+        was_open = not self.closed
         self._decoder.close(check_flag("drain", drain))
+        if was_open and self._trace_path is not None and not self._decoder.forked:
+            self.trace.save(self._trace_path)
 
     async def aclose(self, drain: bool = True) -> None:
         """``close`` without blocking the event loop."""
@@ -387,8 +410,15 @@ class Engine:
         """Ends requests, whether or not they were submitted before their caller gave up."""
         self._queue.leave(requests)
         for request in requests:
-            self._decoder.call(self._decoder.cancel, request)
-            request.cancelled = True
+            self._decoder.cancel_soon(request)
+
+
+def _trace_path(trace: bool | str | Path | None) -> Path | None:
+    if trace is None or isinstance(trace, bool):
+        return None
+    if not isinstance(trace, (str, Path)):
+        raise TypeError(f"trace must be True, a path or None, not {type(trace).__name__}")
+    return check_trace_path(trace)
 
 
 def _deadline(timeout: float | None) -> float | None:

@@ -126,8 +126,7 @@ class Generation:
         """Ends the generation and frees its slot; ``next`` then returns None without a step. Any thread."""
         request = self._request
         if not request.cancelled and request.state is not State.FINISHED:
-            self._decoder.call(self._decoder.cancel, request)
-            request.cancelled = True  # last: whoever is interrupted before it can cancel again
+            self._decoder.cancel_soon(request)
 
     def close(self) -> None:
         """The same as ``cancel``."""

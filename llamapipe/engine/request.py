@@ -48,6 +48,7 @@ class Request:
         "cancelled",
         "error",
         "finish_reason",
+        "flight",
         "keep",
         "limit",
         "max_tokens",
@@ -86,6 +87,7 @@ class Request:
         self.sampler: Any = None
         self.arrival = -1  # order of arrival, set by the scheduler
         self.slot = -1
+        self.flight: Any = None  # the plan it is part of, while it keeps its slot
         self.n_past = 0
         self.n_generated = 0  # since the start or the last append: against max_tokens
         self.n_total = 0  # ever: against limit

@@ -30,6 +30,8 @@ class StepPlan:
     entries, the first ``n_decode`` of them decoding. ``fillers``: (seq_id, position) of entries that only keep the
     batch in one piece; they are removed afterwards.
 
+    ``flying``: planned and not committed; the requests in it are left out of plans made meanwhile.
+
     ``again``: the entries are those of the step before, each fed what was sampled from it, one position further;
     ``tokens`` and ``positions`` stay those of the first such step then.
     """
@@ -38,6 +40,7 @@ class StepPlan:
         "again",
         "fed",
         "fillers",
+        "flying",
         "n_decode",
         "outputs",
         "positions",
@@ -58,6 +61,7 @@ class StepPlan:
         self.fillers: list[tuple[int, int]] = []
         self.n_decode = 0
         self.again = False
+        self.flying = True
 
     def __repr__(self) -> str:
         fed = ", ".join(f"{request.arrival}: {n}" for request, n in self.fed)
@@ -70,6 +74,9 @@ class Scheduler:
 
     ``n_slots`` sequences, at most ``n_ctx`` positions each and ``n_cells`` in all; ``n_batch`` tokens in a step.
     ``filler``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
+
+    ``cohorts``: how many parts decoding requests are split into, each a step of its own, so that one can be computed
+    while another is sampled. A plan may be made while another is under way; its requests are not in it then.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Scheduler:
         self.n_batch = n_batch
         self.n_ubatch = n_ubatch
         self.n_preempted = 0
+        self.cohorts = 1
         self._filler = filler
         self._slots = Slots(n_slots)
         self._scarce = n_cells < n_ctx * n_slots
@@ -233,8 +241,8 @@ class Scheduler:
         if self._scarce:
             self._make_room()
         last, self._last = self._last, None
-        if last is not None and self._n_moves == self._n_moves_planned:
-            last.again = True
+        if last is not None and self._n_moves == self._n_moves_planned and self.cohorts == 1:
+            last.again = last.flying = True
             return last
         plan = StepPlan()
         self._n_moves_planned = self._n_moves
@@ -242,13 +250,23 @@ class Scheduler:
             self._plan_decode(plan)
         if self._prefilling:
             self._plan_prefill(plan)
+        if not plan.tokens:
+            return None  # all that could be are in steps under way
+        for request, _ in plan.fed:
+            request.flight = plan
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> None:
-        """Records a step: the cells it filled and the token drawn for each of ``plan.requests`` (-1: none could be)."""
+    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        """Records a step: the cells it filled and the token drawn for each of ``plan.requests`` (-1: none could be).
+
+        Returns requests with their tokens, without those that ended or lost their slot while the step was under way.
+        """
+        plan.flying = False
         for request, n in plan.fed:
-            request.n_past += n
-        for request, token in zip(plan.requests, sampled, strict=True):
+            if request.flight is plan:
+                request.n_past += n
+        taken = [(r, token) for r, token in zip(plan.requests, sampled, strict=True) if r.flight is plan]
+        for request, token in taken:
             if token in request.stop_tokens:
                 self.finish(request, "stop")
                 continue
@@ -273,14 +291,22 @@ class Scheduler:
             for request in [r for r in self._prefilling if len(r.tokens) - r.n_past == 1]:
                 self._prefilling.remove(request)
                 self._run(request)
-        elif plan.n_decode == len(plan.tokens):
-            self._last = plan
+        elif plan.n_decode == len(plan.tokens) and len(plan.requests) == len(self._decoding):
+            self._last = plan  # of all: after a change from two cohorts it may be of half of them
+        return taken
 
-    def abort(self, plan: StepPlan, error: BaseException) -> None:
-        """Ends the requests of a step that failed; nobody else's."""
-        for request, _ in plan.fed:
+    def abort(self, plan: StepPlan, error: BaseException) -> list[Request]:
+        """Ends the requests of a step that failed, and nobody else's; returns them."""
+        requests = self.drop(plan)
+        for request in requests:
             self.fail(request, error)
+        return requests
+
+    def drop(self, plan: StepPlan) -> list[Request]:
+        """Forgets a step that came to nothing; the requests that were in it until now."""
+        plan.flying = False
         self.removals += plan.fillers
+        return [request for request, _ in plan.fed if request.flight is plan]
 
     def recompute(self, slot: int) -> None:
         """The memory could not forget a part of this sequence and lost all of it: its tokens are computed again."""
@@ -291,8 +317,9 @@ class Scheduler:
                     self._decoding.remove(request)
                     self._run(request)
 
-    def relieve(self) -> Request | None:
-        """Preempts one of several requests because a step found no cells; None when only one is left."""
+    def relieve(self, plan: StepPlan) -> Request | None:
+        """Drops a step that found no cells and preempts one of several requests; None when only one is left."""
+        self.drop(plan)
         nobody_paused = not self._paused
         preempted = self._give_way()
         # One that ran would come back at once, and to the same end.
@@ -373,6 +400,7 @@ class Scheduler:
         else:
             self._ready.remove(request)
         self.dequeued.append(request)
+        request.flight = None
         if request.slot >= 0:
             self.removals.append((request.slot, 0))
             self._slots.give(request.slot)
@@ -380,7 +408,14 @@ class Scheduler:
             self._full = False
 
     def _plan_decode(self, plan: StepPlan) -> None:
-        decoding = self._decoding
+        decoding, n_flying = self._decoding, 0
+        if self.cohorts > 1:
+            free = [r for r in decoding if r.flight is None or not r.flight.flying]
+            n_flying = len(decoding) - len(free)
+            # Halves by slot, so that no gap has to be filled: the lower one first.
+            decoding = free[: -(-len(decoding) // self.cohorts)]
+            if not decoding:
+                return
         n = plan.n_decode = len(decoding)
         plan.tokens = [r.tokens[-1] for r in decoding]
         plan.positions = [r.n_past for r in decoding]
@@ -389,7 +424,13 @@ class Scheduler:
         plan.rows = list(range(n))
         plan.requests = decoding.copy()
         plan.fed = [(r, 1) for r in decoding]
-        if self._filler is not None and plan.seq_ids[-1] - plan.seq_ids[0] >= n:
+        # A gap may be a sequence of a step under way.
+        if (
+            self._filler is not None
+            and not n_flying
+            and len(decoding) == len(self._decoding)
+            and plan.seq_ids[-1] - plan.seq_ids[0] >= n
+        ):
             self._fill_gaps(plan, self._filler)
 
     def _fill_gaps(self, plan: StepPlan, filler: int) -> None:
@@ -417,6 +458,8 @@ class Scheduler:
         for request in self._prefilling:
             if budget <= 0:
                 return
+            if request.flight is not None and request.flight.flying:
+                continue
             first = request.n_past
             n_left = len(request.tokens) - first
             n = min(n_left, budget)

@@ -60,8 +60,7 @@ class _Reader:
         """Ends the request within a step; the stream then ends too. Any thread; a second call does nothing."""
         request = self._request
         if not request.cancelled and request.state is not State.FINISHED:
-            self._decoder.call(self._decoder.cancel, request)
-            request.cancelled = True
+            self._decoder.cancel_soon(request)
         self._done = True  # last: whoever is interrupted before it can cancel again
 
     def __del__(self) -> None:

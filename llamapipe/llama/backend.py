@@ -14,6 +14,8 @@ _TYPES = {
     "GGML_BACKEND_DEVICE_TYPE_ACCEL": "accel",
 }
 
+_SOFTWARE = ("llvmpipe", "lavapipe", "swiftshader", "software rasterizer")
+
 
 @dataclass(frozen=True)
 class Device:
@@ -32,6 +34,11 @@ class Device:
     async_compute: bool
     events: bool
     host_buffer: bool
+
+    @property
+    def is_software(self) -> bool:
+        """Whether the CPU only imitates this device: for tests, not for speed."""
+        return self.type != "cpu" and any(name in self.description.lower() for name in _SOFTWARE)
 
 
 def device_handles() -> list[tuple[Device, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import warnings
@@ -45,10 +46,11 @@ class Context:
 
     ``n_ctx``: positions each sequence may use; ``n_cells``: KV cells in all (default ``n_ctx * n_seq_max``; fewer only
     with ``kv_unified``). ``n_batch``/``n_ubatch``: most tokens in a decode and in the physical chunks it is cut into
-    (models that are not causal get no smaller chunks).
-    ``n_outputs_max``: most output rows of a decode (default n_batch); it bounds memory. ``type_k``/``type_v``: number
-    format of the cache; ``flash_attn``: ``"auto"``, ``"on"`` or ``"off"``. ``n_threads`` computes single tokens,
-    ``n_threads_batch`` several.
+    (models that are not causal get no smaller chunks). ``n_outputs_max``: most output rows of a decode (default
+    n_batch, n_ubatch with a ring); it bounds memory. ``type_k``/``type_v``: number format of the cache; ``flash_attn``:
+    ``"auto"`` (off on software devices), ``"on"`` or ``"off"``. ``n_threads`` computes single tokens,
+    ``n_threads_batch`` several. ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows,
+    for a pipeline (``collector`` is None where that cannot be); ``logits`` has nothing then.
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
@@ -70,8 +72,11 @@ class Context:
         type_k: str = "f16",
         type_v: str = "f16",
         flash_attn: str = "auto",
+        n_ring_slots: int = 0,
     ) -> None:
         self._handle: Any = None
+        self.collector: Any = None
+        self.n_ring_slots = n_ring_slots
         if not isinstance(model, Model):
             raise TypeError(f"model must be a Model, not {type(model).__name__}")
         self._native = native()
@@ -104,8 +109,9 @@ class Context:
         self.n_ubatch = min(check_int("n_ubatch", n_ubatch, 1, 2**20), self.n_batch)
         if not model.is_causal:  # tokens look at those after them: llama.cpp aborts when a batch would be cut
             self.n_ubatch = self.n_batch
+        default_n_outputs = self.n_ubatch if n_ring_slots else self.n_batch
         most = check_int(
-            "n_outputs_max", self.n_batch if n_outputs_max is None else n_outputs_max, 1, self.n_batch
+            "n_outputs_max", default_n_outputs if n_outputs_max is None else n_outputs_max, 1, self.n_batch
         )
         self.n_outputs_max = max(most, min(self.n_seq_max, self.n_batch))
         self.n_threads = check_int(
@@ -128,6 +134,16 @@ class Context:
                 "use type_k='f16'"
             )
         check_room(model, self.n_cells, type_k, type_v)
+        software = next((device for device in model.devices if device.is_software), None)
+        if software is not None and flash_attn != "off":
+            if flash_attn == "on":
+                logging.getLogger("llamapipe").warning(
+                    "flash_attn='on' on the software device %s: its driver is known to crash the process there "
+                    "(Mesa 22.3.6); flash_attn='auto' leaves it off",
+                    software.description,
+                )
+            else:
+                flash_attn = "off"
 
         params = ffi.new("struct llama_context_params *", lib.llama_context_default_params())
         padded = (
@@ -148,7 +164,7 @@ class Context:
         model.adopt(self)
         try:
             drain_log(self._native)
-            new = lib.lp_context_new(handle, params, _POLL)
+            new = self._create(params, n_ring_slots)
             problems = drain_log(self._native)
             if new == ffi.NULL:
                 reason = "; ".join(problems[-2:]) or last_error(self._native)
@@ -168,6 +184,30 @@ class Context:
                 f"llama.cpp gave {got} KV cells where {wanted} were asked for; set n_ctx to at most {got}"
             )
         self.n_batch = min(self.n_batch, lib.llama_n_batch(new))
+
+    def _create(self, params: Any, n_ring_slots: int) -> Any:
+        """The native context, with a collector of its output rows if one is wanted and can be attached."""
+        ffi, lib = self._native.ffi, self._native.lib
+        if n_ring_slots <= 0:
+            return lib.lp_context_new(self.model.handle, params, _POLL, ffi.NULL)
+        collector = lib.lp_collector_new(self.model.handle, self.n_seq_max, n_ring_slots * self.n_outputs_max)
+        new = lib.lp_context_new(self.model.handle, params, _POLL, collector)
+        if new == ffi.NULL:
+            lib.lp_collector_free(collector)
+            return new
+        problem = lib.lp_collector_problem(collector)
+        if problem == ffi.NULL:
+            self.collector = collector
+            return new
+        reason = ffi.string(problem).decode()
+        lib.lp_context_free(new)
+        lib.lp_collector_free(collector)
+        logging.getLogger("llamapipe").warning(
+            "output rows of %s cannot be staged (%s); they are read from llama.cpp's own buffer, with more waiting",
+            self.model.path.name,
+            reason,
+        )
+        return lib.lp_context_new(self.model.handle, params, _POLL, ffi.NULL)
 
     def __repr__(self) -> str:
         kind = "unified" if self.kv_unified else "per-sequence"
@@ -320,6 +360,18 @@ class Context:
             raise EngineClosedError("the context was created before fork(); create one in the child process")
         return self._handle
 
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._handle is None
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that made the context."""
+        return self._pid != self._getpid()
+
+    _getpid = staticmethod(os.getpid)  # modules may be gone when the interpreter ends
+
     def claim(self) -> Any:
         """Takes the context for this thread; the native ``llama_context *``.
 
@@ -345,6 +397,9 @@ class Context:
             return
         handle, self._handle = self._handle, None
         self._native.lib.lp_context_free(handle)
+        if self.collector is not None:  # after the context, which calls it
+            collector, self.collector = self.collector, None
+            self._native.lib.lp_collector_free(collector)
         self.model.release(self)
 
     def __enter__(self) -> Context:

@@ -37,7 +37,8 @@ class Model:
 
     Sizes as attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
     ``is_recurrent``: keeps a state for each sequence, of which no part can be removed. ``is_causal``: False when tokens
-    look at those after them; an engine refuses such a model.
+    look at those after them; an engine refuses such a model. ``devices``: those its layers may be placed on, the CPU
+    where there is no other. ``n_swa``: tokens that a layer with a sliding window looks back at, 0 without such layers.
 
     Any thread may use a model. Close it, or use ``with``, after everything made from it; closing while contexts or
     engines live is refused.
@@ -94,6 +95,7 @@ class Model:
         params.load_mode = (both if locked else mmap) if mapped else (mlock if locked else neither)
         keep = [_device_list(ffi, devices), _split(ffi, lib, tensor_split)]  # alive until the load returned
         params.devices, params.tensor_split = keep
+        self.devices = _used_devices(devices, n_layers)
         self._handle = load(self._native, self.path, params, progress)
         try:
             self._read_sizes()
@@ -113,6 +115,7 @@ class Model:
         self.is_recurrent: bool = lib.llama_model_is_recurrent(self._handle) or lib.llama_model_is_hybrid(
             self._handle
         )
+        self.n_swa: int = lib.llama_model_n_swa(self._handle)
         self.bos = self.vocab.bos
         self.eos = self.vocab.eos
 
@@ -249,6 +252,16 @@ def _device_list(ffi: Any, wanted: Sequence[str | Device] | None) -> Any:
             )
         handles.append(known[name])
     return ffi.new("ggml_backend_dev_t[]", [*handles, ffi.NULL])
+
+
+def _used_devices(wanted: Sequence[str | Device] | None, n_gpu_layers: int) -> list[Device]:
+    """Where llama.cpp places layers: the devices asked for, else GPUs, else the CPU."""
+    known = [device for device, _ in device_handles()]
+    if wanted is not None:
+        names = {item.name if isinstance(item, Device) else item for item in wanted}
+        known = [device for device in known if device.name in names]
+    used = [device for device in known if device.type in ("gpu", "igpu")] if n_gpu_layers != 0 else []
+    return used or [device for device, _ in device_handles() if device.type == "cpu"]
 
 
 def _split(ffi: Any, lib: Any, shares: Sequence[float] | None) -> Any:

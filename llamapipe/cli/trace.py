@@ -1,0 +1,169 @@
+"""``llamapipe trace``: record what an engine does when, and draw it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+import llamapipe as lp
+from llamapipe.cli.options import ENGINE, MODEL, Option, UsageError, add_options, given
+from llamapipe.cli.terminal import Terminal
+
+_DESCRIPTION = (
+    "Run some requests through an engine and write what ran when: as .json, which https://ui.perfetto.dev opens, or as "
+    ".svg, a picture."
+)
+_EPILOG = """\
+examples:
+  llamapipe trace                                   # the model in the package, trace.json and trace.svg
+  llamapipe trace --rows 128 --n-threads 1          # rows that numpy reads while the next step is computed
+  llamapipe trace -m model.gguf --pipeline-depth 2 --requests 32 -o busy.json"""
+_PROMPT = "Once upon a time, there was a little"
+_DEPTH = [Option("pipeline_depth", int, "N", "steps under way at once, 1 or 2 (2 where a device computes)")]
+_DRAWN = 6  # steps in the picture
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "trace",
+        parents=[common],
+        usage="llamapipe trace [options]",
+        allow_abbrev=False,
+        help="record what an engine does when",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (the one in the package)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help=".json or .svg (trace.json and trace.svg)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="not an engine: a pipeline of steps of N tokens, every row of which is read with numpy",
+    )
+    parser.add_argument("--requests", type=int, default=8, metavar="N", help="requests at once (8)")
+    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens of each (32)")
+    parser.add_argument(
+        "--steps", type=int, default=_DRAWN, metavar="N", help=f"steps in the picture ({_DRAWN})"
+    )
+    defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
+    add_options(parser, "engine", [*ENGINE, *_DEPTH], defaults)
+    add_options(
+        parser,
+        "model",
+        MODEL,
+        {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()},
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    for name in ("requests", "max_tokens", "steps", "rows"):
+        if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; at least 1")
+    outputs = args.output or [Path("trace.json"), Path("trace.svg")]
+    for path in outputs:
+        if path.suffix not in (".json", ".svg"):
+            raise UsageError(f"{path} is neither .json (for Perfetto) nor .svg (a picture)")
+    model = lp.Model(args.model, **given(args, MODEL)) if args.model else lp.Model.demo()
+    with model:
+        trace, title = _read_rows(model, args) if args.rows else _generate(model, args)
+        spans = trace.spans()
+        last = max((span.step for span in spans), default=0)
+        first = max(last - args.steps - 2, 0)  # the steady end, without the last steps
+        title += f", {model.path.name}, {', '.join(device.name for device in model.devices)}"
+        for path in outputs:
+            if path.suffix == ".svg":
+                trace.save(path, first_step=first, n_steps=args.steps, title=title)
+            else:
+                trace.save(path)
+    _report(spans, outputs)
+    return 0
+
+
+def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str]:
+    params = lp.SamplingParams(max_tokens=args.max_tokens, seed=1, ignore_eos=True)
+    prompts = [f"{_PROMPT} {name}" for name in _names(args.requests)]
+    options = given(args, [*ENGINE, *_DEPTH])
+    options.setdefault("n_seq_max", min(args.requests, 64))
+    with lp.Engine(model, **options) as engine:
+        _stream(engine, prompts, params)  # a first time, so that nothing of a start is in the picture
+        engine.trace.start()
+        _stream(engine, prompts, params)
+        engine.trace.stop()
+    return engine.trace, f"{len(prompts)} requests at once"
+
+
+def _read_rows(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str]:
+    n, n_steps = args.rows, args.steps + 6
+    options = {"n_ctx": n * n_steps, "n_batch": n, "n_ubatch": n}
+    options |= {k: v for k, v in given(args, ENGINE).items() if k.startswith("n_threads")}
+    tokens = (7 * np.arange(n) + 3) % model.n_vocab
+    with lp.Pipeline(model, **options) as pipe:
+        waiting = []
+        for i in range(n_steps):
+            if i == 2:  # after the first ones, so that nothing of a start is in the picture
+                pipe.trace.start()
+            waiting.append(
+                pipe.submit(lp.Batch(tokens, np.arange(i * n, i * n + n), np.zeros(n, int), np.ones(n, bool)))
+            )
+            if len(waiting) == pipe.depth:
+                with waiting.pop(0) as output:
+                    _read(pipe, output)
+        for output in waiting:
+            with output:
+                _read(pipe, output)
+        pipe.trace.stop()
+    return pipe.trace, f"{n} rows a step, read with numpy"
+
+
+def _read(pipe: lp.Pipeline, output: lp.StepOutput) -> None:
+    rows = np.asarray(output.logits)
+    with pipe.trace.span("read rows", output.number):
+        for _ in range(8):
+            np.log(np.exp(rows - rows.max(axis=1, keepdims=True)).sum(axis=1))
+
+
+def _stream(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> None:
+    """All at once, their tokens delivered one by one."""
+    for stream in [engine.stream(prompt, params) for prompt in prompts]:
+        for _ in stream:
+            pass
+
+
+def _names(n: int) -> list[str]:
+    animals = ("fox", "bear", "rabbit", "hen", "mouse", "owl", "frog", "cat")
+    return [animals[i % len(animals)] for i in range(n)]
+
+
+def _report(spans: Sequence[lp.Span], outputs: Sequence[Path]) -> None:
+    terminal = Terminal(sys.stdout)
+    terminal.line(terminal.style(f"{'stage':10}{'n':>8}{'median':>12}{'in all':>12}", "bold"))
+    stages = dict.fromkeys(span.stage for span in sorted(spans, key=lambda span: span.begin_s))
+    for stage in stages:
+        times = [span.end_s - span.begin_s for span in spans if span.stage == stage]
+        terminal.line(f"{stage:10}{len(times):8}{median(times) * 1e6:9.1f} µs{sum(times) * 1e3:9.2f} ms")
+    for path in outputs:
+        terminal.line(
+            f"{path}: {'a picture' if path.suffix == '.svg' else 'open it in https://ui.perfetto.dev'}"
+        )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from native_build.errors import BuildError
 from native_build.options import BuildOptions
+from native_build.paths import cache_dir
 from native_build.system import install_command
 from native_build.toolchain import Compilers, cmake_version, find_cmake
 
@@ -63,9 +64,20 @@ def _cuda(machine: Machine) -> Accelerator:
     arguments = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DGGML_CUDA_NCCL=OFF"]
     if architectures:
         arguments.append(f"-DCMAKE_CUDA_ARCHITECTURES={architectures}")
-    return Accelerator(
-        "cuda", tuple(arguments), {"nvcc": version[0], "architectures": architectures, "gpus": present}
-    )
+    identity = {"nvcc": version[0], "architectures": architectures, "gpus": present}
+    if not _has_cuda_driver(
+        nvcc
+    ):  # compiling without a GPU: only memory pools need more than the runtime library
+        arguments.append("-DGGML_CUDA_NO_VMM=ON")
+        identity["vmm"] = "off"
+    return Accelerator("cuda", tuple(arguments), identity)
+
+
+def _has_cuda_driver(nvcc: str) -> bool:
+    """Whether there is a driver library, or a stub of it, to link to."""
+    toolkit = Path(nvcc).resolve().parent.parent
+    stubs = [*toolkit.glob("targets/*/lib/stubs/libcuda.so"), *toolkit.glob("lib*/stubs/libcuda.so")]
+    return bool(stubs) or "libcuda.so" in _output(["ldconfig", "-p"])
 
 
 def _find_nvcc() -> str:
@@ -104,30 +116,49 @@ def _check_cuda_headers(nvcc: str) -> None:
 
 def _vulkan(machine: Machine) -> Accelerator:
     sdk = os.environ.get("VULKAN_SDK", "")
-    flags = [f"-I{sdk}/include"] if sdk else []
-    program = "#include <vulkan/vulkan.hpp>\nfound VK_EXT_layer_settings VK_HEADER_VERSION\n"
-    header = machine.preprocess(flags, program)
-    if header is None:
-        raise BuildError("the Vulkan headers are missing (no vulkan/vulkan.hpp)", install_command("vulkan"))
-    if "found VK_EXT_layer_settings" in header:  # not replaced by a number: not defined
+    include = f"{sdk}/include" if sdk else ""
+    version = _vulkan_headers(machine, include)
+    unpacked = cache_dir() / "vulkan-headers" / "include"  # by tools/setup_vulkan_debian.sh
+    if version is None and not sdk and unpacked.is_dir():
+        include = str(unpacked)
+        version = _vulkan_headers(machine, include)
+    if version is None:
+        found = _vulkan_headers(machine, include, any_version=True)
+        if found is None:
+            raise BuildError(
+                "the Vulkan headers are missing (no vulkan/vulkan.hpp)", install_command("vulkan")
+            )
         raise BuildError(
             "the Vulkan headers are too old: llama.cpp needs VK_EXT_layer_settings"
-            f" (these are version {header.split()[-1]} of theirs; 309 is new enough)",
-            "install the SDK from https://vulkan.lunarg.com/sdk/home and set VULKAN_SDK=/path/to/its/x86_64",
+            f" (these are version {found} of theirs; 309 is new enough)",
+            "install the SDK from https://vulkan.lunarg.com/sdk/home and set VULKAN_SDK=/path/to/its/x86_64;\n"
+            "on Debian, tools/setup_vulkan_debian.sh unpacks newer headers",
         )
     glslc = shutil.which("glslc", path=str(Path(sdk) / "bin")) if sdk else None
     glslc = glslc or shutil.which("glslc")
     if glslc is None:
         raise BuildError("the shader compiler glslc is missing", install_command("shader compiler"))
+    flags = [f"-I{include}"] if include else []
     if machine.preprocess(flags, "#include <spirv/unified1/spirv.hpp>\n") is None:
         fix = install_command("spirv headers")
         raise BuildError("the SPIR-V headers are missing (no spirv/unified1/spirv.hpp)", fix)
-    identity = {
-        "glslc": _output([glslc, "--version"]),
-        "headers": header.split()[-1],
-        "sdk": sdk,
-    }
-    return Accelerator("vulkan", ("-DGGML_VULKAN=ON", f"-DVulkan_GLSLC_EXECUTABLE={glslc}"), identity)
+    arguments = ["-DGGML_VULKAN=ON", f"-DVulkan_GLSLC_EXECUTABLE={glslc}"]
+    if include:
+        arguments.append(f"-DVulkan_INCLUDE_DIR={include}")
+    identity = {"glslc": _output([glslc, "--version"]), "headers": version, "sdk": sdk}
+    return Accelerator("vulkan", tuple(arguments), identity)
+
+
+def _vulkan_headers(machine: Machine, include: str, any_version: bool = False) -> str | None:
+    """The version of the Vulkan headers; None without any, or without any that are new enough."""
+    flags = [f"-I{include}"] if include else []
+    program = "#include <vulkan/vulkan.hpp>\nfound VK_EXT_layer_settings VK_HEADER_VERSION\n"
+    header = machine.preprocess(flags, program)
+    if header is None:
+        return None
+    if "found VK_EXT_layer_settings" in header and not any_version:  # not replaced by a number: not defined
+        return None
+    return header.split()[-1]
 
 
 def _metal(_: Machine) -> Accelerator:

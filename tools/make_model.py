@@ -71,6 +71,9 @@ PRESETS = {
     "15m": Preset(Shape(), "llama-spm"),
     # Heads that are no multiple of ggml's vectors: its attention computes 48 values one by one where there is AVX-512.
     "15m-heads-of-48": Preset(Shape(layers=6, width=288, heads=6, heads_kv=6, ffn=768), "llama-spm"),
+    # The sizes of small and middle models people use on GPUs, with 152k pieces.
+    "0.6b": Preset(Shape(layers=28, width=1024, heads=16, heads_kv=8, ffn=3072, context=32768), "qwen2"),
+    "8b": Preset(Shape(layers=36, width=4096, heads=32, heads_kv=8, ffn=12288, context=32768), "qwen2"),
     "tiny": Preset(Shape(layers=2, width=64, heads=4, heads_kv=2, ffn=128, context=512), "builtin-spm"),
 }
 

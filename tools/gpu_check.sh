@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# All that needs an NVIDIA GPU, in one run that needs no network: builds the CUDA backend, runs its tests, and measures the
+# pipeline on a 0.6B-shaped model with 152k pieces (all-logits prefill, decoding, where a step's time goes).
+#
+#   tools/gpu_check.sh OUT [WHEELS]
+#
+# OUT: folder for logs and figures. WHEELS: a folder of wheels where there is no package index; it needs nox and what the
+# dependency group `test` and the build of pyproject.toml name. LLAMAPIPE_LLAMA_CPP_DIR: the llama.cpp source, else it is
+# fetched; of its models/ only ggml-vocab-qwen2.gguf is needed. BACKEND: for a rehearsal without a GPU, `cpu`.
+# STAGES: which parts to run ("build test measure"), for machines where one command may not take long.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+backend=${BACKEND:-cuda}
+preset=${PRESET:-0.6b}
+python=${PYTHON:-python3}
+stages=${STAGES:-build test measure}
+state=${STATE:-$out}  # what later parts need: the environment and the model
+if [ $# -gt 1 ]; then
+    PIP_FIND_LINKS=$(cd "$2" && pwd)
+    export PIP_FIND_LINKS PIP_NO_INDEX=1
+fi
+export LLAMAPIPE_CACHE_DIR=${LLAMAPIPE_CACHE_DIR:-$state/cache}
+nvidia-smi 2>/dev/null | tee "$out/nvidia-smi.txt" || true
+git rev-parse HEAD >"$out/commit.txt" 2>/dev/null || true
+
+if [[ $stages == *build* ]]; then
+    "$python" -m venv "$state/venv"
+    "$state/venv/bin/python" -m pip install --quiet "setuptools>=77" cffi numpy cmake ninja pip gguf hypothesis pytest \
+        pytest-benchmark pytest-timeout tqdm
+    # Without build isolation: the build's own requirements are installed above.
+    time "$state/venv/bin/python" -m pip install --no-build-isolation . -C "backend=$backend" 2>&1 | tee "$out/build.log"
+fi
+bin=$state/venv/bin
+if [[ $stages == *test* ]]; then
+    if "$python" -m nox --version >/dev/null 2>&1; then
+        "$python" -m nox -s "tests($backend)" 2>&1 | tee "$out/tests.log"
+    else
+        names=$("$python" - <<'P'
+import ast, pathlib
+for node in ast.parse(pathlib.Path("noxfile.py").read_text()).body:
+    if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "DEVICE_TESTS":
+        print(" ".join(f"tests/test_{name}.py" for name in ast.literal_eval(node.value)))
+P
+        )
+        here=$PWD
+        # Away from the clone, so that the installed package is tested.
+        (cd "$state" && LLAMAPIPE_TEST_BACKEND=$backend "$bin/python" -m pytest -c "$here/pyproject.toml" --rootdir "$here" \
+            $(for name in $names; do echo "$here/$name"; done)) 2>&1 | tee "$out/tests.log"
+    fi
+    "$bin/llamapipe" doctor | tee "$out/doctor.txt"
+fi
+if [[ $stages == *measure* ]]; then
+    model=$state/$preset-f16.gguf
+    [ -f "$model" ] || "$bin/python" tools/make_model.py --preset "$preset" --type f16 "$model"
+    here=$PWD
+    cd "$state"
+    measure() { "$bin/python" "$here/tools/bench_pipeline.py" "$model" "$@" 2>&1 | tee -a "$out/figures.txt"; }
+    measure overlap --rows 512 --steps 12 --json "$out/overlap.json"
+    measure stages --rows 512 --json "$out/stages.json"
+    measure decode engine --sequences 1 16 64 --repeats 7 --json "$out/decode.json"
+    measure memory --json "$out/memory.json"
+fi

@@ -44,6 +44,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
 
 
 @pytest.fixture(scope="session")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
+    """A small model that keeps a state for each sequence instead of cells for each token."""
+    from gguf_models import recurrent_model
+
+    import llamapipe as lp
+
+    with lp.Model(recurrent_model(tmp_path_factory.mktemp("models") / "recurrent.gguf")) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
 def demo() -> Iterator[lp.Model]:
     """The shipped model, Q8_0: it writes sentences and ends them."""
     import llamapipe as lp

@@ -82,23 +82,23 @@ class Gate:
     # ---- the executor's part
     def launch(
         self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
-    ) -> None:
+    ) -> int:
         self._pass()
         self.launches.append(Launch(list(tokens), list(positions), list(seq_ids), list(outputs)))
-        self._executor.launch(tokens, positions, seq_ids, outputs)
+        return self._executor.launch(tokens, positions, seq_ids, outputs)
 
-    def launch_again(self) -> None:
+    def launch_again(self) -> int:
         self._pass()
         last = self.launches[-1]
         self.launches.append(last._replace(tokens=self._sampled, positions=[p + 1 for p in last.positions]))
-        self._executor.launch_again()
+        return self._executor.launch_again()
 
-    def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
-        self._sampled = self._executor.sample(rows, samplers)
+    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+        self._sampled = self._executor.sample(step, rows, samplers)
         return self._sampled.copy()
 
-    def sample_again(self) -> list[int]:
-        self._sampled = self._executor.sample_again()
+    def sample_again(self, step: int) -> list[int]:
+        self._sampled = self._executor.sample_again(step)
         return self._sampled.copy()
 
     def _pass(self) -> None:

@@ -85,6 +85,9 @@ class FakeContext:
     ``before_launch``: called with the number of each launch, on the thread that launches.
     """
 
+    overlaps = late_errors = False
+    depth = 1
+
     def __init__(
         self,
         n_seq_max: int = 4,
@@ -137,8 +140,8 @@ class FakeContext:
 
     def launch(
         self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
-    ) -> None:
-        """Stores a batch and computes its output rows."""
+    ) -> int:
+        """Stores a batch and computes its output rows; its number."""
         self._claim()
         n = self.n_launches
         self.n_launches += 1
@@ -157,23 +160,40 @@ class FakeContext:
             raise ContextFullError(f"{len(tokens)} tokens and {self.n_used} of {self.n_cells} cells in use")
         self._rows = self._store(batch, len(tokens))
         self.launches.append(batch)
+        return n
 
-    def launch_again(self) -> None:
+    def launch_again(self) -> int:
         """The last batch with what was sampled from it, one position further."""
         rows, _ = self._asked
         last = self.launches[-1]
         assert self._sampled is not None and list(rows) == list(range(len(last.tokens))), (
             "not all was sampled"
         )
-        self.launch(self._sampled, [p + 1 for p in last.positions], last.seq_ids, last.outputs)
+        return self.launch(self._sampled, [p + 1 for p in last.positions], last.seq_ids, last.outputs)
 
-    def sample_again(self) -> list[int]:
+    def sample_again(self, step: int) -> list[int]:
         """What the model says to those whom `sample` was asked for."""
-        return self.sample(*self._asked)
+        return self.sample(step, *self._asked)
 
-    def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+    def launching(self) -> int:
+        """A launch is over at once."""
+        return -1
+
+    def abort(self, step: int) -> None:
+        """A launch is over at once."""
+
+    def compute_s(self) -> float:
+        """Nobody measures this one."""
+        return 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """Nobody measures this one."""
+        return {}
+
+    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         """What the model says after each of the output entries, through its sampler (None: as it is)."""
         self._claim()
+        assert step == self.n_launches - 1, f"step {step} is sampled after {self.n_launches} launches"
         n = self.n_samples
         self.n_samples += 1
         if n in self.sample_failures:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 from gguf_document import ARRAY, BOOL, STRING, unpack
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
@@ -49,4 +51,51 @@ def tiny_variant(path: Path, tokenizer: str) -> Path:
         merges = [b"t h", b"h e", "\u2581 t".encode(), b"\n \n"]
         document.put("tokenizer.ggml.merges", ARRAY, merges, STRING)
     path.write_bytes(document.pack())
+    return path
+
+
+def recurrent_model(path: Path, n_embd: int = 32, n_state: int = 4, n_rank: int = 2, n_conv: int = 4) -> Path:
+    """A mamba model of random weights: it keeps a state for each sequence instead of cells for each token."""
+    writer = gguf.GGUFWriter(path, "mamba")
+    n_vocab, n_inner = 128, 2 * n_embd
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(n_conv)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_rank)
+    writer.add_vocab_size(n_vocab)
+    writer.add_tokenizer_model("llama")
+    pieces = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(n_vocab - 3))]
+    writer.add_token_list(pieces)
+    writer.add_token_scores([-float(i) for i in range(n_vocab)])
+    writer.add_token_types([2, 3, 3] + [1] * (n_vocab - 3))
+    rng = np.random.default_rng(1)
+
+    def put(name: str, *shape: int, scale: float = 1.0) -> None:
+        values = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale / np.sqrt(shape[-1]))
+        writer.add_tensor(name, values)
+
+    put("token_embd.weight", n_vocab, n_embd)
+    writer.add_tensor("output_norm.weight", np.ones(n_embd, np.float32))
+    for i in range(2):
+        writer.add_tensor(f"blk.{i}.attn_norm.weight", np.ones(n_embd, np.float32))
+        put(f"blk.{i}.ssm_in.weight", 2 * n_inner, n_embd)
+        put(f"blk.{i}.ssm_conv1d.weight", n_inner, n_conv)
+        put(f"blk.{i}.ssm_conv1d.bias", n_inner)
+        put(f"blk.{i}.ssm_x.weight", n_rank + 2 * n_state, n_inner)
+        put(f"blk.{i}.ssm_dt.weight", n_inner, n_rank)
+        put(f"blk.{i}.ssm_dt.bias", n_inner)
+        decay = -np.exp(rng.standard_normal((n_inner, n_state), dtype=np.float32))
+        writer.add_tensor(f"blk.{i}.ssm_a", decay)
+        put(f"blk.{i}.ssm_d", n_inner)
+        put(f"blk.{i}.ssm_out.weight", n_embd, n_inner, scale=3.0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path

@@ -75,9 +75,11 @@ class TestUsage:
 
     def test_help_names_every_command(self, tmp_path: Path) -> None:
         text = ok("--help", cwd=tmp_path)
-        assert all(re.search(rf"^ +{name} ", text, re.MULTILINE) for name in ("demo", "generate", "doctor"))
+        assert all(
+            re.search(rf"^ +{name} ", text, re.MULTILINE) for name in ("demo", "generate", "trace", "doctor")
+        )
 
-    @pytest.mark.parametrize("name", ["demo", "generate", "doctor"])
+    @pytest.mark.parametrize("name", ["demo", "generate", "trace", "doctor"])
     def test_help_of_every_command(self, name: str, tmp_path: Path) -> None:
         assert ok(name, "--help", cwd=tmp_path).startswith(f"usage: llamapipe {name} ")
 
@@ -424,3 +426,23 @@ class TestDoctor:
         done = run("doctor", cwd=tmp_path, package=package)
         assert done.returncode == 1
         assert done.stdout.endswith("wrong: demo model\n")
+
+
+class TestTrace:
+    def test_it_writes_both_kinds(self, tmp_path: Path) -> None:
+        text = ok("trace", "--requests", "3", "--max-tokens", "8", "--n-threads", "1", cwd=tmp_path)
+        assert all(stage in text for stage in ("plan", "launch", "compute", "sample", "deliver"))
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert (tmp_path / "trace.svg").read_text(encoding="utf-8").startswith("<svg")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("-o", "x.png"), "neither .json"),
+            (("--requests", "0"), "at least 1"),
+            (("--steps", "-1"), "at least 1"),
+        ],
+    )
+    def test_wrong_usage(self, arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+        done = run("trace", *arguments, cwd=tmp_path)
+        assert done.returncode == 2 and message in done.stderr

@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": {"llama", "native", "errors"},
     "engine": {"pipeline", "llama", "native", "text", "errors"},
     "cli": {"engine", "pipeline", "llama", "native", "text", "errors", "__init__"},
-    "__init__": {"engine", "llama", "errors"},
+    "__init__": {"engine", "pipeline", "llama", "errors"},
     "__main__": {"cli"},
 }
 PURE = ("llamapipe.engine.scheduler", "llamapipe.engine.slots", "llamapipe.engine.request")

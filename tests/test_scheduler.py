@@ -67,18 +67,22 @@ class Bench:
             return None
         try:
             if plan.again:
-                self.context.launch_again()
+                step = self.context.launch_again()
             else:
-                self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
+                step = self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
         except ContextFullError as error:
             self.n_full += 1
-            if self.scheduler.relieve() is None:
+            if self.scheduler.relieve(plan) is None:
                 self.scheduler.abort(plan, error)
         except DecodeError as error:
             self.scheduler.abort(plan, error)
         else:
             nobody = [None] * len(plan.rows)
-            sampled = self.context.sample_again() if plan.again else self.context.sample(plan.rows, nobody)
+            sampled = (
+                self.context.sample_again(step)
+                if plan.again
+                else self.context.sample(step, plan.rows, nobody)
+            )
             self.scheduler.commit(plan, sampled)
         self.scheduler.check_integrity()
         return plan
@@ -331,6 +335,21 @@ class TestAgain:
         bench.run()
         assert_done(a)
 
+    def test_not_of_half_of_them_after_two_cohorts_became_one(self) -> None:
+        """The second half's step comes back when there is one cohort again: the first half must not be left out."""
+        bench = Bench()
+        requests = [bench.add(max_tokens=12) for _ in range(4)]
+        bench.steps(2)
+        scheduler = bench.scheduler
+        scheduler.cohorts = 2
+        first, second = scheduler.plan(), scheduler.plan()
+        assert first is not None and second is not None
+        scheduler.commit(first, [7] * len(first.requests))
+        scheduler.cohorts = 1
+        scheduler.commit(second, [7] * len(second.requests))
+        plan = scheduler.plan()
+        assert plan is not None and set(plan.requests) == set(requests)
+
     def test_not_after_a_step_that_found_no_cells(self) -> None:
         """Even if only somebody who paused had to give way."""
         bench = Bench()
@@ -338,7 +357,7 @@ class TestAgain:
         bench.steps(5)
         plan = bench.scheduler.plan()
         assert plan is not None and plan.again
-        assert bench.scheduler.relieve() is paused
+        assert bench.scheduler.relieve(plan) is paused
         assert not bench.steps(1)[0].again
         bench.run()
         assert_done(a)
@@ -630,9 +649,10 @@ class TestPreemption:
     def test_relief_takes_the_newest_and_leaves_the_last(self) -> None:
         bench = Bench()
         a, b = bench.add(), bench.add()
-        bench.step()
-        assert bench.scheduler.relieve() is b
-        assert bench.scheduler.relieve() is None
+        plan = bench.step()
+        assert plan is not None
+        assert bench.scheduler.relieve(plan) is b
+        assert bench.scheduler.relieve(plan) is None
         bench.run()
         assert_done(a, b)
 

@@ -1,0 +1,38 @@
+"""What the device that tests run on can do, and how much to ask of it."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+# The backend whose build is tested: set by nox. A software device computes a thousand times slower than the CPU itself.
+BACKEND = os.environ.get("LLAMAPIPE_TEST_BACKEND", "cpu")
+ON_DEVICE = BACKEND != "cpu"
+# The ways outputs can take: on a CPU the ring is host memory, and there is nothing to wait for.
+RINGS = ("events", "sync", "off") if ON_DEVICE else ("auto", "off")
+
+
+# How far rounding may move a logit where a step is computed together with others.
+BOUND = 0.15 if ON_DEVICE else 0.02
+# For tests of the same tokens, alone and among others.
+same_rounding = pytest.mark.skipif(
+    ON_DEVICE, reason="this device rounds a step of several sequences otherwise than a step of one"
+)
+
+
+def examples(n: int) -> int:
+    """How many examples a property test draws: fewer where a step takes tens of milliseconds."""
+    return n if not ON_DEVICE else max(n // 12, 3)
+
+
+def assert_near(rows: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
+    """The same rows but for rounding: where batches were cut otherwise, sums are added up in another order.
+
+    Rows of another place differ by more than their own size, those of one place by a hundredth of it on a device.
+    """
+    assert rows.shape == expected.shape
+    distance = np.linalg.norm(rows - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert np.all(distance < 0.05), distance

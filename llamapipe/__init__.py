@@ -4,7 +4,7 @@ from llamapipe import errors
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import Completion, Delta, EngineStats, Timings, Token
+from llamapipe.engine.results import Completion, Delta, EngineStats, Score, Timings, Token, TokenLogprob
 from llamapipe.engine.stream import AsyncStream, Stream
 from llamapipe.llama.backend import Device, devices
 from llamapipe.llama.batch import Batch
@@ -29,11 +29,13 @@ __all__ = [
     "Pipeline",
     "PipelineStats",
     "SamplingParams",
+    "Score",
     "Span",
     "StepOutput",
     "Stream",
     "Timings",
     "Token",
+    "TokenLogprob",
     "Trace",
     "__version__",
     "demo_model_path",

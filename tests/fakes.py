@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from llamapipe.errors import ContextFullError, EngineClosedError
+from llamapipe.pipeline.token_score import TokenScore
 
 N_VOCAB = 101
 
@@ -33,6 +34,12 @@ def continuation(
             return whole[len(tokens) :], "stop"
         whole.append(token)
     return whole[len(tokens) :], "length"
+
+
+def score_of(said: int, target: int, n_top: int, n_vocab: int = N_VOCAB) -> TokenScore:
+    """What the fake model's row that says a token says of another one."""
+    top = [((said + i) % n_vocab, -float(i)) for i in range(n_top)]
+    return TokenScore(-float((target - said) % n_vocab), target == said, top)
 
 
 class Launch(NamedTuple):
@@ -87,6 +94,7 @@ class FakeContext:
 
     overlaps = late_errors = False
     depth = 1
+    n_score_rows = 32
 
     def __init__(
         self,
@@ -136,6 +144,16 @@ class FakeContext:
             cells.clear()
             return False
         del cells[position:]
+        return True
+
+    def copy(self, source: int, seq_id: int, n: int) -> bool:
+        """Gives an empty sequence the first `n` cells of another."""
+        self._claim()
+        assert source != seq_id and not self.sequences[seq_id], f"sequence {seq_id} is not empty"
+        assert 0 < n <= len(self.sequences[source]), f"{n} cells of {len(self.sequences[source])}"
+        if self.recurrent:
+            return False
+        self.sequences[seq_id] = self.sequences[source][:n]
         return True
 
     def launch(
@@ -205,6 +223,17 @@ class FakeContext:
         self._sampled = [t if s is None else s.draw(t) for t, s in zip(said, samplers, strict=True)]
         return self._sampled.copy()
 
+    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
+        """The token the model says is certain, the others are less so the further they are from it."""
+        self._claim()
+        assert step == self.n_launches - 1, f"step {step} is scored after {self.n_launches} launches"
+        assert self._rows.keys() >= set(rows), f"{rows} are not all outputs of the last batch: {self._rows}"
+        assert len(rows) == len(targets)
+        return [
+            score_of(self._rows[row], target, n_top, self.n_vocab)
+            for row, target in zip(rows, targets, strict=True)
+        ]
+
     def close(self) -> None:
         """Nothing can be done with it any more."""
         self.closed = True
@@ -222,7 +251,9 @@ class FakeContext:
         n = len(batch.tokens)
         assert 0 < n <= self.n_batch, f"{n} tokens in a batch; n_batch is {self.n_batch}"
         assert n == len(batch.positions) == len(batch.seq_ids) == len(batch.outputs), batch
-        assert set(batch.outputs) <= {0, 1} and sum(batch.outputs) <= self.n_seq_max, batch
+        assert set(batch.outputs) <= {0, 1} and sum(batch.outputs) <= self.n_seq_max + self.n_score_rows, (
+            batch
+        )
         lengths = [len(s) for s in self.sequences]
         for token, position, seq_id in zip(batch.tokens, batch.positions, batch.seq_ids, strict=True):
             assert 0 <= token < self.n_vocab, f"there is no token {token}"

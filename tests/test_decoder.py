@@ -22,7 +22,6 @@ from llamapipe.engine import decoder as decoder_module
 from llamapipe.engine.decoder import Decoder
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.mailbox import AsyncMailbox, ThreadMailbox
-from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.queue_limit import QueueLimit
 from llamapipe.engine.request import UNLIMITED, Request, State
 from llamapipe.engine.results import Completion, Token
@@ -121,18 +120,22 @@ class Desk:
         self.scheduler = Scheduler(n_slots, N_CTX, N_CTX * n_slots, self.context.n_batch, 16)
         self.queue = QueueLimit(max_queue)
         self.samplers: list[FakeSampler] = []
-        self.decoder = Decoder(
-            self.scheduler, self.context, make_sampler or self.make_sampler, window_s, self.queue.leave
-        )
+        self.make = make_sampler or self.make_sampler
+        self.decoder = Decoder(self.scheduler, self.context, window_s, self.queue.leave)
         self.n_asked = 0
 
     def make_sampler(self, request: Request) -> FakeSampler:
         self.samplers.append(FakeSampler())
         return self.samplers[-1]
 
+    def again(self, sampler: FakeSampler, request: Request) -> None:
+        """As a recipe does after a change."""
+        sampler.reset()
+        sampler.accept(request.tokens)
+
     def request(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
         request = Request(prompt_of(n_prompt, self.n_asked), max_tokens, **options)
-        request.params = SamplingParams(repeat_last_n=-1)
+        request.recipe = self
         self.n_asked += 1
         return request
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamapipe import SamplingParams
+from llamapipe.engine.params import SAMPLER_ORDER
 
 make: Callable[..., SamplingParams] = SamplingParams
 INT32_MAX = 2**31 - 1
@@ -24,6 +26,12 @@ INTEGERS = {
     "top_k": (0, INT32_MAX),
     "repeat_last_n": (-1, INT32_MAX),
     "seed": (0, 2**64 - 1),
+    "logprobs": (0, INT32_MAX),
+    "prompt_logprobs": (0, INT32_MAX),
+    "n": (1, 10_000),
+    "dry_allowed_length": (0, INT32_MAX),
+    "dry_penalty_last_n": (-1, 2**20),
+    "mirostat": (0, 2),
 }
 NUMBERS = {
     "temperature": (0.0, 1e6),
@@ -33,8 +41,35 @@ NUMBERS = {
     "repeat_penalty": (1e-6, 1e6),
     "presence_penalty": (-1e6, 1e6),
     "frequency_penalty": (-1e6, 1e6),
+    "dynatemp_range": (0.0, 1e6),
+    "dynatemp_exponent": (0.0, 1e6),
+    "top_n_sigma": (-1e6, 1e6),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "dry_multiplier": (0.0, 1e6),
+    "dry_base": (1.0, 1e6),
+    "mirostat_tau": (0.0, 1e3),
+    "mirostat_eta": (0.0, 1e3),
+    "adaptive_target": (-1e6, 1.0),
+    "adaptive_decay": (0.0, 0.99),
 }
-OPTIONAL = ("max_tokens", "seed", "logit_bias")
+OPTIONAL = (
+    "max_tokens",
+    "seed",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+    "allowed_token_ids",
+    "sampler_order",
+    "grammar",
+)
+# Of these only one may be given.
+CONSTRAINTS = {
+    "grammar": "root ::= [a-z]",
+    "json_schema": '{"type": "null"}',
+    "regex": "a+",
+    "lark": 'start: "a"',
+}
 FIELDS = {f.name for f in dataclasses.fields(SamplingParams)}
 
 tokens = st.integers(0, INT32_MAX)
@@ -45,6 +80,15 @@ values = {
     "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
     "stop_token_ids": st.lists(tokens, max_size=3).map(tuple),
     "ignore_eos": st.booleans(),
+    "infill": st.booleans(),
+    "min_tokens": st.just(0),  # at most max_tokens: has a test of its own
+    "allowed_token_ids": st.lists(tokens, min_size=1, max_size=3).map(tuple),
+    "bad_words": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
+    "dry_sequence_breakers": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
+    "logits_processors": st.lists(st.sampled_from([print, repr]), max_size=2).map(tuple),
+    "sampler_order": st.permutations(SAMPLER_ORDER).map(tuple),
+    "grammar": st.just(CONSTRAINTS["grammar"]),
+    **{name: st.none() for name in ("json_schema", "regex", "lark")},
 }
 for optional in OPTIONAL:
     values[optional] |= st.none()
@@ -68,7 +112,7 @@ class TestLimits:
     @pytest.mark.parametrize("name", NUMBERS)
     def test_numbers(self, name: str) -> None:
         low, high = NUMBERS[name]
-        for value in (low, high, np.float64(high), Fraction(1, 2), int(high)):
+        for value in (low, high, np.float64(high), max(Fraction(1, 2), Fraction(low)), int(high) or low):
             found = getattr(make(**{name: value}), name)
             assert (found, type(found)) == (value, float)
         for value in (nextafter(low, -inf), nextafter(high, inf)):
@@ -92,6 +136,63 @@ class TestLimits:
 
     def test_the_order_of_stop_strings_is_kept(self) -> None:
         assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a", "b")
+
+    def test_as_few_tokens_as_there_may_be(self) -> None:
+        assert make(min_tokens=5, max_tokens=5).min_tokens == 5
+        assert make(min_tokens=INT32_MAX, max_tokens=None).min_tokens == INT32_MAX
+        with pytest.raises(ValueError, match=r"^min_tokens is 6, more than max_tokens, which is 5$"):
+            make(min_tokens=6, max_tokens=5)
+        with pytest.raises(ValueError, match=r"^min_tokens is -1; it must be from 0 to"):
+            make(min_tokens=-1)
+
+    @pytest.mark.parametrize("name", ["stop", "bad_words", "dry_sequence_breakers"])
+    def test_strings(self, name: str) -> None:
+        assert getattr(make(**{name: "x"}), name) == ("x",)
+        with pytest.raises(ValueError, match=f"{name} holds an empty string"):
+            make(**{name: ["x", ""]})
+        with pytest.raises(TypeError, match=f"{name} must hold strings, not int"):
+            make(**{name: ["x", 3]})
+
+    @pytest.mark.parametrize("name", CONSTRAINTS)
+    def test_one_constraint(self, name: str) -> None:
+        assert getattr(make(**{name: CONSTRAINTS[name]}), name) == CONSTRAINTS[name]
+        for other in CONSTRAINTS.keys() - {name}:
+            with pytest.raises(ValueError, match="are both given"):
+                make(**{name: CONSTRAINTS[name], other: CONSTRAINTS[other]})
+        with pytest.raises(TypeError, match=f"{name} must be a"):
+            make(**{name: 3.5})
+
+    def test_schemas_are_kept_as_text(self) -> None:
+        schema = {"type": "array", "items": {"enum": [1, "x", None]}}
+        params = make(json_schema=schema)
+        assert json.loads(params.json_schema) == schema  # type: ignore[arg-type]
+        schema["type"] = "object"
+        assert params == make(json_schema={"type": "array", "items": {"enum": [1, "x", None]}})
+        circle: dict[str, Any] = {}
+        circle["self"] = circle
+        for bad in ({"type": {1, 2}}, circle):
+            with pytest.raises(ValueError, match="json_schema cannot be written as JSON"):
+                make(json_schema=bad)
+
+    def test_orders(self) -> None:
+        assert make(sampler_order=["top_k", "temperature"]).sampler_order == ("top_k", "temperature")
+        for order, message in (
+            (["top_k", "tap_p"], "sampler_order holds 'tap_p'"),
+            (["top_k", "top_k"], "holds 'top_k' twice"),
+            ("top_k", "must be a sequence"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=message):
+                make(sampler_order=order)
+        with pytest.raises(ValueError, match="xtc_probability is given, but sampler_order leaves 'xtc' out"):
+            make(sampler_order=["top_k", "temperature"], xtc_probability=0.5)
+
+    def test_what_is_called_can_be(self) -> None:
+        with pytest.raises(TypeError, match="logits_processors must hold callables, not int"):
+            make(logits_processors=[3])
+
+    def test_something_is_allowed(self) -> None:
+        with pytest.raises(ValueError, match="allowed_token_ids is empty"):
+            make(allowed_token_ids=[])
 
 
 class TestValues:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.request import Request
-from llamapipe.engine.sampling import choose_seed, history, sampler_factory
+from llamapipe.engine.sampling import RecipeBook, choose_seed
 from llamapipe.errors import DecodeError
 from llamapipe.llama import Model, SamplerChain, Vocab
 from llamapipe.native.load import LIB_DIR
@@ -605,9 +605,9 @@ class TestAgainstLlamaCpp:
 class TestFactory:
     """From SamplingParams to a chain."""
 
-    def request(self, params: SamplingParams, tokens: list[int], seed: int = 5) -> Request:
+    def request(self, tokens: list[int], seed: int = 5) -> Request:
         request = Request(tokens)
-        request.params, request.seed = params, seed
+        request.seed = seed
         return request
 
     @pytest.mark.parametrize(
@@ -643,10 +643,10 @@ class TestFactory:
     ) -> None:
         row = np.random.default_rng(3).normal(0, 2, 100).astype(np.float32)
         tokens = [50, 60, 60, 70, 2, 60]
-        make = sampler_factory(vocabs[100], 64)
+        recipe = RecipeBook(vocabs[100], 64).recipe(params)
         uniform = Uniform(5)
         n_compared = 0
-        with make(self.request(params, tokens)) as sampler:
+        with recipe.make(self.request(tokens)) as sampler:
             for _ in range(100):
                 drawn, u = sampler.sample(row), uniform()
                 try:
@@ -657,16 +657,17 @@ class TestFactory:
         assert n_compared > 50
 
     def test_temperature_nought_is_greedy_after_bias_and_penalties(self, vocabs: dict[int, Vocab]) -> None:
-        make = sampler_factory(vocabs[100], 64)
         row = np.arange(100, dtype=np.float32)
         params = SamplingParams(temperature=0, presence_penalty=50, logit_bias={98: -math.inf})
-        with make(self.request(params, [99])) as sampler:
+        recipe = RecipeBook(vocabs[100], 64).recipe(params)
+        with recipe.make(self.request([99])) as sampler:
             assert sampler.sample(row) == 97
 
-    def test_penalties_look_at_what_params_say(self) -> None:
+    def test_penalties_look_at_what_params_say(self, vocabs: dict[int, Vocab]) -> None:
         tokens = list(range(10))
         for n, expected in ((0, []), (3, [7, 8, 9]), (10, tokens), (64, tokens), (-1, tokens)):
-            assert history(SamplingParams(repeat_last_n=n), tokens) == expected
+            params = SamplingParams(repeat_penalty=1.5, repeat_last_n=n)
+            assert RecipeBook(vocabs[100], 64).recipe(params).history(tokens) == expected
 
     def test_seeds(self) -> None:
         assert choose_seed(SamplingParams(seed=11)) == 11

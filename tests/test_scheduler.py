@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamapipe.engine.request import UNLIMITED, Request, State
-from llamapipe.engine.scheduler import Scheduler, StepPlan
+from llamapipe.engine.scheduler import Copy, Scheduler, StepPlan
 from llamapipe.engine.slots import Slots
 from llamapipe.errors import ContextFullError, DecodeError
 
@@ -89,9 +89,9 @@ class Bench:
 
     def remove(self) -> None:
         """Removes the cells that were given up; then they are what the requests say."""
-        for slot, position in self.scheduler.take_removals():
-            if not self.context.remove(slot, position):
-                self.scheduler.recompute(slot)
+        for op in self.scheduler.take_memory_ops():
+            if not (self.context.copy(*op) if isinstance(op, Copy) else self.context.remove(*op)):
+                self.scheduler.recompute(op.slot)
         expected: list[list[int]] = [[] for _ in range(self.context.n_seq_max)]
         for request in self.scheduler.live():
             if request.slot >= 0:

@@ -53,7 +53,7 @@ class TestDeltas:
         eos = engine.model.eos
         assert eos is not None
         params = lp.SamplingParams(temperature=0, logit_bias={eos: 1000.0})
-        assert list(engine.stream(PROMPT, params)) == [("", (), "stop")]
+        assert list(engine.stream(PROMPT, params)) == [lp.Delta("", (), None, "stop")]
 
     def test_characters_are_whole(self, engine: lp.Engine) -> None:
         """Only the bytes C3 and A9 can be drawn: characters are split between tokens, and many are broken."""

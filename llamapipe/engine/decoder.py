@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -23,9 +24,14 @@ from llamapipe.engine.cohorts import CohortSwitch
 from llamapipe.engine.mailbox import Outbox
 from llamapipe.engine.request import UNLIMITED, Request, State
 from llamapipe.engine.results import EngineStats
-from llamapipe.engine.sampling import history
-from llamapipe.engine.scheduler import Scheduler, StepPlan
-from llamapipe.errors import BackendError, ContextFullError, DecodeError, EngineClosedError
+from llamapipe.engine.scheduler import Copy, Scheduler, StepPlan
+from llamapipe.errors import (
+    BackendError,
+    ContextFullError,
+    DecodeError,
+    EngineClosedError,
+    InvalidRequestError,
+)
 from llamapipe.pipeline.at_exit import close_at_exit, forget
 from llamapipe.pipeline.core import StepAbortedError
 from llamapipe.pipeline.executor import Executor
@@ -62,15 +68,14 @@ class Flight(NamedTuple):
 class Decoder:
     """Runs steps on a thread of its own until it is told to stop; the thread closes the executor at its end.
 
-    ``make_sampler`` gives a request its sampler when it first gets a slot. ``window_s``: how long an idle decoder
-    waits for siblings of the request that woke it. ``left_queue`` is told which requests wait no longer.
+    ``window_s``: how long an idle decoder waits for siblings of the request that woke it. ``left_queue`` is told which
+    requests wait no longer.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
-        make_sampler: Callable[[Request], Any],
         window_s: float,
         left_queue: Callable[[Sequence[Request]], object],
     ) -> None:
@@ -78,7 +83,6 @@ class Decoder:
         self.alone = False  # set by callers: no other thread or task could call while this one waits
         self._scheduler = scheduler
         self._executor = executor
-        self._make_sampler = make_sampler
         self._window_s = window_s
         self._left_queue = left_queue
         self._inbox: SimpleQueue[Command] = SimpleQueue()
@@ -90,6 +94,7 @@ class Decoder:
             deque()
         )  # samplers of steps under way, and when those are sampled
         self._n_sampled = 0
+        self._n_notes = 0  # open requests that want to know how probable their tokens are
         self._undelivered: list[tuple[Request, int]] = []  # of the step sampled last
         self._computing: StepPlan | None = None  # what a launch is computing; for those who cancel
         self._cohorts = CohortSwitch(executor)
@@ -203,6 +208,7 @@ class Decoder:
         """Takes new requests."""
         self._n_requests += len(requests)
         self._open.update(dict.fromkeys(requests))
+        self._n_notes += sum(request.notes for request in requests)
         for request in requests:
             if self._error is not None:
                 self._give_up(request, self._error)
@@ -230,10 +236,13 @@ class Decoder:
             self._scheduler.trim(request, n_keep)
         if tokens:
             self._scheduler.append(request, tokens)
-        if request.sampler is not None:
-            request.sampler.reset()
-            request.sampler.accept(history(request.params, request.tokens))
         request.sink.restart_text()
+        if request.sampler is not None:
+            try:
+                request.recipe.again(request.sampler, request)
+            except ValueError as e:
+                self._scheduler.fail(request, InvalidRequestError(str(e)))
+                self._finished(request)
 
     def stop(self, drain: bool) -> None:
         """Ends the loop, after the work that was asked for or at once."""
@@ -285,8 +294,8 @@ class Decoder:
             while not inbox.empty():
                 function, arguments = inbox.get()
                 function(*arguments)
-            if scheduler.removals:
-                self._remove_cells()  # before the plan: what cannot be removed in part is computed again
+            if scheduler.memory_ops:
+                self._apply_memory_ops()  # before the plan: what cannot be removed in part is computed again
             # After a change from two cohorts to one, a step may be under way that has to come back first.
             plan = scheduler.plan() if len(self._flying) < scheduler.cohorts else None
             if scheduler.dequeued:
@@ -301,7 +310,7 @@ class Decoder:
                 if scheduler.has_work or self._flying:
                     continue
                 # All wait for their callers: the first one back must not run off without the others.
-                self._remove_cells()
+                self._apply_memory_ops()
             elif plan is not None:  # it failed, or there is room for another cohort
                 started = perf_counter()
                 continue
@@ -357,13 +366,13 @@ class Decoder:
 
     def _launch(self, plan: StepPlan, started: float) -> None:
         executor = self._executor
-        if self._scheduler.removals:
-            self._remove_cells()
+        if self._scheduler.memory_ops:
+            self._apply_memory_ops()
         samplers: list[Any] = []
         if not plan.again:
             for request in plan.requests:
                 if request.sampler is None:
-                    request.sampler = self._make_sampler(request)
+                    request.sampler = request.recipe.make(request)
                 samplers.append(request.sampler)
         self._computing = plan
         planned = perf_counter()
@@ -394,13 +403,20 @@ class Decoder:
                 sampled = executor.sample(step, plan.rows, samplers)
             else:
                 sampled = []
+            if plan.scored:
+                self._score(plan, step)
         except (ContextFullError, DecodeError) as e:  # of an asynchronous step: here is where it is known
             self._landed()
             self._failed(plan, e)
             return
         self._landed()
+        if self._n_notes:
+            self._take_notes(plan, sampled)
         drawn = perf_counter()
         self._undelivered += scheduler.commit(plan, sampled)
+        for request, _, _ in plan.scored:
+            if request.max_tokens == 0 and request.finish_reason is not None and request in self._open:
+                self._finished(request)
         self._last_step = step
         self._n_steps += 1
         self._n_generated += len(sampled)
@@ -410,6 +426,31 @@ class Decoder:
             self._deliver()
         elif self._cohorts.step(len(sampled)):
             scheduler.cohorts = self._cohorts.n
+
+    def _score(self, plan: StepPlan, step: int) -> None:
+        """Hands the requests what the rows of their own tokens say."""
+        entries: list[int] = []
+        targets: list[int] = []
+        asked: list[tuple[Request, int, int]] = []
+        n_top = 0
+        for request, first, rows in plan.scored:
+            if request.flight is not plan:
+                continue
+            n_top = max(n_top, request.scoring.n_top)
+            for i, entry in enumerate(rows):
+                wanted = request.scoring.targets(first + i)
+                entries += [entry] * len(wanted)
+                targets += wanted
+                asked.append((request, first + i, len(wanted)))
+        scores = iter(self._executor.score(step, entries, targets, n_top))
+        for request, position, n in asked:
+            request.scoring.take(position, list(islice(scores, n)))
+
+    def _take_notes(self, plan: StepPlan, sampled: Sequence[int]) -> None:
+        """For those who asked: how probable the tokens were."""
+        for request, token in zip(plan.requests, sampled, strict=True):
+            if request.notes and token >= 0:
+                request.drawn = request.sampler.logprobs()
 
     def _landed(self) -> None:
         """The oldest step is no longer under way, and nobody samples with what ended during it."""
@@ -458,10 +499,11 @@ class Decoder:
     def _tell_dequeued(self) -> None:
         self._left_queue(self._scheduler.take_dequeued())
 
-    def _remove_cells(self) -> None:
-        for slot, position in self._scheduler.take_removals():
-            if not self._executor.remove(slot, position):
-                self._scheduler.recompute(slot)
+    def _apply_memory_ops(self) -> None:
+        for op in self._scheduler.take_memory_ops():
+            done = self._executor.copy(*op) if isinstance(op, Copy) else self._executor.remove(*op)
+            if not done:
+                self._scheduler.recompute(op.slot)
 
     def _flush(self) -> None:
         for request in self.outbox.flush():
@@ -470,7 +512,9 @@ class Decoder:
     def _finished(self, request: Request) -> None:
         """Tells the caller; frees the sampler unless the request may go on after a change."""
         if request.state is State.FINISHED:
-            self._open.pop(request, None)
+            if request in self._open:
+                del self._open[request]
+                self._n_notes -= request.notes
             if request.sampler is not None:
                 if self._flying:  # perhaps with this request in it
                     self._retired.append((self._n_sampled + len(self._flying), request.sampler))

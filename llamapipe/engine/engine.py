@@ -6,24 +6,24 @@ import math
 import threading
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from queue import Empty
 from time import perf_counter
 from types import TracebackType
 from typing import Any, overload
 
+from llamapipe.engine.collect import Collector, Make
 from llamapipe.engine.decoder import Decoder, alone
 from llamapipe.engine.generation import Generation
-from llamapipe.engine.intake import Intake, Item, Prompt
+from llamapipe.engine.intake import Intake, Prompt
 from llamapipe.engine.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.progress import progress_bar
 from llamapipe.engine.queue_limit import QueueLimit
 from llamapipe.engine.request import Request
 from llamapipe.engine.results import Completion, EngineStats
-from llamapipe.engine.sampling import sampler_factory
 from llamapipe.engine.scheduler import Scheduler
-from llamapipe.engine.sink import Failure
+from llamapipe.engine.scorer import Job, perplexity_job, score_job, tokens_job
 from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
 from llamapipe.llama.check import check_flag, check_float, check_int
 from llamapipe.llama.context import Context
@@ -33,6 +33,7 @@ from llamapipe.pipeline.executor import StepExecutor
 from llamapipe.pipeline.trace import Trace, check_trace_path
 
 _MAX_WINDOW_US = 1_000_000
+SCORE_ROWS = 32  # of a step, for tokens that are not generated: what they take is bounded by this
 
 
 class Engine:
@@ -77,6 +78,7 @@ class Engine:
     ) -> None:
         if not isinstance(model, Model):
             raise TypeError(f"model must be a Model, not {type(model).__name__}")
+        slots = check_int("n_seq_max", n_seq_max, 1, 2**31 - 1)
         depth = None if pipeline_depth is None else check_int("pipeline_depth", pipeline_depth, 1, 2)
         self._trace_path = _trace_path(trace)
         window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
@@ -92,7 +94,7 @@ class Engine:
             n_cells=n_cells,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
-            n_outputs_max=1,  # raised to n_seq_max: a sequence has one at a time
+            n_outputs_max=min(slots + SCORE_ROWS, check_int("n_batch", n_batch, 1, 2**31 - 1)),
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,
             kv_unified=unified,
@@ -109,7 +111,14 @@ class Engine:
                 )
             filler = None if unified or model.is_recurrent else 0
             scheduler = Scheduler(
-                context.n_seq_max, context.n_ctx, context.n_cells, context.n_batch, context.n_ubatch, filler
+                context.n_seq_max,
+                context.n_ctx,
+                context.n_cells,
+                context.n_batch,
+                context.n_ubatch,
+                filler,
+                n_score_rows=max(context.n_outputs_max - context.n_seq_max, 1),
+                least_copy=least_copy(context),
             )
             self.model = model
             self.n_ctx = context.n_ctx
@@ -121,10 +130,10 @@ class Engine:
             self._decoder = Decoder(
                 scheduler,
                 StepExecutor(core),
-                sampler_factory(model.vocab, context.n_ctx),
                 window_us * 1e-6,
                 self._queue.leave,
             )
+            self._collector = Collector(self._decoder, self._queue)
             self.trace = self._decoder.trace = Trace(core)
             if trace:
                 self.trace.start()
@@ -171,7 +180,8 @@ class Engine:
         """Completes a prompt, or several at once, and returns when all are finished.
 
         ``prompt``: text, token ids, or a list of those; a list gives a list of completions in its order. ``params``:
-        for all, or one for each prompt. ``timeout``: seconds for the whole call. ``block``: wait for room in the queue,
+        for all, or one for each prompt; with ``n`` over 1 there is a list, with each prompt's completions one after
+        another. ``timeout``: seconds for the whole call. ``block``: wait for room in the queue,
         or raise QueueFullError. ``progress``: a bar on a terminal (needs tqdm).
 
         Ctrl-C, a timeout and any error cancel what this call started. Raises InvalidRequestError, TypeError or
@@ -182,37 +192,11 @@ class Engine:
         check_flag("block", block)
         check_flag("progress", progress)
         items, single = self._intake.items(prompt, params)
-        bar = progress_bar(progress, len(items))
-        mailbox = ThreadMailbox()
-        started: list[Request] = []
-        results: list[Any] = [None] * len(items)
-        try:
-            for index, item in enumerate(items):
-                started.append(self._intake.completion(item, mailbox, index))
-            self._decoder.alone = alone()
-            if self._enter_together(started, block):
-                self._decoder.submit(*started)
-            else:
-                for request in started:
-                    self._queue.enter(request, deadline)
-                    self._decoder.submit(request)
-            for _ in items:
-                index, result = mailbox.get(timeout=_left_s(deadline))
-                if isinstance(result, Failure):
-                    raise result.error
-                results[index] = result
-                bar.update()
-        except Empty:
-            self._cancel(started)
-            raise TimeoutError(
-                f"not finished within the timeout of {timeout} s; what was left is cancelled"
-            ) from None
-        except BaseException:
-            self._cancel(started)
-            raise
-        finally:
-            bar.close()
-        return results[0] if single else results
+        bar = progress_bar(progress, sum(recipe.params.n for _, recipe in items))
+        results = self._collector.collect(
+            lambda mailbox: self._intake.completions(items, mailbox), deadline, block, timeout, bar
+        )
+        return results[0] if single and len(results) == 1 else results
 
     def stream(
         self,
@@ -237,7 +221,7 @@ class Engine:
             self._decoder.alone = alone()
             self._decoder.submit(request)
         except BaseException:
-            self._cancel([request])
+            self._collector.cancel([request])
             raise
         return stream
 
@@ -254,9 +238,74 @@ class Engine:
         try:
             self._decoder.submit(request)
         except BaseException:
-            self._cancel([request])
+            self._collector.cancel([request])
             raise
         return generation
+
+    # ---- scores
+    def score(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Any,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Any:
+        """How probable the model holds a continuation behind a prompt: a Score, or lists of them.
+
+        Prompt and continuation are text or token ids. For one prompt, a list of continuations gives a list. For a list
+        of prompts, ``continuation`` has one item for each, or a list of items for each, and so has the result. Equal
+        prompts are computed once. Text behind text is tokenized together with it; the continuation is what that adds
+        to the prompt's number of tokens.
+
+        Options as for ``generate``. Raises InvalidRequestError where prompt and continuation are longer than ``n_ctx``
+        allows or a continuation has no tokens; else as ``generate`` does.
+        """
+        return self._score(score_job(self.model, prompt, continuation), timeout, block, progress)
+
+    def score_tokens(
+        self,
+        tokens: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Any:
+        """How probable each token is behind all before it: a Score of all but the first, or a list of them.
+
+        Options and exceptions as for ``score``.
+        """
+        return self._score(tokens_job(self.model, tokens), timeout, block, progress)
+
+    def perplexity(
+        self,
+        tokens: Sequence[int],
+        n_window: int | None = None,
+        *,
+        timeout: float | None = None,
+        progress: bool = False,
+    ) -> float:
+        """The exponential of the mean negative log-probability of a text's tokens, in windows.
+
+        As llama.cpp's perplexity tool defines it: windows of ``n_window`` tokens (default ``n_ctx``) that do not
+        overlap, an incomplete last one left out; a BOS token takes the place of each one's first where the vocabulary
+        wants one; of each, the tokens behind its first ``n_window // 2 + 1`` count.
+
+        Options and exceptions as for ``score``; InvalidRequestError also for fewer tokens than a window.
+        """
+        perplexity: float = self._score(
+            perplexity_job(self.model, tokens, n_window, self.n_ctx), timeout, True, progress
+        )
+        return perplexity
+
+    def _score(self, job: Job, timeout: float | None, block: bool, progress: bool) -> Any:
+        self._decoder.check_open()
+        deadline = _deadline(timeout)
+        check_flag("block", block)
+        bar = progress_bar(check_flag("progress", progress), job.n_requests)
+        answers = self._collector.collect(partial(job.requests, self._intake), deadline, block, timeout, bar)
+        return job.result(answers)
 
     # ---- asyncio
     async def agenerate(
@@ -275,36 +324,24 @@ class Engine:
         _deadline(timeout)
         check_flag("block", block)
         items, single = self._intake.items(prompt, params)
+        results = await self._finish(lambda mailbox: self._intake.completions(items, mailbox), block, timeout)
+        return results[0] if single and len(results) == 1 else results
+
+    async def ascore(
+        self, prompt: Any, continuation: Any, *, timeout: float | None = None, block: bool = True
+    ) -> Any:
+        """``score`` for asyncio. Cancelling the task cancels its requests."""
+        self._decoder.check_open()
+        _deadline(timeout)
+        job = score_job(self.model, prompt, continuation)
+        make = partial(job.requests, self._intake)
+        return job.result(await self._finish(make, check_flag("block", block), timeout))
+
+    async def _finish(self, make: Make, block: bool, timeout: float | None) -> list[Any]:
+        work = self._collector.acollect(make, block)
         if timeout is None:
-            results = await self._complete(items, block)
-        else:
-            results = await _with_timeout(self._complete(items, block), float(timeout))
-        return results[0] if single else results
-
-    async def _complete(self, items: list[Item], block: bool) -> list[Completion]:
-        import asyncio
-
-        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
-        results: list[Any] = [None] * len(items)
-        started = mailbox.requests
-        try:
-            for index, item in enumerate(items):
-                started.append(self._intake.completion(item, mailbox, index))
-            self._decoder.alone = False
-            if self._enter_together(started, block):
-                self._decoder.submit(*started)
-            else:
-                for request in started:
-                    await self._queue.aenter(request)
-                    self._decoder.submit(request)
-            for _ in items:
-                index, result = await mailbox.get()
-                if isinstance(result, Failure):
-                    raise result.error
-                results[index] = result
-        except BaseException:
-            self._cancel(started)
-            raise
+            return await work
+        results: list[Any] = await _with_timeout(work, float(timeout))
         return results
 
     def astream(
@@ -335,7 +372,7 @@ class Engine:
                 self._decoder.alone = False
                 self._decoder.submit(request)
             except BaseException:
-                self._cancel([request])
+                self._collector.cancel([request])
                 raise
             return request, mailbox
 
@@ -399,18 +436,14 @@ class Engine:
             )
 
     # ---- inside
-    def _enter_together(self, requests: list[Request], block: bool) -> bool:
-        """Whether there is room for all; raises QueueFullError when there is not and nobody wants to wait."""
-        if block:
-            return self._queue.try_enter(*requests)
-        self._queue.enter_at_once(*requests)
-        return True
 
-    def _cancel(self, requests: list[Request]) -> None:
-        """Ends requests, whether or not they were submitted before their caller gave up."""
-        self._queue.leave(requests)
-        for request in requests:
-            self._decoder.cancel_soon(request)
+
+def least_copy(context: Context) -> int | None:
+    """How many cells of a prompt it pays to copy for another completion of it; None: none."""
+    if context.model.is_recurrent:
+        return None  # only whole sequences can be copied
+    # Unified, cells are shared. Streams are copied whole: docs/decisions.md.
+    return 1 if context.kv_unified else 64
 
 
 def _trace_path(trace: bool | str | Path | None) -> Path | None:
@@ -425,10 +458,6 @@ def _deadline(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     return perf_counter() + min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)
-
-
-def _left_s(deadline: float | None) -> float | None:
-    return None if deadline is None else min(max(deadline - perf_counter(), 0.0), threading.TIMEOUT_MAX)
 
 
 async def _with_timeout(work: Any, timeout: float) -> Any:

@@ -2,31 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llamapipe.llama.check import check_flag, check_float, check_int
 from llamapipe.llama.sampler import check_bias
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 _INT32_MAX = 2**31 - 1
+
+LogitsProcessor = Callable[["npt.NDArray[np.float32]"], object]
+
+# llama.cpp's default order. "infill" happens only where it is asked for.
+SAMPLER_ORDER = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typical_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+    "infill",
+)
+_FIELDS_OF = {
+    "penalties": ("repeat_penalty", "presence_penalty", "frequency_penalty"),
+    "dry": ("dry_multiplier",),
+    "top_n_sigma": ("top_n_sigma",),
+    "top_k": ("top_k",),
+    "typical_p": ("typical_p",),
+    "top_p": ("top_p",),
+    "min_p": ("min_p",),
+    "xtc": ("xtc_probability",),
+    "temperature": ("temperature", "dynatemp_range"),
+    "infill": ("infill",),
+}
+CONSTRAINTS = ("grammar", "json_schema", "regex", "lark")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Options of one request; frozen, usable for any number of requests and threads.
 
-    The order is llama.cpp's: ``logit_bias`` and penalties change logits, then ``top_k``, ``typical_p``, ``top_p`` and
-    ``min_p`` cut candidates off, then ``temperature`` divides what is left and one token is drawn.
+    What may not be drawn is decided first, then ``logit_bias`` is added, then the samplers of ``sampler_order`` follow,
+    which by default is llama.cpp's order. Sampler names, meanings and defaults are llama.cpp's.
 
-    - ``max_tokens``: most generated tokens; None: until end of generation or of the context.
-    - ``temperature``: 0 takes the most probable token, on ties the lowest id. ``top_k``: 0 keeps all.
+    - ``max_tokens``: most generated tokens; None: until end of generation or of the context. ``min_tokens``: so many
+      are generated before one that ends it.
+    - ``temperature``: 0 takes the most probable token, on ties the lowest id, and cuts nothing off before.
+      ``dynatemp_range``, ``dynatemp_exponent``: a temperature that follows the entropy, by so much at most.
+    - ``top_k`` (0: all), ``top_p``, ``min_p``, ``typical_p``, ``top_n_sigma`` (0 or less: off) and ``xtc_probability``
+      with ``xtc_threshold`` cut candidates off.
     - ``repeat_penalty``, ``presence_penalty``, ``frequency_penalty`` look at the last ``repeat_last_n`` tokens, the
       prompt's included (-1: all of them, 0: none).
+    - ``dry_multiplier`` (0: off), ``dry_base``, ``dry_allowed_length``, ``dry_penalty_last_n`` (-1: all) and
+      ``dry_sequence_breakers``: lowers what would lengthen a repetition.
+    - ``mirostat``: 1 or 2 with ``mirostat_tau`` and ``mirostat_eta`` take the place of everything that cuts off.
+      ``adaptive_target`` (below 0: off) with ``adaptive_decay`` choose at the end. ``infill``: for filling in the
+      middle.
+    - ``sampler_order``: names of ``SAMPLER_ORDER`` in the order they shall have; what is left out does not happen.
     - ``logit_bias``: token id to a number added to its logit; ``float("-inf")`` forbids it, else at
-      most a million.
-    - ``seed``: 0 to 2**64 - 1; None draws one, told in ``Completion.seed``.
+      most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are not generated, as they are
+      tokenized alone and after a space.
+    - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, on the engine's thread; one
+      that raises fails its own request.
+    - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict or JSON text), ``regex`` and ``lark`` (these
+      need the extra ``structured``): what the text has to be.
+    - ``logprobs``: natural logarithms of the model's own probabilities, before any of the above, of each generated
+      token and of the ``k`` most probable ones; ``prompt_logprobs``: the same for the prompt's tokens.
+    - ``n``: completions of each prompt, which is computed once.
+    - ``seed``: 0 to 2**64 - 1; None draws one, told in ``Completion.seed``. The i-th of ``n`` has ``seed + i``.
     - ``stop``: strings that end the text before them; ``stop_token_ids``: tokens that end it.
     - ``ignore_eos``: never choose a token that ends generation.
 
@@ -48,6 +100,34 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    grammar: str | None = None
+    json_schema: Mapping[str, Any] | str | bool | None = None
+    regex: str | None = None
+    lark: str | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    logits_processors: Sequence[LogitsProcessor] = ()
+    sampler_order: Sequence[str] | None = None
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
+    infill: bool = False
 
     def __post_init__(self) -> None:
         self._int("max_tokens", 1, _INT32_MAX, optional=True)
@@ -61,8 +141,43 @@ class SamplingParams:
         self._float("repeat_penalty", 1e-6, 1e6)
         self._float("presence_penalty", -1e6, 1e6)
         self._float("frequency_penalty", -1e6, 1e6)
+        self._int("min_tokens", 0, _INT32_MAX)
+        self._int("logprobs", 0, _INT32_MAX, optional=True)
+        self._int("prompt_logprobs", 0, _INT32_MAX, optional=True)
+        self._int("n", 1, 10_000)
+        self._int("dry_allowed_length", 0, _INT32_MAX)
+        self._int("dry_penalty_last_n", -1, 1 << 20)
+        self._int("mirostat", 0, 2)
+        self._float("dynatemp_range", 0.0, 1e6)
+        self._float("dynatemp_exponent", 0.0, 1e6)
+        self._float("top_n_sigma", -1e6, 1e6)
+        self._float("xtc_probability", 0.0, 1.0)
+        self._float("xtc_threshold", 0.0, 1.0)
+        self._float("dry_multiplier", 0.0, 1e6)
+        self._float("dry_base", 1.0, 1e6)
+        self._float("mirostat_tau", 0.0, 1e3)
+        self._float("mirostat_eta", 0.0, 1e3)
+        self._float("adaptive_target", -1e6, 1.0)
+        self._float("adaptive_decay", 0.0, 0.99)
         check_flag("ignore_eos", self.ignore_eos)
-        self._set("stop", _stop_strings(self.stop))
+        check_flag("infill", self.infill)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
+            )
+        self._set("stop", _strings("stop", self.stop))
+        self._set("bad_words", _strings("bad_words", self.bad_words))
+        self._set("dry_sequence_breakers", _strings("dry_sequence_breakers", self.dry_sequence_breakers))
+        self._check_processors()
+        self._check_constraints()
+        self._check_order()
+        if self.allowed_token_ids is not None:
+            allowed = _items("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise ValueError(
+                    "allowed_token_ids is empty, so nothing could be drawn; None allows every token"
+                )
+            self._set("allowed_token_ids", tuple(_token("allowed_token_ids", t) for t in allowed))
         self._set(
             "stop_token_ids",
             tuple(_token("stop_token_ids", t) for t in _items("stop_token_ids", self.stop_token_ids)),
@@ -99,6 +214,50 @@ class SamplingParams:
             values["logit_bias"] = dict(self.logit_bias)
         return _rebuild, (values,)
 
+    def _check_processors(self) -> None:
+        processors = tuple(_items("logits_processors", self.logits_processors))
+        for processor in processors:
+            if not callable(processor):
+                raise TypeError(f"logits_processors must hold callables, not {type(processor).__name__}")
+        self._set("logits_processors", processors)
+
+    def _check_constraints(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} are both given; a text has to follow one of them")
+        for name in ("grammar", "regex", "lark"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+        schema = self.json_schema
+        if schema is None or isinstance(schema, str):
+            return
+        if not isinstance(schema, (bool, Mapping)):
+            raise TypeError(f"json_schema must be a dict or JSON text, not {type(schema).__name__}")
+        try:
+            self._set("json_schema", json.dumps(schema if isinstance(schema, bool) else dict(schema)))
+        except (TypeError, ValueError, RecursionError) as e:
+            raise ValueError(f"json_schema cannot be written as JSON: {e}") from None
+
+    def _check_order(self) -> None:
+        if self.sampler_order is None:
+            return
+        order = tuple(_items("sampler_order", self.sampler_order))
+        for i, name in enumerate(order):
+            if name not in SAMPLER_ORDER:
+                raise ValueError(f"sampler_order holds {name!r}; it may hold {', '.join(SAMPLER_ORDER)}")
+            if name in order[:i]:
+                raise ValueError(f"sampler_order holds {name!r} twice")
+        for name in SAMPLER_ORDER:
+            if name in order:
+                continue
+            changed = [f for f in _FIELDS_OF[name] if getattr(self, f) != getattr(SamplingParams, f)]
+            if changed:
+                raise ValueError(
+                    f"{changed[0]} is given, but sampler_order leaves {name!r} out; add it there"
+                )
+        self._set("sampler_order", order)
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
@@ -124,13 +283,13 @@ def _items(name: str, value: Any) -> list[Any]:
         raise TypeError(f"{name} must be a sequence, not {type(value).__name__}") from None
 
 
-def _stop_strings(value: Any) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else _items("stop", value)
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else _items(name, value)
     for s in strings:
         if not isinstance(s, str):
-            raise TypeError(f"stop must hold strings, not {type(s).__name__}")
+            raise TypeError(f"{name} must hold strings, not {type(s).__name__}")
         if not s:
-            raise ValueError("stop holds an empty string, which would end every text at once; leave it out")
+            raise ValueError(f"{name} holds an empty string, which is in every text; leave it out")
     return tuple(strings)
 
 

@@ -38,7 +38,8 @@ class Request:
 
     ``tokens``: the whole sequence, prompt and generated; the first ``n_past`` of them are in KV cells. ``limit``: how
     many tokens it may have generated in all before it pauses; consumers raise it. ``max_tokens``: most generated
-    tokens since the start or the last append. ``sink``: what receives the results; opaque here.
+    tokens since the start or the last append; with 0 of them only ``scoring`` is what it is for. ``sink``: what
+    receives the results; opaque here.
 
     Only the decoder thread changes a request, except ``limit`` and ``cancelled``, which its one consumer sets.
     """
@@ -46,7 +47,9 @@ class Request:
     __slots__ = (
         "arrival",
         "cancelled",
+        "drawn",
         "error",
+        "family",
         "finish_reason",
         "flight",
         "keep",
@@ -56,8 +59,10 @@ class Request:
         "n_past",
         "n_prompt",
         "n_total",
-        "params",
+        "notes",
+        "recipe",
         "sampler",
+        "scoring",
         "seed",
         "sink",
         "slot",
@@ -82,9 +87,13 @@ class Request:
         self.limit = limit
         self.keep = keep
         self.sink = sink
-        self.params: Any = None  # opaque here, like the sampler and the sink
+        self.recipe: Any = None  # makes the sampler; opaque here, like the sampler and the sink
         self.seed = 0
         self.sampler: Any = None
+        self.family: Any = None  # requests with the same prompt
+        self.scoring: Any = None  # which of its own tokens' rows are wanted, and what they said
+        self.notes = False  # whether it is to be known how probable each token was
+        self.drawn: Any = None  # that of the last one
         self.arrival = -1  # order of arrival, set by the scheduler
         self.slot = -1
         self.flight: Any = None  # the plan it is part of, while it keeps its slot

@@ -1,15 +1,22 @@
-"""From a request's SamplingParams to its sampler chain."""
+"""From SamplingParams to the sampler chains of requests."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Generic, TypeVar
 
-from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
 from llamapipe.engine.request import Request
-from llamapipe.llama.sampler import SamplerChain
+from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.sampler import Dry, Guide, SamplerChain
 from llamapipe.llama.vocab import Vocab
+
+_N_KEPT = 64
+T = TypeVar("T")
 
 
 def choose_seed(params: SamplingParams) -> int:
@@ -17,38 +24,199 @@ def choose_seed(params: SamplingParams) -> int:
     return int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
 
 
-def history(params: SamplingParams, tokens: list[int]) -> list[int]:
-    """The tokens that penalties look at."""
-    n = params.repeat_last_n
-    return tokens[-n:] if n > 0 else tokens if n < 0 else []
+class Kept(Generic[T]):
+    """The values made last, by what they were made of. Any thread."""
+
+    def __init__(self, n: int = _N_KEPT) -> None:
+        self._n = n
+        self._lock = Lock()
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value kept for ``key``, or the one that ``make`` gives, which may be called twice by two threads."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        made = make()
+        with self._lock:
+            self._values[key] = made
+            if len(self._values) > self._n:
+                self._values.popitem(last=False)
+        return made
 
 
-def sampler_factory(vocab: Vocab, n_ctx: int) -> Callable[[Request], SamplerChain]:
-    """A function that makes the sampler of a request when it gets its first slot; for the decoder thread."""
+class Recipe:
+    """What a SamplingParams asks for, looked up in a vocabulary once: makes the sampler chains of its requests.
 
-    def make(request: Request) -> SamplerChain:
-        params: SamplingParams = request.params
-        chain = SamplerChain(vocab, request.seed)
-        biases = dict(params.logit_bias or {})
+    Raises InvalidRequestError for what this vocabulary does not have and for constraints that cannot be compiled.
+    """
+
+    def __init__(self, params: SamplingParams, vocab: Vocab, n_ctx: int, dries: Kept[Dry]) -> None:
+        self.params = params
+        self._vocab = vocab
+        self._n_ctx = n_ctx
+        self._order = SAMPLER_ORDER if params.sampler_order is None else params.sampler_order
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            bad = [t for t in getattr(params, name) or () if t >= vocab.n_vocab]
+            if bad:
+                raise InvalidRequestError(
+                    f"{name} holds {bad[0]}; this vocabulary has the ids 0 to {vocab.n_vocab - 1}"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab.n_vocab:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(params, name)}; this vocabulary has {vocab.n_vocab} tokens"
+                )
+        self._biases = dict(params.logit_bias or {})
         if params.ignore_eos:
-            biases.update(dict.fromkeys(vocab.eog_tokens, -math.inf))
-        if biases:
-            chain.set_bias(biases)
-        if params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-            last_n = n_ctx if params.repeat_last_n < 0 else params.repeat_last_n
-            chain.set_penalties(
-                last_n, params.repeat_penalty, params.frequency_penalty, params.presence_penalty
-            )
-            chain.accept(history(params, request.tokens))
-        if params.temperature == 0:
-            return chain.add_temperature(0.0)
-        chain.add_top_k(params.top_k)
-        if params.typical_p < 1.0:
-            chain.add_typical(params.typical_p)
-        if params.top_p < 1.0:
-            chain.add_top_p(params.top_p)
-        if params.min_p > 0.0:
-            chain.add_min_p(params.min_p)
-        return chain.add_temperature(params.temperature)
+            self._biases.update(dict.fromkeys(vocab.eog_tokens, -math.inf))
+        self._ends = sorted(vocab.eog_tokens | set(params.stop_token_ids)) if params.min_tokens else []
+        self._bad_words = sorted(
+            {
+                tuple(tokens)
+                for word in params.bad_words
+                for text in (word, " " + word)
+                if (tokens := vocab.tokenize(text, add_special=False))
+            }
+        )
+        self._dry: Dry | None = None
+        if params.dry_multiplier > 0 and params.dry_penalty_last_n != 0:
+            last_n = n_ctx if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n
+            options = (params.dry_multiplier, params.dry_base, params.dry_allowed_length, last_n)
+            breakers = tuple(params.dry_sequence_breakers)
+            self._dry = dries.get((*options, breakers), lambda: Dry(vocab, *options, breakers))
+        self._guide: Callable[[], Guide] | None = None
+        if params.infill and not (vocab.eog_tokens):
+            raise InvalidRequestError("infill needs a token that ends generation; this vocabulary has none")
+        if params.grammar is not None:
+            self._check_grammar(params.grammar)
 
-    return make
+    @property
+    def penalizes(self) -> bool:
+        """Whether the penalties change anything."""
+        p = self.params
+        return p.repeat_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+
+    def history(self, tokens: list[int]) -> list[int]:
+        """As many of a sequence's last tokens as penalties, DRY and bad words look at."""
+        p, n = self.params, max((len(word) for word in self._bad_words), default=0)
+        for last_n in [p.repeat_last_n] * self.penalizes + [p.dry_penalty_last_n] * (self._dry is not None):
+            n = max(n, len(tokens) if last_n < 0 else last_n)
+        return tokens[-n:] if n else []
+
+    def make(self, request: Request) -> SamplerChain:
+        """The sampler of a request when it gets its first slot; for the decoder thread."""
+        chain = SamplerChain(self._vocab, request.seed)
+        self._add_changes(chain)
+        self._add_stages(chain)
+        if self._guide is not None:
+            chain.guide = self._guide()
+        chain.processors = tuple(self.params.logits_processors)
+        if self.params.logprobs is not None:
+            chain.set_logprobs(self.params.logprobs)
+        history = self.history(request.tokens)
+        if history:
+            chain.accept(history)
+        return chain
+
+    def again(self, chain: SamplerChain, request: Request) -> None:
+        """Tells a chain what its request's sequence is after a change. Raises ValueError if that is not allowed."""
+        chain.reset()
+        generated = request.tokens[request.n_prompt :]
+        if self.params.grammar is not None:
+            if not self._vocab.eog_tokens.isdisjoint(generated):
+                raise ValueError("a grammar does not go on behind a token that ends generation")
+            chain.accept(self.history(request.tokens[: request.n_prompt]))
+            chain.accept_drawn(generated)
+        else:
+            chain.accept(self.history(request.tokens))
+        if chain.guide is not None:
+            chain.guide.reset(generated)
+
+    def _check_grammar(self, text: str) -> None:
+        with SamplerChain(self._vocab) as chain:
+            try:
+                chain.set_grammar(text)
+            except ValueError as e:
+                raise InvalidRequestError(f"grammar: {e}") from None
+
+    def _penalties(self) -> tuple[int, float, float, float]:
+        p = self.params
+        last_n = self._n_ctx if p.repeat_last_n < 0 else p.repeat_last_n
+        return last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty
+
+    def _add_changes(self, chain: SamplerChain) -> None:
+        p = self.params
+        if self._biases:
+            chain.set_bias(self._biases)
+        if p.allowed_token_ids is not None:
+            chain.set_allowed(p.allowed_token_ids)
+        for word in self._bad_words:
+            chain.add_bad_word(word)
+        if self._ends:
+            chain.set_min_tokens(p.min_tokens, self._ends)
+        if p.grammar is not None:
+            chain.set_grammar(p.grammar)
+
+    def _add_stages(self, chain: SamplerChain) -> None:
+        p, order = self.params, list(self._order)
+        # In front they are changes of few logits; behind others they are stages over what is left.
+        if order[:1] == ["penalties"]:
+            del order[0]
+            if self.penalizes:
+                chain.set_penalties(*self._penalties())
+        if order[:1] == ["dry"]:
+            del order[0]
+            if self._dry is not None:
+                chain.set_dry(self._dry)
+        if p.temperature == 0 or p.mirostat:
+            order = [name for name in order if name in ("penalties", "dry", "temperature")]
+        for name in order:
+            self._add_stage(chain, name)
+        if p.temperature == 0:
+            chain.add_temperature(0)
+        elif p.mirostat:
+            chain.add_mirostat(p.mirostat, p.mirostat_tau, p.mirostat_eta)
+        elif p.adaptive_target >= 0:
+            chain.add_adaptive_p(p.adaptive_target, p.adaptive_decay)
+
+    def _add_stage(self, chain: SamplerChain, name: str) -> None:
+        p = self.params
+        if name == "penalties" and self.penalizes:
+            chain.add_penalties(*self._penalties())
+        elif name == "dry" and self._dry is not None:
+            chain.add_dry(self._dry)
+        elif name == "top_n_sigma" and p.top_n_sigma > 0:
+            chain.add_top_n_sigma(p.top_n_sigma)
+        elif name == "top_k":
+            chain.add_top_k(p.top_k)
+        elif name == "typical_p" and p.typical_p < 1.0:
+            chain.add_typical(p.typical_p)
+        elif name == "top_p" and p.top_p < 1.0:
+            chain.add_top_p(p.top_p)
+        elif name == "min_p" and p.min_p > 0.0:
+            chain.add_min_p(p.min_p)
+        elif name == "xtc" and p.xtc_probability > 0:
+            chain.add_xtc(p.xtc_probability, p.xtc_threshold)
+        elif name == "temperature" and p.temperature > 0:
+            if p.dynatemp_range > 0:
+                chain.add_dynamic_temperature(p.temperature, p.dynatemp_range, p.dynatemp_exponent)
+            else:
+                chain.add_temperature(p.temperature)
+        elif name == "infill" and p.infill:
+            chain.add_infill()
+
+
+class RecipeBook:
+    """The recipes of one engine, kept for requests with the same params. Any thread."""
+
+    def __init__(self, vocab: Vocab, n_ctx: int) -> None:
+        self._vocab = vocab
+        self._n_ctx = n_ctx
+        self._recipes: Kept[Recipe] = Kept()
+        self._dries: Kept[Dry] = Kept(8)
+
+    def recipe(self, params: SamplingParams) -> Recipe:
+        """The recipe for ``params``. Raises InvalidRequestError."""
+        return self._recipes.get(params, lambda: Recipe(params, self._vocab, self._n_ctx, self._dries))

@@ -14,7 +14,9 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
+from llamapipe.engine.family import Family
 from llamapipe.engine.request import Request, State
 from llamapipe.engine.slots import Slots
 from llamapipe.errors import DecodeError
@@ -23,11 +25,39 @@ _by_slot = attrgetter("slot")
 _by_arrival = attrgetter("arrival")
 
 
+def undrawn(request: Request, code: int) -> Exception:
+    """Why no token could be drawn; see ``Executor.sample``."""
+    if code == -2:
+        return DecodeError(
+            "no token is allowed by what this request asks for; the text ends where it must go on"
+        )
+    error: Exception | None = getattr(request.sampler, "error", None)
+    if code == -3 and error is not None:
+        return error
+    return DecodeError("no logit of this request's row is finite; the model or its weights are damaged")
+
+
+class Remove(NamedTuple):
+    """Cells to forget: those of a sequence from ``position`` on."""
+
+    slot: int
+    position: int
+
+
+class Copy(NamedTuple):
+    """The first ``n`` cells of a sequence, to be another's, which is empty."""
+
+    source: int
+    slot: int
+    n: int
+
+
 class StepPlan:
     """What one step feeds: parallel lists over batch entries, and whose rows come out.
 
     ``rows[i]`` is the batch entry whose logits continue ``requests[i]``. ``fed``: each request with its number of
-    entries, the first ``n_decode`` of them decoding. ``fillers``: (seq_id, position) of entries that only keep the
+    entries, the first ``n_decode`` of them decoding. ``scored``: (request, first position, batch entries) of rows that
+    say something of the request's own tokens. ``fillers``: (seq_id, position) of entries that only keep the
     batch in one piece; they are removed afterwards.
 
     ``flying``: planned and not committed; the requests in it are left out of plans made meanwhile.
@@ -46,6 +76,7 @@ class StepPlan:
         "positions",
         "requests",
         "rows",
+        "scored",
         "seq_ids",
         "tokens",
     )
@@ -58,7 +89,8 @@ class StepPlan:
         self.rows: list[int] = []
         self.requests: list[Request] = []
         self.fed: list[tuple[Request, int]] = []
-        self.fillers: list[tuple[int, int]] = []
+        self.scored: list[tuple[Request, int, range]] = []
+        self.fillers: list[Remove] = []
         self.n_decode = 0
         self.again = False
         self.flying = True
@@ -74,13 +106,23 @@ class Scheduler:
 
     ``n_slots`` sequences, at most ``n_ctx`` positions each and ``n_cells`` in all; ``n_batch`` tokens in a step.
     ``filler``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
+    ``n_score_rows``: most rows in a step that score a request's own tokens. ``least_copy``: how many of
+    a sequence's first cells it pays to copy, None if that is never done.
 
     ``cohorts``: how many parts decoding requests are split into, each a step of its own, so that one can be computed
     while another is sampled. A plan may be made while another is under way; its requests are not in it then.
     """
 
     def __init__(
-        self, n_slots: int, n_ctx: int, n_cells: int, n_batch: int, n_ubatch: int, filler: int | None = None
+        self,
+        n_slots: int,
+        n_ctx: int,
+        n_cells: int,
+        n_batch: int,
+        n_ubatch: int,
+        filler: int | None = None,
+        n_score_rows: int = 32,
+        least_copy: int | None = 1,
     ) -> None:
         if n_cells < n_ctx:
             raise ValueError(
@@ -90,6 +132,8 @@ class Scheduler:
         self.n_cells = n_cells
         self.n_batch = n_batch
         self.n_ubatch = n_ubatch
+        self.n_score_rows = n_score_rows
+        self._least_copy = least_copy
         self.n_preempted = 0
         self.cohorts = 1
         self._filler = filler
@@ -103,7 +147,8 @@ class Scheduler:
         self._decoding: list[Request] = []  # running, by slot
         self._prefilling: list[Request] = []  # running, by arrival
         self._paused: OrderedDict[Request, None] = OrderedDict()  # in a slot, longest paused first
-        self.removals: list[tuple[int, int]] = []  # (seq_id, position): cells to forget from there on
+        self._following = 0  # new, and waiting for another to compute their prompt
+        self.memory_ops: list[Remove | Copy] = []  # to be done in this order before the next step
         self.dequeued: list[Request] = []  # got a slot or ended; one that was preempted comes again
         self._last: StepPlan | None = None  # committed, and could be planned again
         self._n_moves = self._n_moves_planned = (
@@ -120,7 +165,7 @@ class Scheduler:
     @property
     def n_queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._queue) + len(self._ready)
+        return len(self._queue) + len(self._ready) + self._following
 
     @property
     def n_active(self) -> int:
@@ -146,10 +191,10 @@ class Scheduler:
         """Every unfinished request."""
         return [*self._decoding, *self._prefilling, *self._paused, *self._ready, *self._parked, *self._queue]
 
-    def take_removals(self) -> list[tuple[int, int]]:
-        """The ``removals`` so far, to be done in this order before the next step."""
-        removals, self.removals = self.removals, []
-        return removals
+    def take_memory_ops(self) -> list[Remove | Copy]:
+        """The ``memory_ops`` so far."""
+        ops, self.memory_ops = self.memory_ops, []
+        return ops
 
     def take_dequeued(self) -> list[Request]:
         """Those ``dequeued`` since this was asked last."""
@@ -161,7 +206,11 @@ class Scheduler:
         """Queues a new request."""
         request.arrival = self._n_arrived
         self._n_arrived += 1
-        if request.n_total < request.limit:
+        family = request.family
+        if family is not None and not family.leads(request) and family.source() is None:
+            family.waiting.append(request)
+            self._following += 1
+        elif request.n_total < request.limit:
             self._queue[request] = None
         else:
             self._parked.add(request)
@@ -184,7 +233,7 @@ class Scheduler:
         # The last token is computed again: its logits are what the next one is drawn from.
         n_past = min(request.n_past, n_keep - 1)
         if request.slot >= 0 and n_past < request.n_past:
-            self.removals.append((request.slot, n_past))
+            self.memory_ops.append(Remove(request.slot, n_past))
         request.n_past = n_past
         self._reopen(request)
 
@@ -207,6 +256,15 @@ class Scheduler:
             return
         self._leave(request)
         request.move(State.FINISHED)
+        if request.family is not None:
+            request.family.leave(request)
+            self._follow(request.family)
+
+    def _follow(self, family: Family) -> None:
+        """Lets those in who wait for a prompt that is computed, or who have to compute it now."""
+        for request in family.take_ready():
+            self._following -= 1
+            insort(self._ready, request, key=_by_arrival)
 
     def cancel(self, request: Request) -> None:
         """Ends a request wherever it is."""
@@ -266,17 +324,15 @@ class Scheduler:
             if request.flight is plan:
                 request.n_past += n
         taken = [(r, token) for r, token in zip(plan.requests, sampled, strict=True) if r.flight is plan]
+        for request, _, _ in plan.scored:
+            if request.flight is plan and request.max_tokens == 0 and request.n_past == len(request.tokens):
+                self._score_on(request)
         for request, token in taken:
             if token in request.stop_tokens:
                 self.finish(request, "stop")
                 continue
             if token < 0:
-                self.fail(
-                    request,
-                    DecodeError(
-                        "no logit of this request's row is finite; the model or its weights are damaged"
-                    ),
-                )
+                self.fail(request, undrawn(request, token))
                 continue
             tokens = request.tokens
             tokens.append(token)
@@ -286,14 +342,27 @@ class Scheduler:
                 self.finish(request, "length")
             elif request.n_total >= request.limit:
                 self._pause(request)
-        self.removals += plan.fillers
-        if self._prefilling:
-            for request in [r for r in self._prefilling if len(r.tokens) - r.n_past == 1]:
+        self.memory_ops += plan.fillers
+        if self._prefilling or plan.scored:
+            for request, _ in plan.fed:
+                if request.family is not None and request.family.waiting:
+                    self._follow(request.family)
+            for request in [r for r in self._prefilling if r.max_tokens and len(r.tokens) - r.n_past == 1]:
                 self._prefilling.remove(request)
                 self._run(request)
         elif plan.n_decode == len(plan.tokens) and len(plan.requests) == len(self._decoding):
             self._last = plan  # of all: after a change from two cohorts it may be of half of them
         return taken
+
+    def _score_on(self, request: Request) -> None:
+        """Goes on with what is to be scored behind the same context, or ends."""
+        following = request.scoring.following()
+        if following is None:
+            self.finish(request, "stop")
+            return
+        request.tokens, n_kept = following
+        self.memory_ops.append(Remove(request.slot, n_kept))
+        request.n_past = n_kept
 
     def abort(self, plan: StepPlan, error: BaseException) -> list[Request]:
         """Ends the requests of a step that failed, and nobody else's; returns them."""
@@ -305,7 +374,7 @@ class Scheduler:
     def drop(self, plan: StepPlan) -> list[Request]:
         """Forgets a step that came to nothing; the requests that were in it until now."""
         plan.flying = False
-        self.removals += plan.fillers
+        self.memory_ops += plan.fillers
         return [request for request, _ in plan.fed if request.flight is plan]
 
     def recompute(self, slot: int) -> None:
@@ -355,8 +424,18 @@ class Scheduler:
                 del self._queue[request]
             self.dequeued.append(request)
             request.slot = self._slots.take()
+            if request.family is not None:
+                self._copy_prompt(request)
             request.move(State.RUNNING)
             self._run(request)
+
+    def _copy_prompt(self, request: Request) -> None:
+        """Begins with the cells of another's prompt, but its last: that one's row gives the first token."""
+        source, n = request.family.source(), request.n_prompt - 1
+        if source is None or request.scoring is not None or self._least_copy is None or n < self._least_copy:
+            return
+        self.memory_ops.append(Copy(source.slot, request.slot, n))
+        request.n_past = n
 
     def _cells_used(self) -> int:
         """Cells that running requests hold or will hold once their tokens are fed."""
@@ -369,7 +448,7 @@ class Scheduler:
 
     def _run(self, request: Request) -> None:
         self._n_moves += 1
-        if len(request.tokens) - request.n_past == 1:
+        if len(request.tokens) - request.n_past == 1 and request.max_tokens:
             insort(self._decoding, request, key=_by_slot)
         else:
             insort(self._prefilling, request, key=_by_arrival)
@@ -397,12 +476,15 @@ class Scheduler:
             self._parked.discard(request)
         elif request in self._queue:
             del self._queue[request]
+        elif request.family is not None and request in request.family.waiting:
+            self._following -= 1
+            request.family.waiting.remove(request)
         else:
             self._ready.remove(request)
         self.dequeued.append(request)
         request.flight = None
         if request.slot >= 0:
-            self.removals.append((request.slot, 0))
+            self.memory_ops.append(Remove(request.slot, 0))
             self._slots.give(request.slot)
             request.slot = -1
             self._full = False
@@ -448,13 +530,14 @@ class Scheduler:
             plan.positions.insert(i, position)
             plan.seq_ids.insert(i, slot)
             plan.outputs.insert(i, 0)
-            plan.fillers.append((slot, position))
+            plan.fillers.append(Remove(slot, position))
         plan.rows = [i for i, output in enumerate(plan.outputs) if output]
 
     def _plan_prefill(self, plan: StepPlan) -> None:
         budget = self.n_batch - len(plan.tokens)
         if self._decoding:
             budget = min(budget, max(self.n_ubatch - len(plan.tokens), 1))
+        n_rows = self.n_score_rows
         for request in self._prefilling:
             if budget <= 0:
                 return
@@ -463,16 +546,39 @@ class Scheduler:
             first = request.n_past
             n_left = len(request.tokens) - first
             n = min(n_left, budget)
+            scored = range(0)
+            if request.scoring is not None:
+                n, scored = self._scored(request, n, n_rows)
+                if n <= 0:
+                    continue
             budget -= n
+            n_rows -= len(scored)
+            begin = len(plan.tokens)
             plan.tokens += request.tokens[first : first + n]
             plan.positions += range(first, first + n)
             plan.seq_ids += [request.slot] * n
             plan.outputs += [0] * n
             plan.fed.append((request, n))
-            if n == n_left:
+            if scored:
+                entries = range(begin + scored.start - first, begin + scored.stop - first)
+                plan.outputs[entries.start : entries.stop] = [1] * len(scored)
+                plan.scored.append((request, scored.start, entries))
+            if n == n_left and request.max_tokens:
                 plan.outputs[-1] = 1
                 plan.rows.append(len(plan.tokens) - 1)
                 plan.requests.append(request)
+
+    def _scored(self, request: Request, n: int, n_rows: int) -> tuple[int, range]:
+        """How many tokens are fed, of ``n``, if they may have so many outputs; and whose rows are wanted."""
+        first, scoring = request.n_past, request.scoring
+        begin = max(first, scoring.wanted_from)
+        end = min(first + n, scoring.wanted_to)
+        if end <= begin:
+            return n, range(0)
+        if end - begin > n_rows:
+            end = begin + n_rows
+            n = end - first
+        return n, range(begin, end)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when slots, states and lists disagree. For tests and debugging."""

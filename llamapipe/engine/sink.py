@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 from llamapipe.engine.mailbox import Mailbox
 from llamapipe.engine.request import Request
-from llamapipe.engine.results import Completion, Delta, FinishReason, Timings, Token
+from llamapipe.engine.results import Completion, Delta, FinishReason, Timings, Token, TokenLogprob
+from llamapipe.engine.scoring import PromptScoring
+from llamapipe.pipeline.token_score import TokenScore
 from llamapipe.text import TextStream
 
 
@@ -18,6 +21,20 @@ class Failure:
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+
+
+def note_of(request: Request, token: int) -> TokenLogprob:
+    """How probable the token was that a request has just drawn."""
+    logprob, top = request.drawn
+    return TokenLogprob(token, logprob, tuple(top))
+
+
+def prompt_notes(prompt: Sequence[int], scores: Sequence[TokenScore]) -> list[TokenLogprob]:
+    """How probable each token of a prompt was but the first."""
+    return [
+        TokenLogprob(token, score.logprob, tuple(score.top))
+        for token, score in zip(prompt[1:], scores, strict=True)
+    ]
 
 
 class Sink:
@@ -48,7 +65,7 @@ class Sink:
 class CompletionSink(Sink):
     """Puts ``(index, Completion)`` into the mailbox, or ``(index, Failure)``."""
 
-    __slots__ = ("_first_at", "_index", "_parts", "_seed")
+    __slots__ = ("_first_at", "_index", "_notes", "_parts", "_seed", "prompt_scoring")
 
     def __init__(
         self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...], seed: int, index: int
@@ -57,12 +74,16 @@ class CompletionSink(Sink):
         self._seed = seed
         self._index = index
         self._parts: list[str] = []
+        self._notes: list[TokenLogprob] = []
         self._first_at: float | None = None
+        self.prompt_scoring: PromptScoring | None = None  # where the prompt's tokens are asked for, too
 
     def token(self, request: Request, token: int) -> bool:
         """Looks for stop strings; without any, the text is made at the end."""
         if self._first_at is None:
             self._first_at = perf_counter()
+        if request.notes:
+            self._notes.append(note_of(request, token))
         if not self._stops:
             return False
         text = self._text
@@ -82,9 +103,33 @@ class CompletionSink(Sink):
         timings = Timings(first_s, perf_counter() - self.started_at)
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
         text = "".join(self._parts)
-        self.mailbox.put(
-            (self._index, Completion(text, tokens, reason, request.n_prompt, self._seed, timings))
-        )
+        notes = self._notes if request.notes else None
+        prompt = None
+        if self.prompt_scoring is not None:
+            prompt = prompt_notes(request.tokens[: request.n_prompt], self.prompt_scoring.scores)
+        completion = Completion(text, tokens, reason, request.n_prompt, self._seed, timings, notes, prompt)
+        self.mailbox.put((self._index, completion))
+
+
+class ScoreSink(Sink):
+    """Puts ``(index, the scores of each continuation)`` into the mailbox, or ``(index, Failure)``."""
+
+    __slots__ = ("_index",)
+
+    def __init__(self, mailbox: Mailbox, index: int) -> None:
+        super().__init__(mailbox, bytes, ())  # no token comes, whose piece that would be
+        self._index = index
+
+    def token(self, request: Request, token: int) -> bool:
+        """Nothing is generated."""
+        raise AssertionError("a request without tokens has generated one")
+
+    def finish(self, request: Request) -> None:
+        """Hands the scores over."""
+        if request.error is not None:
+            self.mailbox.put((self._index, Failure(request.error)))
+        else:
+            self.mailbox.put((self._index, request.scoring.scores))
 
 
 class DeltaSink(Sink):
@@ -94,16 +139,17 @@ class DeltaSink(Sink):
 
     def __init__(self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...]) -> None:
         super().__init__(mailbox, piece, stops)
-        self._last: tuple[str, tuple[int, ...]] = ("", ())
+        self._last: tuple[str, tuple[int, ...], Any] = ("", (), None)
 
     def token(self, request: Request, token: int) -> bool:
         """Hands text and token over, or keeps them for ``finish`` when it follows at once."""
         text = self._text.push(self._piece(token))
         stopped = self._text.stopped
+        notes = (note_of(request, token),) if request.notes else None
         if stopped or request.finish_reason is not None:
-            self._last = (text, (token,))
+            self._last = (text, (token,), notes)
         else:
-            self.mailbox.put(Delta(text, (token,), None))
+            self.mailbox.put(Delta(text, (token,), notes, None))
         return stopped
 
     def finish(self, request: Request) -> None:
@@ -111,9 +157,11 @@ class DeltaSink(Sink):
         if request.error is not None:
             self.mailbox.put(Failure(request.error))
             return
-        text, tokens = self._last
+        text, tokens, notes = self._last
+        if request.notes and notes is None:
+            notes = ()
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
-        self.mailbox.put(Delta(text + self._text.finish(), tokens, reason))
+        self.mailbox.put(Delta(text + self._text.finish(), tokens, notes, reason))
 
 
 class TokenSink(Sink):
@@ -129,6 +177,9 @@ class TokenSink(Sink):
         """Hands the token over, or keeps it for ``finish`` when it follows at once: the end is known by then."""
         piece = self._piece(token)
         given = Token(token, piece, self._text.push(piece))
+        if request.notes:
+            note = note_of(request, token)
+            given = given._replace(logprob=note.logprob, top=note.top)
         stopped = self._text.stopped
         if stopped or request.finish_reason is not None:
             self._last = given

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex
 
 import numpy as np
 
@@ -21,6 +21,63 @@ if TYPE_CHECKING:
 
 # Far above any logit, far below where a float32 logit would stop being finite.
 MAX_BIAS = 1e6
+
+
+class Guide(Protocol):
+    """What may follow, decided token by token by something that is not llama.cpp's."""
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """A bit for each token, set where it may follow; ``(ceil(n_vocab / 32),)``, valid until ``accept``."""
+
+    def prepare(self) -> None:
+        """Makes the next ``mask`` quick; for a time when nothing waits."""
+
+    def accept(self, token: int) -> None:
+        """Takes the token that follows."""
+
+    def reset(self, tokens: Sequence[int]) -> None:
+        """Begins anew, after these tokens. Raises ValueError where they are not allowed."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
+
+
+class Dry:
+    """The DRY sampler's options with its sequence breakers looked up in a vocabulary, which takes a while.
+
+    ``multiplier * base ** (length - allowed_length)`` is taken from the logit of a token that would lengthen a
+    repetition of the last ``last_n`` tokens to ``length``; repetitions end at ``breakers``. Close it, or use it for as
+    long as the process lives; the vocabulary's model may be closed before.
+    """
+
+    def __init__(
+        self,
+        vocab: Vocab,
+        multiplier: float,
+        base: float,
+        allowed_length: int,
+        last_n: int,
+        breakers: Sequence[str],
+    ) -> None:
+        self._lib, ffi = native().lib, native().ffi
+        texts = [ffi.new("char[]", text.encode()) for text in breakers]
+        self.handle = self._lib.lp_dry_new(
+            vocab.handle,
+            multiplier,
+            base,
+            allowed_length,
+            last_n,
+            len(texts),
+            ffi.new("const char *[]", texts),
+        )
+        if self.handle == ffi.NULL:
+            raise MemoryError(last_error(native()))
+
+    def close(self) -> None:
+        """Frees the native memory; a second call does nothing."""
+        handle, self.handle = self.handle, native().ffi.NULL
+        if handle != native().ffi.NULL:
+            self._lib.lp_dry_free(handle)
 
 
 class SamplerChain:
@@ -38,10 +95,15 @@ class SamplerChain:
             raise TypeError(f"vocab must be a Vocab (model.vocab), not {type(vocab).__name__}")
         self._pid = os.getpid()
         self._native = native()
+        self._lib = self._native.lib
+        self.processors: tuple[Callable[[npt.NDArray[np.float32]], object], ...] = ()
+        self.guide: Guide | None = None
+        self.error: Exception | None = None  # why the last draw failed, where that is not the row's doing
+        self.n_logprobs = -1
         self._vocab = vocab  # keeps what the native chain points to
         self.n_vocab = vocab.n_vocab
         self.seed = check_int("seed", seed, 0, 2**64 - 1)
-        handle = self._native.lib.lp_sampler_new(vocab.handle, self.seed)
+        handle = self._lib.lp_sampler_new(vocab.handle, self.seed)
         if handle == self._native.ffi.NULL:
             raise MemoryError(last_error(self._native))
         self._handle = handle
@@ -49,14 +111,42 @@ class SamplerChain:
     def __repr__(self) -> str:
         return f"<SamplerChain seed={self.seed}{' closed' if self._handle is None else ''}>"
 
-    # ---- stages
+    # ---- changes of logits: before every stage
     def set_bias(self, bias: Mapping[int, float]) -> SamplerChain:
         """Adds a number, of at most a million, to the logits of some tokens; minus infinity forbids a token."""
         if not isinstance(bias, Mapping):
             raise TypeError(f"bias must map token ids to numbers, not be a {type(bias).__name__}")
         tokens = check_tokens("bias", list(bias), self.n_vocab)
         values = [check_bias(f"bias of token {t}", v) for t, v in bias.items()]
-        return self._checked(self._native.lib.lp_sampler_set_bias(self.handle, len(tokens), tokens, values))
+        return self._checked(self._lib.lp_sampler_set_bias(self.handle, len(tokens), tokens, values))
+
+    def set_allowed(self, tokens: Iterable[SupportsIndex]) -> SamplerChain:
+        """Only these tokens may be drawn."""
+        ids = check_tokens("tokens", tokens, self.n_vocab)
+        return self._checked(self._lib.lp_sampler_set_allowed(self.handle, len(ids), ids))
+
+    def add_bad_word(self, tokens: Iterable[SupportsIndex]) -> SamplerChain:
+        """Never draws the last of these tokens after the others."""
+        ids = check_tokens("tokens", tokens, self.n_vocab)
+        if not ids:
+            raise ValueError("a bad word has no tokens; give at least one")
+        return self._checked(self._lib.lp_sampler_add_bad_word(self.handle, len(ids), ids))
+
+    def set_min_tokens(self, n: int, ends: Iterable[SupportsIndex]) -> SamplerChain:
+        """Draws none of ``ends`` before ``n`` tokens were drawn and accepted."""
+        ids = check_tokens("ends", ends, self.n_vocab)
+        least = check_int("n", n, 0, 2**31 - 1)
+        return self._checked(self._lib.lp_sampler_set_min_tokens(self.handle, least, len(ids), ids))
+
+    def set_grammar(self, text: str, root: str = "root") -> SamplerChain:
+        """Draws what a grammar in llama.cpp's GBNF allows, from its rule ``root``. Raises ValueError if it is none.
+
+        Text that llama.cpp's parser does not survive has to be refused before (``llamapipe.structured``).
+        """
+        code = self._lib.lp_sampler_set_grammar(self.handle, text.encode(), root.encode())
+        if code < 0:
+            raise ValueError(f"{last_error(self._native)}; the log llamapipe.native says where")
+        return self
 
     def set_penalties(
         self, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0
@@ -66,46 +156,131 @@ class SamplerChain:
         A logit is divided by ``repeat`` when positive and multiplied when not, then lowered by ``presence`` and by
         ``frequency`` for each occurrence.
         """
-        n = check_int("last_n", last_n, 0, 2**31 - 1)
-        divisor = check_float("repeat", repeat, 1e-6, 1e6)
-        each, once = (
-            check_float(name, value, -1e6, 1e6)
-            for name, value in (("frequency", frequency), ("presence", presence))
+        return self._checked(
+            self._lib.lp_sampler_set_penalties(self.handle, *_penalties(last_n, repeat, frequency, presence))
         )
-        return self._checked(self._native.lib.lp_sampler_set_penalties(self.handle, n, divisor, each, once))
+
+    def set_dry(self, dry: Dry) -> SamplerChain:
+        """Lowers what would lengthen a repetition."""
+        return self._checked(self._lib.lp_sampler_set_dry(self.handle, dry.handle))
+
+    # ---- stages: in the order they are added
+    def add_dry(self, dry: Dry) -> SamplerChain:
+        """``set_dry`` as a stage, behind others."""
+        return self._checked(self._lib.lp_sampler_add_dry(self.handle, dry.handle))
+
+    def add_penalties(
+        self, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0
+    ) -> SamplerChain:
+        """``set_penalties`` as a stage, behind others."""
+        return self._checked(
+            self._lib.lp_sampler_add_penalties(self.handle, *_penalties(last_n, repeat, frequency, presence))
+        )
 
     def add_top_k(self, k: int) -> SamplerChain:
         """Keeps the ``k`` largest logits, on ties the lower ids; 0 keeps all."""
-        return self._checked(
-            self._native.lib.lp_sampler_add_top_k(self.handle, check_int("k", k, 0, 2**31 - 1))
-        )
+        return self._checked(self._lib.lp_sampler_add_top_k(self.handle, check_int("k", k, 0, 2**31 - 1)))
 
     def add_typical(self, p: float) -> SamplerChain:
         """Keeps the locally typical tokens of mass ``p`` (arXiv 2202.00666)."""
-        return self._checked(self._native.lib.lp_sampler_add_typical(self.handle, check_float("p", p, 0, 1)))
+        return self._checked(self._lib.lp_sampler_add_typical(self.handle, check_float("p", p, 0, 1)))
 
     def add_top_p(self, p: float) -> SamplerChain:
         """Keeps the smallest set of tokens of mass ``p`` (arXiv 1904.09751)."""
-        return self._checked(self._native.lib.lp_sampler_add_top_p(self.handle, check_float("p", p, 0, 1)))
+        return self._checked(self._lib.lp_sampler_add_top_p(self.handle, check_float("p", p, 0, 1)))
 
     def add_min_p(self, p: float) -> SamplerChain:
         """Keeps tokens at least ``p`` times as probable as the first."""
-        return self._checked(self._native.lib.lp_sampler_add_min_p(self.handle, check_float("p", p, 0, 1)))
+        return self._checked(self._lib.lp_sampler_add_min_p(self.handle, check_float("p", p, 0, 1)))
+
+    def add_top_n_sigma(self, n: float) -> SamplerChain:
+        """Keeps logits within ``n`` standard deviations of the largest (arXiv 2411.07641)."""
+        return self._checked(
+            self._lib.lp_sampler_add_top_n_sigma(self.handle, check_float("n", n, 1e-6, 1e6))
+        )
+
+    def add_xtc(self, probability: float, threshold: float) -> SamplerChain:
+        """With a probability, drops all tokens above a probability but the least of them ("exclude top choices").
+
+        Decides with a generator of llama.cpp's, seeded from this chain's.
+        """
+        chance, least = (
+            check_float("probability", probability, 0, 1),
+            check_float("threshold", threshold, 0, 1),
+        )
+        return self._checked(self._lib.lp_sampler_add_xtc(self.handle, chance, least))
 
     def add_temperature(self, temperature: float) -> SamplerChain:
         """Divides the logits; 0 makes the chain greedy (largest logit, on ties the lowest id)."""
         divisor = check_float("temperature", temperature, 0, 1e6)
-        return self._checked(self._native.lib.lp_sampler_add_temperature(self.handle, divisor))
+        return self._checked(self._lib.lp_sampler_add_temperature(self.handle, divisor))
+
+    def add_dynamic_temperature(self, temperature: float, spread: float, exponent: float) -> SamplerChain:
+        """A temperature between ``temperature`` less and plus ``spread``, by the row's entropy (arXiv 2309.02772)."""
+        middle = check_float("temperature", temperature, 0, 1e6)
+        return self._checked(
+            self._lib.lp_sampler_add_dynamic_temperature(
+                self.handle,
+                middle,
+                check_float("spread", spread, 0, 1e6),
+                check_float("exponent", exponent, 0, 1e6),
+            )
+        )
+
+    def add_infill(self) -> SamplerChain:
+        """For filling in the middle: ends where that is likely, and merges tokens with a common prefix."""
+        return self._checked(self._lib.lp_sampler_add_infill(self.handle))
+
+    def add_mirostat(self, version: int, tau: float, eta: float) -> SamplerChain:
+        """Mirostat 1 or 2 (arXiv 2007.14966), which draws by itself: the last stage."""
+        which = check_int("version", version, 1, 2)
+        return self._checked(
+            self._lib.lp_sampler_add_mirostat(
+                self.handle, which, check_float("tau", tau, 0, 1e3), check_float("eta", eta, 0, 1e3)
+            )
+        )
+
+    def add_adaptive_p(self, target: float, decay: float) -> SamplerChain:
+        """Favours tokens of a probability near ``target`` over time; draws by itself: the last stage."""
+        return self._checked(
+            self._lib.lp_sampler_add_adaptive_p(
+                self.handle, check_float("target", target, 0, 1), check_float("decay", decay, 0, 0.99)
+            )
+        )
 
     # ---- use
+    @property
+    def is_native(self) -> bool:
+        """Whether a draw needs no Python: no processors and no guide."""
+        return not self.processors and self.guide is None
+
+    def set_logprobs(self, n: int) -> SamplerChain:
+        """Every draw notes the log-probability of its token and of the ``n`` most probable ones."""
+        self.n_logprobs = check_int("n", n, 0, self.n_vocab)
+        return self._checked(self._lib.lp_sampler_set_logprobs(self.handle, self.n_logprobs))
+
+    def logprobs(self) -> tuple[float, list[tuple[int, float]]]:
+        """Of the last draw: its token's log-probability in the unchanged row, and the most probable tokens'."""
+        ffi = self._native.ffi
+        one = ffi.new("float *")
+        ids, values = ffi.new("int32_t[]", self.n_logprobs), ffi.new("float[]", self.n_logprobs)
+        n = self._lib.lp_sampler_logprobs(self.handle, one, ids, values)
+        return one[0], list(zip(ffi.unpack(ids, n), ffi.unpack(values, n), strict=True))
+
     def accept(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Tells the penalties about tokens of the sequence; ``sample`` does not do it by itself."""
+        """Tells penalties, DRY and bad words about tokens of the sequence; ``sample`` does not do it by itself."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
-        self._checked(self._native.lib.lp_sampler_accept(self.handle, len(ids), ids))
+        self._checked(self._lib.lp_sampler_accept(self.handle, len(ids), ids))
+
+    def accept_drawn(self, tokens: Iterable[SupportsIndex]) -> None:
+        """``accept`` for generated tokens, of which the grammar must know as well. Raises ValueError where it ends."""
+        ids = check_tokens("tokens", tokens, self.n_vocab)
+        if self._lib.lp_sampler_accept_drawn(self.handle, len(ids), ids) < 0:
+            raise ValueError(f"the grammar does not allow these tokens ({last_error(self._native)})")
 
     def reset(self) -> None:
         """Forgets the accepted tokens; the generator goes on from where it is."""
-        self._checked(self._native.lib.lp_sampler_reset(self.handle))
+        self._checked(self._lib.lp_sampler_reset(self.handle))
 
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
         """Draws a token from logits, float32 ``(n_vocab,)``; does not accept it.
@@ -118,11 +293,57 @@ class SamplerChain:
         row = np.ascontiguousarray(given, dtype=np.float32)
         if row.shape != (self.n_vocab,):
             raise ValueError(f"logits have the shape {row.shape}; it must be ({self.n_vocab},)")
-        ffi = self._native.ffi
-        token = ffi.new("int32_t *")
-        if self._native.lib.lp_sampler_draw(self.handle, ffi.from_buffer("float[]", row), token) != 0:
+        return self.draw(self._native.ffi.from_buffer("float[]", row))
+
+    def draw(self, row: Any) -> int:
+        """``sample`` from a native ``float *``, with neither processors nor guide."""
+        token = self._native.ffi.new("int32_t *")
+        code = self._lib.lp_sampler_draw(self.handle, row, token)
+        if code == self._lib.LP_ERROR_MASK:
+            raise DecodeError("no token is allowed by what this request asks for")
+        if code != 0:
             raise DecodeError("no logit of this row is finite; the model or its weights are damaged")
         return int(token[0])
+
+    def ask_guide(self) -> bool:
+        """Takes the guide's mask for the next draw, if there is a guide; False when it failed, with ``error`` set."""
+        if self.guide is None:
+            return True
+        try:
+            mask = self.guide.mask()
+        except Exception as e:
+            self.error = e
+            return False
+        self._mask = mask  # the native chain looks into it
+        self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.from_buffer("uint32_t[]", mask))
+        return True
+
+    def tell_guide(self, token: int) -> bool:
+        """Tells the guide of the token that was drawn; False when it failed, with ``error`` set."""
+        if self.guide is None:
+            return True
+        try:
+            self.guide.accept(token)
+        except Exception as e:
+            self.error = e
+            return False
+        return True
+
+    def draw_processed(self, logits: npt.NDArray[np.float32]) -> int:
+        """Draws from a copy of ``logits`` that the processors have changed, and accepts it.
+
+        A negative code where none can be drawn, as ``Executor.sample`` says, with ``error`` set.
+        """
+        try:
+            row = logits.copy()
+            for processor in self.processors:
+                processor(row)
+            token = self.draw(self._native.ffi.from_buffer("float[]", row))
+            self.accept_drawn([token])
+            return token
+        except Exception as e:
+            self.error = e
+            return -3
 
     def _checked(self, code: int) -> SamplerChain:
         if code < 0:
@@ -141,7 +362,9 @@ class SamplerChain:
         """Frees the native memory; a second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            self._native.lib.lp_sampler_free(handle)
+            self._lib.lp_sampler_free(handle)
+            if self.guide is not None:
+                self.guide.close()
 
     def __enter__(self) -> SamplerChain:
         return self
@@ -159,6 +382,17 @@ class SamplerChain:
                 stacklevel=2,
                 source=self,
             )
+
+
+def _penalties(
+    last_n: int, repeat: float, frequency: float, presence: float
+) -> tuple[int, float, float, float]:
+    return (
+        check_int("last_n", last_n, 0, 2**31 - 1),
+        check_float("repeat", repeat, 1e-6, 1e6),
+        check_float("frequency", frequency, -1e6, 1e6),
+        check_float("presence", presence, -1e6, 1e6),
+    )
 
 
 def check_bias(name: str, value: SupportsFloat) -> float:

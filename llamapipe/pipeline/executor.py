@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
+
 from llamapipe.errors import DecodeError
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error
 from llamapipe.pipeline.core import Core
+from llamapipe.pipeline.token_score import TokenScore
 
 
 class Executor(Protocol):
@@ -25,6 +28,9 @@ class Executor(Protocol):
     def remove(self, seq_id: int, position: int) -> bool:
         """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
 
+    def copy(self, source: int, seq_id: int, n: int) -> bool:
+        """Gives an empty sequence the first ``n`` cells of another; False when that cannot be done."""
+
     def launch(
         self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
     ) -> int:
@@ -40,10 +46,20 @@ class Executor(Protocol):
         """
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
-        """Draws and accepts a token for each output entry of a step; -1 where no logit is finite."""
+        """Draws and accepts a token for each output entry of a step.
+
+        Where none can be drawn: -1 if no logit is finite, -2 if no token is allowed, -3 if the sampler has an
+        ``error``.
+        """
 
     def sample_again(self, step: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""
+
+    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[Any]:
+        """What output entries of a step say of tokens: (logprob, is_greedy, the ``n_top`` most probable).
+
+        Entries may come several times in a row. Raises as ``sample`` does.
+        """
 
     def compute_s(self) -> float:
         """Seconds spent computing steps so far, as far as they are known."""
@@ -77,6 +93,8 @@ class StepExecutor:
         self._outputs = new("int8_t[]", n)
         self._rows, self._sampled = (new("int32_t[]", context.n_seq_max) for _ in range(2))
         self._samplers = new("lp_sampler *[]", context.n_seq_max)
+        self._asked: tuple[Sequence[int], Sequence[SamplerChain]] = ((), ())
+        self._all_native = True
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
         self._handle = core.handle  # what calls go to
 
@@ -93,6 +111,20 @@ class StepExecutor:
             self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0
         )  # recurrent models keep no history to go back to
         return False
+
+    def copy(self, source: int, seq_id: int, n: int) -> bool:
+        """Gives an empty sequence the first ``n`` cells of another; False when that cannot be done."""
+        self._context.claim()
+        lib = self._native.lib
+        if self._context.kv_unified:
+            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, n, 0)
+        else:  # between streams only whole ones
+            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, -1, -1, 0)
+            if done > 0:
+                return self.remove(seq_id, n)
+        if done < 0:
+            raise DecodeError(f"copying sequence {source} failed ({last_error(self._native)})")
+        return bool(done > 0)
 
     def launch(
         self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
@@ -128,23 +160,81 @@ class StepExecutor:
         raise self.core.error(code, n_tokens=self._n)
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> list[int]:
-        """Draws and accepts a token for each output entry of a step; -1 where no logit is finite.
+        """Draws and accepts a token for each output entry of a step; see ``Executor.sample``.
 
         Its rows stay until ``depth`` more steps are launched.
         """
         self._context.claim()
-        n = self._n_rows = len(rows)
+        self._asked = (rows, samplers)
+        self._n_rows = len(rows)
+        self._set_rows(rows, samplers)
+        self._all_native = all(s.is_native for s in samplers)
+        return self.sample_again(step)
+
+    def _set_rows(self, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> None:
+        n = len(rows)
         self._rows[0:n] = rows
         self._samplers[0:n] = [s.handle for s in samplers]
-        return self.sample_again(step)
 
     def sample_again(self, step: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""
         native, n = self._native, self._n_rows
+        if not self._all_native:
+            return self._sample_with_python(step)
         code = native.lib.lp_sample_rows(self._handle, step, n, self._rows, self._samplers, self._sampled)
         if code < 0:
             self._sampling_failed(code)
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
+
+    def _sample_with_python(self, step: int) -> list[int]:
+        """Asks guides for their masks and runs processors; each failure is its own row's."""
+        native, (rows, samplers) = self._native, self._asked
+        lib = native.lib
+        drawn = [0] * len(rows)
+        for i, sampler in enumerate(samplers):
+            if not sampler.ask_guide():
+                drawn[i] = -3
+        plain = [i for i, s in enumerate(samplers) if drawn[i] == 0 and not s.processors]
+        self._set_rows([rows[i] for i in plain], [samplers[i] for i in plain])
+        code = lib.lp_sample_rows(self._handle, step, len(plain), self._rows, self._samplers, self._sampled)
+        if code < 0:
+            self._sampling_failed(code)
+        for i, token in zip(plain, native.ffi.unpack(self._sampled, len(plain)), strict=True):
+            drawn[i] = token
+        for i, sampler in enumerate(samplers):
+            if drawn[i] == 0 and sampler.processors:
+                row = lib.lp_step_row(self._handle, step, rows[i])
+                if row == native.ffi.NULL:
+                    self._sampling_failed(lib.LP_ERROR)
+                buffer = native.ffi.buffer(row, 4 * sampler.n_vocab)
+                drawn[i] = sampler.draw_processed(np.frombuffer(buffer, np.float32))
+            if drawn[i] >= 0 and not sampler.tell_guide(drawn[i]):
+                drawn[i] = -3
+        self._set_rows(rows, samplers)
+        self._sampled[0 : len(drawn)] = drawn
+        return drawn
+
+    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
+        """What output entries of a step say of tokens; see ``Executor.score``."""
+        self._context.claim()
+        native, n = self._native, len(rows)
+        new = native.ffi.new
+        logprobs, greedy = new("float[]", n), new("int8_t[]", n)
+        ids, values = new("int32_t[]", n * n_top), new("float[]", n * n_top)
+        code = native.lib.lp_score_rows(
+            self._handle, step, n, rows, targets, logprobs, greedy, n_top, ids, values
+        )
+        if code < 0:
+            self._sampling_failed(code)
+        unpack = native.ffi.unpack
+        tops: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+        if n_top:
+            pairs = list(zip(unpack(ids, n * n_top), unpack(values, n * n_top), strict=True))
+            tops = [pairs[i * n_top : (i + 1) * n_top] for i in range(n)]
+        return [
+            TokenScore(logprob, bool(is_greedy), top)
+            for logprob, is_greedy, top in zip(unpack(logprobs, n), unpack(greedy, n), tops, strict=True)
+        ]
 
     def _sampling_failed(self, code: int) -> NoReturn:
         lib = self._native.lib

@@ -1,6 +1,7 @@
 // llamapipe's own entries: see src/native.h for what each does.
 #define LP_ERROR ...
 #define LP_ERROR_LOGITS ...
+#define LP_ERROR_MASK ...
 #define LP_ERROR_FULL ...
 #define LP_ERROR_ABORTED ...
 #define LP_ERROR_ROWS ...
@@ -79,20 +80,44 @@ bool    lp_next_span(lp_pipeline * pipeline, lp_span * span);
 int64_t lp_now_ns(void);
 
 typedef struct lp_sampler lp_sampler;
+typedef struct lp_dry lp_dry;
 lp_sampler * lp_sampler_new(const struct llama_vocab * vocab, uint64_t seed);
 void lp_sampler_free(lp_sampler * s);
-int lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases);
-int lp_sampler_set_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence);
-int lp_sampler_add_top_k(lp_sampler * s, int k);
-int lp_sampler_add_typical(lp_sampler * s, float p);
-int lp_sampler_add_top_p(lp_sampler * s, float p);
-int lp_sampler_add_min_p(lp_sampler * s, float p);
-int lp_sampler_add_temperature(lp_sampler * s, float t);
-int lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);
-int lp_sampler_reset(lp_sampler * s);
-int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);
+int  lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases);
+int  lp_sampler_set_allowed(lp_sampler * s, int n, const int32_t * tokens);
+int  lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask);
+int  lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens);
+int  lp_sampler_set_min_tokens(lp_sampler * s, int min_tokens, int n_ends, const int32_t * ends);
+int  lp_sampler_set_grammar(lp_sampler * s, const char * text, const char * root);
+int  lp_sampler_set_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence);
+int  lp_sampler_set_dry(lp_sampler * s, const lp_dry * dry);
+int  lp_sampler_add_dry(lp_sampler * s, const lp_dry * dry);
+int  lp_sampler_add_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence);
+int  lp_sampler_add_top_k(lp_sampler * s, int k);
+int  lp_sampler_add_typical(lp_sampler * s, float p);
+int  lp_sampler_add_top_p(lp_sampler * s, float p);
+int  lp_sampler_add_min_p(lp_sampler * s, float p);
+int  lp_sampler_add_temperature(lp_sampler * s, float t);
+int  lp_sampler_add_dynamic_temperature(lp_sampler * s, float t, float range, float exponent);
+int  lp_sampler_add_top_n_sigma(lp_sampler * s, float n);
+int  lp_sampler_add_xtc(lp_sampler * s, float probability, float threshold);
+int  lp_sampler_add_infill(lp_sampler * s);
+int  lp_sampler_add_mirostat(lp_sampler * s, int version, float tau, float eta);
+int  lp_sampler_add_adaptive_p(lp_sampler * s, float target, float decay);
+int  lp_sampler_set_logprobs(lp_sampler * s, int n);
+int  lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);
+int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);
+int  lp_sampler_reset(lp_sampler * s);
+int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);
+int  lp_sampler_logprobs(const lp_sampler * s, float * logprob, int32_t * ids, float * logprobs);
+lp_dry * lp_dry_new(const struct llama_vocab * vocab, float multiplier, float base, int allowed_length, int last_n,
+                    int n_breakers, const char ** breakers);
+void lp_dry_free(lp_dry * dry);
 int lp_sample_rows(lp_pipeline * pipeline, int64_t step, int n_rows, const int32_t * entries, lp_sampler ** samplers,
                    int32_t * tokens);
+const float * lp_step_row(lp_pipeline * pipeline, int64_t step, int entry);
+int lp_score_rows(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, const int32_t * targets,
+                  float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs);
 int lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
 
 // Called while a model loads, on the loading thread; returning false stops the load.

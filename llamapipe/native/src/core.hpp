@@ -92,6 +92,7 @@ public:
     bool tracing() const { return n_spans_ > 0; }
     void note_span(const Step & step, Stage stage, int64_t begin_ns, int64_t end_ns);
     int64_t launching() const { return running_; }
+    int     n_vocab() const { return n_vocab_; }
     bool stop_computing() const {
         const int64_t number = running_;
         return abort_all_ || (number >= 0 && aborted_[(size_t) number % n_aborted] == number);

@@ -18,6 +18,7 @@ extern "C" {
 
 #define LP_ERROR        (-1000)  // an exception was caught; lp_last_error() has its text
 #define LP_ERROR_LOGITS (-1001)  // a row has no finite logit
+#define LP_ERROR_MASK   (-1008)  // no token of a row is allowed
 #define LP_ERROR_FULL      (-1002)  // no KV cells are left; nothing changed
 #define LP_ERROR_ABORTED   (-1003)  // a step was aborted; what it had computed before may have stayed
 #define LP_ERROR_ROWS      (-1004)  // llama.cpp cut a batch otherwise than expected
@@ -104,21 +105,49 @@ int64_t lp_now_ns(void);
 
 // ---- sampling (sampler.cpp)
 typedef struct lp_sampler lp_sampler;
+typedef struct lp_dry lp_dry;                                       // DRY with its sequence breakers looked up, to be cloned
 lp_sampler * lp_sampler_new(const struct llama_vocab * vocab, uint64_t seed);
 void lp_sampler_free(lp_sampler * s);
-int  lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases);
+int  lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases);  // minus infinity forbids
+int  lp_sampler_set_allowed(lp_sampler * s, int n, const int32_t * tokens);
+int  lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask);    // a bit for each token, kept by the caller; NULL: none
+int  lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens);
+int  lp_sampler_set_min_tokens(lp_sampler * s, int min_tokens, int n_ends, const int32_t * ends);
+int  lp_sampler_set_grammar(lp_sampler * s, const char * text, const char * root);
 int  lp_sampler_set_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence);
+int  lp_sampler_set_dry(lp_sampler * s, const lp_dry * dry);        // the stages below: in the order they are added
+int  lp_sampler_add_dry(lp_sampler * s, const lp_dry * dry);
+int  lp_sampler_add_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence);
 int  lp_sampler_add_top_k(lp_sampler * s, int k);
 int  lp_sampler_add_typical(lp_sampler * s, float p);
 int  lp_sampler_add_top_p(lp_sampler * s, float p);
 int  lp_sampler_add_min_p(lp_sampler * s, float p);
 int  lp_sampler_add_temperature(lp_sampler * s, float t);           // < 1e-6: greedy
-int  lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);
+int  lp_sampler_add_dynamic_temperature(lp_sampler * s, float t, float range, float exponent);
+int  lp_sampler_add_top_n_sigma(lp_sampler * s, float n);
+int  lp_sampler_add_xtc(lp_sampler * s, float probability, float threshold);
+int  lp_sampler_add_infill(lp_sampler * s);
+int  lp_sampler_add_mirostat(lp_sampler * s, int version, float tau, float eta);  // these two draw themselves: last
+int  lp_sampler_add_adaptive_p(lp_sampler * s, float target, float decay);
+int  lp_sampler_set_logprobs(lp_sampler * s, int n);                // of the n most probable tokens, too; < 0: none at all
+int  lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);        // of the sequence
+int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);  // generated ones: for the grammar, too
 int  lp_sampler_reset(lp_sampler * s);                              // forgets accepted tokens, keeps the generator's state
 int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);
-// Waits for a launched step and draws a token from the row of each of these entries; -1 where no logit is finite.
+int  lp_sampler_logprobs(const lp_sampler * s, float * logprob, int32_t * ids, float * logprobs);  // of the last draw: n
+lp_dry * lp_dry_new(const struct llama_vocab * vocab, float multiplier, float base, int allowed_length, int last_n,
+                    int n_breakers, const char ** breakers);
+void lp_dry_free(lp_dry * dry);
+// Waits for a launched step and draws a token from the row of each of these entries; -1 where no logit is finite, -2
+// where no token is allowed, -3 where something was thrown.
 int  lp_sample_rows(lp_pipeline * pipeline, int64_t step, int n_rows, const int32_t * entries, lp_sampler ** samplers,
                     int32_t * tokens);
+// The row of an output entry; NULL if it is none or the step failed. Valid as long as the step's rows.
+const float * lp_step_row(lp_pipeline * pipeline, int64_t step, int entry);
+// How probable the rows of entries hold tokens: log-probabilities, whether each is the most probable, and the n_top most
+// probable of each. Entries of the same row come one after another.
+int lp_score_rows(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, const int32_t * targets,
+                  float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs);
 // The same from llama.cpp's own buffer, of a context without a pipeline.
 int  lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
 

@@ -1,315 +1,362 @@
-// One request's sampling: changes of logits, truncation by llama.cpp's samplers, and the final draw, which is ours.
-//
-// The draw takes one uniform number in [0, 1) per token from the request's own generator (splitmix64: Steele, Lea,
-// Flood, "Fast splittable pseudorandom number generators", 2014), so a seed gives the same text whatever else is in
-// the batch. Penalties and biases touch few tokens, so they are applied to a copy of the row token by token rather
-// than by looking up every token of the vocabulary.
-#include "guard.hpp"
-#include "pipeline.hpp"
+// One request's sampling; see sampler.hpp for how it is done.
+#include "sampler.hpp"
+
 #include "scan.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <deque>
 #include <limits>
-#include <memory>
-#include <unordered_map>
-#include <vector>
 
 namespace {
 
-const char * likely_name(const llama_sampler *) { return "likely"; }
+constexpr float none = -std::numeric_limits<float>::infinity();
+constexpr float max_logit = 1e8f;  // llama.cpp sorts by a rounded multiple of it, an int
 
-// Drops what has no probability in float32, before a sampler that takes the logarithm of it: no such token would be kept
-// anyway, but the sum of all is not a number then.
-void keep_likely(llama_sampler *, llama_token_data_array * a) {
-    float top = a->data[0].logit;
-    for (size_t i = 1; i < a->size; i++) {
-        top = std::max(top, a->data[i].logit);
-    }
-    size_t n = 0;
-    for (size_t i = 0; i < a->size; i++) {
-        if (a->data[i].logit >= top - 80.0f) {
-            a->data[n++] = a->data[i];
-        }
-    }
-    a->size = n;
+bool better(const llama_token_data & a, const llama_token_data & b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-llama_sampler * likely() {
-    static llama_sampler_i interface = [] {
-        llama_sampler_i i = {};
-        i.name            = likely_name;
-        i.apply           = keep_likely;
-        return i;
-    }();
-    return llama_sampler_init(&interface, nullptr);
-}
+bool has(const uint32_t * bits, int32_t token) { return bits[token / 32] >> (token % 32) & 1; }
 
 }  // namespace
 
-struct lp_sampler {
-    struct chain_free {
-        void operator()(llama_sampler * s) const { llama_sampler_free(s); }
-    };
+lp_sampler::lp_sampler(const llama_vocab * v, uint64_t s)
+    : vocab(v), n_vocab(llama_vocab_n_tokens(v)), seed(s), state(s) {}
 
-    int      n_vocab;
-    uint64_t state;               // of the generator
-    bool     greedy        = false;
-    int      top_k         = 0;   // > 0: the chain starts with it, so only that many candidates are gathered
-    bool     has_chain     = false;
-    int      last_n        = 0;   // penalty window in tokens
-    float    repeat        = 1.0f;
-    float    frequency     = 0.0f;
-    float    presence      = 0.0f;
+double lp_sampler::peek() const {
+    uint64_t z = state + 0x9e3779b97f4a7c15ull;
+    z          = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z          = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return (double) ((z ^ (z >> 31)) >> 11) * 0x1.0p-53;
+}
 
-    std::vector<std::pair<int32_t, float>>     biases;
-    std::unique_ptr<llama_sampler, chain_free> chain;
-    std::deque<int32_t>                        window;  // the last accepted tokens, oldest first
-    std::unordered_map<int32_t, int>           counts;  // of the tokens in the window
-    std::vector<float>                         row;     // the changed copy
-    std::vector<llama_token_data>              candidates;
-
-    bool penalizes() const { return last_n > 0 && (repeat != 1.0f || frequency != 0.0f || presence != 0.0f); }
-
-    double uniform() {
-        uint64_t z = (state += 0x9e3779b97f4a7c15ull);
-        z          = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-        z          = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-        return (double) ((z ^ (z >> 31)) >> 11) * 0x1.0p-53;
+void lp_sampler::add(lp::Kind kind, float value, llama_sampler * stage) {
+    lp::SamplerPtr owned(stage);
+    stages.push_back({ kind, value });
+    if (!first_) {
+        first_ = std::move(owned);
+        return;
     }
-
-    void add(llama_sampler * stage) {
-        if (!chain) {
-            chain.reset(llama_sampler_chain_init(llama_sampler_chain_default_params()));
-        }
-        llama_sampler_chain_add(chain.get(), stage);
-        has_chain = true;
+    if (!chain_) {
+        chain_.reset(llama_sampler_chain_init(llama_sampler_chain_default_params()));
     }
+    llama_sampler_chain_add(chain_.get(), owned.release());
+}
 
-    void accept(int32_t token) {
-        if (!penalizes()) {
-            return;
-        }
-        window.push_back(token);
-        counts[token]++;
-        while ((int) window.size() > last_n) {
-            const auto oldest = counts.find(window.front());
+// ---- the sequence
+void lp_sampler::accept(int32_t token) {
+    if (penalizes()) {
+        window_.push_back(token);
+        counts_[token]++;
+        while (window_.size() > (size_t) last_n) {
+            const auto oldest = counts_.find(window_.front());
             if (--oldest->second == 0) {
-                counts.erase(oldest);
+                counts_.erase(oldest);
             }
-            window.pop_front();
+            window_.pop_front();
         }
     }
-
-    // The row with biases and penalties applied; the row itself when there are none.
-    const float * changed(const float * logits) {
-        if (biases.empty() && counts.empty()) {
-            return logits;
+    if (!bad_words.empty()) {
+        tail_.push_back(token);
+        size_t longest = 0;
+        for (const auto & word : bad_words) {
+            longest = std::max(longest, word.size());
         }
-        row.assign(logits, logits + n_vocab);
-        for (const auto & [token, bias] : biases) {
-            row[token] += bias;
+        if (tail_.size() >= longest) {
+            tail_.pop_front();
         }
-        for (const auto & [token, count] : counts) {
-            float & l = row[token];
-            l         = l <= 0 ? l * repeat : l / repeat;
-            l -= (float) count * frequency + presence;
-            l = std::min(l, 1e8f);  // llama.cpp sorts by a rounded multiple of it, an int
-        }
-        return row.data();
     }
-
-    int draw(const float * logits, int32_t * token) {
-        logits = changed(logits);
-        if (greedy) {
-            *token = lp::argmax(logits, n_vocab);
-            return *token < 0 ? LP_ERROR_LOGITS : 0;
+    if (dry) {
+        llama_sampler_accept(dry.get(), token);
+    }
+    for (llama_sampler * s : { first_.get(), chain_.get() }) {
+        if (s) {
+            llama_sampler_accept(s, token);
         }
-        const bool some = top_k > 0 && top_k < n_vocab;
-        if (some) {
-            lp::top_k(logits, n_vocab, top_k, candidates);
+    }
+}
+
+void lp_sampler::accepted(int32_t token) {
+    accept(token);
+    n_accepted_++;
+    if (grammar) {
+        llama_sampler_accept(grammar.get(), token);
+    }
+}
+
+void lp_sampler::reset() {
+    window_.clear();
+    tail_.clear();
+    counts_.clear();
+    n_accepted_ = 0;
+    for (llama_sampler * s : { first_.get(), chain_.get(), dry.get(), grammar.get() }) {
+        if (s) {
+            llama_sampler_reset(s);
+        }
+    }
+}
+
+// ---- changes
+bool lp_sampler::may(int32_t token) const {
+    return (allowed.empty() || has(allowed.data(), token)) && (!mask || has(mask, token));
+}
+
+// What is known to differ from the row, token by token.
+void lp_sampler::collect_changes(const float * logits) {
+    changed_.clear();
+    for (const auto & [token, bias] : biases) {
+        changed_[token] = logits[token] + bias;
+    }
+    for (const auto & [token, count] : counts_) {
+        const auto biased = changed_.find(token);
+        float      l      = biased == changed_.end() ? logits[token] : biased->second;
+        l                 = l <= 0 ? l * repeat : l / repeat;
+        l -= (float) count * frequency + presence;
+        changed_[token] = l;
+    }
+    for (auto & [token, l] : changed_) {
+        l = std::min(l, max_logit);
+    }
+    for (const int32_t token : forbidden) {
+        changed_[token] = none;
+    }
+    if (n_accepted_ < min_tokens) {
+        for (const int32_t token : ends) {
+            changed_[token] = none;
+        }
+    }
+    for (const auto & word : bad_words) {
+        const size_t n = word.size() - 1;
+        if (tail_.size() >= n && std::equal(word.begin(), word.end() - 1, tail_.end() - (std::ptrdiff_t) n)) {
+            changed_[word.back()] = none;
+        }
+    }
+}
+
+// Leaves what the grammar allows, lowered by DRY.
+void lp_sampler::check(std::vector<llama_token_data> & candidates) {
+    llama_token_data_array a = { candidates.data(), candidates.size(), -1, false };
+    for (llama_sampler * s : { grammar.get(), dry.get() }) {
+        if (s && a.size > 0) {
+            llama_sampler_apply(s, &a);
+        }
+    }
+    candidates.erase(std::remove_if(candidates.begin(), candidates.end(),
+                                    [](const llama_token_data & c) { return !std::isfinite(c.logit); }),
+                     candidates.end());
+}
+
+// The whole row with all changes; what is forbidden is minus infinity.
+const float * lp_sampler::change(const float * logits) {
+    if (changed_.empty() && !checks()) {
+        return logits;
+    }
+    row_.assign(logits, logits + n_vocab);
+    for (const auto & [token, logit] : changed_) {
+        row_[(size_t) token] = std::isfinite(logits[token]) ? logit : none;
+    }
+    const uint32_t * const masks[] = { allowed.empty() ? nullptr : allowed.data(), mask };
+    for (const uint32_t * bits : masks) {
+        for (int32_t token = 0; bits && token < n_vocab; token++) {
+            row_[(size_t) token] = has(bits, token) ? row_[(size_t) token] : none;
+        }
+    }
+    if (grammar || dry) {
+        lp::all(row_.data(), n_vocab, candidates_);
+        check(candidates_);
+        std::fill(row_.begin(), row_.end(), none);
+        for (const llama_token_data & c : candidates_) {
+            row_[(size_t) c.id] = c.logit;
+        }
+    }
+    return row_.data();
+}
+
+// Fills candidates_ with the `n_wanted` largest changed logits (all that are allowed, if those are fewer), sorted, on ties
+// the lower ids first.
+int lp_sampler::gather(const float * logits, size_t n_wanted) {
+    size_t n = n_wanted + changed_.size() + (checks() ? 2 * n_wanted + 32 : 0);
+    for (;;) {
+        bool  whole = n >= (size_t) n_vocab / 2;
+        float bar   = none;  // nothing that was left out was above it
+        if (whole) {
+            lp::all(logits, n_vocab, candidates_);
         } else {
-            lp::all(logits, n_vocab, candidates);
+            lp::top_k(logits, n_vocab, (int) n, candidates_);
+            whole = candidates_.size() < n;
+            bar   = candidates_.empty() ? none : candidates_.back().logit;
         }
-        if (candidates.empty()) {
+        if (candidates_.empty()) {
             return LP_ERROR_LOGITS;
         }
-        llama_token_data_array a = { candidates.data(), candidates.size(), -1, some };
-        if (has_chain) {
-            llama_sampler_apply(chain.get(), &a);
-        }
-        *token = pick(a);
-        return 0;
-    }
-
-    int32_t pick(const llama_token_data_array & a) {
-        float top = a.data[0].logit;
-        for (size_t i = 1; i < a.size; i++) {
-            top = std::max(top, a.data[i].logit);
-        }
-        double sum = 0;
-        for (size_t i = 0; i < a.size; i++) {
-            sum += std::exp((double) a.data[i].logit - top);
-        }
-        double left = uniform() * sum;
-        size_t last = 0;  // the last bin of nonzero width: rounding must never choose an impossible token
-        for (size_t i = 0; i < a.size; i++) {
-            const double w = std::exp((double) a.data[i].logit - top);
-            if (w > 0) {
-                last = i;
-                left -= w;
-                if (left < 0) {
-                    break;
+        if (!changed_.empty()) {
+            const size_t n_raw = candidates_.size();
+            size_t       n_kept = 0;
+            for (size_t i = 0; i < n_raw; i++) {
+                if (changed_.find(candidates_[i].id) == changed_.end()) {
+                    candidates_[n_kept++] = candidates_[i];
+                }
+            }
+            candidates_.resize(n_kept);
+            for (const auto & [token, logit] : changed_) {
+                if (std::isfinite(logit) && std::isfinite(logits[token])) {
+                    candidates_.push_back({ token, logit, 0.0f });
                 }
             }
         }
-        return a.data[last].id;
-    }
-};
-
-lp_sampler * lp_sampler_new(const llama_vocab * vocab, uint64_t seed) {
-    return lp::guard((lp_sampler *) nullptr, [&] {
-        auto s     = std::make_unique<lp_sampler>();
-        s->n_vocab = llama_vocab_n_tokens(vocab);
-        s->state   = seed;
-        return s.release();
-    });
-}
-
-void lp_sampler_free(lp_sampler * s) { delete s; }
-
-int lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases) {
-    return lp::guard(LP_ERROR, [&] {
-        s->biases.clear();
-        for (int i = 0; i < n; i++) {
-            s->biases.emplace_back(tokens[i], biases[i]);
+        if (checks()) {
+            candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(),
+                                             [&](const llama_token_data & c) { return !may(c.id); }),
+                              candidates_.end());
+            check(candidates_);
         }
-        return 0;
-    });
-}
-
-int lp_sampler_set_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence) {
-    s->last_n    = last_n;
-    s->repeat    = repeat;
-    s->frequency = frequency;
-    s->presence  = presence;
+        const auto above = (size_t) std::count_if(candidates_.begin(), candidates_.end(),
+                                                  [&](const llama_token_data & c) { return c.logit > bar; });
+        if (whole || above >= n_wanted) {
+            break;
+        }
+        // A mask that leaves few is looked up in the whole row at once; a grammar costs more for each token.
+        n = (mask || !allowed.empty()) && !grammar ? (size_t) n_vocab : n * 8;
+    }
+    if (candidates_.empty()) {
+        return LP_ERROR_MASK;
+    }
+    const size_t n_kept = std::min(n_wanted, candidates_.size());
+    std::partial_sort(candidates_.begin(), candidates_.begin() + (std::ptrdiff_t) n_kept, candidates_.end(), better);
+    candidates_.resize(n_kept);
     return 0;
 }
 
-int lp_sampler_add_top_k(lp_sampler * s, int k) {
-    if (k <= 0) {
-        return 0;
-    }
-    return lp::guard(LP_ERROR, [&] {
-        if (s->has_chain) {
-            s->add(llama_sampler_init_top_k(k));
+// The smallest number of the largest logits whose probability reaches p, as llama.cpp's top_p keeps them.
+void lp_sampler::gather_nucleus(const float * logits, float p) {
+    const double total = lp::log_sum_exp(logits, n_vocab);
+    for (size_t n = 64;; n *= 8) {
+        if (n >= (size_t) n_vocab / 2) {
+            lp::all(logits, n_vocab, candidates_);
+            std::sort(candidates_.begin(), candidates_.end(), better);
         } else {
-            s->top_k = s->top_k > 0 ? std::min(k, s->top_k) : k;
+            lp::top_k(logits, n_vocab, (int) n, candidates_);
         }
-        return 0;
-    });
-}
-
-int lp_sampler_add_typical(lp_sampler * s, float p) {
-    return lp::guard(LP_ERROR, [&] {
-        s->add(likely());
-        s->add(llama_sampler_init_typical(p, 1));
-        return 0;
-    });
-}
-
-int lp_sampler_add_top_p(lp_sampler * s, float p) {
-    return lp::guard(LP_ERROR, [&] { s->add(llama_sampler_init_top_p(p, 1)); return 0; });
-}
-
-int lp_sampler_add_min_p(lp_sampler * s, float p) {
-    return lp::guard(LP_ERROR, [&] { s->add(llama_sampler_init_min_p(p, 1)); return 0; });
-}
-
-int lp_sampler_add_temperature(lp_sampler * s, float t) {
-    return lp::guard(LP_ERROR, [&] {
-        if (t < 1e-6f) {  // dividing by less could make logits infinite, and would choose the same token
-            s->greedy = true;
-        } else if (t != 1.0f) {
-            s->add(llama_sampler_init_temp(t));
+        double sum = 0;
+        for (size_t i = 0; i < candidates_.size(); i++) {
+            sum += std::exp((double) candidates_[i].logit - total);
+            if (sum >= (double) p) {
+                candidates_.resize(i + 1);
+                return;
+            }
         }
-        return 0;
-    });
-}
-
-int lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens) {
-    return lp::guard(LP_ERROR, [&] {
-        for (int i = 0; i < n; i++) {
-            s->accept(tokens[i]);
-        }
-        return 0;
-    });
-}
-
-int lp_sampler_reset(lp_sampler * s) {
-    return lp::guard(LP_ERROR, [&] {
-        s->window.clear();
-        s->counts.clear();
-        if (s->chain) {
-            llama_sampler_reset(s->chain.get());
-        }
-        return 0;
-    });
-}
-
-int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token) {
-    return lp::guard(LP_ERROR, [&] { return s->draw(logits, token); });
-}
-
-namespace {
-
-// Draws and accepts a token for each row; how many rows had no finite logit (their request fails, the others go on).
-template <typename Row> int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, Row && row) {
-    int n_failed = 0;
-    for (int i = 0; i < n_rows; i++) {
-        const float * logits = row(i);
-        tokens[i]            = -1;
-        if (!logits) {
-            lp::set_error("this entry of the step is not an output");
-            return LP_ERROR;
-        }
-        if (samplers[i]->draw(logits, &tokens[i]) == 0) {
-            samplers[i]->accept(tokens[i]);
-        } else {
-            tokens[i] = -1;
-            n_failed++;
+        if (candidates_.size() < n) {
+            return;
         }
     }
-    return n_failed;
 }
 
-}  // namespace
-
-int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int32_t * entries, lp_sampler ** samplers,
-                   int32_t * tokens) {
-    return lp::guard(LP_ERROR, [&] {
-        lp::Core & core = *pipeline->shared;
-        lp::Step * step = core.finish(number);
-        if (!step) {
-            return (int) LP_ERROR;
-        }
-        if (step->state == lp::State::failed) {
-            lp::set_error(step->error.c_str());
-            return step->code;
-        }
-        const int64_t begin_ns = core.tracing() ? lp::now_ns() : 0;
-        const int     n_failed =
-            draw_rows(n_rows, samplers, tokens, [&](int i) { return core.row(*step, entries[i]); });
-        if (core.tracing()) {
-            core.note_span(*step, lp::Stage::sample, begin_ns, lp::now_ns());
-        }
-        return n_failed;
-    });
+// ---- the draw
+int lp_sampler::draw(const float * logits, int32_t * token) {
+    if (!biases.empty() || !counts_.empty() || !forbidden.empty() || !bad_words.empty() || n_accepted_ < min_tokens) {
+        collect_changes(logits);
+    } else {
+        changed_.clear();
+    }
+    const int code = choose(logits, token);
+    if (code == 0 && n_logprobs >= 0) {
+        note(logits, *token);
+    }
+    return code;
 }
 
-int lp_sample_plain(llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
-    return lp::guard(LP_ERROR, [&] {
-        return draw_rows(n_rows, samplers, tokens, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); });
-    });
+int lp_sampler::choose(const float * logits, int32_t * token) {
+    const lp::StageInfo first  = stages.empty() ? lp::StageInfo{ lp::Kind::other, 0 } : stages[0];
+    bool                found  = true;  // what the first stage leaves
+    bool                sorted = true;
+    const size_t        n_wanted = greedy_ ? 1 : first.kind == lp::Kind::top_k ? (size_t) first.value : (size_t) n_vocab;
+    if (greedy_ && changed_.empty() && !checks()) {
+        *token = lp::argmax(logits, n_vocab);
+        return *token < 0 ? LP_ERROR_LOGITS : 0;
+    }
+    if (n_wanted < (size_t) n_vocab) {
+        if (const int code = gather(logits, n_wanted)) {
+            return code;
+        }
+        if (greedy_) {
+            *token = candidates_[0].id;
+            return 0;
+        }
+    } else {
+        if (lp::argmax(logits, n_vocab) < 0) {
+            return LP_ERROR_LOGITS;
+        }
+        const float * row = change(logits);
+        if (lp::argmax(row, n_vocab) < 0) {
+            return LP_ERROR_MASK;
+        }
+        const bool alone = !chain_ && (stages.empty() || first.kind == lp::Kind::temperature || first.kind == lp::Kind::top_k);
+        if (alone) {  // nothing is cut off
+            *token = lp::draw(row, n_vocab, first.kind == lp::Kind::temperature ? first.value : 1.0f, peek());
+            advance();
+            return 0;
+        }
+        if (first.kind == lp::Kind::top_p) {
+            gather_nucleus(row, first.value);
+        } else if (first.kind == lp::Kind::min_p) {
+            lp::at_least(row, n_vocab, first.value, candidates_);
+            sorted = false;
+        } else {
+            lp::all(row, n_vocab, candidates_);
+            sorted = false;
+            found  = first.kind == lp::Kind::top_k;  // more than there are tokens: all of them
+        }
+    }
+    llama_token_data_array a = { candidates_.data(), candidates_.size(), -1, sorted };
+    if (!found && first_) {
+        llama_sampler_apply(first_.get(), &a);
+    }
+    if (chain_ && a.size > 0) {
+        llama_sampler_apply(chain_.get(), &a);
+    }
+    if (a.size == 0) {
+        return LP_ERROR_MASK;
+    }
+    *token = pick(a);
+    return 0;
+}
+
+int32_t lp_sampler::pick(const llama_token_data_array & a) {
+    if (a.selected >= 0) {  // mirostat and adaptive-p choose themselves
+        return a.data[a.selected].id;
+    }
+    float top = none;
+    for (size_t i = 0; i < a.size; i++) {
+        top = std::max(top, a.data[i].logit);
+    }
+    weights_.resize(a.size);
+    double sum = 0;
+    for (size_t i = 0; i < a.size; i++) {
+        sum += weights_[i] = std::exp((double) a.data[i].logit - top);
+    }
+    double left = peek() * sum;
+    size_t last = 0;  // the last bin of nonzero width: rounding must never choose an impossible token
+    advance();
+    for (size_t i = 0; i < a.size; i++) {
+        if (weights_[i] > 0) {
+            last = i;
+            left -= weights_[i];
+            if (left < 0) {
+                break;
+            }
+        }
+    }
+    return a.data[last].id;
+}
+
+// What the unchanged row says of the token that was drawn, and which tokens it holds most probable.
+void lp_sampler::note(const float * logits, int32_t token) {
+    log_sum_exp = lp::log_sum_exp(logits, n_vocab);
+    logprob     = (float) (logits[token] - log_sum_exp);
+    top.clear();
+    if (n_logprobs > 0) {
+        lp::top_k(logits, n_vocab, std::min(n_logprobs, n_vocab), top);
+        for (llama_token_data & t : top) {
+            t.p = (float) (t.logit - log_sum_exp);
+        }
+    }
 }

@@ -1,0 +1,52 @@
+"""Requests with the same prompt, which is computed by one of them and copied for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llamapipe.engine.request import Request, State
+
+
+class Family:
+    """The requests of one prompt: the first of them that is not finished leads, the others wait for it.
+
+    Once the prompt's tokens are in cells, those who wait come in and begin with a copy of them.
+    """
+
+    def __init__(self, members: Sequence[Request]) -> None:
+        self.members = list(members)
+        self.waiting: list[Request] = []
+        self.n_prompt = members[0].n_prompt
+        for request in members:
+            request.family = self
+
+    def source(self) -> Request | None:
+        """A member whose cells hold the prompt."""
+        for request in self.members:
+            if request.slot >= 0 and request.n_past >= self.n_prompt:
+                return request
+        return None
+
+    def leads(self, request: Request) -> bool:
+        """Whether this one computes the prompt: no other that came before it is about to."""
+        for member in self.members:
+            if member is request:
+                return True
+            if member.state is not State.FINISHED and member not in self.waiting:
+                return False
+        return True
+
+    def leave(self, request: Request) -> None:
+        """A member is finished."""
+        self.members.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    def take_ready(self) -> list[Request]:
+        """Those who need not wait any more: all once the prompt is computed, else one if nobody leads."""
+        if self.source() is not None:
+            ready, self.waiting = self.waiting, []
+            return ready
+        if self.waiting and all(m in self.waiting for m in self.members):
+            return [self.waiting.pop(0)]
+        return []

@@ -1,0 +1,107 @@
+// One request's sampling: changes of logits, then truncation, then the final draw, which is ours.
+//
+//   changes      what is forbidden (biases of minus infinity, allowed tokens, bad words, a mask, a grammar), biases,
+//                penalties, DRY: all of it known for few tokens, or checked token by token
+//   truncation   top_k, top_p or min_p as the first stage are looked for in the row itself, without an array of all
+//                tokens; every other stage is llama.cpp's own sampler, over what is left
+//   draw         one uniform number in [0, 1) per token from the request's own generator
+//
+// Candidates: the largest raw logits are enough when, after all changes, as many of them as are wanted lie above the
+// smallest of them, because nothing else was raised. Otherwise more are taken, up to the whole row.
+#pragma once
+
+#include "native.h"
+
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace lp {
+
+enum class Kind { top_k, top_p, min_p, temperature, other };
+
+struct StageInfo {  // what was added to a chain, in its order
+    Kind  kind;
+    float value;
+};
+
+struct SamplerFree {
+    void operator()(llama_sampler * s) const { llama_sampler_free(s); }
+};
+using SamplerPtr = std::unique_ptr<llama_sampler, SamplerFree>;
+
+}  // namespace lp
+
+struct lp_sampler {
+    lp_sampler(const llama_vocab * vocab, uint64_t seed);
+
+    // Draws a token; does not accept it. 0, or LP_ERROR_LOGITS, LP_ERROR_MASK.
+    int draw(const float * logits, int32_t * token);
+
+    void accept(int32_t token);     // of the sequence: for penalties, DRY and bad words
+    void accepted(int32_t token);   // drawn: for the grammar, too, and counted
+    void reset();                   // forgets what was accepted
+
+    // The next number of the generator (splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
+    // generators", 2014), and taking it.
+    double peek() const;
+    void   advance() { state += 0x9e3779b97f4a7c15ull; }
+
+    void add(lp::Kind kind, float value, llama_sampler * stage);
+    bool greedy() const { return greedy_; }
+    void make_greedy() { greedy_ = true; }
+
+    const llama_vocab * const vocab;
+    const int                 n_vocab;
+    const uint64_t            seed;
+    uint64_t                  state;
+
+    // changes
+    std::unordered_map<int32_t, float>   biases;        // finite
+    std::vector<int32_t>                 forbidden;
+    std::vector<uint32_t>                allowed;       // a bit for each token; empty: all
+    const uint32_t *                     mask = nullptr; // the same for the next draws; the caller's
+    std::vector<std::vector<int32_t>>    bad_words;     // of at least two tokens
+    int                                  min_tokens = 0;
+    std::vector<int32_t>                 ends;          // forbidden until there are so many
+    lp::SamplerPtr                       grammar, dry;
+    int                                  last_n = 0;    // penalty window in tokens
+    float                                repeat = 1.0f, frequency = 0.0f, presence = 0.0f;
+
+    // of the row drawn from last, where asked for: log-probabilities of the unchanged row
+    int                           n_logprobs = -1;      // how many of the most probable; < 0: not asked for
+    double                        log_sum_exp = 0;
+    float                         logprob = 0;          // of the token drawn
+    std::vector<llama_token_data> top;                  // p is the log-probability
+
+    std::vector<lp::StageInfo> stages;
+
+private:
+    bool penalizes() const { return last_n > 0 && (repeat != 1.0f || frequency != 0.0f || presence != 0.0f); }
+    bool checks() const { return !allowed.empty() || mask || grammar || dry; }
+    bool may(int32_t token) const;
+    void collect_changes(const float * logits);
+    int  choose(const float * logits, int32_t * token);
+    void check(std::vector<llama_token_data> & candidates);
+    const float * change(const float * logits);
+    int  gather(const float * logits, size_t n_wanted);
+    void gather_nucleus(const float * logits, float p);
+    int32_t pick(const llama_token_data_array & a);
+    void note(const float * logits, int32_t token);
+
+    bool                                 greedy_ = false;
+    lp::SamplerPtr                       first_;      // the first stage, where it was not looked for in the row
+    lp::SamplerPtr                       chain_;      // of what comes after it
+    std::deque<int32_t>                  window_;     // the last accepted tokens that penalties look at, oldest first
+    std::deque<int32_t>                  tail_;       // as many as the longest bad word has before its last
+    std::unordered_map<int32_t, int>     counts_;     // of the tokens in the window
+    int                                  n_accepted_ = 0;
+    std::unordered_map<int32_t, float>   changed_;    // logits that are not those of the row; minus infinity: forbidden
+    std::vector<llama_token_data>        candidates_;
+    std::vector<float>                   row_;        // the changed copy
+    std::vector<double>                  weights_;
+};

@@ -6,13 +6,14 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from fakes import FakeContext, TokenScore, continuation, next_token, score_of
+from fakes import FakeContext, continuation, next_token, score_of
 
 from llamapipe.engine.family import Family
 from llamapipe.engine.request import Request, State
 from llamapipe.engine.scheduler import Copy, Scheduler, StepPlan
 from llamapipe.engine.scoring import ContinuationScoring, PromptScoring
 from llamapipe.errors import ContextFullError
+from llamapipe.pipeline.token_score import TokenScore
 
 N_CTX = 48
 
@@ -24,7 +25,7 @@ class Desk:
         self, n_slots: int, n_cells: int | None = None, n_score_rows: int = 5, **context: bool
     ) -> None:
         n_cells = N_CTX * n_slots if n_cells is None else n_cells
-        self.context = FakeContext(n_slots, N_CTX, n_cells, n_batch=24, **context)
+        self.context = FakeContext(n_slots, N_CTX, n_cells, n_batch=24, recurrent=recurrent)
         self.context.n_score_rows = n_score_rows
         least_copy = None if self.context.recurrent else 1
         self.scheduler = Scheduler(

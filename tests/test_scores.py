@@ -59,7 +59,7 @@ class Rows:
     def assert_is(self, score: lp.Score, context: Sequence[int], continuation: Sequence[int]) -> None:
         expected = self.of(context, continuation)
         assert score.token_ids.tolist() == list(continuation)
-        assert (score.logprobs.dtype, score.token_ids.dtype) == (np.float32, np.int32)
+        assert (score.logprobs.dtype.name, score.token_ids.dtype.name) == ("float32", "int32")
         np.testing.assert_allclose(score.logprobs, expected, atol=BOUND)
         assert score.total == pytest.approx(float(score.logprobs.astype(np.float64).sum()))
         rows = self([*context, *continuation])[len(context) - 1 : -1]

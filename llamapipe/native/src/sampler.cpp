@@ -174,7 +174,8 @@ const float * lp_sampler::change(const float * logits) {
 // Fills candidates_ with the `n_wanted` largest changed logits (all that are allowed, if those are fewer), sorted, on ties
 // the lower ids first.
 int lp_sampler::gather(const float * logits, size_t n_wanted) {
-    size_t n = n_wanted + changed_.size() + (checks() ? 2 * n_wanted + 32 : 0);
+    const bool plain = changed_.empty() && !checks();
+    size_t     n     = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
     for (;;) {
         bool  whole = n >= (size_t) n_vocab / 2;
         float bar   = none;  // nothing that was left out was above it
@@ -187,6 +188,9 @@ int lp_sampler::gather(const float * logits, size_t n_wanted) {
         }
         if (candidates_.empty()) {
             return LP_ERROR_LOGITS;
+        }
+        if (plain && !whole) {
+            return 0;  // sorted already
         }
         if (!changed_.empty()) {
             const size_t n_raw = candidates_.size();
@@ -224,30 +228,6 @@ int lp_sampler::gather(const float * logits, size_t n_wanted) {
     std::partial_sort(candidates_.begin(), candidates_.begin() + (std::ptrdiff_t) n_kept, candidates_.end(), better);
     candidates_.resize(n_kept);
     return 0;
-}
-
-// The smallest number of the largest logits whose probability reaches p, as llama.cpp's top_p keeps them.
-void lp_sampler::gather_nucleus(const float * logits, float p) {
-    const double total = lp::log_sum_exp(logits, n_vocab);
-    for (size_t n = 64;; n *= 8) {
-        if (n >= (size_t) n_vocab / 2) {
-            lp::all(logits, n_vocab, candidates_);
-            std::sort(candidates_.begin(), candidates_.end(), better);
-        } else {
-            lp::top_k(logits, n_vocab, (int) n, candidates_);
-        }
-        double sum = 0;
-        for (size_t i = 0; i < candidates_.size(); i++) {
-            sum += std::exp((double) candidates_[i].logit - total);
-            if (sum >= (double) p) {
-                candidates_.resize(i + 1);
-                return;
-            }
-        }
-        if (candidates_.size() < n) {
-            return;
-        }
-    }
 }
 
 // ---- the draw
@@ -296,7 +276,7 @@ int lp_sampler::choose(const float * logits, int32_t * token) {
             return 0;
         }
         if (first.kind == lp::Kind::top_p) {
-            gather_nucleus(row, first.value);
+            lp::nucleus(row, n_vocab, first.value, candidates_);
         } else if (first.kind == lp::Kind::min_p) {
             lp::at_least(row, n_vocab, first.value, candidates_);
             sorted = false;

@@ -89,7 +89,6 @@ private:
     void check(std::vector<llama_token_data> & candidates);
     const float * change(const float * logits);
     int  gather(const float * logits, size_t n_wanted);
-    void gather_nucleus(const float * logits, float p);
     int32_t pick(const llama_token_data_array & a);
     void note(const float * logits, int32_t token);
 

@@ -121,6 +121,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "draft 3": ({"type": "integer", "divisibleBy": 2}, "at #: 'divisibleBy' is of draft 3"),
     "options": ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "'x-guidance' is not supported"),
     "names": ({"type": "object", "minProperties": 2}, "list them in 'required'"),
+    "patterns": ({"patternProperties": {f"^{i}$": {} for i in range(101)}}, "at most 100"),
+    "multiples": (
+        {"allOf": [{"multipleOf": n} for n in (97, 89, 83, 0.5)]},
+        "common multiple 1433078 \\(in steps of 1/2\\)",
+    ),
+    "properties": (
+        {"type": "object", "properties": {f"p{i}": {} for i in range(1800)}},
+        "too large: .*max is 2000",
+    ),
     "required": ({"required": [str(i) for i in range(MAX_REQUIRED + 1)]}, "at most 2000"),
     "bound": (
         {"items": {"type": "number", "exclusiveMinimum": 7, "maximum": 7.5}},

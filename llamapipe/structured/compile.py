@@ -18,7 +18,7 @@ from llamapipe.structured.tokenizer import GrammarTokenizer
 
 # Longest text of each kind, in characters: what llguidance compiles in about a second at worst (a Lark grammar of many
 # alternatives takes time in their square).
-MAX_CHARS = {"json_schema": 2**18, "regex": 2**16, "lark": 2**15}
+MAX_CHARS = {"json_schema": 2**17, "regex": 2**16, "lark": 2**15}
 N_CACHED = 128
 
 # At most one of these where JSON may have spaces: enough for every usual layout, and a model that has nothing left to
@@ -129,11 +129,15 @@ class _Compiler:
                 )
         factory = GuideFactory(start, self._tokenizer)
         # Much is compiled only when it is reached; what cannot even begin is the caller's mistake, not the request's.
-        try:
-            with factory.new() as guide:
+        with factory.new() as guide:
+            try:
                 guide.prepare()
-        except DecodeError as e:
-            raise InvalidRequestError(f"{kind} allows no first token: {e}") from None
+            except DecodeError as e:
+                raise InvalidRequestError(f"{kind} allows no first token: {e}") from None
+            try:
+                guide.accept_any()
+            except DecodeError as e:
+                raise InvalidRequestError(f"{kind} is too large: {e}") from None
         return factory
 
     def _matcher(self, grammar: str) -> Any:

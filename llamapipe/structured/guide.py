@@ -118,6 +118,14 @@ class Guide:
             raise DecodeError(f"the grammar failed at token {token}: {message_of(matcher)}")
         raise DecodeError(f"the grammar does not allow token {token} after {self._n_tokens} tokens")
 
+    def accept_any(self) -> None:
+        """Accepts the first token that is allowed, if it is text. Raises DecodeError as ``accept`` does."""
+        (words,) = np.nonzero(self.mask() & self._tokenizer.not_eog)
+        if len(words):
+            word = int(words[0])
+            bits = int(self._mask[word] & self._tokenizer.not_eog[word])
+            self.accept(32 * word + (bits & -bits).bit_length() - 1)
+
     # ---- going back
     def rollback(self, n_tokens: int) -> None:
         """Takes back the last ``n_tokens`` accepted; an end of generation counts as one.

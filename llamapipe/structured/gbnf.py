@@ -16,15 +16,15 @@ MAX_CHAIN = 1000  # rules that begin with one another; llama.cpp recurses throug
 
 
 def check_gbnf(text: str, vocab: Vocab | None = None) -> None:
-    """Refuses a GBNF text that llama.cpp's parser must not get. Any thread, pure Python.
+    r"""Refuses a GBNF text that llama.cpp's parser must not get. Any thread, pure Python.
 
     llama.cpp ends the process for deep brackets and chains of rules (stack overflow), never returns from ``{3,1}``,
     from left recursion behind rules that may be empty, and from rules that double their ways with each level. It reads
     ``{1,3000}`` as ``{1,}`` and keeps the last of two rules of one name. With ``vocab``, ``<[id]>`` and ``<text>`` must
     be tokens of it.
 
-    What passes can still be slow: a grammar that reads the same text in very many ways (``[a]* [a]* [a]* [a]*``) takes
-    llama.cpp time that grows with their number, and nothing stops it.
+    What passes can still take for ever: llama.cpp tries every way to read a token, and ``[ \t]*`` eight times in a row
+    has too many for a token of many spaces. Nothing stops it.
 
     Raises InvalidRequestError with line and column, TypeError for what is no str.
     """

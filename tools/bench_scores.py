@@ -4,8 +4,8 @@
     python tools/bench_scores.py tokens MODEL.gguf --peer PYTHON     every token of a text of 512
     python tools/bench_scores.py candidates MODEL.gguf               top_k 40 against llama_sampler_sample
 
-PYTHON is the interpreter of an environment that has llama-cpp-python. Each side is a process of its own, which loads the
-model once and then works when told to; memory is the most that process ever held (VmHWM), the model included.
+PYTHON is the interpreter of an environment that has llama-cpp-python. Each side is a process of its own, which loads
+the model once and then works when told to; memory is the most that process ever held (VmHWM), the model included.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class Worker:
         if self.process.stdout.readline().strip() != "ready":
             raise SystemExit(f"the worker {kind!r} of {python} did not start")
 
-    def __call__(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
+        """One run: seconds, peak memory, and what was found."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print("go", file=self.process.stdin, flush=True)
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
@@ -153,7 +154,7 @@ def compare(arguments: argparse.Namespace) -> None:
     answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in workers}
     for _ in range(arguments.repeats):
         for kind, worker in workers.items():
-            answers[kind].append(worker())
+            answers[kind].append(worker.run())
     for worker in workers.values():
         worker.close()
     own = answers.pop("own")
@@ -165,8 +166,8 @@ def compare(arguments: argparse.Namespace) -> None:
         print(
             f"llama-cpp-python ({kind}): {statistics.median(t['seconds'] for t in theirs) * 1e3:.1f} ms, "
             f"peak {theirs[-1]['peak_mib']:.0f} MiB; takes {statistics.median(ratios):.2f} times as long "
-            f"({min(ratios):.2f} to {max(ratios):.2f}), memory {theirs[-1]['peak_mib'] / own[-1]['peak_mib']:.2f} times; "
-            f"totals differ by {worst:.3f} at most"
+            f"({min(ratios):.2f} to {max(ratios):.2f}), "
+            f"memory {theirs[-1]['peak_mib'] / own[-1]['peak_mib']:.2f} times; totals differ by {worst:.3f} at most"
         )
 
 

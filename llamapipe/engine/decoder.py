@@ -240,7 +240,7 @@ class Decoder:
         if request.sampler is not None:
             try:
                 request.recipe.again(request.sampler, request)
-            except ValueError as e:
+            except (ValueError, DecodeError) as e:  # the sequence is not what its constraints allow
                 self._scheduler.fail(request, InvalidRequestError(str(e)))
                 self._finished(request)
 

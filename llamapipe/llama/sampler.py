@@ -29,14 +29,15 @@ class Guide(Protocol):
     def mask(self) -> npt.NDArray[np.uint32]:
         """A bit for each token, set where it may follow; ``(ceil(n_vocab / 32),)``, valid until ``accept``."""
 
-    def prepare(self) -> None:
-        """Makes the next ``mask`` quick; for a time when nothing waits."""
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but an end may follow."""
 
     def accept(self, token: int) -> None:
         """Takes the token that follows."""
 
     def reset(self, tokens: Sequence[int]) -> None:
-        """Begins anew, after these tokens. Raises ValueError where they are not allowed."""
+        """Begins anew, after these tokens. Raises DecodeError where they are not allowed."""
 
     def close(self) -> None:
         """Frees what it holds."""
@@ -99,6 +100,7 @@ class SamplerChain:
         self.processors: tuple[Callable[[npt.NDArray[np.float32]], object], ...] = ()
         self.guide: Guide | None = None
         self.error: Exception | None = None  # why the last draw failed, where that is not the row's doing
+        self.finished = False  # nothing may follow the tokens accepted so far
         self.n_logprobs = -1
         self._vocab = vocab  # keeps what the native chain points to
         self.n_vocab = vocab.n_vocab
@@ -324,6 +326,7 @@ class SamplerChain:
             return True
         try:
             self.guide.accept(token)
+            self.finished = self.guide.finished
         except Exception as e:
             self.error = e
             return False

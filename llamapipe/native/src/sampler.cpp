@@ -132,6 +132,24 @@ void lp_sampler::collect_changes(const float * logits) {
     }
 }
 
+// Every finite logit that the masks allow: in a structured text they often allow few.
+void lp_sampler::collect_allowed(const float * logits) {
+    if (allowed.empty() && !mask) {
+        lp::all(logits, n_vocab, candidates_);
+        return;
+    }
+    candidates_.clear();
+    for (int32_t first = 0; first < n_vocab; first += 32) {
+        uint32_t bits = allowed.empty() ? ~0u : allowed[(size_t) first / 32];
+        bits &= mask ? mask[first / 32] : ~0u;
+        for (int32_t token = first; bits && token < n_vocab; token++, bits >>= 1) {
+            if (bits & 1 && std::isfinite(logits[token])) {
+                candidates_.push_back({ token, logits[token], 0.0f });
+            }
+        }
+    }
+}
+
 // Leaves what the grammar allows, lowered by DRY.
 void lp_sampler::check(std::vector<llama_token_data> & candidates) {
     llama_token_data_array a = { candidates.data(), candidates.size(), -1, false };
@@ -180,13 +198,13 @@ int lp_sampler::gather(const float * logits, size_t n_wanted) {
         bool  whole = n >= (size_t) n_vocab / 2;
         float bar   = none;  // nothing that was left out was above it
         if (whole) {
-            lp::all(logits, n_vocab, candidates_);
+            collect_allowed(logits);
         } else {
             lp::top_k(logits, n_vocab, (int) n, candidates_);
             whole = candidates_.size() < n;
             bar   = candidates_.empty() ? none : candidates_.back().logit;
         }
-        if (candidates_.empty()) {
+        if (candidates_.empty() && bar == none && lp::argmax(logits, n_vocab) < 0) {
             return LP_ERROR_LOGITS;
         }
         if (plain && !whole) {

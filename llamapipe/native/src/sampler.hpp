@@ -86,6 +86,7 @@ private:
     bool may(int32_t token) const;
     void collect_changes(const float * logits);
     int  choose(const float * logits, int32_t * token);
+    void collect_allowed(const float * logits);
     void check(std::vector<llama_token_data> & candidates);
     const float * change(const float * logits);
     int  gather(const float * logits, size_t n_wanted);

@@ -81,11 +81,16 @@ class Gate:
 
     # ---- the executor's part
     def launch(
-        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        samplers: Sequence[Any] = (),
     ) -> int:
         self._pass()
         self.launches.append(Launch(list(tokens), list(positions), list(seq_ids), list(outputs)))
-        return self._executor.launch(tokens, positions, seq_ids, outputs)
+        return self._executor.launch(tokens, positions, seq_ids, outputs, samplers)
 
     def launch_again(self) -> int:
         self._pass()

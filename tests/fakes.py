@@ -139,7 +139,12 @@ class FakeContext:
         return True
 
     def launch(
-        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        samplers: Sequence[Any] = (),
     ) -> int:
         """Stores a batch and computes its output rows; its number."""
         self._claim()

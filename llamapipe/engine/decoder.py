@@ -371,7 +371,7 @@ class Decoder:
             if plan.again:
                 step = executor.launch_again()
             else:
-                step = executor.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
+                step = executor.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs, samplers)
             self._flying.append(Flight(plan, step, samplers))
         except (ContextFullError, DecodeError) as e:
             self._failed(plan, e)

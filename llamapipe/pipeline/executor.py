@@ -26,9 +26,17 @@ class Executor(Protocol):
         """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
 
     def launch(
-        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        samplers: Sequence[Any] = (),
     ) -> int:
         """Starts computing a batch and returns the step's number.
+
+        ``samplers``: those that ``sample`` will be called with, in the order of the outputs. Where they are known by
+        now, the graph may sample.
 
         Raises ContextFullError (nothing changed) or DecodeError, here or in ``sample``.
         """
@@ -76,7 +84,8 @@ class StepExecutor:
         self._tokens, self._positions, self._seq_ids = (new("int32_t[]", n) for _ in range(3))
         self._outputs = new("int8_t[]", n)
         self._rows, self._sampled = (new("int32_t[]", context.n_seq_max) for _ in range(2))
-        self._samplers = new("lp_sampler *[]", context.n_seq_max)
+        self._samplers, self._launched = (new("lp_sampler *[]", context.n_seq_max) for _ in range(2))
+        self._in_graph = context.graph_sampling
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
         self._handle = core.handle  # what calls go to
 
@@ -95,9 +104,16 @@ class StepExecutor:
         return False
 
     def launch(
-        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        samplers: Sequence[SamplerChain] = (),
     ) -> int:
         """Starts computing a batch of at most ``n_batch`` entries; the step's number.
+
+        ``samplers``: one for each output, if the graph may draw their tokens, or none.
 
         Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
         """
@@ -107,8 +123,21 @@ class StepExecutor:
         self._positions[0:n] = positions
         self._seq_ids[0:n] = seq_ids
         self._outputs[0:n] = outputs
+        known = self._native.ffi.NULL
+        if samplers and self._in_graph:
+            if len(samplers) != sum(outputs):
+                raise ValueError(f"{len(samplers)} samplers for {sum(outputs)} outputs")
+            known = self._launched
+            known[0 : len(samplers)] = [s.handle for s in samplers]
         step: int = self._native.lib.lp_launch(
-            self._handle, n, self._tokens, self._positions, self._seq_ids, self._outputs
+            self._handle,
+            n,
+            self._tokens,
+            self._positions,
+            self._seq_ids,
+            self._outputs,
+            known,
+            self._native.ffi.NULL,
         )
         if step < 0:
             self._fail(step)
@@ -119,7 +148,8 @@ class StepExecutor:
 
         Returns and raises as ``launch`` does.
         """
-        step: int = self._native.lib.lp_launch_again(self._handle, self._sampled)
+        known = self._samplers if self._in_graph else self._native.ffi.NULL
+        step: int = self._native.lib.lp_launch_again(self._handle, self._sampled, known)
         if step < 0:
             self._fail(step)
         return step
@@ -165,6 +195,7 @@ class StepExecutor:
             "n_copies": counters.n_copies,
             "n_copied_bytes": counters.n_bytes,
             "n_reused": self.core.n_reused,
+            "n_graph_sampled": counters.n_graph,
             "compute_s": counters.compute_ns * 1e-9,
             "wait_s": counters.wait_ns * 1e-9,
         }

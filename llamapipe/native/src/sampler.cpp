@@ -6,6 +6,7 @@
 // than by looking up every token of the vocabulary.
 #include "guard.hpp"
 #include "pipeline.hpp"
+#include "sampler_graph.hpp"
 #include "scan.hpp"
 
 #include <algorithm>
@@ -69,6 +70,24 @@ struct lp_sampler {
     std::unordered_map<int32_t, int>           counts;  // of the tokens in the window
     std::vector<float>                         row;     // the changed copy
     std::vector<llama_token_data>              candidates;
+    lp::GraphStages                            stages;
+
+    bool in_graph(lp::GraphRow * row) {
+        if (!biases.empty() || penalizes()) {
+            return false;
+        }
+        const uint64_t before = state;
+        const double   next   = stages.greedy() ? 0.0 : uniform();
+        state                 = before;  // it is used up when the token is taken
+        return stages.row(n_vocab, next, row);
+    }
+
+    void take(int32_t token) {
+        if (!stages.greedy()) {
+            uniform();
+        }
+        accept(token);
+    }
 
     bool penalizes() const { return last_n > 0 && (repeat != 1.0f || frequency != 0.0f || presence != 0.0f); }
 
@@ -202,6 +221,7 @@ int lp_sampler_add_top_k(lp_sampler * s, int k) {
         return 0;
     }
     return lp::guard(LP_ERROR, [&] {
+        s->stages.add_top_k(k);
         if (s->has_chain) {
             s->add(llama_sampler_init_top_k(k));
         } else {
@@ -213,6 +233,7 @@ int lp_sampler_add_top_k(lp_sampler * s, int k) {
 
 int lp_sampler_add_typical(lp_sampler * s, float p) {
     return lp::guard(LP_ERROR, [&] {
+        s->stages.add_other();
         s->add(likely());
         s->add(llama_sampler_init_typical(p, 1));
         return 0;
@@ -220,23 +241,27 @@ int lp_sampler_add_typical(lp_sampler * s, float p) {
 }
 
 int lp_sampler_add_top_p(lp_sampler * s, float p) {
-    return lp::guard(LP_ERROR, [&] { s->add(llama_sampler_init_top_p(p, 1)); return 0; });
+    return lp::guard(LP_ERROR, [&] { s->stages.add_top_p(p); s->add(llama_sampler_init_top_p(p, 1)); return 0; });
 }
 
 int lp_sampler_add_min_p(lp_sampler * s, float p) {
-    return lp::guard(LP_ERROR, [&] { s->add(llama_sampler_init_min_p(p, 1)); return 0; });
+    return lp::guard(LP_ERROR, [&] { s->stages.add_min_p(p); s->add(llama_sampler_init_min_p(p, 1)); return 0; });
 }
 
 int lp_sampler_add_temperature(lp_sampler * s, float t) {
     return lp::guard(LP_ERROR, [&] {
         if (t < 1e-6f) {  // dividing by less could make logits infinite, and would choose the same token
             s->greedy = true;
+            s->stages.add_greedy();
         } else if (t != 1.0f) {
+            s->stages.add_temperature(t);
             s->add(llama_sampler_init_temp(t));
         }
         return 0;
     });
 }
+
+bool lp::in_graph(lp_sampler * s, GraphRow * row) { return s->in_graph(row); }
 
 int lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
@@ -264,12 +289,16 @@ int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token) {
 
 namespace {
 
-// Draws and accepts a token for each row; how many rows had no finite logit (their request fails, the others go on).
+// Draws and accepts a token for each row that has none; how many rows had no finite logit (their request fails, the others
+// go on).
 template <typename Row> int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, Row && row) {
     int n_failed = 0;
     for (int i = 0; i < n_rows; i++) {
+        if (tokens[i] >= 0) {
+            samplers[i]->take(tokens[i]);
+            continue;
+        }
         const float * logits = row(i);
-        tokens[i]            = -1;
         if (!logits) {
             lp::set_error("this entry of the step is not an output");
             return LP_ERROR;
@@ -299,8 +328,16 @@ int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int
             return step->code;
         }
         const int64_t begin_ns = core.tracing() ? lp::now_ns() : 0;
+        int           n_drawn  = 0;
+        for (int i = 0; i < n_rows; i++) {
+            tokens[i] = core.drawn(*step, entries[i], samplers[i]);
+            n_drawn += tokens[i] >= 0;
+        }
         const int     n_failed =
             draw_rows(n_rows, samplers, tokens, [&](int i) { return core.row(*step, entries[i]); });
+        if (n_drawn > 0) {
+            core.note_drawn(n_drawn);
+        }
         if (core.tracing()) {
             core.note_span(*step, lp::Stage::sample, begin_ns, lp::now_ns());
         }
@@ -310,6 +347,7 @@ int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int
 
 int lp_sample_plain(llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
+        std::fill(tokens, tokens + n_rows, -1);
         return draw_rows(n_rows, samplers, tokens, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); });
     });
 }

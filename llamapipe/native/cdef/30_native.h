@@ -98,6 +98,9 @@ int lp_sample_rows(lp_pipeline * pipeline, int64_t step, int n_rows, const int32
                    int32_t * tokens);
 int lp_score_graph(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, float * logprobs, int8_t * greedy);
 bool lp_in_graph(lp_sampler * s);
+#define LP_GRAPH_RESULTS ...
+int lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
+                    const int32_t * targets, float * results);
 int lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
 
 // Called while a model loads, on the loading thread; returning false stops the load.

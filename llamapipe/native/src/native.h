@@ -134,6 +134,12 @@ int  lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * row
 // temperature 1 (float32; NaN where a logit is not finite), and whether it is the most probable token (the lowest of several).
 int  lp_score_graph(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, float * logprobs, int8_t * greedy);
 bool lp_in_graph(lp_sampler * s);                                   // whether the graph can make its next draw
+#define LP_GRAPH_RESULTS 5
+// The same subgraph on given rows, float32 (n, n_vocab), without a model. Samplers, of vocabularies of that size, may be NULL
+// and keep their uniform numbers. For each row: token, its log-probability, the row's log-sum-exp, the target's logit and
+// the most probable token (see GraphResult).
+int  lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
+                     const int32_t * targets, float * results);
 
 #ifdef __cplusplus
 }

@@ -41,7 +41,8 @@ bool GraphStages::row(int n_vocab, double uniform, GraphRow * row) const {
         return true;
     }
     const int k = top_k_ > 0 ? std::min(top_k_, n_vocab) : n_vocab;
-    if (other_ || k > GraphSampler::max_candidates) {
+    const bool sorted = k < n_vocab || top_p_ < 1.0f;  // else the other route draws in the order of the vocabulary
+    if (other_ || !sorted || k > GraphSampler::max_candidates) {
         return false;
     }
     row->inverse_temperature = 1.0f / temperature_;

@@ -219,7 +219,7 @@ class TestDistribution:
     )
     def test_chi_square(self, vocabs: dict[int, Vocab], chain: Stages) -> None:
         """Against the exact distribution, and against the CPU's route with other numbers."""
-        n_draws, size = (4000, 500) if not ON_DEVICE else (1000, 33)
+        n_draws, size = 4000 if not ON_DEVICE else 1000, 500
         row = (2 * np.random.default_rng(5).normal(size=size)).astype(np.float32)
         with ExitStack() as stack:
             chains = [stack.enter_context(chain.build(vocabs[size], seed)) for seed in range(n_draws)]
@@ -375,7 +375,9 @@ class TestCosts:
         """Neither graphs, as llama.cpp's log tells, nor memory, whatever requests ask for."""
         lib = native().lib
         engine = make_engine(demo, n_seq_max=N_SEQ, graph_sampling="on")
-        core = engine._decoder._executor.core
+        executor = engine._decoder._executor
+        assert isinstance(executor, StepExecutor)
+        core = executor.core
 
         def n_bytes() -> tuple[int, int]:
             context = core.context
@@ -441,7 +443,8 @@ class Steps:
         ends = np.cumsum([len(run) for run in sequences.values()]) - 1
         outputs = [int(i in ends) for i in range(len(given))]
         self.rows = ends.tolist()
-        return self.executor.launch(*(list(x) for x in zip(*given, strict=True)), outputs, samplers)
+        tokens, positions, seq_ids = (list(x) for x in zip(*given, strict=True))
+        return self.executor.launch(tokens, positions, seq_ids, outputs, samplers)
 
     def n_graph(self) -> int:
         return int(self.core.counters().n_graph)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from backends import ON_DEVICE, examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_executor_contract import BROKEN, damaged_model
 from test_sampler_definitions import (
     MASK,
     TooCloseError,
@@ -30,6 +32,7 @@ from test_sampler_definitions import Stages as Definition
 import llamapipe as lp
 from llamapipe.engine.request import Request
 from llamapipe.engine.sampling import sampler_factory
+from llamapipe.errors import DecodeError
 from llamapipe.llama import Model, SamplerChain, Vocab
 from llamapipe.llama.backend import device_handles
 from llamapipe.llama.context import Context
@@ -367,6 +370,26 @@ class TestEngine:
         engine.generate("The", longer(*PARAMS[:1], n=2))
         assert engine.stats().n_graph_sampled == 0
 
+    @pytest.mark.skipif(ON_DEVICE, reason="this device may make a number of what is none")
+    def test_a_row_without_a_finite_logit_ends_its_request_only(
+        self, make_engine: MakeEngine, tmp_path: Path
+    ) -> None:
+        with lp.Model(damaged_model(tmp_path / "damaged.gguf")) as model:
+            found = {}
+            for choice in ("off", "on"):
+                engine = make_engine(model, n_seq_max=3, graph_sampling=choice)
+                streams = [engine.stream([3, token], longer(PARAMS[1])[0]) for token in (4, BROKEN, 5)]
+                said: list[Any] = []
+                for stream in streams:
+                    try:
+                        said.append([token for delta in stream for token in delta.token_ids])
+                    except DecodeError as e:
+                        said.append(str(e))
+                found[choice] = said
+                engine.close()
+            assert found["on"] == found["off"]
+            assert isinstance(found["on"][1], str)
+
 
 class TestCosts:
     def test_requests_reserve_nothing(
@@ -532,6 +555,35 @@ class TestSteps:
             for _ in said:
                 last = steps.executor.sample(step, steps.rows, [b])
             assert last == said[-1:]
+
+    @pytest.mark.parametrize("stage", ["launch", "rows", *(["copy"] if ON_DEVICE else [])])
+    def test_a_step_that_fails_uses_no_number(self, demo: lp.Model, ring: str, stage: str) -> None:
+        with Steps(demo, ring) as steps, steps.chain(1) as a, steps.chain(1) as b:
+            steps.core.fail_next(stage)
+            with pytest.raises(DecodeError):
+                steps.executor.sample(steps.launch({0: [5, 6]}, [a]), steps.rows, [a])
+            for i in range(4):  # no slot of the ring is lost
+                steps.executor.remove(0, 0)
+                said = steps.executor.sample(steps.launch({0: [5, 6 + i]}, [a]), steps.rows, [a])
+                steps.executor.remove(0, 0)
+                assert said == steps.executor.sample(steps.launch({0: [5, 6 + i]}, []), steps.rows, [b])
+            assert steps.n_graph() == 4
+
+    def test_a_row_left_on_the_device_outlives_the_ring(self, demo: lp.Model, ring: str) -> None:
+        """Where more is held than there are slots, what the graph has sampled from is moved, too."""
+        with Steps(demo, ring) as steps, steps.chain(1) as a, steps.chain(1) as b:
+            step = steps.launch({0: [5, 6]}, [a])
+            first, rows = steps.executor.sample(step, steps.rows, [a]), steps.rows
+            if steps.core.depth > 1:
+                steps.launch({1: [7]}, [a])
+            with steps.chain(1) as c:
+                assert steps.executor.sample(step, rows, [c]) == first
+            assert steps.n_graph() == 2  # it would have asked for the same
+            with steps.chain(9) as c:
+                steps.executor.sample(step, rows, [c])
+            steps.executor.remove(0, 0)
+            step = steps.launch({0: [5, 6]}, [])
+            assert steps.executor.sample(step, steps.rows, [b]) == first
 
     def test_scores(self, demo: lp.Model, ring: str) -> None:
         """A token's log-probability for each target, and no row comes to the host."""

@@ -136,7 +136,6 @@ private:
     template <typename Copy> void copy_rows(const Step & step, int slot, int part, Copy && copy);
     void move_out(Lock & lock, Step & step);
     void read_slot(const Step & step, int first, int n, float * to) const;
-    const float * fetch_row(Step & step, int output);
     std::shared_ptr<HostRows> spare_memory(std::vector<std::shared_ptr<HostRows>> & pool, size_t n_floats);
     template <typename Copy> void copy_wanted(const Step & step, int slot, int part, Copy && copy);
     void copy_now(const Step & step, int slot, int part);
@@ -152,6 +151,9 @@ private:
     void finish_step(Step & step, State state);
     float * slot_data(int slot) const { return collector_->host() + (size_t) slot * slot_rows_ * n_vocab_; }
     std::shared_ptr<HostRows> host_rows(const Step & step);
+
+    // core_graph.cpp: drawn, note_drawn
+    const float * fetch_row(Step & step, int output);
 
     // core_threads.cpp
     int  submit_memory(const MemoryOp & op);

@@ -119,9 +119,7 @@ class Recipe:
         chain = SamplerChain(self._vocab, request.seed)
         self._add_changes(chain)
         self._add_stages(chain)
-        if self._guide is not None:
-            chain.guide = self._guide()
-        chain.processors = tuple(self.params.logits_processors)
+        chain.set_python(self.params.logits_processors, None if self._guide is None else self._guide())
         if self.params.logprobs is not None:
             chain.set_logprobs(self.params.logprobs)
         history = self.history(request.tokens)

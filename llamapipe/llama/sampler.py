@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MAX_BIAS = 1e6
 
 
+Processor = Callable[["npt.NDArray[np.float32]"], object]
+
+
 class Guide(Protocol):
     """What may follow, decided token by token by something that is not llama.cpp's."""
 
@@ -97,7 +100,7 @@ class SamplerChain:
         self._pid = os.getpid()
         self._native = native()
         self._lib = self._native.lib
-        self.processors: tuple[Callable[[npt.NDArray[np.float32]], object], ...] = ()
+        self.processors: tuple[Processor, ...] = ()
         self.guide: Guide | None = None
         self.error: Exception | None = None  # why the last draw failed, where that is not the row's doing
         self.finished = False  # nothing may follow the tokens accepted so far
@@ -255,6 +258,13 @@ class SamplerChain:
     def is_native(self) -> bool:
         """Whether a draw needs no Python: no processors and no guide."""
         return not self.processors and self.guide is None
+
+    def set_python(self, processors: Sequence[Processor], guide: Guide | None) -> SamplerChain:
+        """What looks at rows, and decides what may follow, in Python; the guide is closed with the chain."""
+        self.processors, self.guide = tuple(processors), guide
+        if not self.is_native:
+            self._lib.lp_sampler_needs_row(self.handle)
+        return self
 
     def set_logprobs(self, n: int) -> SamplerChain:
         """Every draw notes the log-probability of its token and of the ``n`` most probable ones."""

@@ -194,7 +194,8 @@ def test_other_sequences_of_tokens(engine: lp.Engine, prompt: Any) -> None:
 
 # ---- sampling parameters
 INTEGER_FIELDS = {"max_tokens": (1, 2**31 - 1), "top_k": (0, 2**31 - 1), "repeat_last_n": (-1, 2**31 - 1)}
-INTEGER_FIELDS["seed"] = (0, 2**64 - 1)
+INTEGER_FIELDS |= {"seed": (0, 2**64 - 1), "mirostat": (0, 2)}
+INTEGER_FIELDS |= {"dry_allowed_length": (0, 2**31 - 1), "dry_penalty_last_n": (-1, 2**20)}
 NUMBER_FIELDS = {
     "temperature": (0.0, 1e6),
     "top_p": (0.0, 1.0),
@@ -203,9 +204,32 @@ NUMBER_FIELDS = {
     "repeat_penalty": (1e-6, 1e6),
     "presence_penalty": (-1e6, 1e6),
     "frequency_penalty": (-1e6, 1e6),
+    "dynatemp_range": (0.0, 1e6),
+    "dynatemp_exponent": (0.0, 1e6),
+    "top_n_sigma": (-1e6, 1e6),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "dry_multiplier": (0.0, 1e6),
+    "dry_base": (1.0, 1e6),
+    "mirostat_tau": (0.0, 1e3),
+    "mirostat_eta": (0.0, 1e3),
+    "adaptive_target": (-1e6, 1.0),
+    "adaptive_decay": (0.0, 0.99),
 }
 OPTIONAL_FIELDS = ("max_tokens", "seed")
-OTHER_FIELDS = ("logit_bias", "stop", "stop_token_ids", "ignore_eos")
+OTHER_FIELDS = (
+    *("logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs", "n"),
+    *("grammar", "json_schema", "regex", "lark", "allowed_token_ids", "bad_words", "logits_processors"),
+    *("sampler_order", "dry_sequence_breakers", "infill"),  # more of these in test_params.py
+)
+# What has to be on for others to matter.
+WITH: dict[str, dict[str, Any]] = {
+    "dry": {"dry_multiplier": 0.8},
+    "mirostat": {"mirostat": 2},
+    "adaptive": {"adaptive_target": 0.5},
+    "xtc": {"xtc_probability": 1.0},
+    "dynatemp": {"dynatemp_range": 0.5},
+}
 
 
 def test_every_parameter_is_tested_here() -> None:
@@ -233,7 +257,8 @@ def test_bad_numbers(name: str, bad: Bad) -> None:
 def test_limits_of_parameters(engine: lp.Engine, name: str, limits: tuple[float, float]) -> None:
     low, high = limits
     for value in (low, high):
-        good: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "repeat_penalty": 1.1, name: value}
+        good: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "repeat_penalty": 1.1}
+        good |= WITH.get(name.split("_", maxsplit=1)[0], {}) | {name: value}
         params = lp.SamplingParams(**good)
         assert getattr(params, name) == value
         assert len(engine.generate("limits", params).token_ids) >= 1
@@ -288,9 +313,7 @@ def test_other_bad_parameters(name: str, value: Any, error: type[Exception], mes
         lp.SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize(
-    "name", ["temprature", "best_of", "n", "grammar", "logprobs", "stream", "max_new_tokens"]
-)
+@pytest.mark.parametrize("name", ["temprature", "best_of", "guided_json", "echo", "stream", "max_new_tokens"])
 def test_unknown_parameters_are_never_ignored(engine: lp.Engine, name: str) -> None:
     options: dict[str, Any] = {name: 1}
     with pytest.raises(TypeError, match=name):
@@ -358,11 +381,14 @@ def test_extreme_biases(engine: lp.Engine, extreme: float) -> None:
 
 def test_forbidding_every_token_fails_that_request_alone(engine: lp.Engine) -> None:
     nothing = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(range(512), -INF))
-    with pytest.raises(lp.errors.DecodeError, match="no logit of this request's row is finite"):
+    with pytest.raises(lp.errors.DecodeError, match="no token is allowed"):
         engine.generate("nothing", nothing)
-    with pytest.raises(lp.errors.DecodeError, match="finite"):
+    with pytest.raises(lp.errors.DecodeError, match="allowed"):
         list(engine.stream("nothing", nothing))
-    with engine.start("nothing", nothing) as generation, pytest.raises(lp.errors.DecodeError, match="finite"):
+    with (
+        engine.start("nothing", nothing) as generation,
+        pytest.raises(lp.errors.DecodeError, match="allowed"),
+    ):
         generation.next()
 
 

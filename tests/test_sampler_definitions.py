@@ -94,7 +94,14 @@ class Stages:
         if self.bias:
             chain.set_bias(self.bias)
         chain.set_penalties(self.last_n, self.repeat, self.frequency, self.presence)
-        chain.add_top_k(self.top_k).add_typical(self.typical).add_top_p(self.top_p).add_min_p(self.min_p)
+        # What changes nothing is left out, as for requests: what comes first decides how the row is looked through.
+        chain.add_top_k(self.top_k)
+        if self.typical < 1:
+            chain.add_typical(self.typical)
+        if self.top_p < 1:
+            chain.add_top_p(self.top_p)
+        if self.min_p > 0:
+            chain.add_min_p(self.min_p)
         return chain.add_temperature(self.temperature)
 
     def changed(self, row: Row, accepted: Sequence[int] = ()) -> npt.NDArray[np.float64]:

@@ -88,10 +88,15 @@ def tokens_of(n: int, seed: int) -> list[int]:
 
 
 class TestScore:
+    @pytest.mark.parametrize("graph_sampling", ["off", "on"])
     @pytest.mark.parametrize("unified", [False, True])
     @pytest.mark.parametrize("n_slots", [1, 4])
-    def test_many_shapes(self, make_engine: MakeEngine, rows: Rows, unified: bool, n_slots: int) -> None:
-        engine = make_engine(n_seq_max=n_slots, n_ubatch=32, kv_unified=unified)
+    def test_many_shapes(
+        self, make_engine: MakeEngine, rows: Rows, unified: bool, n_slots: int, graph_sampling: str
+    ) -> None:
+        engine = make_engine(
+            n_seq_max=n_slots, n_ubatch=32, kv_unified=unified, graph_sampling=graph_sampling
+        )
         rng = random.Random(n_slots)
         jobs = []
         for i in range(25):
@@ -152,6 +157,15 @@ class TestScore:
         engine.score(tokens_of(100, 3), tokens_of(20, 4))
         spans = [s for s in engine.trace.spans() if s.stage == "launch"]
         assert sum(s.n_rows for s in spans) == 20
+
+    def test_one_float_a_token_comes_from_the_graph(self, make_engine: MakeEngine, rows: Rows) -> None:
+        """Rows with one target are scored there; a row that is asked for several is looked at."""
+        engine = make_engine(n_ubatch=32, graph_sampling="on")
+        context, continuation = tokens_of(40, 8), tokens_of(60, 9)
+        rows.assert_is(engine.score(context, continuation), context, continuation)
+        first, second = engine.score(context, [continuation[:5], continuation[5:9]])
+        rows.assert_is(first, context, continuation[:5])
+        rows.assert_is(second, context, continuation[5:9])
 
     def test_among_generations(self, make_engine: MakeEngine, rows: Rows) -> None:
         engine = make_engine(n_seq_max=3, n_ubatch=32)
@@ -254,6 +268,7 @@ class TestTokens:
             ([], InvalidRequestError, "empty"),
             ("ab", TypeError, "must be token ids"),
             (["a", "b"], TypeError, "tokens"),
+            ([[5, 6], 7], TypeError, "mixes token ids"),
             (tokens_of(258, 1), InvalidRequestError, "n_ctx is 256"),
         ):
             with pytest.raises(error, match=message):

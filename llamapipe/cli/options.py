@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -45,6 +46,19 @@ def _bias(text: str) -> tuple[int, float]:
     raise argparse.ArgumentTypeError(f"{text!r} is not of the form ID=NUMBER, as in 17=-2.5")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _text_or_file(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {e}") from None
+
+
 SAMPLING = [
     Option(
         "max_tokens",
@@ -66,6 +80,36 @@ SAMPLING = [
     Option("stop", str, "TEXT", "end before this text (repeatable)", repeats=True),
     Option("stop_token_ids", int, "ID", "end at this token (repeatable)", repeats=True),
     Option("ignore_eos", bool, "", "go on where the model would end"),
+    Option("min_tokens", int, "N", "shortest answer, in tokens"),
+    Option(
+        "grammar", _text_or_file, "GBNF", "what the answer has to be, in llama.cpp's GBNF; @FILE reads a file"
+    ),
+    Option("json_schema", _text_or_file, "JSON", "the same as a JSON schema; @FILE reads a file"),
+    Option("regex", str, "REGEX", "the same as a regular expression"),
+    Option("lark", _text_or_file, "LARK", "the same as a Lark grammar; @FILE reads a file"),
+    Option("allowed_token_ids", int, "ID", "only this token (repeatable)", repeats=True),
+    Option("bad_words", str, "TEXT", "never this text (repeatable)", repeats=True),
+    Option(
+        "sampler_order", _names, "NAMES", "samplers and their order, with commas between; others are not used"
+    ),
+    Option("dynatemp_range", float, "T", "the temperature follows the entropy, by so much; 0: off"),
+    Option("dynatemp_exponent", float, "X", "how it follows"),
+    Option(
+        "top_n_sigma", float, "X", "only logits within so many standard deviations of the largest; -1: off"
+    ),
+    Option("xtc_probability", float, "P", "how often the likeliest tokens are left out; 0: never"),
+    Option("xtc_threshold", float, "P", "which ones: those at least so likely, but the last of them"),
+    Option("dry_multiplier", float, "X", "makes tokens less likely that lengthen a repetition; 0: off"),
+    Option("dry_base", float, "X", "how fast that grows with its length"),
+    Option("dry_allowed_length", int, "N", "repetitions up to this length are left alone"),
+    Option("dry_penalty_last_n", int, "N", "tokens looked through for repetitions; -1: all"),
+    Option("dry_sequence_breakers", str, "TEXT", "text that ends a repetition (repeatable)", repeats=True),
+    Option("mirostat", int, "N", "1 or 2: this algorithm instead of those that cut tokens off; 0: off"),
+    Option("mirostat_tau", float, "X", "the surprise it aims at"),
+    Option("mirostat_eta", float, "X", "how fast it learns"),
+    Option("adaptive_target", float, "P", "favours tokens of about this probability; -1: off"),
+    Option("adaptive_decay", float, "X", "how long it remembers"),
+    Option("infill", bool, "", "for filling in the middle: ends where that is likely"),
 ]
 ENGINE = [
     Option("n_ctx", int, "N", "tokens that each request may use, prompt and answer"),

@@ -80,7 +80,6 @@ class Engine:
     ) -> None:
         if not isinstance(model, Model):
             raise TypeError(f"model must be a Model, not {type(model).__name__}")
-        slots = check_int("n_seq_max", n_seq_max, 1, 2**31 - 1)
         depth = None if pipeline_depth is None else check_int("pipeline_depth", pipeline_depth, 1, 2)
         self._trace_path = _trace_path(trace)
         window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
@@ -96,7 +95,8 @@ class Engine:
             n_cells=n_cells,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
-            n_outputs_max=min(slots + SCORE_ROWS, check_int("n_batch", n_batch, 1, 2**31 - 1)),
+            n_outputs_max=1,  # raised to n_seq_max: a sequence that is continued has one at a time
+            n_more_outputs=SCORE_ROWS,
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,
             kv_unified=unified,
@@ -341,10 +341,10 @@ class Engine:
         return job.result(await self._finish(make, check_flag("block", block), timeout))
 
     async def _finish(self, make: Make, block: bool, timeout: float | None) -> list[Any]:
-        work = self._collector.acollect(make, block)
+        # The coroutine is made where it is awaited: Ctrl-C may come between any two lines.
         if timeout is None:
-            return await work
-        results: list[Any] = await _with_timeout(work, float(timeout))
+            return await self._collector.acollect(make, block)
+        results: list[Any] = await _with_timeout(self._collector.acollect(make, block), float(timeout))
         return results
 
     def astream(

@@ -179,5 +179,5 @@ def split(prompt: Any, name: str = "prompt", empty_ok: bool = False) -> tuple[li
     if items and all(whole):
         return items, False
     if any(whole):
-        raise TypeError(f"{name} mixes token ids and whole texts; give token ids, or a list of texts")
+        raise TypeError(f"{name} mixes token ids and whole {name}s; give token ids, or a list of {name}s")
     return [items], True

@@ -47,7 +47,7 @@ class Context:
     ``n_ctx``: positions each sequence may use; ``n_cells``: KV cells in all (default ``n_ctx * n_seq_max``; fewer only
     with ``kv_unified``). ``n_batch``/``n_ubatch``: most tokens in a decode and in the physical chunks it is cut into
     (models that are not causal get no smaller chunks). ``n_outputs_max``: most output rows of a decode (default
-    n_batch, n_ubatch with a ring); it bounds memory. ``type_k``/``type_v``: number format of the cache; ``flash_attn``:
+    n_batch, n_ubatch with a ring), ``n_more_outputs`` above that or one a sequence; it bounds memory. ``type_k``/``type_v``: number format of the cache; ``flash_attn``:
     ``"auto"`` (off on software devices), ``"on"`` or ``"off"``. ``n_threads`` computes single tokens,
     ``n_threads_batch`` several. ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows,
     for a pipeline (``collector`` is None where that cannot be); ``logits`` has nothing then. ``graph_sampling``: with a
@@ -67,6 +67,7 @@ class Context:
         n_batch: int = 2048,
         n_ubatch: int = 512,
         n_outputs_max: int | None = None,
+        n_more_outputs: int = 0,
         n_threads: int | None = None,
         n_threads_batch: int | None = None,
         kv_unified: bool = False,
@@ -117,7 +118,8 @@ class Context:
         most = check_int(
             "n_outputs_max", default_n_outputs if n_outputs_max is None else n_outputs_max, 1, self.n_batch
         )
-        self.n_outputs_max = max(most, min(self.n_seq_max, self.n_batch))
+        more = check_int("n_more_outputs", n_more_outputs, 0, 2**31 - 1)
+        self.n_outputs_max = min(max(most, self.n_seq_max) + more, self.n_batch)
         self.n_threads = check_int(
             "n_threads", default_n_threads() if n_threads is None else n_threads, 1, 512
         )

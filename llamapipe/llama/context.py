@@ -47,11 +47,12 @@ class Context:
     ``n_ctx``: positions each sequence may use; ``n_cells``: KV cells in all (default ``n_ctx * n_seq_max``; fewer only
     with ``kv_unified``). ``n_batch``/``n_ubatch``: most tokens in a decode and in the physical chunks it is cut into
     (models that are not causal get no smaller chunks). ``n_outputs_max``: most output rows of a decode (default
-    n_batch, n_ubatch with a ring), ``n_more_outputs`` above that or one a sequence; it bounds memory. ``type_k``/``type_v``: number format of the cache; ``flash_attn``:
-    ``"auto"`` (off on software devices), ``"on"`` or ``"off"``. ``n_threads`` computes single tokens,
-    ``n_threads_batch`` several. ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows,
-    for a pipeline (``collector`` is None where that cannot be); ``logits`` has nothing then. ``graph_sampling``: with a
-    ring, let the graph sample, too; the attribute tells whether it does, and ``graph_problem`` why not.
+    n_batch, n_ubatch with a ring), and ``n_more_outputs`` on top of it; it bounds memory. ``type_k``/``type_v``: number
+    format of the cache; ``flash_attn``: ``"auto"`` (off on software devices), ``"on"`` or ``"off"``. ``n_threads``
+    computes single tokens, ``n_threads_batch`` several. ``n_ring_slots``: stage output rows in a ring of so many times
+    ``n_outputs_max`` rows, for a pipeline (``collector`` is None where that cannot be); ``logits`` has nothing then.
+    ``graph_sampling``: with a ring, let the graph sample, too; the attribute tells whether it does, and
+    ``graph_problem`` why not.
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 

@@ -98,6 +98,7 @@ class Decoder:
         self._undelivered: list[tuple[Request, int]] = []  # of the step sampled last
         self._computing: StepPlan | None = None  # what a launch is computing; for those who cancel
         self._cohorts = CohortSwitch(executor)
+        scheduler.depth = executor.depth if executor.overlaps else 1
         self.trace: Trace | NoTrace = NoTrace()  # where plan and deliver are noted
         self._n_skip = self._n_skipped = 0  # windows to skip after waiting in vain, and skipped since
         self._last_step = -1  # whose tokens those are
@@ -297,14 +298,14 @@ class Decoder:
             if scheduler.memory_ops:
                 self._apply_memory_ops()  # before the plan: what cannot be removed in part is computed again
             # After a change from two cohorts to one, a step may be under way that has to come back first.
-            plan = scheduler.plan() if len(self._flying) < scheduler.cohorts else None
+            plan = scheduler.plan() if len(self._flying) < scheduler.n_flights else None
             if scheduler.dequeued:
                 self._tell_dequeued()
             if plan is not None:
                 self._launch(plan, started)
             if self._undelivered:
                 self._deliver()
-            if self._flying and (plan is None or len(self._flying) >= scheduler.cohorts):
+            if self._flying and (plan is None or len(self._flying) >= scheduler.n_flights):
                 self._sample()
                 started = perf_counter()
                 if scheduler.has_work or self._flying:

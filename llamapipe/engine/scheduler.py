@@ -109,6 +109,7 @@ class Scheduler:
     ``n_score_rows``: most rows in a step that score a request's own tokens. ``least_copy``: how many of
     a sequence's first cells it pays to copy, None if that is never done.
 
+    ``depth``: how many steps of prompts may be under way at once; more than one are cut into steps of ``n_ubatch``.
     ``cohorts``: how many parts decoding requests are split into, each a step of its own, so that one can be computed
     while another is sampled. A plan may be made while another is under way; its requests are not in it then.
     """
@@ -136,6 +137,7 @@ class Scheduler:
         self._least_copy = least_copy
         self.n_preempted = 0
         self.cohorts = 1
+        self.depth = 1
         self._filler = filler
         self._slots = Slots(n_slots)
         self._scarce = n_cells < n_ctx * n_slots
@@ -186,6 +188,11 @@ class Scheduler:
     def all_ready(self) -> bool:
         """Whether every unfinished request may go on, so that none is worth waiting for."""
         return not self._paused and not self._parked
+
+    @property
+    def n_flights(self) -> int:
+        """How many steps may be under way: what decodes needs the last one's tokens, prompts do not."""
+        return self.cohorts if self._decoding else max(self.cohorts, self.depth)
 
     def live(self) -> list[Request]:
         """Every unfinished request."""
@@ -539,6 +546,8 @@ class Scheduler:
         budget = self.n_batch - len(plan.tokens)
         if self._decoding:
             budget = min(budget, max(self.n_ubatch - len(plan.tokens), 1))
+        elif self.depth > 1:
+            budget = min(budget, self.n_ubatch)  # no slower, and the next one need not wait for it
         n_rows = self.n_score_rows
         for request in self._prefilling:
             if budget <= 0:

@@ -20,6 +20,7 @@ from llamapipe.lm_eval.generation import sampling_params
 from llamapipe.lm_eval.options import Options
 
 _log = logging.getLogger(__name__)
+_DEFAULT_MAX_GEN_TOKS = 256  # the harness's
 _PART = 256  # requests between two writes of the harness's cache, where there is one
 
 Tokens = list[int]
@@ -79,7 +80,8 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
     @property
     def max_gen_toks(self) -> int:
         """Most generated tokens where a task does not say."""
-        return self.options.max_gen_toks
+        given = self.options.max_gen_toks
+        return min(_DEFAULT_MAX_GEN_TOKS, self.max_length // 2) if given is None else given
 
     @property
     def batch_size(self) -> int:

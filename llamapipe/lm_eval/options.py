@@ -8,7 +8,6 @@ from typing import Any
 from llamapipe.llama.check import check_flag, check_int
 
 _INT32_MAX = 2**31 - 1
-_DEFAULT_MAX_GEN_TOKS = 256  # the harness's
 _DEFAULT_SEQUENCES = 8  # Engine's
 
 
@@ -20,7 +19,7 @@ class Options:
     - ``n_ctx`` (or ``max_length``), ``n_seq_max``, ``n_cells``, ``n_threads``, ``n_threads_batch``, ``n_batch``,
       ``n_ubatch``, ``kv_unified``, ``type_k``, ``type_v``, ``flash_attn``: as for ``Engine``; ``n_gpu_layers``: as for
       ``Model``.
-    - ``max_gen_toks``: most generated tokens where a task does not say.
+    - ``max_gen_toks``: most generated tokens where a task does not say (default: 256, at most half of ``n_ctx``).
     - ``add_bos_token``: whether texts begin with BOS (default: what the vocabulary says). ``prefix_token_id``: what
       stands before the first token of a text that is scored from its beginning (default: BOS, else EOS).
     - ``enable_thinking``: given to the chat template, by those that ask for it.
@@ -46,7 +45,7 @@ class Options:
     type_k: str = "f16"
     type_v: str = "f16"
     flash_attn: str = "auto"
-    max_gen_toks: int = _DEFAULT_MAX_GEN_TOKS
+    max_gen_toks: int | None = None
     add_bos_token: bool | None = None
     prefix_token_id: int | None = None
     enable_thinking: bool | None = None

@@ -43,7 +43,7 @@ def has_line() -> bool:
         files = importlib.metadata.files("llamapipe") or []
     except importlib.metadata.PackageNotFoundError:
         return False
-    return any(file.name == "llamapipe-lm-eval.pth" for file in files)
+    return any(file.as_posix() == "llamapipe-lm-eval.pth" for file in files)
 
 
 class TestCommand:
@@ -58,7 +58,8 @@ class TestCommand:
                 text=True,
                 check=False,
                 cwd=tmp_path,
-                env={**os.environ, **OFFLINE},
+                # Of a source tree, what this process imported.
+                env={"PYTHONPATH": str(Path(lp.__file__).parents[1]), **os.environ, **OFFLINE},
             )
             assert done.returncode == expect, done.stderr
             return done.stdout if expect == 0 else done.stderr

@@ -44,14 +44,14 @@ def texts(lm: LlamapipeLM, *pairs: tuple[str, dict[str, Any]]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def lm() -> Iterator[LlamapipeLM]:
-    lm = LlamapipeLM(path="demo", n_ctx=256, n_threads=1)
+    lm = LlamapipeLM(path="demo", n_ctx=256, n_threads=1, flash_attn="off")
     yield lm
     lm.close()
 
 
 @pytest.fixture(scope="module")
 def plain(demo: lp.Model) -> Iterator[PlainScores]:
-    plain = PlainScores(demo, 256)
+    plain = PlainScores(demo, 256, flash_attn="off")
     yield plain
     plain.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from types import TracebackType
@@ -81,11 +81,18 @@ class Gate:
 
     # ---- the executor's part
     def launch(
-        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        rows: Sequence[int] = (),
+        samplers: Sequence[Any] = (),
+        targets: Mapping[int, int] | None = None,
     ) -> int:
         self._pass()
         self.launches.append(Launch(list(tokens), list(positions), list(seq_ids), list(outputs)))
-        return self._executor.launch(tokens, positions, seq_ids, outputs)
+        return self._executor.launch(tokens, positions, seq_ids, outputs, rows, samplers, targets)
 
     def launch_again(self) -> int:
         self._pass()

@@ -157,7 +157,14 @@ class FakeContext:
         return True
 
     def launch(
-        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int], outputs: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        rows: Sequence[int] = (),
+        samplers: Sequence[Any] = (),
+        targets: Mapping[int, int] | None = None,
     ) -> int:
         """Stores a batch and computes its output rows; its number."""
         self._claim()

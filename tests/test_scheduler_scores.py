@@ -22,7 +22,7 @@ class Desk:
     """Runs a scheduler's steps on a fake context, as the decoder does."""
 
     def __init__(
-        self, n_slots: int, n_cells: int | None = None, n_score_rows: int = 5, **context: bool
+        self, n_slots: int, n_cells: int | None = None, n_score_rows: int = 5, recurrent: bool = False
     ) -> None:
         n_cells = N_CTX * n_slots if n_cells is None else n_cells
         self.context = FakeContext(n_slots, N_CTX, n_cells, n_batch=24, recurrent=recurrent)

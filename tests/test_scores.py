@@ -229,12 +229,11 @@ class TestScore:
     def test_asyncio(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
 
-        async def both() -> list[lp.Score]:
-            return await asyncio.gather(
-                engine.ascore([5, 6], [7, 8]), engine.ascore([5, 6], [[9]], timeout=60)
-            )
+        async def both() -> list[Any]:
+            asked = engine.ascore([5, 6], [7, 8]), engine.ascore([5, 6], [[9]], timeout=60)
+            return list(await asyncio.gather(*asked))
 
-        one, (other,) = asyncio.run(both())  # type: ignore[misc]
+        one, (other,) = asyncio.run(both())
         assert one.logprobs.tolist() == engine.score([5, 6], [7, 8]).logprobs.tolist()
         assert other.logprobs.tolist() == engine.score([5, 6], [9]).logprobs.tolist()
 

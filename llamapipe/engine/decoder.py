@@ -240,7 +240,7 @@ class Decoder:
         if request.sampler is not None:
             try:
                 request.recipe.again(request.sampler, request)
-            except ValueError as e:
+            except (ValueError, DecodeError) as e:  # the sequence is not what its constraints allow
                 self._scheduler.fail(request, InvalidRequestError(str(e)))
                 self._finished(request)
 
@@ -380,8 +380,14 @@ class Decoder:
             if plan.again:
                 step = executor.launch_again()
             else:
-                step = executor.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
+                targets = self._targets(plan) if plan.scored else None
+                step = executor.launch(
+                    plan.tokens, plan.positions, plan.seq_ids, plan.outputs, plan.rows, samplers, targets
+                )
             self._flying.append(Flight(plan, step, samplers))
+            # A request may have been cancelled when the step was neither being launched nor under way.
+            if plan.fed[0][0].cancelled and all(request.cancelled for request, _ in plan.fed):
+                executor.abort(step)
         except (ContextFullError, DecodeError) as e:
             self._failed(plan, e)
         finally:
@@ -426,6 +432,16 @@ class Decoder:
             self._deliver()
         elif self._cohorts.step(len(sampled)):
             scheduler.cohorts = self._cohorts.n
+
+    def _targets(self, plan: StepPlan) -> dict[int, int]:
+        """Of rows that are asked about one token only: that token."""
+        found: dict[int, int] = {}
+        for request, first, rows in plan.scored:
+            for i, entry in enumerate(rows):
+                wanted = request.scoring.targets(first + i)
+                if len(wanted) == 1 and request.scoring.n_top == 0:
+                    found[entry] = wanted[0]
+        return found
 
     def _score(self, plan: StepPlan, step: int) -> None:
         """Hands the requests what the rows of their own tokens say."""

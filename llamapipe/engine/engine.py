@@ -28,7 +28,7 @@ from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
 from llamapipe.llama.check import check_flag, check_float, check_int
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
-from llamapipe.pipeline.core import engine_core, ring_slots
+from llamapipe.pipeline.core import engine_core, ring_slots, wants_graph_sampling
 from llamapipe.pipeline.executor import StepExecutor
 from llamapipe.pipeline.trace import Trace, check_trace_path
 
@@ -48,7 +48,8 @@ class Engine:
     down). ``max_queue``: most requests that wait for a slot, None for any number. ``trace``: True records what runs
     when, for the attribute ``trace``; a path also writes it there when the engine closes, as ``.json`` or ``.svg``.
     ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own buffer (see
-    ``docs/backends.md``). For the other options see ``Context``.
+    ``docs/backends.md``). ``graph_sampling``: sample in the compute graph what can be, so that only tokens come back:
+    ``"auto"`` (on a GPU that is no software device), ``"on"`` or ``"off"``. For the other options see ``Context``.
 
     Any thread. Close it, or use ``with`` or ``async with``, before its model. In a child after ``fork()`` its use is
     refused.
@@ -75,6 +76,7 @@ class Engine:
         max_queue: int | None = None,
         trace: bool | str | Path | None = None,
         ring: str = "auto",
+        graph_sampling: str = "auto",
     ) -> None:
         if not isinstance(model, Model):
             raise TypeError(f"model must be a Model, not {type(model).__name__}")
@@ -102,6 +104,7 @@ class Engine:
             type_v=type_v,
             flash_attn=flash_attn,
             n_ring_slots=ring_slots(model, ring, 2 if depth is None else depth + 1),
+            graph_sampling=wants_graph_sampling(model, ring, graph_sampling),
         )
         try:
             if not model.is_causal:

@@ -103,7 +103,7 @@ class EngineStats:
     ``compute_s`` is what steps took to compute and ``wait_s`` how long it was waited for them, as far as that is known.
     ``n_waits``: waits for a step; ``n_syncs``: waits for all that was launched; ``n_copies``, ``n_copied_bytes``: rows
     brought to host memory; ``n_reused``: compute graphs that llama.cpp used again; ``n_cohorts``: parts that decoding
-    requests are split into now.
+    requests are split into now; ``n_graph_sampled``: tokens that the graph itself sampled.
     """
 
     steps: int
@@ -126,3 +126,4 @@ class EngineStats:
     n_reused: int = 0
     compute_s: float = 0.0
     wait_s: float = 0.0
+    n_graph_sampled: int = 0

@@ -14,6 +14,8 @@ from llamapipe.engine.request import Request
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.sampler import Dry, Guide, SamplerChain
 from llamapipe.llama.vocab import Vocab
+from llamapipe.structured.compile import compile_guide
+from llamapipe.structured.gbnf import check_gbnf
 
 _N_KEPT = 64
 T = TypeVar("T")
@@ -87,10 +89,17 @@ class Recipe:
             breakers = tuple(params.dry_sequence_breakers)
             self._dry = dries.get((*options, breakers), lambda: Dry(vocab, *options, breakers))
         self._guide: Callable[[], Guide] | None = None
-        if params.infill and not (vocab.eog_tokens):
-            raise InvalidRequestError("infill needs a token that ends generation; this vocabulary has none")
+        for name in ("infill", "grammar"):
+            if getattr(params, name) and (params.ignore_eos or not vocab.eog_tokens):
+                raise InvalidRequestError(
+                    f"{name} needs a token that ends generation: "
+                    + ("leave ignore_eos off" if params.ignore_eos else "this vocabulary has none")
+                )
         if params.grammar is not None:
             self._check_grammar(params.grammar)
+        for name in ("json_schema", "regex", "lark"):
+            if getattr(params, name) is not None:
+                self._guide = compile_guide(vocab, **{name: getattr(params, name)}).new
 
     @property
     def penalizes(self) -> bool:
@@ -110,9 +119,7 @@ class Recipe:
         chain = SamplerChain(self._vocab, request.seed)
         self._add_changes(chain)
         self._add_stages(chain)
-        if self._guide is not None:
-            chain.guide = self._guide()
-        chain.processors = tuple(self.params.logits_processors)
+        chain.set_python(self.params.logits_processors, None if self._guide is None else self._guide())
         if self.params.logprobs is not None:
             chain.set_logprobs(self.params.logprobs)
         history = self.history(request.tokens)
@@ -123,6 +130,7 @@ class Recipe:
     def again(self, chain: SamplerChain, request: Request) -> None:
         """Tells a chain what its request's sequence is after a change. Raises ValueError if that is not allowed."""
         chain.reset()
+        chain.finished = False
         generated = request.tokens[request.n_prompt :]
         if self.params.grammar is not None:
             if not self._vocab.eog_tokens.isdisjoint(generated):
@@ -135,6 +143,7 @@ class Recipe:
             chain.guide.reset(generated)
 
     def _check_grammar(self, text: str) -> None:
+        check_gbnf(text, self._vocab)
         with SamplerChain(self._vocab) as chain:
             try:
                 chain.set_grammar(text)

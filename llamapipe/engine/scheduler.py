@@ -338,7 +338,9 @@ class Scheduler:
             tokens.append(token)
             request.n_generated += 1
             request.n_total += 1
-            if request.n_generated >= request.max_tokens or len(tokens) >= self.n_ctx:
+            if getattr(request.sampler, "finished", False):
+                self.finish(request, "stop")
+            elif request.n_generated >= request.max_tokens or len(tokens) >= self.n_ctx:
                 self.finish(request, "length")
             elif request.n_total >= request.limit:
                 self._pause(request)

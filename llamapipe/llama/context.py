@@ -50,7 +50,8 @@ class Context:
     n_batch, n_ubatch with a ring); it bounds memory. ``type_k``/``type_v``: number format of the cache; ``flash_attn``:
     ``"auto"`` (off on software devices), ``"on"`` or ``"off"``. ``n_threads`` computes single tokens,
     ``n_threads_batch`` several. ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows,
-    for a pipeline (``collector`` is None where that cannot be); ``logits`` has nothing then.
+    for a pipeline (``collector`` is None where that cannot be); ``logits`` has nothing then. ``graph_sampling``: with a
+    ring, let the graph sample, too; the attribute tells whether it does, and ``graph_problem`` why not.
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
@@ -73,8 +74,11 @@ class Context:
         type_v: str = "f16",
         flash_attn: str = "auto",
         n_ring_slots: int = 0,
+        graph_sampling: bool = False,
     ) -> None:
         self._handle: Any = None
+        self.graph_sampling = graph_sampling and n_ring_slots > 0
+        self.graph_problem = "outputs go through llama.cpp's own buffer" if graph_sampling else ""
         self.collector: Any = None
         self.n_ring_slots = n_ring_slots
         if not isinstance(model, Model):
@@ -190,7 +194,9 @@ class Context:
         ffi, lib = self._native.ffi, self._native.lib
         if n_ring_slots <= 0:
             return lib.lp_context_new(self.model.handle, params, _POLL, ffi.NULL)
-        collector = lib.lp_collector_new(self.model.handle, self.n_seq_max, n_ring_slots * self.n_outputs_max)
+        collector = lib.lp_collector_new(
+            self.model.handle, self.n_seq_max, n_ring_slots * self.n_outputs_max, self.graph_sampling
+        )
         new = lib.lp_context_new(self.model.handle, params, _POLL, collector)
         if new == ffi.NULL:
             lib.lp_collector_free(collector)
@@ -198,7 +204,11 @@ class Context:
         problem = lib.lp_collector_problem(collector)
         if problem == ffi.NULL:
             self.collector = collector
+            problem = lib.lp_collector_sampler_problem(collector)
+            if self.graph_sampling and problem != ffi.NULL:
+                self.graph_sampling, self.graph_problem = False, ffi.string(problem).decode()
             return new
+        self.graph_sampling = False
         reason = ffi.string(problem).decode()
         lib.lp_context_free(new)
         lib.lp_collector_free(collector)

@@ -23,20 +23,24 @@ if TYPE_CHECKING:
 MAX_BIAS = 1e6
 
 
+Processor = Callable[["npt.NDArray[np.float32]"], object]
+
+
 class Guide(Protocol):
     """What may follow, decided token by token by something that is not llama.cpp's."""
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """A bit for each token, set where it may follow; ``(ceil(n_vocab / 32),)``, valid until ``accept``."""
 
-    def prepare(self) -> None:
-        """Makes the next ``mask`` quick; for a time when nothing waits."""
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but an end may follow."""
 
     def accept(self, token: int) -> None:
         """Takes the token that follows."""
 
     def reset(self, tokens: Sequence[int]) -> None:
-        """Begins anew, after these tokens. Raises ValueError where they are not allowed."""
+        """Begins anew, after these tokens. Raises DecodeError where they are not allowed."""
 
     def close(self) -> None:
         """Frees what it holds."""
@@ -96,9 +100,10 @@ class SamplerChain:
         self._pid = os.getpid()
         self._native = native()
         self._lib = self._native.lib
-        self.processors: tuple[Callable[[npt.NDArray[np.float32]], object], ...] = ()
+        self.processors: tuple[Processor, ...] = ()
         self.guide: Guide | None = None
         self.error: Exception | None = None  # why the last draw failed, where that is not the row's doing
+        self.finished = False  # nothing may follow the tokens accepted so far
         self.n_logprobs = -1
         self._vocab = vocab  # keeps what the native chain points to
         self.n_vocab = vocab.n_vocab
@@ -254,6 +259,13 @@ class SamplerChain:
         """Whether a draw needs no Python: no processors and no guide."""
         return not self.processors and self.guide is None
 
+    def set_python(self, processors: Sequence[Processor], guide: Guide | None) -> SamplerChain:
+        """What looks at rows, and decides what may follow, in Python; the guide is closed with the chain."""
+        self.processors, self.guide = tuple(processors), guide
+        if not self.is_native:
+            self._lib.lp_sampler_needs_row(self.handle)
+        return self
+
     def set_logprobs(self, n: int) -> SamplerChain:
         """Every draw notes the log-probability of its token and of the ``n`` most probable ones."""
         self.n_logprobs = check_int("n", n, 0, self.n_vocab)
@@ -324,6 +336,7 @@ class SamplerChain:
             return True
         try:
             self.guide.accept(token)
+            self.finished = self.guide.finished
         except Exception as e:
             self.error = e
             return False

@@ -12,6 +12,7 @@ from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
 
+GRAPH_SAMPLING = ("auto", "on", "off")
 RINGS = ("auto", "events", "sync", "off")
 _MODES = ("host", "events", "sync", "stock")
 
@@ -28,6 +29,19 @@ def can_stage(model: Model) -> bool:
     Recurrent and sliding-window memories retry other ways by themselves, so their rows could not be told apart.
     """
     return not model.is_recurrent and not model.n_swa
+
+
+def wants_graph_sampling(model: Model, ring: str, choice: str) -> bool:
+    """Whether the graph shall sample: by itself only where a device computes that is more than software.
+
+    A CPU has better ways to find a row's candidates, and a software device is a CPU.
+    """
+    check_choice("graph_sampling", choice, GRAPH_SAMPLING)
+    if choice != "auto":
+        return choice == "on"
+    return ring_slots(model, ring, 1) > 0 and any(
+        d.type in ("gpu", "igpu") and not d.is_software for d in model.devices
+    )
 
 
 class Core:
@@ -72,6 +86,10 @@ class Core:
         if self.handle == ffi.NULL:
             raise BackendError(f"the pipeline could not be made ({last_error(self.native)})")
         self.mode = _MODES[mode]
+        if context.graph_problem and not context.graph_sampling:
+            logging.getLogger("llamapipe").warning(
+                "%s cannot be sampled in the graph: %s", context.model.path.name, context.graph_problem
+            )
         self._free = lib.lp_pipeline_free  # modules may be gone when the interpreter ends
         self._closed = False
         self._closing = threading.Lock()

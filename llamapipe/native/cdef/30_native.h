@@ -23,23 +23,27 @@ int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int 
 int lp_piece(const struct llama_vocab * vocab, int32_t token, char * bytes, int n_max, bool special);
 
 typedef struct lp_collector lp_collector;
-lp_collector * lp_collector_new(const struct llama_model * model, int n_seq_max, int64_t n_rows);
+lp_collector * lp_collector_new(const struct llama_model * model, int n_seq_max, int64_t n_rows, bool samples);
 const char *   lp_collector_problem(const lp_collector * collector);
+const char *   lp_collector_sampler_problem(const lp_collector * collector);
+int64_t        lp_collector_bytes(const lp_collector * collector);
 void           lp_collector_free(lp_collector * collector);
 struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll,
                                       lp_collector * collector);
 void lp_context_free(struct llama_context * ctx);
+int64_t lp_context_scratch_bytes(struct llama_context * ctx);
 int  lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
                const int32_t * seq_ids, const int8_t * outputs);
 int  lp_logits(struct llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out);
 int  lp_memory_remove(struct llama_context * ctx, int seq_id, int p0, int p1);
 int  lp_memory_copy(struct llama_context * ctx, int src, int dst, int p0, int p1);
 int  lp_memory_clear(struct llama_context * ctx);
+typedef struct lp_sampler lp_sampler;
 typedef struct lp_pipeline lp_pipeline;
 typedef struct lp_step lp_step;
 typedef struct {
     int64_t n_steps, n_decodes, n_waits, n_syncs, n_copies, n_bytes, n_moved, n_memory_ops;
-    int64_t compute_ns, wait_ns;
+    int64_t n_graph, compute_ns, wait_ns;
 } lp_counters;
 typedef struct {
     int64_t step, begin_ns, end_ns;
@@ -68,8 +72,8 @@ void          lp_step_unexpose(lp_step * step);
 void          lp_step_release(lp_step * step);
 void          lp_step_free(lp_step * step);
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                  const int32_t * seq_ids, const int8_t * outputs);
-int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled);
+                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets);
+int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);
 void    lp_abort(lp_pipeline * pipeline, int64_t number);
 int64_t lp_launching(const lp_pipeline * pipeline);
@@ -79,13 +83,13 @@ void    lp_trace(lp_pipeline * pipeline, int64_t n_max);
 bool    lp_next_span(lp_pipeline * pipeline, lp_span * span);
 int64_t lp_now_ns(void);
 
-typedef struct lp_sampler lp_sampler;
 typedef struct lp_dry lp_dry;
 lp_sampler * lp_sampler_new(const struct llama_vocab * vocab, uint64_t seed);
 void lp_sampler_free(lp_sampler * s);
 int  lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases);
 int  lp_sampler_set_allowed(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask);
+void lp_sampler_needs_row(lp_sampler * s);
 int  lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_set_min_tokens(lp_sampler * s, int min_tokens, int n_ends, const int32_t * ends);
 int  lp_sampler_set_grammar(lp_sampler * s, const char * text, const char * root);
@@ -118,6 +122,11 @@ int lp_sample_rows(lp_pipeline * pipeline, int64_t step, int n_rows, const int32
 const float * lp_step_row(lp_pipeline * pipeline, int64_t step, int entry);
 int lp_score_rows(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, const int32_t * targets,
                   float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs);
+int lp_score_graph(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, float * logprobs, int8_t * greedy);
+bool lp_in_graph(lp_sampler * s);
+#define LP_GRAPH_RESULTS ...
+int lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
+                    const int32_t * targets, float * results);
 int lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
 
 // Called while a model loads, on the loading thread; returning false stops the load.

@@ -14,3 +14,12 @@ ggml_backend_t lp::compute_backend(llama_context * ctx, ggml_backend_dev_t devic
     }
     return nullptr;
 }
+
+size_t lp::scratch_bytes(llama_context * ctx) {
+    ggml_backend_sched_t sched = ctx->get_sched();
+    size_t               n     = 0;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
+        n += ggml_backend_sched_get_buffer_size(sched, ggml_backend_sched_get_backend(sched, i));
+    }
+    return n;
+}

@@ -12,8 +12,12 @@ int64_t lp::now_ns() {
 
 namespace lp {
 
-Collector::Collector(int n_vocab, int n_seq_max, int64_t n_rows)
-    : n_vocab_(n_vocab), n_seq_max_(n_seq_max), n_rows_(n_rows) {}
+Collector::Collector(int n_vocab, int n_seq_max, int64_t n_rows, bool samples)
+    : n_vocab_(n_vocab), n_seq_max_(n_seq_max), n_rows_(n_rows) {
+    if (samples) {
+        sampler_ = std::make_unique<GraphSampler>(n_vocab);
+    }
+}
 
 Collector::~Collector() {
     for (llama_sampler * chain : samplers_) {
@@ -41,6 +45,9 @@ const llama_sampler_i & Collector::interface() {
         i.backend_reset     = [](llama_sampler * s) {
             of(s).first_ = true;
             of(s).index_ = nullptr;
+            if (of(s).sampler_) {
+                of(s).sampler_->forget();
+            }
         };
         return i;
     }();
@@ -69,12 +76,27 @@ const char * Collector::problem() const {
     return n_unknown_ ? "llama.cpp's graph has another form than expected" : "llama.cpp built no graph with outputs";
 }
 
+const char * Collector::sampler_problem() const {
+    return sampler() ? nullptr : !attached() ? problem() : sampler_problem_.c_str();
+}
+
 bool Collector::init(ggml_backend_buffer_type_t buft) {
     if (staging_ || !supported_) {  // once for all sequences
         return staging_ != nullptr;
     }
-    ctx_     = ggml_init({ ggml_tensor_overhead() * 4, nullptr, true });
+    ggml_backend_dev_t device = ggml_backend_buft_get_device(buft);
+    if (!device && ggml_backend_buft_is_host(buft)) {  // plain memory has none
+        device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    }
+    if (sampler_ && !(device && sampler_->probe(device))) {
+        sampler_problem_ = device ? sampler_->problem() : "the output rows are on no device";
+        sampler_.reset();
+    }
+    ctx_     = ggml_init({ ggml_tensor_overhead() * (4 + GraphSampler::n_tensors), nullptr, true });
     ggml_tensor * staging = ctx_ ? ggml_new_tensor_2d(ctx_, GGML_TYPE_F32, n_vocab_, n_rows_ + 1) : nullptr;
+    if (staging && sampler_) {
+        sampler_->declare(ctx_, n_rows_ + 1);
+    }
     buffer_  = staging ? ggml_backend_alloc_ctx_tensors_from_buft(ctx_, buft) : nullptr;
     if (!buffer_) {
         supported_ = false;
@@ -82,7 +104,10 @@ bool Collector::init(ggml_backend_buffer_type_t buft) {
     }
     staging_ = staging;
     host_    = ggml_backend_buffer_is_host(buffer_) ? (float *) staging_->data : nullptr;
-    if (ggml_backend_dev_t device = ggml_backend_buft_get_device(buft)) {
+    if (sampler_) {
+        sampler_->fill();
+    }
+    if (device) {
         ggml_tensor * row   = ggml_new_tensor_2d(ctx_, GGML_TYPE_F32, n_vocab_, 1);
         ggml_tensor * index = ggml_new_tensor_1d(ctx_, GGML_TYPE_I64, 1);
         supported_          = ggml_backend_dev_supports_op(device, ggml_set_rows(ctx_, staging_, row, index));
@@ -115,6 +140,9 @@ void Collector::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_dat
     ggml_set_name(index_, "lp_rows");
     ggml_set_input(index_);
     ggml_build_forward_expand(graph, ggml_set_rows(ctx, staging_, rows, index_));
+    if (sampler_) {
+        sampler_->build(ctx, graph, rows, index_);
+    }
 }
 
 // Called once for every sequence that has an output, and without saying which part of a batch this is: hence one decode is
@@ -128,11 +156,17 @@ void Collector::set_input() {
     if (n == n_expected_) {
         n_written_ = n_expected_;
         ggml_backend_tensor_set(index_, rows_, 0, (size_t) n * sizeof(int64_t));
+        if (sampler_) {
+            sampler_->set_input(parameters_);
+        }
         return;
     }
     n_wrong_++;
     astray_.assign((size_t) n, n_rows_);
     ggml_backend_tensor_set(index_, astray_.data(), 0, (size_t) n * sizeof(int64_t));
+    if (sampler_) {
+        sampler_->set_input(nullptr);
+    }
 }
 
 }  // namespace lp

@@ -5,7 +5,7 @@
 // graph, so the place rotates while the graph is reused. llama.cpp then copies no logits itself.
 #pragma once
 
-#include "native.h"
+#include "graph_sampler.hpp"
 
 #include <memory>
 #include <vector>
@@ -14,8 +14,8 @@ namespace lp {
 
 class Collector {
 public:
-    // `n_rows` of `n_vocab` floats, for contexts of `n_seq_max` sequences.
-    Collector(int n_vocab, int n_seq_max, int64_t n_rows);
+    // `n_rows` of `n_vocab` floats, for contexts of `n_seq_max` sequences. `samples`: the graph shall sample, too.
+    Collector(int n_vocab, int n_seq_max, int64_t n_rows, bool samples);
     ~Collector();
     Collector(const Collector &) = delete;
     Collector & operator=(const Collector &) = delete;
@@ -28,9 +28,15 @@ public:
     bool attached() const { return staging_ && supported_ && n_graphs_ > 0 && n_unknown_ == 0; }
     const char * problem() const;
 
-    // The rows where the next decode shall put its outputs, in the order of its outputs. Not copied.
-    void expect(const int64_t * rows, int n) {
+    // Whether the graph samples; null if it does, else why it does not.
+    const GraphSampler * sampler() const { return attached() ? sampler_.get() : nullptr; }
+    const char * sampler_problem() const;
+
+    // The rows where the next decode shall put its outputs, in the order of its outputs, and what it samples them with (or
+    // null). Not copied.
+    void expect(const int64_t * rows, const GraphRow * parameters, int n) {
         rows_       = rows;
+        parameters_ = parameters;
         n_expected_ = n;
         n_written_  = n_wrong_ = 0;
         inputs_ns_  = 0;
@@ -69,7 +75,11 @@ private:
     bool                  supported_ = true;
     int                   n_graphs_ = 0, n_unknown_ = 0;
 
+    std::unique_ptr<GraphSampler> sampler_;
+    std::string                   sampler_problem_ = "it was not asked for";
+
     const int64_t *      rows_ = nullptr;
+    const GraphRow *     parameters_ = nullptr;
     int                  n_expected_ = 0, n_written_ = 0, n_wrong_ = 0;
     int64_t              inputs_ns_ = 0;
     std::vector<int64_t> astray_;

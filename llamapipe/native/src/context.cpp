@@ -1,4 +1,5 @@
 // Contexts: creation, one decode from flat arrays, logits rows, memory operations.
+#include "accessor.hpp"
 #include "collector.hpp"
 #include "guard.hpp"
 #include "pipeline.hpp"
@@ -8,15 +9,22 @@
 #include <cstring>
 #include <vector>
 
-lp_collector * lp_collector_new(const llama_model * model, int n_seq_max, int64_t n_rows) {
+lp_collector * lp_collector_new(const llama_model * model, int n_seq_max, int64_t n_rows, bool samples) {
     return lp::guard((lp_collector *) nullptr, [&] {
         const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
-        return new lp_collector{ std::make_shared<lp::Collector>(n_vocab, n_seq_max, n_rows) };
+        return new lp_collector{ std::make_shared<lp::Collector>(n_vocab, n_seq_max, n_rows, samples) };
     });
 }
 
 const char * lp_collector_problem(const lp_collector * collector) {
     return collector->shared->attached() ? nullptr : collector->shared->problem();
+}
+
+const char * lp_collector_sampler_problem(const lp_collector * collector) { return collector->shared->sampler_problem(); }
+
+int64_t lp_collector_bytes(const lp_collector * collector) {
+    ggml_backend_buffer_t buffer = collector->shared->buffer();
+    return buffer ? (int64_t) ggml_backend_buffer_get_size(buffer) : 0;
 }
 
 bool lp_collector_in_host_memory(const lp_collector * collector) { return collector->shared->host() != nullptr; }
@@ -55,6 +63,10 @@ void lp_context_free(llama_context * ctx) {
         lp::free_threads(ctx);
         return 0;
     });
+}
+
+int64_t lp_context_scratch_bytes(llama_context * ctx) {
+    return lp::guard((int64_t) LP_ERROR, [&] { return (int64_t) lp::scratch_bytes(ctx); });
 }
 
 int lp_decode(llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,

@@ -5,8 +5,7 @@
 
 namespace lp {
 
-Copier::Copier(ggml_backend_t compute, const ggml_tensor * staging, int n_lanes)
-    : compute_(compute), staging_(staging), lanes_((size_t) n_lanes) {
+Copier::Copier(ggml_backend_t compute, int n_lanes) : compute_(compute), lanes_((size_t) n_lanes) {
     ggml_backend_dev_t device = ggml_backend_get_device(compute);
     for (Lane & lane : lanes_) {
         lane.backend  = ggml_backend_dev_init(device, nullptr);
@@ -51,9 +50,9 @@ void Copier::begin(int i) {
     ggml_backend_event_record(lane.computed, lane.backend);
 }
 
-void Copier::copy(int i, int64_t first_row, int64_t n_rows, float * to) {
-    const size_t row = (size_t) staging_->nb[1];
-    ggml_backend_tensor_get_async(lanes_[(size_t) i].backend, staging_, to, (size_t) first_row * row, (size_t) n_rows * row);
+void Copier::copy(int i, const ggml_tensor * from, int64_t first_row, int64_t n_rows, float * to) {
+    const size_t row = (size_t) from->nb[1];
+    ggml_backend_tensor_get_async(lanes_[(size_t) i].backend, from, to, (size_t) first_row * row, (size_t) n_rows * row);
 }
 
 void Copier::end(int i) { ggml_backend_event_record(lanes_[(size_t) i].copied, lanes_[(size_t) i].backend); }

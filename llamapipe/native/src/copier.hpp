@@ -12,14 +12,14 @@ namespace lp {
 class Copier {
 public:
     // Throws std::runtime_error where the device has no events.
-    Copier(ggml_backend_t compute, const ggml_tensor * staging, int n_lanes);
+    Copier(ggml_backend_t compute, int n_lanes);
     ~Copier();
     Copier(const Copier &) = delete;
     Copier & operator=(const Copier &) = delete;
 
     // After a launch, on the launching thread: copies run once the graph has. A lane must be idle.
     void begin(int lane);
-    void copy(int lane, int64_t first_row, int64_t n_rows, float * to);
+    void copy(int lane, const ggml_tensor * from, int64_t first_row, int64_t n_rows, float * to);
     void end(int lane);
 
     // One thread at a time for each lane: returns when the graph, then when the copies are done.
@@ -36,9 +36,8 @@ private:
     };
     void free_lanes();
 
-    ggml_backend_t      compute_;
-    const ggml_tensor * staging_;
-    std::vector<Lane>   lanes_;
+    ggml_backend_t    compute_;
+    std::vector<Lane> lanes_;
 };
 
 }  // namespace lp

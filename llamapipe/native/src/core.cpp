@@ -33,7 +33,7 @@ Core::Core(llama_context * ctx, std::shared_ptr<Collector> collector, const Opti
             if (!compute || !props.caps.events) {
                 throw std::runtime_error("the device has no events");
             }
-            copier_ = std::make_unique<Copier>(compute, collector_->staging(), n_slots_);
+            copier_ = std::make_unique<Copier>(compute, n_slots_);
         }
     }
     llama_set_abort_callback(ctx, [](void * core) { return ((Core *) core)->stop_computing(); }, this);
@@ -74,15 +74,18 @@ std::shared_ptr<Step> Core::make(int n, const int32_t * tokens, const int32_t * 
 }
 
 int64_t Core::launch(int n, const int32_t * tokens, const int32_t * positions, const int32_t * seq_ids,
-                     const int8_t * outputs) {
+                     const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets) {
     make_way();
     last_.reset();
     auto step = spare();
     step->set(n, tokens, positions, seq_ids, outputs, shape_);
+    if (samples() && (samplers || targets)) {
+        step->wish(samplers, targets, n_vocab_);
+    }
     return launch_live(step);
 }
 
-int64_t Core::launch_again(const int32_t * sampled) {
+int64_t Core::launch_again(const int32_t * sampled, lp_sampler ** samplers) {
     if (!last_) {
         set_error("no step was launched yet");
         return LP_ERROR;
@@ -94,6 +97,9 @@ int64_t Core::launch_again(const int32_t * sampled) {
     step->advance(*last, sampled);
     if (idle) {
         step->clear();
+    }
+    if (samples() && samplers) {
+        step->wish(samplers, nullptr, n_vocab_);
     }
     return launch_live(step);
 }
@@ -185,9 +191,12 @@ int Core::launch_parts(const std::shared_ptr<Step> & step, size_t * n_done) {
         return LP_ERROR_POSITIONS;
     }
     const bool staged = mode_ != Mode::stock;
-    if (mode_ == Mode::stock ? threaded_ && step->n_outputs > 0 : wide(*step)) {
+    if (!step->graph.empty()) {
+        step->results = spare_memory(results_pool_, step->graph.size() * (sizeof(GraphResult) / sizeof(float)));
+    }
+    if (mode_ == Mode::stock ? threaded_ && step->n_outputs > 0 : wide(*step) && step->needs_rows) {
         step->host = host_rows(*step);
-    } else if (staged && (step->n_outputs > 0 || copier_)) {
+    } else if (staged && !wide(*step) && (step->n_outputs > 0 || copier_)) {
         const int slot = take_slot(step);
         const Lock lock(mutex_);
         step->slot = slot;
@@ -200,11 +209,16 @@ int Core::launch_parts(const std::shared_ptr<Step> & step, size_t * n_done) {
         }
         if (staged) {
             step->rows.resize((size_t) part.n_outputs);
+            step->parameters.clear();
             for (int j = 0; j < part.n_outputs; j++) {
                 const int place = wide(*step) ? j : step->places[(size_t) (part.first_output + j)];
                 step->rows[(size_t) j] = (int64_t) slot * slot_rows_ + place;
+                if (!step->graph.empty()) {
+                    step->parameters.push_back(step->graph[(size_t) step->places[(size_t) (part.first_output + j)]]);
+                }
             }
-            collector_->expect(step->rows.data(), part.n_outputs);
+            const GraphRow * parameters = step->graph.empty() ? nullptr : step->parameters.data();
+            collector_->expect(step->rows.data(), parameters, part.n_outputs);
         }
         int code = LP_ERROR;
         try {
@@ -229,8 +243,10 @@ int Core::launch_parts(const std::shared_ptr<Step> & step, size_t * n_done) {
         }
     }
     if (staged && !wide(*step) && copier_) {
-        step->host = step->n_outputs > 0 ? host_rows(*step) : nullptr;
+        step->host = step->n_outputs > 0 && step->needs_rows ? host_rows(*step) : nullptr;
         stage_out(step, step->slot, -1);
+    } else if (mode_ == Mode::host && !wide(*step) && step->results) {
+        copy_now(*step, step->slot, -1);
     }
     if (step->host) {
         step->data = step->host->data;

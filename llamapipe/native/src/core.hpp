@@ -72,10 +72,13 @@ public:
 
     // ---- one thread, which also does the work where the pipeline has no threads of its own
     int64_t launch(int n, const int32_t * tokens, const int32_t * positions, const int32_t * seq_ids,
-                   const int8_t * outputs);                // the step's number, or a negative code
-    int64_t launch_again(const int32_t * sampled);         // the last step, advanced
+                   const int8_t * outputs, lp_sampler ** samplers,
+                   const int32_t * targets);               // the step's number, or a negative code
+    int64_t launch_again(const int32_t * sampled, lp_sampler ** samplers);  // the last step, advanced
     Step *  finish(int64_t number);                        // waits for a launched step; null if there is no such step
     const float * row(Step & step, int entry);             // of a finished step; null where there is no output
+    int32_t drawn(const Step & step, int entry, lp_sampler * sampler) const;  // in the graph, for its next draw; else -1
+    void    note_drawn(int n);
     void    forget(int64_t number);                        // its rows are not needed any more
     int     memory(const MemoryOp & op);                   // between steps: 1 done or queued, 0 refused, LP_ERROR
 
@@ -133,6 +136,14 @@ private:
     void stage_out(const std::shared_ptr<Step> & step, int slot, int part);
     template <typename Copy> void copy_rows(const Step & step, int slot, int part, Copy && copy);
     void move_out(Lock & lock, Step & step);
+    void read_slot(const Step & step, int first, int n, float * to) const;
+    std::shared_ptr<HostRows> spare_memory(std::vector<std::shared_ptr<HostRows>> & pool, size_t n_floats);
+    template <typename Copy> void copy_wanted(const Step & step, int slot, int part, Copy && copy);
+    void copy_now(const Step & step, int slot, int part);
+    int64_t n_bytes(const Step & step, int n_rows) const;
+    bool samples() const { return collector_ && collector_->sampler(); }
+    // Its rows stay in the ring when it is done.
+    bool stays(const Step & step) const { return !step.needs_rows && step.n_outputs > 0 && !wide(step); }
     void process(const Piece & piece);
     void synchronize();
     void fetch(Lock & lock, Step & step);
@@ -141,6 +152,9 @@ private:
     void finish_step(Step & step, State state);
     float * slot_data(int slot) const { return collector_->host() + (size_t) slot * slot_rows_ * n_vocab_; }
     std::shared_ptr<HostRows> host_rows(const Step & step);
+
+    // core_graph.cpp: drawn, note_drawn
+    const float * fetch_row(Step & step, int output);
 
     // core_threads.cpp
     int  submit_memory(const MemoryOp & op);
@@ -170,7 +184,7 @@ private:
     std::deque<std::shared_ptr<Step>>  launched_;       // and not yet final
     std::vector<std::shared_ptr<Step>> slots_;          // whose rows are in each
     std::vector<std::shared_ptr<Step>> spares_;
-    std::vector<std::shared_ptr<HostRows>> pool_;
+    std::vector<std::shared_ptr<HostRows>> pool_, results_pool_;
     std::deque<std::shared_ptr<Step>>  live_;           // of `launch`, until `forget`
     std::shared_ptr<Step>              last_;
     int                                n_pending_ = 0;

@@ -9,26 +9,29 @@ namespace lp {
 
 // Pinned memory takes long to make, so a few are kept for the next steps of their size.
 std::shared_ptr<HostRows> Core::host_rows(const Step & step) {
-    const size_t n_floats = (size_t) step.n_outputs * (size_t) n_vocab_;
+    return spare_memory(pool_, (size_t) step.n_outputs * (size_t) n_vocab_);
+}
+
+std::shared_ptr<HostRows> Core::spare_memory(std::vector<std::shared_ptr<HostRows>> & pool, size_t n_floats) {
     if (!pinned_) {
         return std::make_shared<HostRows>(n_floats, nullptr);
     }
     const Lock lock(mutex_);
-    for (auto & kept : pool_) {
+    for (auto & kept : pool) {
         if (kept.use_count() == 1 && kept->n_floats >= n_floats) {
             std::atomic_thread_fence(std::memory_order_acquire);  // behind the last reader
             return kept;
         }
     }
     auto made = std::make_shared<HostRows>(n_floats, pinned_);
-    for (auto & kept : pool_) {
+    for (auto & kept : pool) {
         if (kept.use_count() == 1) {  // too small
             kept = made;
             return made;
         }
     }
-    if ((int) pool_.size() <= n_slots_) {
-        pool_.push_back(made);
+    if ((int) pool.size() <= n_slots_) {
+        pool.push_back(made);
     }
     return made;
 }
@@ -77,7 +80,6 @@ void Core::move_out(Lock & lock, Step & step) {
     step.moving = true;
     lock.unlock();
     std::shared_ptr<HostRows> host;
-    const size_t              n_bytes = sizeof(float) * (size_t) step.n_outputs * (size_t) n_vocab_;
     try {
         host = host_rows(step);
     } catch (...) {
@@ -86,7 +88,7 @@ void Core::move_out(Lock & lock, Step & step) {
         done_.notify_all();
         throw;
     }
-    memcpy(host->data, step.data, n_bytes);
+    read_slot(step, 0, step.n_outputs, host->data);
     lock.lock();
     step.moving = false;
     step.host   = host;
@@ -95,7 +97,18 @@ void Core::move_out(Lock & lock, Step & step) {
     step.slot = -1;
     counters_.n_copies++;
     counters_.n_moved++;
-    counters_.n_bytes += (int64_t) n_bytes;
+    counters_.n_bytes += (int64_t) sizeof(float) * step.n_outputs * n_vocab_;
+}
+
+// Rows of a step that is done, from its slot.
+void Core::read_slot(const Step & step, int first, int n, float * to) const {
+    const size_t row = sizeof(float) * (size_t) n_vocab_;
+    if (mode_ == Mode::host) {
+        memcpy(to, slot_data(step.slot) + (size_t) first * (size_t) n_vocab_, (size_t) n * row);
+    } else {
+        const size_t from = (size_t) step.slot * (size_t) slot_rows_ + (size_t) first;
+        ggml_backend_tensor_get(collector_->staging(), to, from * row, (size_t) n * row);
+    }
 }
 
 // Calls copy(staging row, first output, n) for runs of rows that lie side by side in both.
@@ -118,14 +131,45 @@ template <typename Copy> void Core::copy_rows(const Step & step, int slot, int p
     }
 }
 
+// What of a slot is wanted on the host: calls copy(tensor, its row, n, where to) for runs of rows.
+template <typename Copy> void Core::copy_wanted(const Step & step, int slot, int part, Copy && copy) {
+    if (step.needs_rows) {
+        copy_rows(step, slot, part, [&](int64_t from, int to, int n) {
+            copy(collector_->staging(), from, n, step.host->data + (size_t) to * (size_t) n_vocab_);
+        });
+    }
+    if (step.results) {
+        copy_rows(step, slot, part, [&](int64_t from, int to, int n) {
+            copy(collector_->sampler()->results(), from, n, (float *) ((GraphResult *) step.results->data + to));
+        });
+    }
+}
+
+// The same at once.
+void Core::copy_now(const Step & step, int slot, int part) {
+    if (mode_ == Mode::host && part < 0) {  // the rows are where they shall be
+        const GraphResult * all = (const GraphResult *) collector_->sampler()->results()->data;
+        memcpy(step.results->data, all + (size_t) slot * (size_t) slot_rows_, sizeof(GraphResult) * step.graph.size());
+        return;
+    }
+    copy_wanted(step, slot, part, [](ggml_tensor * tensor, int64_t from, int n, float * to) {
+        ggml_backend_tensor_get(tensor, to, (size_t) from * tensor->nb[1], (size_t) n * tensor->nb[1]);
+    });
+}
+
+// Bytes that come to the host with so many rows of a step.
+int64_t Core::n_bytes(const Step & step, int n_rows) const {
+    const size_t n = (step.needs_rows ? sizeof(float) * (size_t) n_vocab_ : 0) + (step.results ? sizeof(GraphResult) : 0);
+    return n_rows * (int64_t) n;
+}
+
 // After the launch of what fills `slot`: starts the copies of its rows, or does them where that needs no waiting.
 void Core::stage_out(const std::shared_ptr<Step> & step, int slot, int part) {
-    const size_t row = (size_t) n_vocab_;
     if (mode_ == Mode::events) {
         copier_->begin(slot);
         if (pinned_) {
-            copy_rows(*step, slot, part, [&](int64_t from, int to, int n) {
-                copier_->copy(slot, from, n, step->host->data + (size_t) to * row);
+            copy_wanted(*step, slot, part, [&](const ggml_tensor * tensor, int64_t from, int n, float * to) {
+                copier_->copy(slot, tensor, from, n, to);
             });
             copier_->end(slot);
         }
@@ -139,14 +183,10 @@ void Core::stage_out(const std::shared_ptr<Step> & step, int slot, int part) {
         synchronize();
     }
     const int64_t begin_ns = now_ns();
-    copy_rows(*step, slot, part, [&](int64_t from, int to, int n) {
-        float * target = step->host->data + (size_t) to * row;
-        ggml_backend_tensor_get(collector_->staging(), target, (size_t) from * row * sizeof(float),
-                                (size_t) n * row * sizeof(float));
-    });
+    copy_now(*step, slot, part);
     const Lock lock(mutex_);
     counters_.n_copies++;
-    counters_.n_bytes += (int64_t) step->parts[(size_t) part].n_outputs * n_vocab_ * (int64_t) sizeof(float);
+    counters_.n_bytes += n_bytes(*step, step->parts[(size_t) part].n_outputs);
     span(*step, Stage::copy, begin_ns, now_ns());
     free_slot(slot);
 }
@@ -157,8 +197,8 @@ void Core::process(const Piece & piece) {
     int    code = 0;
     if (!pinned_) {  // copying into such memory blocks: here, not where steps are launched
         copier_->wait_computed(piece.slot);
-        copy_rows(step, piece.slot, piece.part, [&](int64_t from, int to, int n) {
-            copier_->copy(piece.slot, from, n, step.host->data + (size_t) to * (size_t) n_vocab_);
+        copy_wanted(step, piece.slot, piece.part, [&](const ggml_tensor * tensor, int64_t from, int n, float * to) {
+            copier_->copy(piece.slot, tensor, from, n, to);
         });
         copier_->end(piece.slot);
     }
@@ -172,13 +212,15 @@ void Core::process(const Piece & piece) {
     const int  n_rows = piece.part < 0 ? step.n_outputs : step.parts[(size_t) piece.part].n_outputs;
     if (n_rows > 0) {
         counters_.n_copies++;
-        counters_.n_bytes += (int64_t) n_rows * n_vocab_ * (int64_t) sizeof(float);
+        counters_.n_bytes += n_bytes(step, n_rows);
         span(step, Stage::copy, computed_ns, copied_ns);
     }
     computed_at(step, computed_ns);
-    free_slot(piece.slot);
-    if (piece.part < 0) {
-        step.slot = -1;
+    if (bad || step.released || !stays(step)) {
+        free_slot(piece.slot);
+        if (piece.part < 0) {
+            step.slot = -1;
+        }
     }
     if (bad) {
         set_error("the copy of its rows failed");
@@ -207,32 +249,37 @@ void Core::fetch(Lock & lock, Step & step) {
         synchronize();
         lock.lock();
     }
-    if (step.n_outputs == 0 || step.host || step.released) {
+    if (step.n_outputs == 0 || step.slot < 0 || step.host || step.released) {
         finish_step(step, State::done);
         return;
     }
     lock.unlock();
     const int64_t begin_ns = now_ns();
     int           code     = 0;
-    const auto    host     = guard(std::shared_ptr<HostRows>(), [&] { return host_rows(step); });
-    const size_t  row      = sizeof(float) * (size_t) n_vocab_;
-    if (host) {
-        ggml_backend_tensor_get(collector_->staging(), host->data, (size_t) step.slot * (size_t) slot_rows_ * row,
-                                (size_t) step.n_outputs * row);
-    }
+    const bool    copied   = guard(false, [&] {
+        if (step.needs_rows) {
+            step.host = host_rows(step);
+        }
+        copy_now(step, step.slot, -1);
+        return true;
+    });
     const bool bad = injected(Fault::copy, &code);
     lock.lock();
-    free_slot(step.slot);
-    step.slot = -1;
-    if (!host || bad) {
+    if (!copied || bad || !stays(step)) {
+        free_slot(step.slot);
+        step.slot = -1;
+    }
+    if (!copied || bad) {
+        step.host.reset();
         fail(step, bad ? code : LP_ERROR_STEP, bad ? "the copy of its rows failed" : lp_last_error());
         return;
     }
     counters_.n_copies++;
-    counters_.n_bytes += (int64_t) ((size_t) step.n_outputs * row);
+    counters_.n_bytes += n_bytes(step, step.n_outputs);
     span(step, Stage::copy, begin_ns, now_ns());
-    step.host = host;
-    step.data = host->data;
+    if (step.host) {
+        step.data = step.host->data;
+    }
     finish_step(step, State::done);
 }
 
@@ -288,7 +335,7 @@ const float * Core::expose(const std::shared_ptr<Step> & step, bool * in_place) 
             n_exposed += holder && holder != step && (holder->n_exposed > 0 || holder->moving);
         }
         // Enough slots must stay for what is being computed, whatever readers do.
-        if (n_exposed < n_slots_ - depth_) {
+        if (mode_ == Mode::host && n_exposed < n_slots_ - depth_) {
             step->n_exposed++;
             *in_place = true;
             return step->data;
@@ -362,7 +409,7 @@ const float * Core::row(Step & step, int entry) {
         return nullptr;
     }
     if (mode_ != Mode::stock || threaded_) {
-        return step.data + (size_t) output * (size_t) n_vocab_;
+        return step.data ? step.data + (size_t) output * (size_t) n_vocab_ : fetch_row(step, output);
     }
     if (!step.computed) {
         const Lock lock(mutex_);

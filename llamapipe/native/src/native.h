@@ -43,12 +43,15 @@ int  lp_piece(const struct llama_vocab * vocab, int32_t token, char * bytes, int
 
 // ---- context (context.cpp)
 typedef struct lp_collector lp_collector;
-lp_collector * lp_collector_new(const struct llama_model * model, int n_seq_max, int64_t n_rows);
+lp_collector * lp_collector_new(const struct llama_model * model, int n_seq_max, int64_t n_rows, bool samples);
 const char *   lp_collector_problem(const lp_collector * collector);  // why rows cannot be staged; NULL if they will be
+const char *   lp_collector_sampler_problem(const lp_collector * collector);  // why the graph does not sample; NULL if it does
+int64_t        lp_collector_bytes(const lp_collector * collector);    // of its buffer on the device
 void           lp_collector_free(lp_collector * collector);           // after the context
 struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll,
                                       lp_collector * collector);      // NULL for none
 void lp_context_free(struct llama_context * ctx);
+int64_t lp_context_scratch_bytes(struct llama_context * ctx);         // the buffers that graphs are computed in
 int  lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
                const int32_t * seq_ids, const int8_t * outputs);
 int  lp_logits(struct llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out);
@@ -57,10 +60,12 @@ int  lp_memory_copy(struct llama_context * ctx, int src, int dst, int p0, int p1
 int  lp_memory_clear(struct llama_context * ctx);
 
 // ---- pipeline (pipeline.cpp; core.hpp says what each does)
+typedef struct lp_sampler lp_sampler;
 typedef struct lp_pipeline lp_pipeline;
 typedef struct lp_step lp_step;
 typedef struct {
     int64_t n_steps, n_decodes, n_waits, n_syncs, n_copies, n_bytes, n_moved, n_memory_ops;
+    int64_t n_graph;              // tokens that the graph sampled
     int64_t compute_ns, wait_ns;  // computing (where it is known), and blocked in a wait
 } lp_counters;
 #define LP_SEQUENCES 48
@@ -91,9 +96,14 @@ const float * lp_step_expose(lp_step * step, bool * in_place);
 void          lp_step_unexpose(lp_step * step);
 void          lp_step_release(lp_step * step);
 void          lp_step_free(lp_step * step);
+// `samplers` and `targets`, one for each output in the order of the batch; either may be NULL, and so may a sampler, and a
+// target may be -1. Where the graph samples, tokens of those samplers whose stages it knows are drawn there, and the
+// log-probabilities of targets are computed there. Rows of all others come to the host; if there are none, no row does.
+// The next uniform number of each sampler is looked at here and used up by lp_sample_rows.
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                  const int32_t * seq_ids, const int8_t * outputs);
-int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled);
+                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets);
+// All entries are outputs, and `samplers` (or NULL) are those of the entries in their order.
+int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);
 void    lp_abort(lp_pipeline * pipeline, int64_t number);
 int64_t lp_launching(const lp_pipeline * pipeline);                   // the step that is being computed, or -1
@@ -104,13 +114,13 @@ bool    lp_next_span(lp_pipeline * pipeline, lp_span * span);
 int64_t lp_now_ns(void);
 
 // ---- sampling (sampler.cpp)
-typedef struct lp_sampler lp_sampler;
 typedef struct lp_dry lp_dry;                                       // DRY with its sequence breakers looked up, to be cloned
 lp_sampler * lp_sampler_new(const struct llama_vocab * vocab, uint64_t seed);
 void lp_sampler_free(lp_sampler * s);
 int  lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases);  // minus infinity forbids
 int  lp_sampler_set_allowed(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask);    // a bit for each token, kept by the caller; NULL: none
+void lp_sampler_needs_row(lp_sampler * s);             // something outside looks at the row before each draw
 int  lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_set_min_tokens(lp_sampler * s, int min_tokens, int n_ends, const int32_t * ends);
 int  lp_sampler_set_grammar(lp_sampler * s, const char * text, const char * root);
@@ -150,6 +160,16 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t step, int n, const int32_t * e
                   float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs);
 // The same from llama.cpp's own buffer, of a context without a pipeline.
 int  lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
+// Waits for a launched step and tells of these entries, which had targets: the target's log-probability in the whole row at
+// temperature 1 (float32; NaN where a logit is not finite), and whether it is the most probable token (the lowest of several).
+int  lp_score_graph(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, float * logprobs, int8_t * greedy);
+bool lp_in_graph(lp_sampler * s);                                   // whether the graph can make its next draw
+#define LP_GRAPH_RESULTS 5
+// The same subgraph on given rows, float32 (n, n_vocab), without a model. Samplers, of vocabularies of that size, may be NULL
+// and keep their uniform numbers. For each row: token, its log-probability, the row's log-sum-exp, the target's logit and
+// the most probable token (see GraphResult).
+int  lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
+                     const int32_t * targets, float * results);
 
 #ifdef __cplusplus
 }

@@ -67,14 +67,14 @@ void lp_step_free(lp_step * step) {
 }
 
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                  const int32_t * seq_ids, const int8_t * outputs) {
+                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets) {
     return lp::guard((int64_t) LP_ERROR, [&] {
-        return pipeline->shared->launch(n, tokens, positions, seq_ids, outputs);
+        return pipeline->shared->launch(n, tokens, positions, seq_ids, outputs, samplers, targets);
     });
 }
 
-int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled) {
-    return lp::guard((int64_t) LP_ERROR, [&] { return pipeline->shared->launch_again(sampled); });
+int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers) {
+    return lp::guard((int64_t) LP_ERROR, [&] { return pipeline->shared->launch_again(sampled, samplers); });
 }
 
 int lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta) {

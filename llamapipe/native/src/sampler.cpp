@@ -132,6 +132,24 @@ void lp_sampler::collect_changes(const float * logits) {
     }
 }
 
+// Every finite logit that the masks allow: in a structured text they often allow few.
+void lp_sampler::collect_allowed(const float * logits) {
+    if (allowed.empty() && !mask) {
+        lp::all(logits, n_vocab, candidates_);
+        return;
+    }
+    candidates_.clear();
+    for (int32_t first = 0; first < n_vocab; first += 32) {
+        uint32_t bits = allowed.empty() ? ~0u : allowed[(size_t) first / 32];
+        bits &= mask ? mask[first / 32] : ~0u;
+        for (int32_t token = first; bits && token < n_vocab; token++, bits >>= 1) {
+            if (bits & 1 && std::isfinite(logits[token])) {
+                candidates_.push_back({ token, logits[token], 0.0f });
+            }
+        }
+    }
+}
+
 // Leaves what the grammar allows, lowered by DRY.
 void lp_sampler::check(std::vector<llama_token_data> & candidates) {
     llama_token_data_array a = { candidates.data(), candidates.size(), -1, false };
@@ -174,19 +192,23 @@ const float * lp_sampler::change(const float * logits) {
 // Fills candidates_ with the `n_wanted` largest changed logits (all that are allowed, if those are fewer), sorted, on ties
 // the lower ids first.
 int lp_sampler::gather(const float * logits, size_t n_wanted) {
-    size_t n = n_wanted + changed_.size() + (checks() ? 2 * n_wanted + 32 : 0);
+    const bool plain = changed_.empty() && !checks();
+    size_t     n     = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
     for (;;) {
         bool  whole = n >= (size_t) n_vocab / 2;
         float bar   = none;  // nothing that was left out was above it
         if (whole) {
-            lp::all(logits, n_vocab, candidates_);
+            collect_allowed(logits);
         } else {
             lp::top_k(logits, n_vocab, (int) n, candidates_);
             whole = candidates_.size() < n;
             bar   = candidates_.empty() ? none : candidates_.back().logit;
         }
-        if (candidates_.empty()) {
+        if (candidates_.empty() && bar == none && lp::argmax(logits, n_vocab) < 0) {
             return LP_ERROR_LOGITS;
+        }
+        if (plain && !whole) {
+            return 0;  // sorted already
         }
         if (!changed_.empty()) {
             const size_t n_raw = candidates_.size();
@@ -224,30 +246,6 @@ int lp_sampler::gather(const float * logits, size_t n_wanted) {
     std::partial_sort(candidates_.begin(), candidates_.begin() + (std::ptrdiff_t) n_kept, candidates_.end(), better);
     candidates_.resize(n_kept);
     return 0;
-}
-
-// The smallest number of the largest logits whose probability reaches p, as llama.cpp's top_p keeps them.
-void lp_sampler::gather_nucleus(const float * logits, float p) {
-    const double total = lp::log_sum_exp(logits, n_vocab);
-    for (size_t n = 64;; n *= 8) {
-        if (n >= (size_t) n_vocab / 2) {
-            lp::all(logits, n_vocab, candidates_);
-            std::sort(candidates_.begin(), candidates_.end(), better);
-        } else {
-            lp::top_k(logits, n_vocab, (int) n, candidates_);
-        }
-        double sum = 0;
-        for (size_t i = 0; i < candidates_.size(); i++) {
-            sum += std::exp((double) candidates_[i].logit - total);
-            if (sum >= (double) p) {
-                candidates_.resize(i + 1);
-                return;
-            }
-        }
-        if (candidates_.size() < n) {
-            return;
-        }
-    }
 }
 
 // ---- the draw
@@ -296,7 +294,7 @@ int lp_sampler::choose(const float * logits, int32_t * token) {
             return 0;
         }
         if (first.kind == lp::Kind::top_p) {
-            gather_nucleus(row, first.value);
+            lp::nucleus(row, n_vocab, first.value, candidates_);
         } else if (first.kind == lp::Kind::min_p) {
             lp::at_least(row, n_vocab, first.value, candidates_);
             sorted = false;

@@ -22,7 +22,7 @@
 
 namespace lp {
 
-enum class Kind { top_k, top_p, min_p, temperature, other };
+enum class Kind { none, top_k, top_p, min_p, temperature, other };  // in llama.cpp's order
 
 struct StageInfo {  // what was added to a chain, in its order
     Kind  kind;
@@ -53,6 +53,17 @@ struct lp_sampler {
 
     void add(lp::Kind kind, float value, llama_sampler * stage);
     bool greedy() const { return greedy_; }
+    // Whether the next draw is from the unchanged row, by stages alone, and nobody wants to know of the row.
+    bool is_plain() const {
+        return !needs_row && n_logprobs < 0 && biases.empty() && forbidden.empty() && bad_words.empty() && !checks() &&
+               !penalizes() && n_accepted_ >= min_tokens;
+    }
+    void take(int32_t token) {  // drawn elsewhere with the number that was peeked at
+        if (!greedy_) {
+            advance();
+        }
+        accepted(token);
+    }
     void make_greedy() { greedy_ = true; }
 
     const llama_vocab * const vocab;
@@ -66,6 +77,7 @@ struct lp_sampler {
     std::vector<uint32_t>                allowed;       // a bit for each token; empty: all
     const uint32_t *                     mask = nullptr; // the same for the next draws; the caller's
     std::vector<std::vector<int32_t>>    bad_words;     // of at least two tokens
+    bool                                 needs_row = false;  // something outside looks at the row first
     int                                  min_tokens = 0;
     std::vector<int32_t>                 ends;          // forbidden until there are so many
     lp::SamplerPtr                       grammar, dry;
@@ -86,10 +98,10 @@ private:
     bool may(int32_t token) const;
     void collect_changes(const float * logits);
     int  choose(const float * logits, int32_t * token);
+    void collect_allowed(const float * logits);
     void check(std::vector<llama_token_data> & candidates);
     const float * change(const float * logits);
     int  gather(const float * logits, size_t n_wanted);
-    void gather_nucleus(const float * logits, float p);
     int32_t pick(const llama_token_data_array & a);
     void note(const float * logits, int32_t token);
 

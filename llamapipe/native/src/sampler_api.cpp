@@ -100,6 +100,8 @@ int lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask) {
     return 0;
 }
 
+void lp_sampler_needs_row(lp_sampler * s) { s->needs_row = true; }
+
 int lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
         if (n == 1) {
@@ -262,11 +264,15 @@ int lp_sampler_logprobs(const lp_sampler * s, float * logprob, int32_t * ids, fl
 
 namespace {
 
-// Draws and accepts a token for each row; how many could not be drawn (their requests fail, the others go on), whose
+// Draws and accepts a token for each row that has none yet; how many could not be drawn (their requests fail, the others go on), whose
 // token is the code of the error then.
 template <typename Row> int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, Row && row) {
     int n_failed = 0;
     for (int i = 0; i < n_rows; i++) {
+        if (tokens[i] >= 0) {
+            samplers[i]->take(tokens[i]);
+            continue;
+        }
         const float * logits = row(i);
         if (!logits) {
             lp::set_error("this entry of the step is not an output");
@@ -317,6 +323,14 @@ template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, B
 int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int32_t * entries, lp_sampler ** samplers,
                    int32_t * tokens) {
     return with_step(pipeline, number, [&](lp::Core & core, lp::Step & step) {
+        int n_drawn = 0;
+        for (int i = 0; i < n_rows; i++) {
+            tokens[i] = core.drawn(step, entries[i], samplers[i]);
+            n_drawn += tokens[i] >= 0;
+        }
+        if (n_drawn > 0) {
+            core.note_drawn(n_drawn);
+        }
         return draw_rows(n_rows, samplers, tokens, [&](int i) { return core.row(step, entries[i]); });
     });
 }
@@ -363,6 +377,7 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
 
 int lp_sample_plain(llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
+        std::fill(tokens, tokens + n_rows, -1);
         return draw_rows(n_rows, samplers, tokens, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); });
     });
 }

@@ -3,104 +3,131 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <functional>
 #include <limits>
 #include <numeric>
 
-// The plain loops below become vector instructions; where the compiler can, a version for wider ones is compiled too
-// and chosen when the module is loaded, so that a build for any machine of the architecture is not slow on this one.
+// Where the compiler can, versions for wider instructions are compiled too and one is chosen when the module is loaded, so
+// that a build for any machine of the architecture is not slow on this one.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define LP_WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define LP_WIDE
 #endif
 
+#pragma GCC diagnostic ignored "-Wpsabi"  // how vectors are passed: never, all of it is inlined
+
 namespace {
 
-constexpr int   lanes = 64;
+// Sixteen values at a time, with the compiler's vector types: it turns them into the instructions there are.
+constexpr int lanes = 16;
+typedef float   Floats __attribute__((vector_size(4 * lanes)));
+typedef float   Loose __attribute__((vector_size(4 * lanes), aligned(4)));  // anywhere in memory
+typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
+
 constexpr int   block = 32;  // looked through value by value when it holds a candidate
 constexpr float none  = -std::numeric_limits<float>::infinity();
 
-// The largest value; NaN never wins, so a row of nothing else gives minus infinity.
-LP_WIDE float largest(const float * row, int n) {
-    float best[lanes];
-    for (int j = 0; j < lanes; j++) {
-        best[j] = none;
-    }
-    int i = 0;
-    for (; i + lanes <= n; i += lanes) {
-        for (int j = 0; j < lanes; j++) {
-            best[j] = row[i + j] > best[j] ? row[i + j] : best[j];
-        }
-    }
+#define LP_INLINE __attribute__((always_inline)) inline
+
+LP_INLINE Floats load(const float * row) { return *(const Loose *) row; }
+
+LP_INLINE Floats larger(const Floats & a, const Floats & b) { return a > b ? a : b; }  // b if either is not a number
+
+LP_INLINE float largest_of(const Floats & values) {
     float top = none;
     for (int j = 0; j < lanes; j++) {
-        top = best[j] > top ? best[j] : top;
+        top = values[j] > top ? values[j] : top;
     }
+    return top;
+}
+
+// The largest value; NaN never wins, so a row of nothing else gives minus infinity.
+LP_WIDE float largest(const float * row, int n) {
+    Floats best[4];
+    for (Floats & b : best) {
+        b = Floats{} + none;
+    }
+    int i = 0;
+    for (; i + 4 * lanes <= n; i += 4 * lanes) {
+        for (int k = 0; k < 4; k++) {
+            best[k] = larger(load(row + i + k * lanes), best[k]);
+        }
+    }
+    float top = largest_of(larger(larger(best[0], best[1]), larger(best[2], best[3])));
     for (; i < n; i++) {
         top = row[i] > top ? row[i] : top;
     }
     return top;
 }
 
-// The first block from i on with a value above the bar; the last, shorter block is never looked into: its start, or n.
-LP_WIDE int next_above(const float * row, int i, int n, float bar) {
-    for (; i + block <= n; i += block) {
-        int any = 0;
-        for (int j = 0; j < block; j++) {
-            any |= row[i + j] > bar;
+constexpr int min_block = 4 * lanes, max_block = 16 * lanes;
+
+// The largest value of each block of `size` values, a multiple of 64; NaN never wins.
+LP_WIDE void block_maxima(const float * row, int n, int size, float * maxima) {
+    int i = 0;
+    for (; i + size <= n; i += size) {
+        Floats best = Floats{} + none, other = best;
+        for (int k = i; k < i + size; k += 2 * lanes) {
+            best  = larger(load(row + k), best);
+            other = larger(load(row + k + lanes), other);
         }
-        if (any) {
-            return i;
-        }
+        *maxima++ = largest_of(larger(best, other));
     }
-    return i;
+    if (i < n) {
+        float top = none;
+        for (; i < n; i++) {
+            top = row[i] > top ? row[i] : top;
+        }
+        *maxima = top;
+    }
 }
 
 // exp(x) for x <= 0, to about 1e-7 of it; 0 for what is no number and below where float32 has no normal numbers.
 // Cody and Waite's reduction by ln 2 in two parts, then the series of the exponential function.
-inline float exp_of(float x) {
-    const float clamped = x > -87.0f ? x : -87.0f;
-    const float turns   = clamped * 1.44269504f;
-    const int   n       = (int) (turns - 0.5f);  // turns <= 0, and truncation is towards it: the nearest
-    const float r       = (clamped - (float) n * 0.693359375f) + (float) n * 2.12194440e-4f;
-    float       e       = 1.0f / 5040;
-    e                   = e * r + 1.0f / 720;
-    e                   = e * r + 1.0f / 120;
-    e                   = e * r + 1.0f / 24;
-    e                   = e * r + 1.0f / 6;
-    e                   = e * r + 0.5f;
-    e                   = e * r + 1.0f;
-    e                   = e * r + 1.0f;
-    const int32_t bits  = (n + 127) << 23;
-    float         scale;
-    memcpy(&scale, &bits, sizeof(scale));
-    return x > -87.0f ? e * scale : 0.0f;
+LP_INLINE Floats exp_of(const Floats & x) {
+    const Floats least   = Floats{} - 87.0f;
+    const Floats clamped = x > least ? x : least;
+    const Ints   n       = __builtin_convertvector(clamped * 1.44269504f - 0.5f, Ints);  // <= 0, and cut towards it
+    const Floats turns   = __builtin_convertvector(n, Floats);
+    const Floats r       = (clamped - turns * 0.693359375f) + turns * 2.12194440e-4f;
+    Floats       e       = r * (1.0f / 5040) + 1.0f / 720;
+    e                    = e * r + 1.0f / 120;
+    e                    = e * r + 1.0f / 24;
+    e                    = e * r + 1.0f / 6;
+    e                    = e * r + 0.5f;
+    e                    = e * r + 1.0f;
+    e                    = e * r + 1.0f;
+    const Floats scale   = (Floats) ((n + 127) << 23);
+    return x > least ? e * scale : Floats{};
 }
 
-constexpr int run = 256;
+float exp_of_one(float x) {
+    const Floats e = exp_of(Floats{} + x);
+    return e[0];
+}
 
-// Sums of exp((row[i] - top) * scale), one for each run of 256 and one for the rest. Sixteen numbers are added up in
-// float32, which keeps seven digits; all beyond in float64.
+constexpr int run = 16 * lanes;
+
+// Sums of exp((row[i] - top) * scale), one for each run and one for the rest. Sixteen numbers are added up in float32,
+// which keeps seven digits; all beyond in float64.
 LP_WIDE void sums_of_exp(const float * row, int n, float top, float scale, double * sums) {
-    constexpr int wide = 16;
-    int           i    = 0;
+    int i = 0;
     for (; i + run <= n; i += run) {
-        float sum[wide] = {};
-        for (int k = 0; k < run; k += wide) {
-            for (int j = 0; j < wide; j++) {
-                sum[j] += exp_of((row[i + k + j] - top) * scale);
-            }
+        Floats sum = {};
+        for (int k = 0; k < run; k += lanes) {
+            sum += exp_of((load(row + i + k) - top) * scale);
         }
         double total = 0;
-        for (int j = 0; j < wide; j++) {
+        for (int j = 0; j < lanes; j++) {
             total += (double) sum[j];
         }
         *sums++ = total;
     }
     double total = 0;
     for (; i < n; i++) {
-        total += (double) exp_of((row[i] - top) * scale);
+        const Floats e = exp_of(Floats{} + (row[i] - top) * scale);
+        total += (double) e[0];
     }
     *sums = total;
 }
@@ -133,6 +160,29 @@ std::vector<double> & run_sums(const float * row, int n, float top, float scale)
     return sums;
 }
 
+// Adds every finite value of row[begin:end] that is not below the bar.
+void collect(const float * row, int begin, int end, float bar, std::vector<llama_token_data> & out) {
+    for (int i = begin; i < end; i++) {
+        if (row[i] >= bar && row[i] > none && row[i] < -none) {
+            out.push_back({ i, row[i], 0.0f });
+        }
+    }
+}
+
+// The first block from i on with a value above the bar; the last, shorter block is never looked into: its start, or n.
+LP_WIDE int next_above(const float * row, int i, int n, float bar) {
+    for (; i + block <= n; i += block) {
+        int any = 0;
+        for (int j = 0; j < block; j++) {
+            any |= row[i + j] > bar;
+        }
+        if (any) {
+            return i;
+        }
+    }
+    return i;
+}
+
 bool better(const llama_token_data & a, const llama_token_data & b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
@@ -152,30 +202,38 @@ int32_t lp::argmax(const float * logits, int n) {
 }
 
 void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data> & out) {
-    // Collect what beats the k-th best so far; cut back to k whenever twice as many came together. Later ids never
-    // displace equal earlier ones, so a strict comparison keeps the lowest ids on ties.
-    const size_t full = (size_t) k * 2 + block;
-    float        bar  = none;
+    // The k-th largest of the blocks' maxima is a bar that at least k values reach, and most blocks do not.
     out.clear();
-    out.reserve(full + block);
-    const auto cut = [&] {
-        std::nth_element(out.begin(), out.begin() + (k - 1), out.end(), better);
-        out.resize(k);
-        bar = out[k - 1].logit;
-    };
-    for (int i = 0; (i = next_above(logits, i, n, bar)) < n; i += block) {
-        const int end = std::min(i + block, n);
-        for (int j = i; j < end; j++) {
-            if (logits[j] > bar && logits[j] < -none) {
-                out.push_back({ j, logits[j], 0.0f });
+    int size = max_block;
+    while (size > min_block && n / size < 8 * k) {
+        size /= 2;
+    }
+    float bar = none;
+    if (n / size > k) {
+        thread_local std::vector<float> maxima, sorted;
+        maxima.resize((size_t) ((n + size - 1) / size));
+        block_maxima(logits, n, size, maxima.data());
+        for (size_t b = 0; b < maxima.size(); b++) {
+            if (maxima[b] == -none) {  // damaged: only what is finite counts
+                const int first = (int) b * size;
+                maxima[b]       = largest_finite(logits + first, std::min(size, n - first));
             }
         }
-        if (out.size() >= full) {
-            cut();
+        sorted = maxima;
+        std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<>());
+        bar = sorted[(size_t) k - 1];
+        for (size_t b = 0; b < maxima.size(); b++) {
+            if (maxima[b] >= bar && maxima[b] > none) {
+                collect(logits, (int) b * size, std::min((int) b * size + size, n), bar, out);
+            }
         }
+    } else {
+        collect(logits, 0, n, none, out);
     }
+    // Later ids come behind equal earlier ones, so that the lowest ids are kept on ties.
     if (out.size() > (size_t) k) {
-        cut();
+        std::nth_element(out.begin(), out.begin() + (k - 1), out.end(), better);
+        out.resize((size_t) k);
     }
     std::sort(out.begin(), out.end(), better);
 }
@@ -204,13 +262,49 @@ int32_t lp::draw(const float * logits, int n, float temperature, double u) {
     }
     int32_t last = -1;  // the last bin of nonzero width: rounding must never choose an impossible token
     for (; i < n && left >= 0; i++) {
-        const double w = std::isfinite(logits[i]) ? (double) exp_of((logits[i] - top) * scale) : 0;
+        const double w = std::isfinite(logits[i]) ? (double) exp_of_one((logits[i] - top) * scale) : 0;
         if (w > 0) {
             last = i;
             left -= w;
         }
     }
     return last >= 0 ? last : argmax(logits, n);
+}
+
+void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_data> & out) {
+    const float  top   = largest_finite(logits, n);
+    const double total = top == none ? 0 : log_sum_exp(logits, n) - top;
+    out.clear();
+    if (top == none) {
+        return;
+    }
+    // Which logits are needed is found in a histogram of the probabilities, so that no others are sorted.
+    constexpr int   n_bins = 512;
+    constexpr float depth  = 32.0f;  // below the largest by more: the last bin
+    double          mass[n_bins] = {};
+    for (int i = 0; i < n; i++) {
+        if (logits[i] > top - depth && logits[i] <= top) {
+            mass[(int) ((top - logits[i]) * (n_bins / depth))] += (double) exp_of_one(logits[i] - top);
+        }
+    }
+    const double wanted = (double) p * std::exp(total);
+    double       sum    = 0;
+    int          bin    = 0;
+    while (bin < n_bins && sum < wanted) {
+        sum += mass[bin++];
+    }
+    // A bin more, for rounding; all of the row where the histogram ends.
+    const float bar = bin < n_bins ? top - (float) (bin + 1) * (depth / n_bins) : none;
+    collect(logits, 0, n, bar, out);
+    std::sort(out.begin(), out.end(), better);
+    sum = 0;
+    for (size_t i = 0; i < out.size(); i++) {
+        sum += std::exp((double) out[i].logit - top);
+        if (sum >= wanted) {
+            out.resize(i + 1);
+            return;
+        }
+    }
 }
 
 void lp::at_least(const float * logits, int n, float p, std::vector<llama_token_data> & out) {

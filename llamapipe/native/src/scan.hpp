@@ -1,4 +1,4 @@
-// Scans of a logits row, written as plain loops over fixed lanes that the compiler turns into vector instructions.
+// Scans of a logits row, with the compiler's vector types.
 #pragma once
 
 #include "native.h"
@@ -18,6 +18,10 @@ double log_sum_exp(const float * logits, int n);
 
 // The token at `u` in [0, 1) of the distribution of logits / temperature, bins by id; -1 when no logit is finite.
 int32_t draw(const float * logits, int n, float temperature, double u);
+
+// The fewest of the largest finite logits whose probabilities come to p, in descending order, on ties the lower id first.
+// out is reused.
+void nucleus(const float * logits, int n, float p, std::vector<llama_token_data> & out);
 
 // Every finite logit of a token at least p times as probable as the first, by id. out is reused.
 void at_least(const float * logits, int n, float p, std::vector<llama_token_data> & out);

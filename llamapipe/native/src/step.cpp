@@ -32,6 +32,11 @@ void Step::clear() {
     released = wanted = computed = pending = observed = fetching = moving = false;
     stamps   = {};
     host.reset();
+    results.reset();
+    graph.clear();
+    wishes.clear();
+    fetched.clear();
+    needs_rows = true;
     error.clear();
 }
 
@@ -84,6 +89,30 @@ void Step::advance(const Step & last, const int32_t * sampled) {
     for (int i = 0; i < n_tokens; i++) {
         tokens[i] = sampled[order[i]];
         positions[i]++;
+    }
+}
+
+void Step::wish(lp_sampler ** samplers, const int32_t * targets, int n_vocab) {
+    graph.assign((size_t) n_outputs, {});
+    wishes.assign((size_t) n_outputs, 0);
+    needs_rows = false;
+    bool any   = false;
+    for (size_t i = 0; i < (size_t) n_outputs; i++) {
+        const bool drawn = samplers && samplers[i];
+        if (drawn && in_graph(samplers[i], &graph[i])) {
+            wishes[i] |= token;
+        }
+        if (targets && targets[i] >= 0 && targets[i] < n_vocab) {
+            graph[i].target = (float) targets[i];
+            wishes[i] |= target;
+        }
+        needs_rows = needs_rows || wishes[i] == 0 || (drawn && !(wishes[i] & token));
+        any        = any || wishes[i] != 0;
+    }
+    if (!any) {
+        graph.clear();
+        wishes.clear();
+        needs_rows = true;
     }
 }
 

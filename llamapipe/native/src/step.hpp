@@ -1,7 +1,7 @@
 // One step: a batch, how it is cut into decodes, and where its output rows are.
 #pragma once
 
-#include "native.h"
+#include "graph_sampler.hpp"
 
 #include <memory>
 #include <string>
@@ -55,6 +55,13 @@ struct Step {
     std::vector<int32_t> places;           // by output in llama.cpp's order: which output of the batch it is
     std::vector<int64_t> rows;             // scratch: the staging rows of a decode
 
+    // By output of the batch, if the graph samples: with what, and what for. Empty: it samples nothing of this step.
+    enum Wish : char { token = 1, target = 2 };
+    std::vector<GraphRow> graph;
+    std::vector<char>     wishes;
+    std::vector<GraphRow> parameters;          // scratch: those of a decode
+    bool                  needs_rows = true;   // someone's whole row is wanted; else rows come to the host when asked for
+
     // Under the pipeline's lock, or of the one thread that drives it.
     State       state     = State::queued;
     int         code      = 0;  // of a failed step: llama_decode's, or LP_ERROR...
@@ -71,6 +78,8 @@ struct Step {
     int         n_left    = 0;      // copies under way or to come
     const float * data    = nullptr;     // the rows, (n_outputs, n_vocab), once done
     std::shared_ptr<HostRows> host;      // where `data` is, if not in the ring
+    std::shared_ptr<HostRows> results;   // a GraphResult for each output, once done, if the graph samples
+    std::vector<char>         fetched;   // without `data`: which rows of `host` are there
     Stamps      stamps;
 
     // Takes a batch and cuts it. Throws std::bad_alloc.
@@ -79,6 +88,9 @@ struct Step {
              const Shape & shape);
     // The same entries, each one position further with the token sampled from its row; all entries must be outputs.
     void advance(const Step & last, const int32_t * sampled);
+    // What the graph shall do for each output; both may be null. Throws std::bad_alloc.
+    void wish(lp_sampler ** samplers, const int32_t * targets, int n_vocab);
+    const GraphResult & result(int output) const { return ((const GraphResult *) results->data)[output]; }
 
 private:
     void cut_runs(const Shape & shape);

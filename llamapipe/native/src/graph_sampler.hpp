@@ -1,0 +1,72 @@
+// Samples all output rows of a graph in one subgraph, whose parameters and random numbers are an input.
+//
+// Nothing in it depends on a request, so requests start, end and change their parameters without a new graph. Each row
+// gives a few numbers, GraphResult, which go to the row of `results` that its logits have in the ring.
+#pragma once
+
+#include "native.h"
+
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace lp {
+
+// What the graph reads for an output row, in the order of its input. Without a request: the most probable token.
+struct GraphRow {
+    float inverse_temperature = 1.0f;
+    float top_k               = 1.0f;
+    float top_p               = 2.0f;  // a token is kept where those before it have less than this; above 1: all
+    float log_min_p           = -std::numeric_limits<float>::max();  // a logit is kept that is above the largest plus this
+    float uniform             = 0.0f;  // in [0, 1)
+    float target              = 0.0f;  // the token whose logit is wanted
+};
+
+// What it gives. Tokens are exact: vocabularies of more than 2^24 are refused.
+struct GraphResult {
+    float token, logprob;  // sampled, and its log-probability in the whole row at temperature 1
+    float log_sum_exp;     // of the row; not finite where a logit is NaN or infinite, and nothing else counts then
+    float target_logit;
+    float best;            // the most probable token, the lowest of several
+};
+
+class GraphSampler {
+public:
+    // Most candidates of a row; smaller vocabularies have fewer.
+    static constexpr int max_candidates = 64;
+
+    explicit GraphSampler(int n_vocab);
+
+    // Whether the device knows all operations; `problem` says what it does not.
+    bool probe(ggml_backend_dev_t device);
+    const char * problem() const { return problem_.empty() ? nullptr : problem_.c_str(); }
+
+    // Adds what outlives a graph to a context that is about to be allocated; `fill` comes after that.
+    static constexpr int n_tensors = 2;
+    void declare(ggml_context * ctx, int64_t n_rows);
+    void fill();
+
+    // Adds the subgraph over `logits`, (n_vocab, n); the results go to the rows of `index`.
+    void build(ggml_context * ctx, ggml_cgraph * graph, ggml_tensor * logits, ggml_tensor * index);
+    void forget() { input_ = nullptr; }
+    // Uploads the rows of the graph built last: once for each decode. Null: as without requests.
+    void set_input(const GraphRow * rows);
+
+    ggml_tensor * results() const { return results_; }
+
+private:
+    ggml_tensor * sample(ggml_context * c, ggml_tensor * logits, ggml_tensor * rows) const;
+
+    const int             n_vocab_, k_;
+    bool                  sorts_   = false;  // whole rows: the device has nothing better
+    ggml_tensor *         results_ = nullptr;  // (a GraphResult, rows)
+    ggml_tensor *         ranks_   = nullptr;  // 0, -1, -2, ...
+    ggml_tensor *         input_   = nullptr;  // of the graph built last
+    std::vector<GraphRow> defaults_;
+    std::string           problem_;
+};
+
+// Whether the next draw of a request can be made in the graph, and with what; nothing is changed.
+bool in_graph(lp_sampler * sampler, GraphRow * row);
+
+}  // namespace lp

@@ -1,0 +1,170 @@
+"""JSON schemas before llguidance sees them: as JSON text, without what it would silently ignore."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+from llamapipe.errors import InvalidRequestError
+
+_ONE = ("items", "additionalItems", "additionalProperties")
+_LIST = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
+_MAP = ("properties", "patternProperties", "$defs", "definitions")
+# Assertions of draft 3, unknown to llguidance: it would take them for annotations.
+_DRAFT_3 = ("divisibleBy", "disallow", "extends")
+# What llguidance takes time and memory for without a limit of its own.
+MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, in their square
+MAX_PATTERNS = 100  # patternProperties; 200 take 2.5 s, 400 over 12 s
+MAX_MULTIPLE = 100_000  # least common multiple of all multipleOf; 100,000 take 0.9 s, 700,000 10 s and 400 MB
+
+Schema = Mapping[str, Any] | bool | str
+
+
+def schema_object(schema: Any) -> dict[str, Any]:
+    """A schema as an object of JSON values of its own: ``{}`` for ``true``.
+
+    Raises TypeError for what is no schema, InvalidRequestError for text that is no JSON and for schemas whose meaning
+    llguidance would not keep.
+    """
+    value = json.loads(schema_text(schema))
+    if value is True:
+        return {}
+    if value is False:
+        raise InvalidRequestError("json_schema is false, which no JSON satisfies")
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"json_schema must be a JSON object or boolean, not {_kind(value)}")
+    parts = list(subschemas(value))
+    for pointer, part in parts:
+        _refuse(pointer, part)
+    _check_costs([part for _, part in parts])
+    return value
+
+
+def schema_text(schema: Any) -> str:
+    """A schema as JSON text in one form, in the order of its keys. Raises as ``schema_object`` does."""
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(schema, parse_constant=_no_number)
+        elif not isinstance(schema, (Mapping, bool)):
+            raise TypeError(f"json_schema must be a dict, a bool or JSON text, not {type(schema).__name__}")
+        return json.dumps(schema, allow_nan=False, default=_plain)
+    except json.JSONDecodeError as e:
+        raise InvalidRequestError(
+            f"json_schema is no JSON: {e.msg} at line {e.lineno} column {e.colno}"
+        ) from None
+    except RecursionError:
+        raise InvalidRequestError("json_schema is nested too deeply") from None
+    except ValueError as e:  # NaN, a cycle, an integer of over 4,300 digits
+        raise InvalidRequestError(f"json_schema cannot be read as JSON: {e}") from None
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema inside a schema, itself included, with its JSON pointer; parents first."""
+    waiting: list[tuple[str, Any]] = [("#", schema)]
+    while waiting:
+        pointer, part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        yield pointer, part
+        inner: list[tuple[str, Any]] = [(f"{pointer}/{key}", part[key]) for key in _ONE if key in part]
+        for key in _LIST:
+            if isinstance(part.get(key), list):
+                inner += [(f"{pointer}/{key}/{i}", one) for i, one in enumerate(part[key])]
+        for key in _MAP:
+            if isinstance(part.get(key), dict):
+                inner += [(f"{pointer}/{key}/{_escaped(name)}", one) for name, one in part[key].items()]
+        waiting += reversed(inner)
+
+
+def _refuse(pointer: str, part: dict[str, Any]) -> None:
+    old = [key for key in _DRAFT_3 if key in part]
+    if old:
+        raise InvalidRequestError(f"json_schema at {pointer}: {old[0]!r} is of draft 3 and not supported")
+    if "x-guidance" in part:
+        raise InvalidRequestError(
+            f"json_schema at {pointer}: 'x-guidance' is not supported; spaces, separators and strictness are fixed"
+        )
+    required = part.get("required")
+    n_required = len(required) if isinstance(required, list) else 0
+    if n_required > MAX_REQUIRED:
+        raise InvalidRequestError(
+            f"json_schema at {pointer}: 'required' has {n_required} names; at most {MAX_REQUIRED} are supported"
+        )
+    least = part.get("minProperties")
+    if isinstance(least, int) and least > n_required + 1:
+        # Names that are not listed may come twice, and then count once.
+        raise InvalidRequestError(
+            f"json_schema at {pointer}: 'minProperties' is {least}, but only {n_required} names are 'required'; a "
+            "grammar cannot see that the others differ: list them in 'required'"
+        )
+    if part.get("type") != "integer" and _bound_leaks(part):
+        raise InvalidRequestError(
+            f"json_schema at {pointer}: an exclusive integer bound less than 1 away from the other bound would be let "
+            "through by llguidance; use an inclusive bound"
+        )
+
+
+def _check_costs(parts: list[dict[str, Any]]) -> None:
+    """Limits of the whole schema: which of its parts are merged is not known here."""
+    n_patterns = sum(
+        len(p["patternProperties"]) for p in parts if isinstance(p.get("patternProperties"), dict)
+    )
+    if n_patterns > MAX_PATTERNS:
+        raise InvalidRequestError(
+            f"json_schema has {n_patterns} patterns in 'patternProperties'; at most {MAX_PATTERNS} are supported"
+        )
+    steps = {Fraction(str(p["multipleOf"])) for p in parts if _is_number(p.get("multipleOf"))} - {Fraction(0)}
+    unit = math.lcm(*(step.denominator for step in steps))
+    common = math.lcm(*(int(step * unit) for step in steps))
+    if common > MAX_MULTIPLE:
+        raise InvalidRequestError(
+            f"json_schema has 'multipleOf' with the least common multiple {common} (in steps of {Fraction(1, unit)}); "
+            f"at most {MAX_MULTIPLE} is supported"
+        )
+
+
+def _bound_leaks(part: dict[str, Any]) -> bool:
+    """Whether llguidance (1.9.1) would allow an exclusive bound itself: 7 for "above 7, at most 7.5"."""
+    bounds: list[Any] = []
+    whole = False
+    for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        bound: Any = part.get(exclusive)
+        if bound is True:  # draft 4
+            bound = part.get(inclusive)
+        exclusively = _is_number(bound)
+        if not exclusively:
+            bound = part.get(inclusive)
+        whole = whole or (exclusively and float(bound).is_integer())
+        bounds.append(bound if _is_number(bound) else None)
+    low, high = bounds
+    return whole and low is not None and high is not None and high - low < 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings that are no dict, such as a frozen one. Raises TypeError for the rest, as json does."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"json_schema holds a {type(value).__name__}, which is no JSON")
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _kind(value: Any) -> str:
+    return (
+        "null"
+        if value is None
+        else {"list": "an array", "str": "a string"}.get(type(value).__name__, "a number")
+    )

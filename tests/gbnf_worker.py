@@ -1,0 +1,64 @@
+"""Gives GBNF texts to llama.cpp's own parser: for a process of its own, which some of them would end.
+
+The arguments are a folder of texts and how many tokens to follow in each; prints a line for each text.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import llamapipe as lp
+from llamapipe.llama import Vocab
+from llamapipe.native.load import LIB_DIR, native
+
+
+class _TokenData(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int32), ("logit", ctypes.c_float), ("p", ctypes.c_float))
+
+
+class _Candidates(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.POINTER(_TokenData)),
+        ("size", ctypes.c_size_t),
+        ("selected", ctypes.c_int64),
+        ("sorted", ctypes.c_bool),
+    )
+
+
+def allowed(library: ctypes.CDLL, sampler: int, vocab: Vocab) -> list[int]:
+    """The tokens the grammar leaves, without ends of generation."""
+    rows = (_TokenData * vocab.n_vocab)(*[_TokenData(t, 0.0, 0.0) for t in range(vocab.n_vocab)])
+    candidates = _Candidates(rows, vocab.n_vocab, -1, False)
+    library.llama_sampler_apply(sampler, ctypes.byref(candidates))
+    return [row.id for row in rows if row.logit == 0.0 and row.id not in vocab.eog_tokens]
+
+
+def main(folder: str, n_tokens: int) -> None:
+    """Reads every text of the folder, in order of their names."""
+    with lp.Model.demo() as model:
+        address = int(native().ffi.cast("uintptr_t", model.vocab.handle))
+        (path,) = (p for p in LIB_DIR.iterdir() if "llamapipe-llama" in p.name)
+        library = ctypes.CDLL(str(path))
+        library.llama_sampler_init_grammar.restype = ctypes.c_void_p
+        library.llama_sampler_init_grammar.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
+        library.llama_sampler_apply.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Candidates)]
+        library.llama_sampler_accept.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+        library.llama_sampler_free.argtypes = [ctypes.c_void_p]
+        for text in sorted(Path(folder).iterdir()):
+            sampler = library.llama_sampler_init_grammar(address, text.read_bytes(), b"root")
+            if not sampler:
+                sys.stdout.write(f"{text.name} refused\n")
+                continue
+            for _ in range(n_tokens):
+                tokens = allowed(library, sampler, model.vocab)
+                if not tokens:
+                    break
+                library.llama_sampler_accept(sampler, tokens[0])
+            library.llama_sampler_free(sampler)
+            sys.stdout.write(f"{text.name} read\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

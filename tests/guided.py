@@ -1,0 +1,60 @@
+"""The plain decode loop of one sequence with a guide: what the engine's guided output is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from llamapipe.llama import Batch, Context, Model, SamplerChain
+from llamapipe.structured.guide import Guide
+
+
+def allowed_ids(guide: Guide, n_vocab: int) -> list[int]:
+    """The tokens of a guide's mask; checks its form."""
+    mask = guide.mask()
+    assert mask.dtype == np.uint32 and mask.shape == ((n_vocab + 31) // 32,)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert not bits[n_vocab:].any()
+    return [int(i) for i in np.flatnonzero(bits[:n_vocab])]
+
+
+def forbid(row: npt.NDArray[np.float32], guide: Guide) -> None:
+    """Sets the logits of all tokens that are not allowed to minus infinity."""
+    bits = np.unpackbits(guide.mask().view(np.uint8), bitorder="little")[: len(row)]
+    row[bits == 0] = -np.inf
+
+
+def guided(
+    context: Context,
+    prompt: list[int],
+    guide: Guide,
+    sampler: SamplerChain,
+    max_tokens: int,
+    look: Callable[[Guide], None] = lambda guide: None,
+) -> tuple[list[int], bool]:
+    """What the prompt is continued with, without the end of generation, and whether it came to its end."""
+    context.clear()
+    context.decode(Batch.of_tokens(prompt, 0))
+    tokens: list[int] = []
+    at = len(prompt) - 1
+    while len(tokens) < max_tokens:
+        look(guide)
+        if guide.finished:
+            return tokens, True
+        row = context.logits(at)
+        forbid(row, guide)
+        token = sampler.sample(row)
+        guide.accept(token)
+        if context.model.vocab.is_eog(token):
+            return tokens, True
+        tokens.append(token)
+        context.decode(Batch.of_tokens([token], len(prompt) + len(tokens) - 1))
+        at = 0
+    return tokens, False
+
+
+def text_of(model: Model, tokens: list[int]) -> str:
+    """The pieces' bytes as text. Raises UnicodeDecodeError for what is none."""
+    return b"".join(map(model.piece, tokens)).decode()

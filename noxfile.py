@@ -64,6 +64,15 @@ def tests(session: nox.Session, backend: str) -> None:
 
 
 @nox.session
+def lm_eval(session: nox.Session) -> None:
+    """Install the package with lm-evaluation-harness, and run the harness's command on the tasks in tests/."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"))
+    _install(session, "backend=cpu", extra="lm-eval")
+    names = ("lm_eval", "lm_eval_chat", "lm_eval_command", "lm_eval_startup")
+    _pytest(session, default=[f"tests/test_{name}.py" for name in names])
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, by ruff."""
     session.install(*nox.project.dependency_groups(GROUPS, "lint"))
@@ -139,8 +148,10 @@ def wheel(session: nox.Session) -> None:
     session.log(f"{final} ({final.stat().st_size / 1e6:.1f} MB)")
 
 
-def _install(session: nox.Session, *settings: str) -> None:
-    session.install(".", *(f"--config-settings={setting}" for setting in settings))
+def _install(session: nox.Session, *settings: str, extra: str = "") -> None:
+    session.install(
+        f".[{extra}]" if extra else ".", *(f"--config-settings={setting}" for setting in settings)
+    )
 
 
 def _pytest(session: nox.Session, *arguments: str, default: Sequence[str] = ("tests",)) -> None:

@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "structured": {"llama", "native", "errors"},
     "engine": {"pipeline", "structured", "llama", "native", "text", "errors"},
     "cli": {"engine", "pipeline", "llama", "native", "text", "errors", "__init__"},
+    "lm_eval": {"engine", "llama", "errors"},
     "__init__": {"engine", "pipeline", "llama", "errors"},
     "__main__": {"cli"},
 }

@@ -32,6 +32,7 @@ DEVICE_TESTS = (
     "engine_overlap",
     "executor_contract",
     "engine",
+    "graph_sampling",
 )
 
 

@@ -411,7 +411,6 @@ class TestSeveral:
     def test_the_prompt_is_computed_once(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_seq_max=8)
         engine.generate(tokens_of(100, 2), lp.SamplingParams(n=8, max_tokens=4, ignore_eos=True))
-        # The others feed its last token again, each by itself, as they would one that was generated.
         assert engine.stats().n_tokens_prompt == 100
 
     def test_lists_of_prompts(self, make_engine: MakeEngine) -> None:

@@ -10,7 +10,7 @@ from llamapipe.engine.request import Request, State
 class Family:
     """The requests of one prompt: the first of them that is not finished leads, the others wait for it.
 
-    Once the prompt's tokens are in cells, those who wait come in and begin with a copy of them.
+    They get their first tokens from the prompt's row. Once the prompt is in cells, they come in with a copy of those.
     """
 
     def __init__(self, members: Sequence[Request]) -> None:
@@ -35,6 +35,12 @@ class Family:
             if member.state is not State.FINISHED and member not in self.waiting:
                 return False
         return True
+
+    def is_computing(self, request: Request) -> bool:
+        """Whether another one is about to have the prompt in cells, and none has."""
+        return self.source() is None and any(
+            member.slot >= 0 and member is not request for member in self.members
+        )
 
     def leave(self, request: Request) -> None:
         """A member is finished."""

@@ -77,7 +77,7 @@ class SamplingParams:
       need the extra ``structured``): what the text has to be.
     - ``logprobs``: natural logarithms of the model's own probabilities, before any of the above, of each generated
       token and of the ``k`` most probable ones; ``prompt_logprobs``: the same for the prompt's tokens.
-    - ``n``: completions of each prompt, which is computed once.
+    - ``n``: completions of each prompt, which is computed once for those that run together.
     - ``seed``: 0 to 2**64 - 1; None draws one, told in ``Completion.seed``. The i-th of ``n`` has ``seed + i``.
     - ``stop``: strings that end the text before them; ``stop_token_ids``: tokens that end it.
     - ``ignore_eos``: never choose a token that ends generation.

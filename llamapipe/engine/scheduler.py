@@ -55,10 +55,10 @@ class Copy(NamedTuple):
 class StepPlan:
     """What one step feeds: parallel lists over batch entries, and whose rows come out.
 
-    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``. ``fed``: each request with its number of
-    entries, the first ``n_decode`` of them decoding. ``scored``: (request, first position, batch entries) of rows that
-    say something of the request's own tokens. ``fillers``: (seq_id, position) of entries that only keep the
-    batch in one piece; they are removed afterwards.
+    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``, some of which may wait for a slot. ``fed``: each
+    request with its number of entries, the first ``n_decode`` of them decoding. ``scored``: (request, first position,
+    batch entries) of rows that say something of the request's own tokens. ``fillers``: (seq_id, position) of entries
+    that only keep the batch in one piece; they are removed afterwards.
 
     ``flying``: planned and not committed; the requests in it are left out of plans made meanwhile.
 
@@ -431,6 +431,10 @@ class Scheduler:
                 del self._ready[0]
             else:
                 del self._queue[request]
+            if request.family is not None and request.family.is_computing(request):
+                request.family.waiting.append(request)  # it comes in when there is something to copy
+                self._following += 1
+                continue
             self.dequeued.append(request)
             request.slot = self._slots.take()
             if request.family is not None:
@@ -439,8 +443,8 @@ class Scheduler:
             self._run(request)
 
     def _copy_prompt(self, request: Request) -> None:
-        """Begins with the cells of another's prompt, but its last: that one's row gives the first token."""
-        source, n = request.family.source(), request.n_prompt - 1
+        """Begins with the cells of another's prompt, but with a token left to feed."""
+        source, n = request.family.source(), min(request.n_prompt, len(request.tokens) - 1)
         if source is None or request.scoring is not None or self._least_copy is None or n < self._least_copy:
             return
         self.memory_ops.append(Copy(source.slot, request.slot, n))
@@ -578,6 +582,16 @@ class Scheduler:
                 plan.outputs[-1] = 1
                 plan.rows.append(len(plan.tokens) - 1)
                 plan.requests.append(request)
+                if request.family is not None and len(request.tokens) == request.n_prompt:
+                    self._plan_followers(plan, request.family)
+
+    def _plan_followers(self, plan: StepPlan, family: Family) -> None:
+        """The others' first tokens are drawn from the row of the prompt, before they have a slot."""
+        for request in family.waiting:
+            if len(request.tokens) == request.n_prompt:
+                plan.rows.append(plan.rows[-1])
+                plan.requests.append(request)
+                request.flight = plan
 
     def _scored(self, request: Request, n: int, n_rows: int) -> tuple[int, range]:
         """How many tokens are fed, of ``n``, if they may have so many outputs; and whose rows are wanted."""

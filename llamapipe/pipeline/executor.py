@@ -182,7 +182,7 @@ class StepExecutor:
     ) -> tuple[Any, Any]:
         """Samplers (or NULL) and targets (or -1) of each output, in the order of the batch."""
         ffi = self._native.ffi
-        by_entry = dict(zip(rows, samplers, strict=True))
+        by_entry = dict(zip(rows, samplers, strict=True))  # of several of one row, one
         entries = [i for i, output in enumerate(outputs) if output]
         known = [by_entry[i].handle if i in by_entry else ffi.NULL for i in entries]
         return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", [targets.get(i, -1) for i in entries])
@@ -215,6 +215,10 @@ class StepExecutor:
 
     def _set_rows(self, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> None:
         n = len(rows)
+        if n > len(self._rows):  # requests that wait for a slot get their first tokens, too
+            new = self._native.ffi.new
+            self._rows, self._sampled = (new("int32_t[]", n) for _ in range(2))
+            self._samplers = new("lp_sampler *[]", n)
         self._rows[0:n] = rows
         self._samplers[0:n] = [s.handle for s in samplers]
 

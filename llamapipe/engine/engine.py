@@ -446,7 +446,7 @@ def least_copy(context: Context) -> int | None:
     if context.model.is_recurrent:
         return None  # only whole sequences can be copied
     # Unified, cells are shared. Streams are copied whole: docs/decisions.md.
-    return 1 if context.kv_unified else 64
+    return 1 if context.kv_unified else 32
 
 
 def _trace_path(trace: bool | str | Path | None) -> Path | None:

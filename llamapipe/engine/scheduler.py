@@ -57,8 +57,8 @@ class StepPlan:
 
     ``rows[i]`` is the batch entry whose logits continue ``requests[i]``, some of which may wait for a slot. ``fed``:
     each request with its number of entries, the first ``n_decode`` of them decoding. ``scored``: (request, first
-    position, batch entries) of rows that say something of the request's own tokens. ``fillers``: (seq_id, position) of entries
-    that only keep the batch in one piece; they are removed afterwards.
+    position, batch entries) of rows that say something of the request's own tokens. ``fillers``: (seq_id, position) of
+    entries that only keep the batch in one piece; they are removed afterwards.
 
     ``flying``: planned and not committed; the requests in it are left out of plans made meanwhile.
 

@@ -94,6 +94,7 @@ class Decoder:
             deque()
         )  # samplers of steps under way, and when those are sampled
         self._n_sampled = 0
+        self._damaged: list[Request] = []  # their scores are no numbers
         self._n_notes = 0  # open requests that want to know how probable their tokens are
         self._undelivered: list[tuple[Request, int]] = []  # of the step sampled last
         self._computing: StepPlan | None = None  # what a launch is computing; for those who cancel
@@ -130,10 +131,20 @@ class Decoder:
             )
 
     def check_open(self) -> None:
-        """Raises EngineClosedError when closed, or in a process that was forked from this one's."""
+        """Raises EngineClosedError when closed, or in a process that was forked from this one's.
+
+        RuntimeError on the decoder thread itself, which would wait for itself.
+        """
         self.check_process()
+        self._check_thread()
         if self._closing:
             raise EngineClosedError("the engine is closed; make another")
+
+    def _check_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "this runs on the engine's own thread (in a logits processor?), which cannot wait for the engine"
+            )
 
     def submit(self, *requests: Request) -> None:
         """Queues new requests, so that one step takes them all if it can. Raises EngineClosedError."""
@@ -165,6 +176,7 @@ class Decoder:
 
     def ask(self, question: Callable[[], Any]) -> Any:
         """The result of ``question`` on the decoder thread, or on this one after its end; raises what it raised."""
+        self._check_thread()
         self.check_process()  # before the lock: another thread may have held it when this process was forked
         replies: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
@@ -191,6 +203,7 @@ class Decoder:
         """Ends the thread and waits for it; the context is freed then. Does nothing in a forked child."""
         if self.forked:
             return
+        self._check_thread()
         with self._lock:
             # Again without draining: whoever gave up waiting for the drain (Ctrl-C, then exit) wants it cancelled.
             if not self._closing or not drain:
@@ -248,6 +261,8 @@ class Decoder:
     def stop(self, drain: bool) -> None:
         """Ends the loop, after the work that was asked for or at once."""
         self._stopping = True
+        if self._undelivered:  # of the step sampled last: its tokens are in the sequences
+            self._deliver()
         for request in list(self._open):
             if not drain:
                 self.cancel(request)
@@ -404,12 +419,7 @@ class Decoder:
         executor, scheduler = self._executor, self._scheduler
         launched = perf_counter()
         try:
-            if plan.again:
-                sampled = executor.sample_again(step)
-            elif plan.rows or executor.late_errors:
-                sampled = executor.sample(step, plan.rows, samplers)
-            else:
-                sampled = []
+            sampled = self._draw(plan, step, samplers)
             if plan.scored:
                 self._score(plan, step)
         except (ContextFullError, DecodeError) as e:  # of an asynchronous step: here is where it is known
@@ -421,6 +431,8 @@ class Decoder:
             self._take_notes(plan, sampled)
         drawn = perf_counter()
         self._undelivered += scheduler.commit(plan, sampled)
+        if self._damaged:
+            self._fail_damaged()
         for request, _, _ in plan.scored:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self._open:
                 self._finished(request)
@@ -433,6 +445,23 @@ class Decoder:
             self._deliver()
         elif self._cohorts.step(len(sampled)):
             scheduler.cohorts = self._cohorts.n
+
+    def _draw(self, plan: StepPlan, step: int, samplers: list[Any]) -> list[int]:
+        """A token for each of the plan's requests; 0 for those that lost their place while the step was under way.
+
+        Nothing is drawn for these: their samplers must not know of tokens that are thrown away.
+        """
+        executor, requests = self._executor, plan.requests
+        here = [i for i, request in enumerate(requests) if request.flight is plan]
+        if len(here) == len(requests):
+            if plan.again:
+                return executor.sample_again(step)
+            return executor.sample(step, plan.rows, samplers) if requests or executor.late_errors else []
+        drawn = executor.sample(step, [plan.rows[i] for i in here], [requests[i].sampler for i in here])
+        sampled = [0] * len(requests)
+        for i, token in zip(here, drawn, strict=True):
+            sampled[i] = token
+        return sampled
 
     def _targets(self, plan: StepPlan) -> dict[int, int]:
         """Of rows that are asked about one token only: that token."""
@@ -461,12 +490,26 @@ class Decoder:
                 asked.append((request, first + i, len(wanted)))
         scores = iter(self._executor.score(step, entries, targets, n_top))
         for request, position, n in asked:
-            request.scoring.take(position, list(islice(scores, n)))
+            mine = list(islice(scores, n))
+            if any(score.logprob != score.logprob for score in mine):
+                self._damaged.append(request)
+            elif request.scoring.n_top < n_top:  # another one asked for more
+                mine = [score._replace(top=score.top[: request.scoring.n_top]) for score in mine]
+            request.scoring.take(position, mine)
+
+    def _fail_damaged(self) -> None:
+        damaged, self._damaged = self._damaged, []
+        for request in damaged:
+            if request in self._open:
+                self._scheduler.fail(
+                    request, DecodeError("a logit is not finite; the model or its weights are damaged")
+                )
+                self._finished(request)
 
     def _take_notes(self, plan: StepPlan, sampled: Sequence[int]) -> None:
         """For those who asked: how probable the tokens were."""
         for request, token in zip(plan.requests, sampled, strict=True):
-            if request.notes and token >= 0:
+            if request.notes and token >= 0 and request.flight is plan:
                 request.drawn = request.sampler.logprobs()
 
     def _landed(self) -> None:

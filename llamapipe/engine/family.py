@@ -8,51 +8,66 @@ from llamapipe.engine.request import Request, State
 
 
 class Family:
-    """The requests of one prompt: the first of them that is not finished leads, the others wait for it.
+    """The requests of one prompt: one of them leads, the others wait for it.
 
     They get their first tokens from the prompt's row. Once the prompt is in cells, they come in with a copy of those.
+    Everything here takes a time that does not depend on how many they are.
     """
 
     def __init__(self, members: Sequence[Request]) -> None:
-        self.members = list(members)
-        self.waiting: list[Request] = []
+        self.waiting: dict[Request, None] = {}
         self.n_prompt = members[0].n_prompt
+        self._n_leading = 0  # that arrived, are not finished and do not wait
+        self._placed: dict[Request, None] = {}  # those in a slot
         for request in members:
             request.family = self
 
+    def arrive(self, request: Request) -> bool:
+        """A member is new: whether it need not wait, because it leads or the prompt is there."""
+        if self._n_leading and self.source() is None:
+            self.waiting[request] = None
+            return False
+        self._n_leading += 1
+        return True
+
+    def wait(self, request: Request) -> None:
+        """One that need not wait does so after all."""
+        self._n_leading -= 1
+        self.waiting[request] = None
+
+    def place(self, request: Request) -> None:
+        """A member got a slot."""
+        self._placed[request] = None
+
+    def leave(self, request: Request) -> None:
+        """A member lost its slot, or its place among those who wait; or it is finished."""
+        self._placed.pop(request, None)
+        if request in self.waiting:
+            del self.waiting[request]
+            self._n_leading += 1  # until it is finished
+        if request.state is State.FINISHED:
+            self._n_leading -= 1
+
     def source(self) -> Request | None:
         """A member whose cells hold the prompt."""
-        for request in self.members:
-            if request.slot >= 0 and request.n_past >= self.n_prompt:
+        for request in self._placed:
+            if request.n_past >= self.n_prompt:
                 return request
         return None
 
-    def leads(self, request: Request) -> bool:
-        """Whether this one computes the prompt: no other that came before it is about to."""
-        for member in self.members:
-            if member is request:
-                return True
-            if member.state is not State.FINISHED and member not in self.waiting:
-                return False
-        return True
-
-    def is_computing(self, request: Request) -> bool:
-        """Whether another one is about to have the prompt in cells, and none has."""
-        return self.source() is None and any(
-            member.slot >= 0 and member is not request for member in self.members
-        )
-
-    def leave(self, request: Request) -> None:
-        """A member is finished."""
-        self.members.remove(request)
-        if request in self.waiting:
-            self.waiting.remove(request)
+    def is_computing(self) -> bool:
+        """Whether a member is about to have the prompt in cells, and none has."""
+        return bool(self._placed) and self.source() is None
 
     def take_ready(self) -> list[Request]:
         """Those who need not wait any more: all once the prompt is computed, else one if nobody leads."""
         if self.source() is not None:
-            ready, self.waiting = self.waiting, []
-            return ready
-        if self.waiting and all(m in self.waiting for m in self.members):
-            return [self.waiting.pop(0)]
-        return []
+            ready = list(self.waiting)
+        elif self.waiting and self._n_leading == 0:
+            ready = [next(iter(self.waiting))]
+        else:
+            return []
+        for request in ready:
+            del self.waiting[request]
+        self._n_leading += len(ready)
+        return ready

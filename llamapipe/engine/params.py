@@ -55,7 +55,7 @@ class SamplingParams:
     which by default is llama.cpp's order. Sampler names, meanings and defaults are llama.cpp's.
 
     - ``max_tokens``: most generated tokens; None: until end of generation or of the context. ``min_tokens``: so many
-      are generated before one that ends it.
+      are generated before one that ends it, unless a constraint below allows nothing else.
     - ``temperature``: 0 takes the most probable token, on ties the lowest id, and cuts nothing off before.
       ``dynatemp_range``, ``dynatemp_exponent``: a temperature that follows the entropy, by so much at most.
     - ``top_k`` (0: all), ``top_p``, ``min_p``, ``typical_p``, ``top_n_sigma`` (0 or less: off) and ``xtc_probability``

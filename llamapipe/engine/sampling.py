@@ -84,7 +84,7 @@ class Recipe:
         )
         self._dry: Dry | None = None
         if params.dry_multiplier > 0 and params.dry_penalty_last_n != 0:
-            last_n = n_ctx if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n
+            last_n = n_ctx if params.dry_penalty_last_n < 0 else min(params.dry_penalty_last_n, n_ctx)
             options = (params.dry_multiplier, params.dry_base, params.dry_allowed_length, last_n)
             breakers = tuple(params.dry_sequence_breakers)
             self._dry = dries.get((*options, breakers), lambda: Dry(vocab, *options, breakers))
@@ -95,6 +95,23 @@ class Recipe:
                     f"{name} needs a token that ends generation: "
                     + ("leave ignore_eos off" if params.ignore_eos else "this vocabulary has none")
                 )
+        if params.infill and vocab.eos is None and vocab.eot is None:
+            raise InvalidRequestError("infill needs an EOT or EOS token; this vocabulary has neither")
+        for name, without in (
+            ("mirostat", "infill"),
+            ("mirostat", "adaptive_target"),
+            ("adaptive_target", "infill"),
+        ):
+            if _is_on(params, name) and _is_on(params, without):
+                raise InvalidRequestError(
+                    f"{name} and {without} are both given; each decides by itself: choose one"
+                )
+        if params.temperature == 0:
+            for name in ("mirostat", "adaptive_target", "infill"):
+                if _is_on(params, name):
+                    raise InvalidRequestError(
+                        f"{name} draws, but temperature is 0, which never does: leave one out"
+                    )
         if params.grammar is not None:
             self._check_grammar(params.grammar)
         for name in ("json_schema", "regex", "lark"):
@@ -132,13 +149,9 @@ class Recipe:
         chain.reset()
         chain.finished = False
         generated = request.tokens[request.n_prompt :]
+        chain.accept(self.history(request.tokens))
         if self.params.grammar is not None:
-            if not self._vocab.eog_tokens.isdisjoint(generated):
-                raise ValueError("a grammar does not go on behind a token that ends generation")
-            chain.accept(self.history(request.tokens[: request.n_prompt]))
-            chain.accept_drawn(generated)
-        else:
-            chain.accept(self.history(request.tokens))
+            chain.accept_grammar(generated)
         if chain.guide is not None:
             chain.guide.reset(generated)
 
@@ -152,7 +165,7 @@ class Recipe:
 
     def _penalties(self) -> tuple[int, float, float, float]:
         p = self.params
-        last_n = self._n_ctx if p.repeat_last_n < 0 else p.repeat_last_n
+        last_n = self._n_ctx if p.repeat_last_n < 0 else min(p.repeat_last_n, self._n_ctx)
         return last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty
 
     def _add_changes(self, chain: SamplerChain) -> None:
@@ -170,22 +183,24 @@ class Recipe:
 
     def _add_stages(self, chain: SamplerChain) -> None:
         p, order = self.params, list(self._order)
-        # In front they are changes of few logits; behind others they are stages over what is left.
-        if order[:1] == ["penalties"]:
-            del order[0]
-            if self.penalizes:
-                chain.set_penalties(*self._penalties())
-        if order[:1] == ["dry"]:
-            del order[0]
-            if self._dry is not None:
-                chain.set_dry(self._dry)
-        if p.temperature == 0 or p.mirostat:
+        greedy = p.temperature == 0
+        # In front they are changes of few logits; behind others they are stages over what is left. Nothing is cut off
+        # for a greedy draw, so there they are always in front.
+        for name in ("penalties", "dry"):
+            if name in order and (greedy or order[0] == name):
+                order.remove(name)
+                if name == "penalties" and self.penalizes:
+                    chain.set_penalties(*self._penalties())
+                elif name == "dry" and self._dry is not None:
+                    chain.set_dry(self._dry)
+        if greedy:
+            chain.add_temperature(0)
+            return
+        if p.mirostat:
             order = [name for name in order if name in ("penalties", "dry", "temperature")]
         for name in order:
             self._add_stage(chain, name)
-        if p.temperature == 0:
-            chain.add_temperature(0)
-        elif p.mirostat:
+        if p.mirostat:
             chain.add_mirostat(p.mirostat, p.mirostat_tau, p.mirostat_eta)
         elif p.adaptive_target >= 0:
             chain.add_adaptive_p(p.adaptive_target, p.adaptive_decay)
@@ -217,6 +232,11 @@ class Recipe:
             chain.add_infill()
 
 
+def _is_on(params: SamplingParams, name: str) -> bool:
+    value = getattr(params, name)
+    return bool(value >= 0 if name == "adaptive_target" else value)
+
+
 class RecipeBook:
     """The recipes of one engine, kept for requests with the same params. Any thread."""
 
@@ -228,4 +248,6 @@ class RecipeBook:
 
     def recipe(self, params: SamplingParams) -> Recipe:
         """The recipe for ``params``. Raises InvalidRequestError."""
+        if params.logits_processors:  # which may be equal and yet not the same, and are not ours to keep
+            return Recipe(params, self._vocab, self._n_ctx, self._dries)
         return self._recipes.get(params, lambda: Recipe(params, self._vocab, self._n_ctx, self._dries))

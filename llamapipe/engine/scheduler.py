@@ -32,8 +32,8 @@ def undrawn(request: Request, code: int) -> Exception:
             "no token is allowed by what this request asks for; the text ends where it must go on"
         )
     error: Exception | None = getattr(request.sampler, "error", None)
-    if code == -3 and error is not None:
-        return error
+    if code == -3:
+        return error or DecodeError("drawing a token failed; see the log llamapipe.native")
     return DecodeError("no logit of this request's row is finite; the model or its weights are damaged")
 
 
@@ -214,8 +214,7 @@ class Scheduler:
         request.arrival = self._n_arrived
         self._n_arrived += 1
         family = request.family
-        if family is not None and not family.leads(request) and family.source() is None:
-            family.waiting.append(request)
+        if family is not None and not family.arrive(request):
             self._following += 1
         elif request.n_total < request.limit:
             self._queue[request] = None
@@ -237,6 +236,7 @@ class Scheduler:
     def trim(self, request: Request, n_keep: int) -> None:
         """Keeps the first ``n_keep`` tokens of a kept request that is not running."""
         del request.tokens[n_keep:]
+        request.n_prompt = min(request.n_prompt, n_keep)
         # The last token is computed again: its logits are what the next one is drawn from.
         n_past = min(request.n_past, n_keep - 1)
         if request.slot >= 0 and n_past < request.n_past:
@@ -247,6 +247,8 @@ class Scheduler:
     def append(self, request: Request, tokens: Sequence[int]) -> None:
         """Adds tokens to a kept request that is not running."""
         request.tokens.extend(tokens)
+        if request.n_total == 0:  # nothing was generated: it is still the prompt
+            request.n_prompt = len(request.tokens)
         self._reopen(request)
 
     def _reopen(self, request: Request) -> None:
@@ -352,11 +354,11 @@ class Scheduler:
             elif request.n_total >= request.limit:
                 self._pause(request)
         self.memory_ops += plan.fillers
-        if self._prefilling or plan.scored:
-            for request, _ in plan.fed:
+        if len(plan.fed) > plan.n_decode:
+            for request, _ in plan.fed[plan.n_decode :]:
                 if request.family is not None and request.family.waiting:
                     self._follow(request.family)
-            for request in [r for r in self._prefilling if r.max_tokens and len(r.tokens) - r.n_past == 1]:
+            for request in [r for r in self._prefilling if self._decodes(r)]:
                 self._prefilling.remove(request)
                 self._run(request)
         elif plan.n_decode == len(plan.tokens) and len(plan.requests) == len(self._decoding):
@@ -431,14 +433,15 @@ class Scheduler:
                 del self._ready[0]
             else:
                 del self._queue[request]
-            if request.family is not None and request.family.is_computing(request):
-                request.family.waiting.append(request)  # it comes in when there is something to copy
+            if request.family is not None and request.family.is_computing():
+                request.family.wait(request)  # it comes in when there is something to copy
                 self._following += 1
                 continue
             self.dequeued.append(request)
             request.slot = self._slots.take()
             if request.family is not None:
                 self._copy_prompt(request)
+                request.family.place(request)
             request.move(State.RUNNING)
             self._run(request)
 
@@ -461,10 +464,15 @@ class Scheduler:
 
     def _run(self, request: Request) -> None:
         self._n_moves += 1
-        if len(request.tokens) - request.n_past == 1 and request.max_tokens:
+        if self._decodes(request):
             insort(self._decoding, request, key=_by_slot)
         else:
             insort(self._prefilling, request, key=_by_arrival)
+
+    def _decodes(self, request: Request) -> bool:
+        """Whether a token is left to feed and another to draw; who leads a family feeds its prompt first."""
+        leads = request.n_past == 0 and request.family is not None and request.family.waiting
+        return len(request.tokens) - request.n_past == 1 and request.max_tokens > 0 and not leads
 
     def _pause(self, request: Request) -> None:
         if request.state is State.RUNNING:
@@ -491,11 +499,12 @@ class Scheduler:
             del self._queue[request]
         elif request.family is not None and request in request.family.waiting:
             self._following -= 1
-            request.family.waiting.remove(request)
         else:
             self._ready.remove(request)
         self.dequeued.append(request)
         request.flight = None
+        if request.family is not None:
+            request.family.leave(request)
         if request.slot >= 0:
             self.memory_ops.append(Remove(request.slot, 0))
             self._slots.give(request.slot)

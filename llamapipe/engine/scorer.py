@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -62,17 +62,22 @@ def score_job(model: Model, prompt: Any, continuation: Any) -> Job:
         continuations, one = split(continuation, "continuation")
         pairs = [_pair(model, prompts[0], c) for c in continuations]
         return Job(pairs, (lambda scores: scores[0]) if one else list)
-    if isinstance(continuation, (str, bytes)) or not isinstance(continuation, Sequence):
+    if (
+        isinstance(continuation, (str, bytes))
+        or not isinstance(continuation, Sized)
+        or not hasattr(continuation, "__getitem__")
+    ):
         raise TypeError(
             "prompt is a list of prompts, so continuation must be a list with one item, or one list of items, for each"
         )
-    if len(continuation) != len(prompts):
+    each: Sequence[Any] = continuation  # type: ignore[assignment]
+    if len(each) != len(prompts):
         raise ValueError(
-            f"there are {len(prompts)} prompts and {len(continuation)} continuations; give one item, or one list of "
+            f"there are {len(prompts)} prompts and {len(each)} continuations; give one item, or one list of "
             "items, for each"
         )
     pairs, lengths = [], []
-    for p, c in zip(prompts, continuation, strict=True):
+    for p, c in zip(prompts, list(each), strict=True):
         items, one = split(c, "continuation")
         pairs += [_pair(model, p, item) for item in items]
         lengths.append(None if one else len(items))
@@ -103,6 +108,10 @@ def tokens_job(model: Model, tokens: Any) -> Job:
 def perplexity_job(model: Model, tokens: Any, n_window: int | None, n_ctx: int) -> Job:
     """What ``Engine.perplexity`` is asked for: the second halves of the windows behind the first ones."""
     window = n_ctx if n_window is None else check_int("n_window", n_window, 4, n_ctx)
+    if window < 4:
+        raise InvalidRequestError(
+            f"n_ctx is {n_ctx}; a window needs at least 4 tokens: make the engine with a larger n_ctx"
+        )
     ids = check_tokens("tokens", tokens, model.n_vocab)
     if len(ids) < window:
         raise InvalidRequestError(

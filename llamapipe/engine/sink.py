@@ -10,6 +10,7 @@ from llamapipe.engine.mailbox import Mailbox
 from llamapipe.engine.request import Request
 from llamapipe.engine.results import Completion, Delta, FinishReason, Timings, Token, TokenLogprob
 from llamapipe.engine.scoring import PromptScoring
+from llamapipe.errors import EngineClosedError
 from llamapipe.pipeline.token_score import TokenScore
 from llamapipe.text import TextStream
 
@@ -33,7 +34,7 @@ def prompt_notes(prompt: Sequence[int], scores: Sequence[TokenScore]) -> list[To
     """How probable each token of a prompt was but the first."""
     return [
         TokenLogprob(token, score.logprob, tuple(score.top))
-        for token, score in zip(prompt[1:], scores, strict=True)
+        for token, score in zip(prompt[1:], scores, strict=False)  # one that was cancelled may have fewer
     ]
 
 
@@ -128,6 +129,10 @@ class ScoreSink(Sink):
         """Hands the scores over."""
         if request.error is not None:
             self.mailbox.put((self._index, Failure(request.error)))
+        elif request.finish_reason == "cancelled":  # by whoever waits, or by closing
+            self.mailbox.put(
+                (self._index, Failure(EngineClosedError("the engine was closed before this was scored")))
+            )
         else:
             self.mailbox.put((self._index, request.scoring.scores))
 

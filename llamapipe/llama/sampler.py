@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex
@@ -50,8 +51,8 @@ class Dry:
     """The DRY sampler's options with its sequence breakers looked up in a vocabulary, which takes a while.
 
     ``multiplier * base ** (length - allowed_length)`` is taken from the logit of a token that would lengthen a
-    repetition of the last ``last_n`` tokens to ``length``; repetitions end at ``breakers``. Close it, or use it for as
-    long as the process lives; the vocabulary's model may be closed before.
+    repetition of the last ``last_n`` tokens to ``length``; repetitions end at ``breakers``. Freed when nobody refers
+    to it any more, or by ``close``; the vocabulary's model may be closed before.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class Dry:
         last_n: int,
         breakers: Sequence[str],
     ) -> None:
-        self._lib, ffi = native().lib, native().ffi
+        lib, ffi = native().lib, native().ffi
         texts = [ffi.new("char[]", text.encode()) for text in breakers]
-        self.handle = self._lib.lp_dry_new(
+        handle = lib.lp_dry_new(
             vocab.handle,
             multiplier,
             base,
@@ -74,14 +75,22 @@ class Dry:
             len(texts),
             ffi.new("const char *[]", texts),
         )
-        if self.handle == ffi.NULL:
+        if handle == ffi.NULL:
             raise MemoryError(last_error(native()))
+        self._handle = handle
+        # Shared by the chains of many requests, so it goes with the last of those who may make one.
+        self._free = weakref.finalize(self, lib.lp_dry_free, handle)
+
+    @property
+    def handle(self) -> Any:
+        """The native ``lp_dry *``. Raises EngineClosedError when closed."""
+        if not self._free.alive:
+            raise EngineClosedError("these options of DRY are closed; make others")
+        return self._handle
 
     def close(self) -> None:
-        """Frees the native memory; a second call does nothing."""
-        handle, self.handle = self.handle, native().ffi.NULL
-        if handle != native().ffi.NULL:
-            self._lib.lp_dry_free(handle)
+        """Frees the native memory; a second call does nothing. Chains made with it have their own."""
+        self._free()
 
 
 class SamplerChain:
@@ -148,6 +157,8 @@ class SamplerChain:
 
         Text that llama.cpp's parser does not survive has to be refused before (``llamapipe.structured``).
         """
+        if not text.strip() or "\0" in text:
+            raise ValueError("the grammar is empty or has a NUL in it, where llama.cpp would end it")
         code = self._lib.lp_sampler_set_grammar(self.handle, text.encode(), root.encode())
         if code < 0:
             raise ValueError(f"{last_error(self._native)}; the log llamapipe.native says where")
@@ -261,6 +272,9 @@ class SamplerChain:
 
     def set_python(self, processors: Sequence[Processor], guide: Guide | None) -> SamplerChain:
         """What looks at rows, and decides what may follow, in Python; the guide is closed with the chain."""
+        if self.guide is not None and self.guide is not guide:
+            self.guide.close()
+        self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.NULL)
         self.processors, self.guide = tuple(processors), guide
         if not self.is_native:
             self._lib.lp_sampler_needs_row(self.handle)
@@ -272,11 +286,16 @@ class SamplerChain:
         return self._checked(self._lib.lp_sampler_set_logprobs(self.handle, self.n_logprobs))
 
     def logprobs(self) -> tuple[float, list[tuple[int, float]]]:
-        """Of the last draw: its token's log-probability in the unchanged row, and the most probable tokens'."""
+        """Of the last draw: its token's log-probability in the unchanged row, and the most probable tokens'.
+
+        Raises ValueError if that was not asked for with ``set_logprobs``.
+        """
+        if self.n_logprobs < 0:
+            raise ValueError("nobody asked for log-probabilities; call set_logprobs before the draw")
         ffi = self._native.ffi
         one = ffi.new("float *")
         ids, values = ffi.new("int32_t[]", self.n_logprobs), ffi.new("float[]", self.n_logprobs)
-        n = self._lib.lp_sampler_logprobs(self.handle, one, ids, values)
+        n = self._lib.lp_sampler_logprobs(self.handle, self.n_logprobs, one, ids, values)
         return one[0], list(zip(ffi.unpack(ids, n), ffi.unpack(values, n), strict=True))
 
     def accept(self, tokens: Iterable[SupportsIndex]) -> None:
@@ -284,11 +303,20 @@ class SamplerChain:
         ids = check_tokens("tokens", tokens, self.n_vocab)
         self._checked(self._lib.lp_sampler_accept(self.handle, len(ids), ids))
 
+    def accept_grammar(self, tokens: Iterable[SupportsIndex]) -> None:
+        """Tells the grammar of generated tokens. Raises ValueError where it does not go on with them.
+
+        Nothing can be drawn then before ``reset``.
+        """
+        ids = check_tokens("tokens", tokens, self.n_vocab)
+        if self._lib.lp_sampler_accept_grammar(self.handle, len(ids), ids) < 0:
+            raise ValueError(last_error(self._native))
+
     def accept_drawn(self, tokens: Iterable[SupportsIndex]) -> None:
-        """``accept`` for generated tokens, of which the grammar must know as well. Raises ValueError where it ends."""
+        """``accept_grammar`` and ``accept`` of tokens that were drawn, and counts them. Raises ValueError."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         if self._lib.lp_sampler_accept_drawn(self.handle, len(ids), ids) < 0:
-            raise ValueError(f"the grammar does not allow these tokens ({last_error(self._native)})")
+            raise ValueError(last_error(self._native))
 
     def reset(self) -> None:
         """Forgets the accepted tokens; the generator goes on from where it is."""
@@ -305,7 +333,14 @@ class SamplerChain:
         row = np.ascontiguousarray(given, dtype=np.float32)
         if row.shape != (self.n_vocab,):
             raise ValueError(f"logits have the shape {row.shape}; it must be ({self.n_vocab},)")
-        return self.draw(self._native.ffi.from_buffer("float[]", row))
+        if self.is_native:
+            return self.draw(self._native.ffi.from_buffer("float[]", row))
+        if self.ask_guide():
+            token = self.draw_row(row)
+            if token >= 0:
+                return token
+        assert self.error is not None
+        raise self.error
 
     def draw(self, row: Any) -> int:
         """``sample`` from a native ``float *``, with neither processors nor guide."""
@@ -323,11 +358,13 @@ class SamplerChain:
             return True
         try:
             mask = self.guide.mask()
-        except Exception as e:
-            self.error = e
+            if mask.dtype != np.uint32 or mask.size < -(-self.n_vocab // 32):
+                raise ValueError(f"the mask is {mask.dtype} {mask.shape}; it must have a bit for each token")
+            self._mask = mask  # the native chain looks into it
+            self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.from_buffer("uint32_t[]", mask))
+        except BaseException as e:
+            self.error = _as_exception(e)
             return False
-        self._mask = mask  # the native chain looks into it
-        self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.from_buffer("uint32_t[]", mask))
         return True
 
     def tell_guide(self, token: int) -> bool:
@@ -337,26 +374,40 @@ class SamplerChain:
         try:
             self.guide.accept(token)
             self.finished = self.guide.finished
-        except Exception as e:
-            self.error = e
+        except BaseException as e:
+            self.error = _as_exception(e)
             return False
         return True
 
-    def draw_processed(self, logits: npt.NDArray[np.float32]) -> int:
-        """Draws from a copy of ``logits`` that the processors have changed, and accepts it.
-
-        A negative code where none can be drawn, as ``Executor.sample`` says, with ``error`` set.
-        """
+    def draw_row(self, logits: npt.NDArray[np.float32]) -> int:
+        """Draws from a copy of ``logits`` that the processors have changed; -3 with ``error`` set if that fails."""
+        from_buffer = self._native.ffi.from_buffer
         try:
             row = logits.copy()
             for processor in self.processors:
                 processor(row)
-            token = self.draw(self._native.ffi.from_buffer("float[]", row))
-            self.accept_drawn([token])
+                if row.shape != logits.shape:
+                    raise ValueError(
+                        f"a logits processor made the row {row.shape}; it must stay {logits.shape}"
+                    )
+            token = self.draw(from_buffer("float[]", row))
+            if self.n_logprobs >= 0:  # of the model's row
+                self._lib.lp_sampler_note(self.handle, from_buffer("float[]", logits), token)
             return token
-        except Exception as e:
-            self.error = e
+        except BaseException as e:  # also SystemExit: it is one request's, not the engine's
+            self.error = _as_exception(e)
             return -3
+
+    def draw_processed(self, logits: npt.NDArray[np.float32]) -> int:
+        """``draw_row``, and accepts the token."""
+        token = self.draw_row(logits)
+        if token >= 0:
+            try:
+                self.accept_drawn([token])
+            except ValueError as e:
+                self.error = e
+                return -3
+        return token
 
     def _checked(self, code: int) -> SamplerChain:
         if code < 0:
@@ -395,6 +446,15 @@ class SamplerChain:
                 stacklevel=2,
                 source=self,
             )
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """What a request fails with: callers of others must not be told to exit."""
+    if isinstance(error, Exception):
+        return error
+    failure = DecodeError(f"what chooses this request's tokens raised {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def _penalties(

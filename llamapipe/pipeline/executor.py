@@ -132,7 +132,7 @@ class StepExecutor:
         if self._context.kv_unified:
             done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, n, 0)
         else:  # between streams only whole ones
-            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, -1, -1, 0)
+            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, -1, 0)
             if done > 0:
                 return self.remove(seq_id, n)
         if done < 0:
@@ -247,6 +247,8 @@ class StepExecutor:
             self._sampling_failed(code)
         for i, token in zip(plain, native.ffi.unpack(self._sampled, len(plain)), strict=True):
             drawn[i] = token
+            if token == -3:
+                samplers[i].error = DecodeError(f"drawing a token failed: {last_error(native)}")
         for i, sampler in enumerate(samplers):
             if drawn[i] == 0 and sampler.processors:
                 row = lib.lp_step_row(self._handle, step, rows[i])

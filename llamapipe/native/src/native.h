@@ -141,10 +141,12 @@ int  lp_sampler_add_mirostat(lp_sampler * s, int version, float tau, float eta);
 int  lp_sampler_add_adaptive_p(lp_sampler * s, float target, float decay);
 int  lp_sampler_set_logprobs(lp_sampler * s, int n);                // of the n most probable tokens, too; < 0: none at all
 int  lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);        // of the sequence
-int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);  // generated ones: for the grammar, too
+int  lp_sampler_accept_grammar(lp_sampler * s, int n, const int32_t * tokens);  // generated ones; refuses what it forbids
+int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);  // both, and counted
 int  lp_sampler_reset(lp_sampler * s);                              // forgets accepted tokens, keeps the generator's state
 int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);
-int  lp_sampler_logprobs(const lp_sampler * s, float * logprob, int32_t * ids, float * logprobs);  // of the last draw: n
+int  lp_sampler_note(lp_sampler * s, const float * logits, int32_t token);   // for lp_sampler_logprobs, where it was drawn from another row
+int  lp_sampler_logprobs(const lp_sampler * s, int n_max, float * logprob, int32_t * ids, float * logprobs);  // of the last draw: n
 lp_dry * lp_dry_new(const struct llama_vocab * vocab, float multiplier, float base, int allowed_length, int last_n,
                     int n_breakers, const char ** breakers);
 void lp_dry_free(lp_dry * dry);

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 namespace {
 
@@ -47,7 +49,7 @@ void lp_sampler::accept(int32_t token) {
     if (penalizes()) {
         window_.push_back(token);
         counts_[token]++;
-        while (window_.size() > (size_t) last_n) {
+        while (window_.size() > (size_t) last_n_) {
             const auto oldest = counts_.find(window_.front());
             if (--oldest->second == 0) {
                 counts_.erase(oldest);
@@ -75,11 +77,47 @@ void lp_sampler::accept(int32_t token) {
     }
 }
 
+void lp_sampler::accept_grammar(int32_t token) {
+    if (!grammar) {
+        return;
+    }
+    // llama.cpp ends the process where a text ends that must not, and does not survive what follows any other refusal.
+    if (broken_ || !allowed_by_grammar(token)) {
+        broken_ = true;
+        throw std::runtime_error("the grammar does not go on with token " + std::to_string(token));
+    }
+    llama_sampler_accept(grammar.get(), token);
+}
+
+bool lp_sampler::allowed_by_grammar(int32_t token) const {
+    llama_token_data       one = { token, 0.0f, 0.0f };
+    llama_token_data_array a   = { &one, 1, -1, false };
+    llama_sampler_apply(grammar.get(), &a);
+    return std::isfinite(one.logit);
+}
+
 void lp_sampler::accepted(int32_t token) {
+    accept_grammar(token);
     accept(token);
     n_accepted_++;
-    if (grammar) {
-        llama_sampler_accept(grammar.get(), token);
+}
+
+void lp_sampler::set_penalties(int n, float repeat, float frequency, float presence) {
+    last_n_    = n;
+    repeat_    = repeat;
+    frequency_ = frequency;
+    presence_  = presence;
+    if (!penalizes()) {
+        window_.clear();
+        counts_.clear();
+    }
+}
+
+// Stages that draw by themselves go on from where they are, as our own generator does.
+static void forget(llama_sampler * s) {
+    const std::string name = llama_sampler_name(s);
+    if (name == "penalties" || name == "dry") {
+        llama_sampler_reset(s);
     }
 }
 
@@ -88,10 +126,17 @@ void lp_sampler::reset() {
     tail_.clear();
     counts_.clear();
     n_accepted_ = 0;
-    for (llama_sampler * s : { first_.get(), chain_.get(), dry.get(), grammar.get() }) {
+    broken_     = false;
+    for (llama_sampler * s : { first_.get(), dry.get() }) {
         if (s) {
-            llama_sampler_reset(s);
+            forget(s);
         }
+    }
+    for (int i = 0; chain_ && i < llama_sampler_chain_n(chain_.get()); i++) {
+        forget(llama_sampler_chain_get(chain_.get(), i));
+    }
+    if (grammar) {
+        llama_sampler_reset(grammar.get());
     }
 }
 
@@ -101,7 +146,7 @@ bool lp_sampler::may(int32_t token) const {
 }
 
 // What is known to differ from the row, token by token.
-void lp_sampler::collect_changes(const float * logits) {
+void lp_sampler::collect_changes(const float * logits, bool with_ends) {
     changed_.clear();
     for (const auto & [token, bias] : biases) {
         changed_[token] = logits[token] + bias;
@@ -109,17 +154,19 @@ void lp_sampler::collect_changes(const float * logits) {
     for (const auto & [token, count] : counts_) {
         const auto biased = changed_.find(token);
         float      l      = biased == changed_.end() ? logits[token] : biased->second;
-        l                 = l <= 0 ? l * repeat : l / repeat;
-        l -= (float) count * frequency + presence;
+        l                 = l <= 0 ? l * repeat_ : l / repeat_;
+        l -= (float) count * frequency_ + presence_;
         changed_[token] = l;
     }
     for (auto & [token, l] : changed_) {
         l = std::min(l, max_logit);
     }
-    for (const int32_t token : forbidden) {
-        changed_[token] = none;
+    for (const auto * tokens : { &forbidden, &bad_tokens }) {
+        for (const int32_t token : *tokens) {
+            changed_[token] = none;
+        }
     }
-    if (n_accepted_ < min_tokens) {
+    if (with_ends && n_accepted_ < min_tokens) {
         for (const int32_t token : ends) {
             changed_[token] = none;
         }
@@ -130,6 +177,12 @@ void lp_sampler::collect_changes(const float * logits) {
             changed_[word.back()] = none;
         }
     }
+}
+
+bool lp_sampler::is_forbidden(int32_t token) {
+    const auto changed = changed_.find(token);
+    return (changed != changed_.end() && !std::isfinite(changed->second)) || !may(token) ||
+           (grammar && !allowed_by_grammar(token));
 }
 
 // Every finite logit that the masks allow: in a structured text they often allow few.
@@ -250,12 +303,19 @@ int lp_sampler::gather(const float * logits, size_t n_wanted) {
 
 // ---- the draw
 int lp_sampler::draw(const float * logits, int32_t * token) {
-    if (!biases.empty() || !counts_.empty() || !forbidden.empty() || !bad_words.empty() || n_accepted_ < min_tokens) {
-        collect_changes(logits);
-    } else {
-        changed_.clear();
+    if (broken_) {
+        return LP_ERROR_MASK;
     }
-    const int code = choose(logits, token);
+    const bool too_early = n_accepted_ < min_tokens;
+    changed_.clear();
+    if (!biases.empty() || !counts_.empty() || !forbidden.empty() || !bad_tokens.empty() || !bad_words.empty() || too_early) {
+        collect_changes(logits, true);
+    }
+    int code = choose(logits, token);
+    if (code == LP_ERROR_MASK && too_early) {  // a constraint allows nothing but the end
+        collect_changes(logits, false);
+        code = choose(logits, token);
+    }
     if (code == 0 && n_logprobs >= 0) {
         note(logits, *token);
     }

@@ -43,8 +43,10 @@ struct lp_sampler {
     int draw(const float * logits, int32_t * token);
 
     void accept(int32_t token);     // of the sequence: for penalties, DRY and bad words
-    void accepted(int32_t token);   // drawn: for the grammar, too, and counted
+    void accept_grammar(int32_t token);  // throws where the grammar does not go on with it, which is of no use then
+    void accepted(int32_t token);   // drawn: for both, and counted
     void reset();                   // forgets what was accepted
+    void note(const float * logits, int32_t token);  // what the row says of a token, for those who want to know
 
     // The next number of the generator (splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
     // generators", 2014), and taking it.
@@ -53,9 +55,12 @@ struct lp_sampler {
 
     void add(lp::Kind kind, float value, llama_sampler * stage);
     bool greedy() const { return greedy_; }
+    // Whether this token must not be drawn next, found out for itself.
+    bool is_forbidden(int32_t token);
+    void set_penalties(int n, float repeat, float frequency, float presence);
     // Whether the next draw is from the unchanged row, by stages alone, and nobody wants to know of the row.
     bool is_plain() const {
-        return !needs_row && n_logprobs < 0 && biases.empty() && forbidden.empty() && bad_words.empty() && !checks() &&
+        return !needs_row && n_logprobs < 0 && biases.empty() && forbidden.empty() && bad_tokens.empty() && bad_words.empty() && !checks() &&
                !penalizes() && n_accepted_ >= min_tokens;
     }
     void take(int32_t token) {  // drawn elsewhere with the number that was peeked at
@@ -73,7 +78,8 @@ struct lp_sampler {
 
     // changes
     std::unordered_map<int32_t, float>   biases;        // finite
-    std::vector<int32_t>                 forbidden;
+    std::vector<int32_t>                 forbidden;     // by biases
+    std::vector<int32_t>                 bad_tokens;    // bad words of one token
     std::vector<uint32_t>                allowed;       // a bit for each token; empty: all
     const uint32_t *                     mask = nullptr; // the same for the next draws; the caller's
     std::vector<std::vector<int32_t>>    bad_words;     // of at least two tokens
@@ -81,8 +87,6 @@ struct lp_sampler {
     int                                  min_tokens = 0;
     std::vector<int32_t>                 ends;          // forbidden until there are so many
     lp::SamplerPtr                       grammar, dry;
-    int                                  last_n = 0;    // penalty window in tokens
-    float                                repeat = 1.0f, frequency = 0.0f, presence = 0.0f;
 
     // of the row drawn from last, where asked for: log-probabilities of the unchanged row
     int                           n_logprobs = -1;      // how many of the most probable; < 0: not asked for
@@ -93,19 +97,20 @@ struct lp_sampler {
     std::vector<lp::StageInfo> stages;
 
 private:
-    bool penalizes() const { return last_n > 0 && (repeat != 1.0f || frequency != 0.0f || presence != 0.0f); }
+    bool penalizes() const { return last_n_ > 0 && (repeat_ != 1.0f || frequency_ != 0.0f || presence_ != 0.0f); }
     bool checks() const { return !allowed.empty() || mask || grammar || dry; }
     bool may(int32_t token) const;
-    void collect_changes(const float * logits);
+    bool allowed_by_grammar(int32_t token) const;
+    void collect_changes(const float * logits, bool with_ends);
     int  choose(const float * logits, int32_t * token);
     void collect_allowed(const float * logits);
     void check(std::vector<llama_token_data> & candidates);
     const float * change(const float * logits);
     int  gather(const float * logits, size_t n_wanted);
     int32_t pick(const llama_token_data_array & a);
-    void note(const float * logits, int32_t token);
-
-    bool                                 greedy_ = false;
+    bool  greedy_ = false, broken_ = false;
+    int   last_n_ = 0;  // penalty window in tokens
+    float repeat_ = 1.0f, frequency_ = 0.0f, presence_ = 0.0f;
     lp::SamplerPtr                       first_;      // the first stage, where it was not looked for in the row
     lp::SamplerPtr                       chain_;      // of what comes after it
     std::deque<int32_t>                  window_;     // the last accepted tokens that penalties look at, oldest first

@@ -5,6 +5,8 @@
 #include "scan.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <memory>
 #include <stdexcept>
 
 namespace {
@@ -14,8 +16,8 @@ const char * likely_name(const llama_sampler *) { return "likely"; }
 // Drops what has no probability in float32, before a sampler that takes the logarithm of it: no such token would be kept
 // anyway, but the sum of all is not a number then.
 void keep_likely(llama_sampler *, llama_token_data_array * a) {
-    float top = a->data[0].logit;
-    for (size_t i = 1; i < a->size; i++) {
+    float top = -INFINITY;
+    for (size_t i = 0; i < a->size; i++) {
         top = std::max(top, a->data[i].logit);
     }
     size_t n = 0;
@@ -35,6 +37,48 @@ llama_sampler * likely() {
         return i;
     }();
     return llama_sampler_init(&interface, nullptr);
+}
+
+// llama.cpp's infill ends the text where nothing else is likely, also where that is forbidden: then nothing is merged.
+struct Infill {
+    lp_sampler *                  owner;
+    lp::SamplerPtr                inner;
+    std::vector<llama_token_data> before;
+};
+
+const char * infill_name(const llama_sampler *) { return "infill"; }
+
+void apply_infill(llama_sampler * s, llama_token_data_array * a) {
+    auto & infill = *(Infill *) s->ctx;
+    infill.before.assign(a->data, a->data + a->size);
+    if (a->size == 0) {
+        return;
+    }
+    llama_sampler_apply(infill.inner.get(), a);
+    if (a->size != 1 || infill.owner->is_forbidden(a->data[0].id)) {
+        bool left = false;
+        for (size_t i = 0; i < a->size; i++) {
+            left = left || (std::isfinite(a->data[i].logit) && !infill.owner->is_forbidden(a->data[i].id));
+        }
+        if (!left) {
+            std::copy(infill.before.begin(), infill.before.end(), a->data);
+            a->size = infill.before.size();
+        }
+    }
+}
+
+llama_sampler * infill_of(lp_sampler * owner) {
+    static llama_sampler_i interface = [] {
+        llama_sampler_i i = {};
+        i.name            = infill_name;
+        i.apply           = apply_infill;
+        i.free            = [](llama_sampler * s) { delete (Infill *) s->ctx; };
+        return i;
+    }();
+    auto made = std::make_unique<Infill>();
+    made->owner = owner;
+    made->inner.reset(llama_sampler_init_infill(owner->vocab));
+    return llama_sampler_init(&interface, made.release());
 }
 
 // llama.cpp's generators take 32 bits, one value of which means that they choose a seed themselves.
@@ -57,9 +101,7 @@ template <typename Body> int add(lp_sampler * s, lp::Kind kind, float value, Bod
     });
 }
 
-int add_other(lp_sampler * s, llama_sampler * stage) {
-    return add(s, lp::Kind::other, 0, [&] { return stage; });
-}
+template <typename Body> int add_other(lp_sampler * s, Body && make) { return add(s, lp::Kind::other, 0, make); }
 
 }  // namespace
 
@@ -105,7 +147,7 @@ void lp_sampler_needs_row(lp_sampler * s) { s->needs_row = true; }
 int lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
         if (n == 1) {
-            s->forbidden.push_back(tokens[0]);
+            s->bad_tokens.push_back(tokens[0]);
         } else {
             s->bad_words.emplace_back(tokens, tokens + n);
         }
@@ -133,10 +175,7 @@ int lp_sampler_set_grammar(lp_sampler * s, const char * text, const char * root)
 }
 
 int lp_sampler_set_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence) {
-    s->last_n    = last_n;
-    s->repeat    = repeat;
-    s->frequency = frequency;
-    s->presence  = presence;
+    s->set_penalties(last_n, repeat, frequency, presence);
     return 0;
 }
 
@@ -163,16 +202,18 @@ int lp_sampler_add_dry(lp_sampler * s, const lp_dry * dry) {
 }
 
 int lp_sampler_add_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence) {
-    return add_other(s, llama_sampler_init_penalties(s->n_vocab, last_n, repeat, frequency, presence));
+    return add_other(
+        s, [&] { return llama_sampler_init_penalties(s->n_vocab, last_n, repeat, frequency, presence); });
 }
 
 int lp_sampler_add_top_k(lp_sampler * s, int k) {
+    k = std::min(k, s->n_vocab);
     return k <= 0 ? 0 : add(s, lp::Kind::top_k, (float) k, [&] { return llama_sampler_init_top_k(k); });
 }
 
 int lp_sampler_add_typical(lp_sampler * s, float p) {
-    const int code = add_other(s, likely());
-    return code < 0 ? code : add_other(s, llama_sampler_init_typical(p, 1));
+    const int code = add_other(s, likely);
+    return code < 0 ? code : add_other(s, [&] { return llama_sampler_init_typical(p, 1); });
 }
 
 int lp_sampler_add_top_p(lp_sampler * s, float p) {
@@ -192,34 +233,37 @@ int lp_sampler_add_temperature(lp_sampler * s, float t) {
 }
 
 int lp_sampler_add_dynamic_temperature(lp_sampler * s, float t, float range, float exponent) {
-    const int code = add_other(s, likely());
-    return code < 0 ? code : add_other(s, llama_sampler_init_temp_ext(t, range, exponent));
+    const int code = add_other(s, likely);
+    return code < 0 ? code : add_other(s, [&] { return llama_sampler_init_temp_ext(t, range, exponent); });
 }
 
 int lp_sampler_add_top_n_sigma(lp_sampler * s, float n) {
-    const int code = add_other(s, llama_sampler_init_top_n_sigma(n));
-    return code < 0 ? code : add_other(s, likely());  // it leaves what it cut off, as minus infinity
+    const int code = add_other(s, [&] { return llama_sampler_init_top_n_sigma(n); });
+    return code < 0 ? code : add_other(s, likely);  // it leaves what it cut off, as minus infinity
 }
 
 int lp_sampler_add_xtc(lp_sampler * s, float probability, float threshold) {
-    return add_other(s, llama_sampler_init_xtc(probability, threshold, 1, short_seed(s, 1)));
+    return add_other(s, [&] { return llama_sampler_init_xtc(probability, threshold, 1, short_seed(s, 1)); });
 }
 
-int lp_sampler_add_infill(lp_sampler * s) { return add_other(s, llama_sampler_init_infill(s->vocab)); }
+int lp_sampler_add_infill(lp_sampler * s) { return add_other(s, [&] { return infill_of(s); }); }
 
 int lp_sampler_add_mirostat(lp_sampler * s, int version, float tau, float eta) {
-    const int code = add_other(s, likely());
-    return code < 0 ? code : add_other(s, version == 1 ? llama_sampler_init_mirostat(s->n_vocab, short_seed(s, 2), tau, eta, 100)
-                                                       : llama_sampler_init_mirostat_v2(short_seed(s, 2), tau, eta));
+    const int code = add_other(s, likely);
+    return code < 0 ? code : add_other(s, [&] {
+        return version == 1 ? llama_sampler_init_mirostat(s->n_vocab, short_seed(s, 2), tau, eta, 100)
+                            : llama_sampler_init_mirostat_v2(short_seed(s, 2), tau, eta);
+    });
 }
 
 int lp_sampler_add_adaptive_p(lp_sampler * s, float target, float decay) {
-    return add_other(s, llama_sampler_init_adaptive_p(target, decay, short_seed(s, 3)));
+    return add_other(s, [&] { return llama_sampler_init_adaptive_p(target, decay, short_seed(s, 3)); });
 }
 
 // ---- use
 int lp_sampler_set_logprobs(lp_sampler * s, int n) {
     s->n_logprobs = n;
+    s->top.clear();
     return 0;
 }
 
@@ -227,6 +271,15 @@ int lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
         for (int i = 0; i < n; i++) {
             s->accept(tokens[i]);
+        }
+        return 0;
+    });
+}
+
+int lp_sampler_accept_grammar(lp_sampler * s, int n, const int32_t * tokens) {
+    return lp::guard(LP_ERROR, [&] {
+        for (int i = 0; i < n; i++) {
+            s->accept_grammar(tokens[i]);
         }
         return 0;
     });
@@ -252,9 +305,18 @@ int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token) {
     return lp::guard(LP_ERROR, [&] { return s->draw(logits, token); });
 }
 
-int lp_sampler_logprobs(const lp_sampler * s, float * logprob, int32_t * ids, float * logprobs) {
+int lp_sampler_note(lp_sampler * s, const float * logits, int32_t token) {
+    return lp::guard(LP_ERROR, [&] {
+        if (s->n_logprobs >= 0) {
+            s->note(logits, token);
+        }
+        return 0;
+    });
+}
+
+int lp_sampler_logprobs(const lp_sampler * s, int n_max, float * logprob, int32_t * ids, float * logprobs) {
     *logprob    = s->logprob;
-    const int n = (int) s->top.size();
+    const int n = std::min((int) s->top.size(), n_max);
     for (int i = 0; i < n; i++) {
         ids[i]      = s->top[(size_t) i].id;
         logprobs[i] = s->top[(size_t) i].p;

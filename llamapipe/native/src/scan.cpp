@@ -284,7 +284,8 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
     double          mass[n_bins] = {};
     for (int i = 0; i < n; i++) {
         if (logits[i] > top - depth && logits[i] <= top) {
-            mass[(int) ((top - logits[i]) * (n_bins / depth))] += (double) exp_of_one(logits[i] - top);
+            const int below = (int) ((top - logits[i]) * (n_bins / depth));  // which may round up to the depth
+            mass[std::min(below, n_bins - 1)] += (double) exp_of_one(logits[i] - top);
         }
     }
     const double wanted = (double) p * std::exp(total);

@@ -175,6 +175,51 @@ class TestConstraints:
         other.join()
         assert engine.generate(START, wild(max_tokens=3)).finish_reason == "length"
 
+    @pytest.mark.parametrize("kind", ["regex", "grammar"])
+    def test_a_generation_cut_into_its_prompt(self, engine: lp.Engine, kind: str) -> None:
+        constraint = {"regex": "[a-c]{6}"} if kind == "regex" else {"grammar": "root ::= [a-c]{6}"}
+        prompt = engine.model.tokenize(START)
+        with engine.start(prompt, wild(seed=3, max_tokens=None, **constraint)) as generation:
+            for _ in range(2):
+                generation.next()
+            generation.trim(len(prompt) - 2)
+            text = "".join(token.text for token in generation)
+        assert re.fullmatch("[a-c]{6}", text)
+
+    def test_tokens_appended_before_the_first_are_prompt(self, engine: lp.Engine) -> None:
+        with engine.start(START, wild(seed=3, max_tokens=None, regex="[a-c]{6}")) as generation:
+            generation.append(engine.model.tokenize(" there", add_special=False))
+            n = generation.n_tokens
+            for _ in range(3):
+                generation.next()
+            generation.trim(n + 1)
+            for _ in generation:
+                pass
+            assert re.fullmatch("[a-c]{6}", engine.model.detokenize(generation.token_ids[n:]).strip())
+
+    @pytest.mark.parametrize(
+        "constraint", [{"regex": "ab"}, {"grammar": 'root ::= "ab"'}, {"lark": 'start: "ab"'}]
+    )
+    def test_a_text_that_is_complete_may_be_short(
+        self, engine: lp.Engine, constraint: dict[str, str]
+    ) -> None:
+        out = engine.generate(START, wild(min_tokens=10, **constraint))
+        assert (out.text, out.finish_reason) == ("ab", "stop")
+
+    @pytest.mark.parametrize("constraint", [{"regex": "[a-z ]*"}, {"grammar": "root ::= [a-z ]*"}])
+    def test_one_that_need_not_end_does_not(self, engine: lp.Engine, constraint: dict[str, str]) -> None:
+        for seed in range(5):
+            assert len(engine.generate(START, wild(min_tokens=10, seed=seed, **constraint)).token_ids) >= 10
+
+    @pytest.mark.parametrize(
+        "constraint", [{"grammar": 'root ::= [a-z ]+ "."'}, {"regex": r"[a-z ]+\."}, {"min_tokens": 8}]
+    )
+    def test_infill_ends_only_where_it_may(self, engine: lp.Engine, constraint: dict[str, Any]) -> None:
+        """llama.cpp's own would choose the end whatever is forbidden, and then end the process."""
+        for seed in range(20):
+            out = engine.generate(START, wild(infill=True, seed=seed, max_tokens=8, **constraint))
+            assert out.finish_reason == "length" or "min_tokens" not in constraint
+
     def test_exact_in_every_way_of_sampling(self, engine: lp.Engine) -> None:
         """The same seeds give the same texts, whatever else is in the batch."""
         params = [wild(regex="[a-h]{20}", seed=i) for i in range(8)]
@@ -233,6 +278,60 @@ class TestProcessors:
 
         out = engine.generate(START, wild(regex="[0-9]{6}", logits_processors=[favour_digits]))
         assert re.fullmatch("[0-9]{6}", out.text)
+
+    def test_logprobs_are_the_models_own(self, engine: lp.Engine) -> None:
+        def favour(row: Row) -> None:
+            row[300] += 100
+
+        changed = engine.generate(START, wild(logits_processors=[favour], logprobs=2, max_tokens=1)).logprobs
+        biased = engine.generate(START, wild(logit_bias={300: 100}, logprobs=2, max_tokens=1)).logprobs
+        assert changed == biased
+        assert changed is not None and changed[0].id == 300 and changed[0].top[0][0] != 300
+
+    def test_equal_ones_are_not_the_same(self, engine: lp.Engine) -> None:
+        class Equal:
+            def __init__(self) -> None:
+                self.n_calls = 0
+
+            def __call__(self, row: Row) -> None:
+                self.n_calls += 1
+
+            def __eq__(self, other: object) -> bool:
+                return isinstance(other, Equal)
+
+            def __hash__(self) -> int:
+                return 1
+
+        a, b = Equal(), Equal()
+        for processor in (a, b):
+            engine.generate(START, wild(logits_processors=[processor], max_tokens=3, ignore_eos=True))
+        assert (a.n_calls, b.n_calls) == (3, 3)
+
+    def test_one_that_asks_its_engine(self, engine: lp.Engine) -> None:
+        for ask in (
+            engine.stats,
+            engine.close,
+            lambda: engine.generate(START),
+            lambda: engine.score(START, " there was"),
+        ):
+            with pytest.raises(RuntimeError, match="the engine's own thread"):
+                engine.generate(START, wild(logits_processors=[lambda row, ask=ask: ask()]), timeout=60)
+        assert not engine.closed
+
+    def test_one_that_exits(self, engine: lp.Engine) -> None:
+        def leave(row: Row) -> None:
+            raise SystemExit(3)
+
+        with pytest.raises(DecodeError, match=r"raised SystemExit\(3\)"):
+            engine.generate(START, wild(logits_processors=[leave]))
+        assert engine.generate(START, wild(max_tokens=2, ignore_eos=True)).finish_reason == "length"
+
+    def test_one_that_takes_the_row_away(self, engine: lp.Engine) -> None:
+        def shrink(row: Row) -> None:
+            row.resize(0, refcheck=False)
+
+        with pytest.raises(ValueError, match=r"made the row \(0,\)"):
+            engine.generate(START, wild(logits_processors=[shrink]))
 
 
 class TestSamplers:
@@ -313,6 +412,47 @@ class TestSamplers:
     def test_infill_needs_an_end(self, engine: lp.Engine) -> None:
         with pytest.raises(InvalidRequestError, match="infill needs a token that ends generation"):
             engine.generate(START, lp.SamplingParams(infill=True, ignore_eos=True))
+
+    @pytest.mark.parametrize(
+        "order", [("top_k", "penalties", "temperature"), ("dry", "penalties", "temperature")]
+    )
+    def test_greedy_draws_are_penalized_in_every_order(
+        self, engine: lp.Engine, order: tuple[str, ...]
+    ) -> None:
+        params = lp.SamplingParams(
+            temperature=0, repeat_penalty=1e6, max_tokens=40, sampler_order=order, repeat_last_n=-1
+        )
+        tokens = engine.generate(START, params).token_ids
+        assert len(set(tokens)) == len(tokens)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"mirostat": 1, "infill": True}, "mirostat and infill"),
+            ({"mirostat": 1, "adaptive_target": 0.1}, "mirostat and adaptive_target"),
+            ({"mirostat": 1, "temperature": 0}, "mirostat draws, but temperature is 0"),
+            ({"infill": True, "temperature": 0}, "infill draws, but temperature is 0"),
+        ],
+    )
+    def test_what_would_do_nothing_is_refused(
+        self, engine: lp.Engine, options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.generate(START, lp.SamplingParams(**options))
+
+    @pytest.mark.parametrize("options", [{"mirostat": 2}, {"adaptive_target": 0.3}, {"xtc_probability": 0.5}])
+    def test_a_cut_generation_goes_on_differently(self, engine: lp.Engine, options: dict[str, Any]) -> None:
+        with engine.start(
+            START, lp.SamplingParams(seed=1, max_tokens=None, ignore_eos=True, **options)
+        ) as generation:
+            n = generation.n_tokens
+            found = set()
+            for _ in range(6):
+                for _ in range(6):
+                    generation.next()
+                found.add(tuple(generation.token_ids[n:]))
+                generation.trim(n)
+        assert len(found) > 2
 
     def test_an_order_without_a_stage_does_without_it(self, engine: lp.Engine) -> None:
         """All logits stay, and a high temperature makes anything possible."""

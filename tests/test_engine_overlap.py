@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -67,6 +68,24 @@ class TestSame:
         for prompt, said in zip(given, engine.generate(given, greedy(90)), strict=True):
             assert loop.agrees(prompt, said.token_ids, BOUND)
         assert engine.stats().n_preempted > 0
+
+    def test_what_is_thrown_away_was_never_drawn(self, make_engine: MakeEngine) -> None:
+        """A request preempted while its step is under way: its generator and grammar know nothing of that step."""
+        literal = "abcdefghijklmnopqrstuvwxyz" * 2
+        wild = lp.SamplingParams(temperature=1e4, top_k=0, top_p=1, min_p=0, max_tokens=80, ignore_eos=True)
+        params = [replace(wild, seed=i) for i in range(6)]
+        params += [
+            lp.SamplingParams(grammar=f'root ::= "{literal}"', seed=i, max_tokens=80) for i in range(6)
+        ]
+        prompts = [[5, 6, 7 + i] for i in range(12)]
+        expected = make_engine(n_seq_max=1).generate(prompts, params)
+        engine = make_engine(n_seq_max=6, n_cells=256, pipeline_depth=2)
+        force_cohorts(engine)
+        outs = engine.generate(prompts, params)
+        assert engine.stats().n_preempted > 0
+        assert [out.text for out in outs[6:]] == [literal] * 6
+        # So hot that no rounding of logits matters.
+        assert [out.token_ids for out in outs[:6]] == [out.token_ids for out in expected[:6]]
 
     def test_cohorts_come_and_go(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         """The change comes while a step is under way: nobody is in two of them."""

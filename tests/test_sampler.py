@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from bad_values import INF, INTEGERS, NAN, NUMBERS, TOKENS, Bad, names
 import llamapipe as lp
 from llamapipe.errors import DecodeError, EngineClosedError
 from llamapipe.llama import SamplerChain
+from llamapipe.llama.sampler import Dry
 
 Row = npt.NDArray[np.float32]
 
@@ -375,3 +377,80 @@ def test_dropped_without_close_it_warns(tiny: lp.Model) -> None:
 def test_a_failed_constructor_does_not_warn(tiny: lp.Model) -> None:
     with pytest.raises(ValueError, match="seed"):
         SamplerChain(tiny.vocab, -1)
+
+
+class TestWhatReviewsFound:
+    """Each of these was wrong once."""
+
+    def test_a_logit_just_within_the_histogram_of_a_nucleus(self, tiny: lp.Model) -> None:
+        """Its distance to the largest rounds up to the histogram's depth."""
+        row = np.full(tiny.n_vocab, np.nextafter(np.float32(-12), np.float32(0)), np.float32)
+        row[0] = 20
+        with SamplerChain(tiny.vocab, 1).add_top_p(0.999) as chain:
+            assert {chain.sample(row) for _ in range(50)} == {0}
+
+    def test_any_top_k(self, tiny: lp.Model) -> None:
+        row = np.random.default_rng(1).standard_normal(tiny.n_vocab).astype(np.float32)
+        drawn = []
+        for k in (2**31 - 1, 2**31 - 129, tiny.n_vocab):
+            with SamplerChain(tiny.vocab, 3).add_top_k(k).add_top_p(0.9) as chain:
+                drawn.append([chain.sample(row) for _ in range(20)])
+        assert drawn[0] == drawn[1] == drawn[2]
+        assert len(set(drawn[0])) > 5
+
+    def test_biases_and_bad_words_in_any_order(self, tiny: lp.Model) -> None:
+        row = np.zeros(tiny.n_vocab, np.float32)
+        row[[5, 6, 7]] = 3, 2, 1
+        with SamplerChain(tiny.vocab).add_temperature(0) as chain:
+            chain.add_bad_word([5]).set_bias({6: -math.inf})
+            assert chain.sample(row) == 7
+
+    def test_logprobs_nobody_asked_for(self, tiny: lp.Model) -> None:
+        row = np.random.default_rng(1).standard_normal(tiny.n_vocab).astype(np.float32)
+        with SamplerChain(tiny.vocab).add_temperature(0) as chain:
+            chain.sample(row)
+            with pytest.raises(ValueError, match="nobody asked"):
+                chain.logprobs()
+            chain.set_logprobs(tiny.n_vocab).sample(row)
+            chain.set_logprobs(1)
+            assert chain.logprobs()[1] == []
+
+    def test_a_grammar_says_no_and_stays_so(self, tiny: lp.Model) -> None:
+        row = np.zeros(tiny.n_vocab, np.float32)
+        eos = tiny.eos
+        assert eos is not None
+        for token in (eos, tiny.tokenize("z", add_special=False)[-1]):
+            with SamplerChain(tiny.vocab).set_grammar('root ::= "a"') as chain:
+                for accept in (chain.accept_grammar, chain.accept_drawn):
+                    with pytest.raises(ValueError, match="the grammar does not go on with token"):
+                        accept([token])
+                    with pytest.raises(DecodeError, match="no token is allowed"):
+                        chain.sample(row)
+                    chain.reset()
+                    assert tiny.piece(chain.sample(row)) == b"a"
+
+    @pytest.mark.parametrize("text", ["", " ", "root ::= [a]\0"])
+    def test_no_grammar_at_all(self, tiny: lp.Model, text: str) -> None:
+        with SamplerChain(tiny.vocab) as chain, pytest.raises(ValueError, match="empty or has a NUL"):
+            chain.set_grammar(text)
+
+    def test_options_of_dry_are_freed(self, tiny: lp.Model) -> None:
+        dry = Dry(tiny.vocab, 1, 1.75, 1, 64, ["x"])
+        finalizer = dry._free
+        with SamplerChain(tiny.vocab).set_dry(dry) as chain:
+            del dry
+            gc.collect()
+            assert not finalizer.alive
+            chain.sample(np.zeros(tiny.n_vocab, np.float32))
+        closed = Dry(tiny.vocab, 1, 1.75, 1, 64, [])
+        closed.close()
+        with SamplerChain(tiny.vocab) as chain, pytest.raises(EngineClosedError):
+            chain.set_dry(closed)
+
+    def test_penalties_are_forgotten_when_taken_away(self, tiny: lp.Model) -> None:
+        row = np.zeros(tiny.n_vocab, np.float32)
+        row[[5, 6]] = 3, 2
+        with SamplerChain(tiny.vocab).set_penalties(64, presence=5).add_temperature(0) as chain:
+            chain.accept([5])
+            assert chain.sample(row) == 6
+            assert chain.set_penalties(0, presence=5).sample(row) == 5

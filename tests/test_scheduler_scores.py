@@ -151,9 +151,20 @@ class TestFamilies:
         desk.run()
         for member in members:
             assert member.tokens == prompt_of(20, 1) + continuation(prompt_of(20, 1), 5)[0]
-        # Once for those who run together; where some ended together before others came in, they left no cells.
-        n_waves = -(-5 // n_slots)
-        assert 20 + 5 * 4 <= desk.n_fed <= n_waves * 20 + 5 * 4
+        assert desk.n_fed == 20 + 5 * 4
+
+    @pytest.mark.parametrize("max_tokens", [1, 2, 3])
+    @pytest.mark.parametrize("n_prompt", [1, 2, 20])
+    def test_however_soon_they_end(self, n_prompt: int, max_tokens: int) -> None:
+        """Who ends leaves its cells to the next."""
+        desk = Desk(2)
+        members = self.family(7, prompt_of(n_prompt, 1), max_tokens)
+        for member in members:
+            desk.scheduler.add(member)
+        desk.run()
+        for member in members:
+            assert member.tokens[n_prompt:] == continuation(prompt_of(n_prompt, 1), max_tokens)[0]
+        assert desk.n_fed == n_prompt + 7 * (max_tokens - 1)
 
     def test_the_next_leads_when_the_first_is_cancelled(self) -> None:
         desk = Desk(3)

@@ -6,14 +6,17 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from control import Worker, held, wait_until
+from test_executor_contract import BROKEN, damaged_model
 
 import llamapipe as lp
-from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
 from llamapipe.llama import Batch, Context
 
 MakeEngine = Callable[..., lp.Engine]
@@ -240,6 +243,33 @@ class TestScore:
             )
         assert len(engine.score([5], [6]).logprobs) == 1
 
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_closing_early_never_gives_a_part(self, make_engine: MakeEngine, depth: int) -> None:
+        engine = make_engine(pipeline_depth=depth)
+        with held(engine):
+            asked = [
+                Worker(
+                    engine.score,
+                    [tokens_of(200, i) for i in range(20)],
+                    [tokens_of(50, i) for i in range(20)],
+                ),
+                Worker(engine.perplexity, tokens_of(2000, 1), 200),
+            ]
+            wait_until(lambda: engine._decoder._inbox.qsize() >= 2)
+        engine.close(drain=False)
+        for worker in asked:
+            with pytest.raises(EngineClosedError, match="closed before this was scored"):
+                worker.result()
+
+    def test_damaged_weights_are_no_score(self, tmp_path: Path) -> None:
+        with (
+            lp.Model(damaged_model(tmp_path / "damaged.gguf")) as model,
+            lp.Engine(model, n_ctx=64) as engine,
+        ):
+            with pytest.raises(DecodeError, match="not finite"):
+                engine.score([5, BROKEN], [6, 7])
+            assert np.isfinite(engine.score([5], [6, 7]).logprobs).all()
+
     def test_asyncio(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
 
@@ -298,6 +328,11 @@ class TestPerplexity:
         assert found == pytest.approx(self.expected(rows, tokens, window), rel=1e-3)
         if window == 256:
             assert engine.perplexity(tokens) == found
+
+    @pytest.mark.parametrize("n_ctx", [1, 2, 3])
+    def test_a_context_too_small_for_a_window(self, make_engine: MakeEngine, n_ctx: int) -> None:
+        with pytest.raises(InvalidRequestError, match=f"n_ctx is {n_ctx} and a window needs 4 tokens"):
+            make_engine(n_ctx=n_ctx).perplexity(tokens_of(100, 1))
 
     def test_bad_input(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
@@ -384,6 +419,31 @@ class TestLogprobs:
         assert engine.generate([5, 6], params).logprobs == []
         assert list(engine.stream([5, 6], params)) == [lp.Delta("", (), (), "stop")]
 
+    def test_each_gets_as_many_as_it_asked_for(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        params = [
+            lp.SamplingParams(prompt_logprobs=k, logprobs=k, max_tokens=3, ignore_eos=True) for k in (1, 5, 0)
+        ]
+        for k, out in zip((1, 5, 0), engine.generate([tokens_of(20, 1)] * 3, params), strict=True):
+            assert out.prompt_logprobs is not None and out.logprobs is not None
+            assert {len(p.top) for p in (*out.prompt_logprobs, *out.logprobs)} == {k}
+
+    def test_a_prompt_given_up_before_it_is_scored(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        stream = engine.stream([5, 6], lp.SamplingParams(max_tokens=100, ignore_eos=True))
+        with pytest.raises(TimeoutError):
+            engine.generate(tokens_of(200, 1), lp.SamplingParams(prompt_logprobs=1), timeout=0)
+        assert sum(len(d.token_ids) for d in stream) == 100
+
+    def test_a_stop_string_while_the_next_step_runs(self, make_engine: MakeEngine) -> None:
+        """The request is over, its step is not, and others want to know of theirs."""
+        engine = make_engine(pipeline_depth=2, n_seq_max=4)
+        params = [
+            lp.SamplingParams(logprobs=1, max_tokens=40, seed=i, stop=["a", "e"][: i % 3]) for i in range(24)
+        ]
+        for out in engine.generate([[5, 6]] * 24, params):
+            assert out.logprobs is not None and len(out.logprobs) == len(out.token_ids)
+
     def test_streams_have_no_place_for_prompts(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         for ask in (engine.stream, engine.start):
@@ -412,6 +472,37 @@ class TestSeveral:
         engine = make_engine(n_seq_max=8)
         engine.generate(tokens_of(100, 2), lp.SamplingParams(n=8, max_tokens=4, ignore_eos=True))
         assert engine.stats().n_tokens_prompt == 100
+
+    @pytest.mark.parametrize("n_prompt", [1, 2, 120])
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_however_long_the_prompt_is(self, make_engine: MakeEngine, n_prompt: int, depth: int) -> None:
+        """In the default mode, where whole streams are copied; one step a token, whatever n is."""
+        engine = make_engine(n_seq_max=8, pipeline_depth=depth)
+        params = lp.SamplingParams(n=8, temperature=0, max_tokens=10, ignore_eos=True)
+        outs = engine.generate([tokens_of(n_prompt, 1)], params)
+        alone = engine.generate(
+            [tokens_of(n_prompt, 1)], lp.SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+        )
+        assert [out.token_ids for out in outs].count(alone[0].token_ids) >= 7
+        assert engine.stats().steps <= 2 * 10 + 2
+
+    @pytest.mark.parametrize("max_queue", [1, 2, 3, None])
+    @pytest.mark.parametrize("max_tokens", [1, 2])
+    def test_a_short_queue(self, make_engine: MakeEngine, max_queue: int | None, max_tokens: int) -> None:
+        engine = make_engine(n_seq_max=2, n_batch=16, n_ubatch=16, max_queue=max_queue)
+        params = lp.SamplingParams(n=6, max_tokens=max_tokens, ignore_eos=True)
+        outs = engine.generate([tokens_of(200, 1)], params, timeout=60)
+        assert [len(out.token_ids) for out in outs] == [max_tokens] * 6
+        if max_queue is not None:
+            with pytest.raises(lp.errors.QueueFullError, match=f"max_queue is {max_queue}: that never fits"):
+                engine.generate([tokens_of(200, 1)], params, block=False)
+
+    def test_very_many_given_up_at_once(self, make_engine: MakeEngine) -> None:
+        """Quadratic work on the decoder thread would take minutes here."""
+        engine = make_engine(n_seq_max=4)
+        with pytest.raises(TimeoutError):
+            engine.generate([tokens_of(200, 1)], lp.SamplingParams(n=10_000, max_tokens=50), timeout=0)
+        assert len(engine.generate([5, 6], lp.SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
 
     def test_lists_of_prompts(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_seq_max=4)

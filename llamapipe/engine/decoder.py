@@ -332,6 +332,8 @@ class Decoder:
                 continue
             if self._undelivered:
                 self._deliver()
+            if scheduler.dequeued:  # those that ended without ever having a slot
+                self._tell_dequeued()
             self._flush()
             if self._stopping:
                 if not self._open:
@@ -430,9 +432,9 @@ class Decoder:
         if self._n_notes:
             self._take_notes(plan, sampled)
         drawn = perf_counter()
-        self._undelivered += scheduler.commit(plan, sampled)
         if self._damaged:
             self._fail_damaged()
+        self._undelivered += scheduler.commit(plan, sampled)
         for request, _, _ in plan.scored:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self._open:
                 self._finished(request)

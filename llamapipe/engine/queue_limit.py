@@ -43,6 +43,11 @@ class QueueLimit:
     def enter_at_once(self, *requests: Hashable) -> None:
         """Takes all of them in. Raises QueueFullError when there is no room."""
         if not self.try_enter(*requests):
+            if self._limit is not None and len(requests) > self._limit:
+                raise QueueFullError(
+                    f"{len(requests)} requests are asked for at once and max_queue is {self._limit}: that never fits; "
+                    "ask with block=True, for fewer, or make the engine with a larger max_queue"
+                )
             raise QueueFullError(
                 f"{self.n} requests wait and {len(requests)} more were asked for; max_queue is {self._limit}: "
                 "call again later, or with block=True"

@@ -263,11 +263,36 @@ class Scheduler:
         if request.keep and reason in ("stop", "length"):
             self._pause(request)
             return
+        slot = request.slot
+        holds_prompt = (
+            request.family is not None and request.error is None and request.n_past >= request.n_prompt
+        )
         self._leave(request)
         request.move(State.FINISHED)
+        if slot >= 0 and holds_prompt:
+            self._bequeath(request.family, slot)
         if request.family is not None:
             request.family.leave(request)
             self._follow(request.family)
+
+    def _bequeath(self, family: Family, slot: int) -> None:
+        """Gives the cells of a prompt, whose request is finished, to another that has a token behind it to feed."""
+        heir = family.take_heir()
+        if heir is None:
+            return
+        if heir in self._ready:
+            self._ready.remove(heir)
+        else:
+            self._following -= 1
+        self.memory_ops.pop()  # which would remove all of the cells
+        self._slots.take_back(slot)
+        heir.slot = slot
+        heir.n_past = min(heir.n_prompt, len(heir.tokens) - 1)
+        self.memory_ops.append(Remove(slot, heir.n_past))
+        self.dequeued.append(heir)
+        family.place(heir)
+        heir.move(State.RUNNING)
+        self._run(heir)
 
     def _follow(self, family: Family) -> None:
         """Lets those in who wait for a prompt that is computed, or who have to compute it now."""
@@ -336,6 +361,10 @@ class Scheduler:
         for request, _, _ in plan.scored:
             if request.flight is plan and request.max_tokens == 0 and request.n_past == len(request.tokens):
                 self._score_on(request)
+        if (
+            len(plan.fed) > plan.n_decode
+        ):  # those who have no slot first: they need their tokens to inherit one
+            taken.sort(key=lambda pair: pair[0].slot >= 0)
         for request, token in taken:
             if token in request.stop_tokens:
                 self.finish(request, "stop")

@@ -110,7 +110,7 @@ def perplexity_job(model: Model, tokens: Any, n_window: int | None, n_ctx: int) 
     window = n_ctx if n_window is None else check_int("n_window", n_window, 4, n_ctx)
     if window < 4:
         raise InvalidRequestError(
-            f"n_ctx is {n_ctx}; a window needs at least 4 tokens: make the engine with a larger n_ctx"
+            f"n_ctx is {n_ctx} and a window needs 4 tokens; make the engine with a larger n_ctx"
         )
     ids = check_tokens("tokens", tokens, model.n_vocab)
     if len(ids) < window:

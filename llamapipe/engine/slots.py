@@ -30,6 +30,11 @@ class Slots:
         """The lowest free one; IndexError when none is."""
         return heappop(self._free)
 
+    def take_back(self, slot: int) -> None:
+        """Takes this one, which has just been freed."""
+        self._free.remove(slot)
+        heapify(self._free)
+
     def give(self, slot: int) -> None:
         """Frees a taken one."""
         heappush(self._free, slot)

@@ -109,6 +109,13 @@ class Reference:
         lib.llama_sampler_free.argtypes = (pointer,)
 
     def changed(self, options: Options, row: Row, accepted: Sequence[int], n_drawn: int) -> Row:
+        """All changed logits; ends wait for `min_tokens` only where something else is allowed."""
+        logits = self.changed_at(options, row, accepted, n_drawn)
+        if np.isfinite(logits).any():
+            return logits
+        return self.changed_at(options, row, accepted, options.min_tokens)
+
+    def changed_at(self, options: Options, row: Row, accepted: Sequence[int], n_drawn: int) -> Row:
         logits = row.copy()
         for token, bias in options.bias.items():
             logits[token] += np.float32(bias)

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <numeric>
 
@@ -160,15 +159,6 @@ std::vector<double> & run_sums(const float * row, int n, float top, float scale)
     return sums;
 }
 
-// Adds every finite value of row[begin:end] that is not below the bar.
-void collect(const float * row, int begin, int end, float bar, std::vector<llama_token_data> & out) {
-    for (int i = begin; i < end; i++) {
-        if (row[i] >= bar && row[i] > none && row[i] < -none) {
-            out.push_back({ i, row[i], 0.0f });
-        }
-    }
-}
-
 // The first block from i on with a value above the bar; the last, shorter block is never looked into: its start, or n.
 LP_WIDE int next_above(const float * row, int i, int n, float bar) {
     for (; i + block <= n; i += block) {
@@ -181,6 +171,60 @@ LP_WIDE int next_above(const float * row, int i, int n, float bar) {
         }
     }
     return i;
+}
+
+// Adds every finite value of row[begin:end] that is not below the bar.
+void collect(const float * row, int begin, int end, float bar, std::vector<llama_token_data> & out) {
+    const float below = bar > none ? std::nextafter(bar, none) : none;
+    for (int i = begin; (i = next_above(row, i, end, below)) < end; i += block) {
+        for (int j = i; j < std::min(i + block, end); j++) {
+            if (row[j] > below && row[j] < -none) {
+                out.push_back({ j, row[j], 0.0f });
+            }
+        }
+    }
+}
+
+LP_WIDE int count_from(const float * values, int n, float bar) {
+    Ints counts = {};
+    int  i      = 0;
+    for (; i + lanes <= n; i += lanes) {
+        counts -= load(values + i) >= Floats{} + bar;  // true is -1
+    }
+    int count = 0;
+    for (int j = 0; j < lanes; j++) {
+        count += counts[j];
+    }
+    for (; i < n; i++) {
+        count += values[i] >= bar;
+    }
+    return count;
+}
+
+// A bar that at least k of the values reach, and not many more where they differ: found by halving what it may be.
+// Minus infinity when fewer are finite.
+float reached_by(const float * values, int n, int k) {
+    float low = std::numeric_limits<float>::infinity(), high = none;
+    for (int i = 0; i < n; i++) {
+        low  = values[i] > none && values[i] < low ? values[i] : low;
+        high = values[i] > high ? values[i] : high;
+    }
+    if (count_from(values, n, low) < k) {
+        return none;
+    }
+    for (int i = 0; i < 32 && low < high; i++) {
+        const float middle = low + (high - low) / 2;
+        const int   count  = count_from(values, n, middle);
+        if (count < k) {
+            high = middle;
+        } else {
+            low = middle;
+            if (count <= k + k / 8) {
+                break;
+            }
+        }
+    }
+    return low;
 }
 
 bool better(const llama_token_data & a, const llama_token_data & b) {
@@ -202,7 +246,7 @@ int32_t lp::argmax(const float * logits, int n) {
 }
 
 void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data> & out) {
-    // The k-th largest of the blocks' maxima is a bar that at least k values reach, and most blocks do not.
+    // A bar that at least k of the blocks' maxima reach, and so as many values; most blocks do not.
     out.clear();
     int size = max_block;
     while (size > min_block && n / size < 8 * k) {
@@ -210,7 +254,7 @@ void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data>
     }
     float bar = none;
     if (n / size > k) {
-        thread_local std::vector<float> maxima, sorted;
+        thread_local std::vector<float> maxima;
         maxima.resize((size_t) ((n + size - 1) / size));
         block_maxima(logits, n, size, maxima.data());
         for (size_t b = 0; b < maxima.size(); b++) {
@@ -219,9 +263,7 @@ void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data>
                 maxima[b]       = largest_finite(logits + first, std::min(size, n - first));
             }
         }
-        sorted = maxima;
-        std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<>());
-        bar = sorted[(size_t) k - 1];
+        bar = reached_by(maxima.data(), (int) maxima.size(), k);
         for (size_t b = 0; b < maxima.size(); b++) {
             if (maxima[b] >= bar && maxima[b] > none) {
                 collect(logits, (int) b * size, std::min((int) b * size + size, n), bar, out);

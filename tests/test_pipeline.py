@@ -130,7 +130,7 @@ class TestLazy:
         for row, ids, logits, lse in zip(rows, found.ids, found.logits, found.log_sum_exp, strict=True):
             order = sorted(range(N_VOCAB), key=lambda i: (-row[i], i))[:40]
             assert ids.tolist() == order and np.array_equal(logits, row[order].astype(np.float32))
-            assert abs(lse - np.log(np.exp(row).sum())) < 1e-9
+            assert abs(lse - np.log(np.exp(row).sum())) < 1e-7  # exponentials in float32, added up in float64
 
     def test_many_threads_read_one_output(self, pipe: lp.Pipeline, plain: Context) -> None:
         batch = run(0, 16)

@@ -9,7 +9,7 @@ import numpy as np
 
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.check import check_float
-from llamapipe.native.load import last_error
+from llamapipe.native.load import last_error, native
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -213,7 +213,7 @@ class StepOutput:
 
 
 class Candidates:
-    """The ``n_candidates`` largest logits of each row, sorted, ties by the lowest id.
+    """The ``n_candidates`` largest logits of each row, sorted, ties by the lowest id (-1 where fewer are finite).
 
     ``ids`` int32 and ``logits`` float32, both ``(n_outputs, n_candidates)``; ``log_sum_exp`` float64 ``(n_outputs,)``
     over the whole row, so ``logits - log_sum_exp[:, None]`` are log-probabilities.
@@ -222,9 +222,20 @@ class Candidates:
     __slots__ = ("ids", "log_sum_exp", "logits")
 
     def __init__(self, rows: npt.NDArray[np.float32], n_candidates: int = 40) -> None:
-        k = min(n_candidates, rows.shape[1])
-        # By logit, then by id: a stable sort of the negated row keeps ids in order.
-        self.ids = np.argsort(-rows, axis=1, kind="stable")[:, :k].astype(np.int32)
-        self.logits = np.take_along_axis(rows, self.ids, axis=1)
-        top = rows.max(axis=1, keepdims=True).astype(np.float64) if len(rows) else np.empty((0, 1))
-        self.log_sum_exp = top[:, 0] + np.log(np.exp(rows.astype(np.float64) - top).sum(axis=1))
+        n_rows, n_vocab = rows.shape
+        k = min(n_candidates, n_vocab)
+        self.ids = np.empty((n_rows, k), np.int32)
+        self.logits = np.empty((n_rows, k), np.float32)
+        self.log_sum_exp = np.empty(n_rows, np.float64)
+        module = native()
+        buffer = module.ffi.from_buffer
+        if n_rows and module.lib.lp_candidates(
+            buffer("float[]", np.ascontiguousarray(rows)),
+            n_rows,
+            n_vocab,
+            k,
+            buffer("int32_t[]", self.ids, require_writable=True),
+            buffer("float[]", self.logits, require_writable=True),
+            buffer("double[]", self.log_sum_exp, require_writable=True),
+        ):
+            raise MemoryError(last_error(module))

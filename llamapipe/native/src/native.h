@@ -156,6 +156,9 @@ int  lp_sample_rows(lp_pipeline * pipeline, int64_t step, int n_rows, const int3
                     int32_t * tokens);
 // The row of an output entry; NULL if it is none or the step failed. Valid as long as the step's rows.
 const float * lp_step_row(lp_pipeline * pipeline, int64_t step, int entry);
+// The k largest logits of each row of n_vocab, sorted, on ties the lower ids first (-1 where fewer are finite), and each row's
+// log-sum-exp.
+int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * ids, float * logits, double * log_sum_exp);
 // How probable the rows of entries hold tokens: log-probabilities, whether each is the most probable, and the n_top most
 // probable of each. Entries of the same row come one after another.
 int lp_score_rows(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, const int32_t * targets,

@@ -406,6 +406,23 @@ const float * lp_step_row(lp_pipeline * pipeline, int64_t number, int entry) {
     return row;
 }
 
+int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * ids, float * logits, double * log_sum_exp) {
+    return lp::guard(LP_ERROR, [&] {
+        std::vector<llama_token_data> top;
+        for (int i = 0; i < n_rows; i++) {
+            const float * row = rows + (size_t) i * (size_t) n_vocab;
+            log_sum_exp[i]    = lp::log_sum_exp(row, n_vocab);
+            lp::top_k(row, n_vocab, k, top);
+            top.resize((size_t) k, { -1, -INFINITY, 0.0f });
+            for (int j = 0; j < k; j++) {
+                ids[(size_t) i * (size_t) k + (size_t) j]    = top[(size_t) j].id;
+                logits[(size_t) i * (size_t) k + (size_t) j] = top[(size_t) j].logit;
+            }
+        }
+        return 0;
+    });
+}
+
 int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t * entries, const int32_t * targets,
                   float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs) {
     return with_step(pipeline, number, [&](lp::Core & core, lp::Step & step) {

@@ -126,7 +126,10 @@ class Recipe:
 
     def history(self, tokens: list[int]) -> list[int]:
         """As many of a sequence's last tokens as penalties, DRY and bad words look at."""
-        p, n = self.params, max((len(word) for word in self._bad_words), default=0)
+        p = self.params
+        if not self._bad_words and self._dry is None and not self.penalizes:
+            return []
+        n = max((len(word) for word in self._bad_words), default=0)
         for last_n in [p.repeat_last_n] * self.penalizes + [p.dry_penalty_last_n] * (self._dry is not None):
             n = max(n, len(tokens) if last_n < 0 else last_n)
         return tokens[-n:] if n else []
@@ -136,7 +139,8 @@ class Recipe:
         chain = SamplerChain(self._vocab, request.seed)
         self._add_changes(chain)
         self._add_stages(chain)
-        chain.set_python(self.params.logits_processors, None if self._guide is None else self._guide())
+        if self.params.logits_processors or self._guide is not None:
+            chain.set_python(self.params.logits_processors, None if self._guide is None else self._guide())
         if self.params.logprobs is not None:
             chain.set_logprobs(self.params.logprobs)
         history = self.history(request.tokens)

@@ -15,12 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from llamapipe.engine.cohorts import CohortSwitch
+from llamapipe.engine.flight import Flight, draw, score, single_targets, take_notes
 from llamapipe.engine.mailbox import Outbox
 from llamapipe.engine.request import UNLIMITED, Request, State
 from llamapipe.engine.results import EngineStats
@@ -57,14 +57,6 @@ class NoTrace:
         """Does nothing."""
 
 
-class Flight(NamedTuple):
-    """A launched step: what was planned, its number, and the samplers of its rows."""
-
-    plan: StepPlan
-    step: int
-    samplers: list[Any]
-
-
 class Decoder:
     """Runs steps on a thread of its own until it is told to stop; the thread closes the executor at its end.
 
@@ -94,7 +86,6 @@ class Decoder:
             deque()
         )  # samplers of steps under way, and when those are sampled
         self._n_sampled = 0
-        self._damaged: list[Request] = []  # their scores are no numbers
         self._n_notes = 0  # open requests that want to know how probable their tokens are
         self._undelivered: list[tuple[Request, int]] = []  # of the step sampled last
         self._computing: StepPlan | None = None  # what a launch is computing; for those who cancel
@@ -398,7 +389,7 @@ class Decoder:
             if plan.again:
                 step = executor.launch_again()
             else:
-                targets = self._targets(plan) if plan.scored else None
+                targets = single_targets(plan) if plan.scored else None
                 step = executor.launch(
                     plan.tokens, plan.positions, plan.seq_ids, plan.outputs, plan.rows, samplers, targets
                 )
@@ -417,28 +408,29 @@ class Decoder:
 
     def _sample(self) -> None:
         """Takes the tokens of the oldest step under way; waits for it if need be."""
-        plan, step, samplers = self._flying[0]
-        executor, scheduler = self._executor, self._scheduler
+        flight = self._flying[0]
+        plan, executor, scheduler = flight.plan, self._executor, self._scheduler
+        damaged: list[Request] = []
         launched = perf_counter()
         try:
-            sampled = self._draw(plan, step, samplers)
+            sampled = draw(executor, flight)
             if plan.scored:
-                self._score(plan, step)
+                damaged = score(executor, flight)
         except (ContextFullError, DecodeError) as e:  # of an asynchronous step: here is where it is known
             self._landed()
             self._failed(plan, e)
             return
         self._landed()
         if self._n_notes:
-            self._take_notes(plan, sampled)
+            take_notes(plan, sampled)
         drawn = perf_counter()
-        if self._damaged:
-            self._fail_damaged()
+        if damaged:
+            self._fail_damaged(damaged)
         self._undelivered += scheduler.commit(plan, sampled)
         for request, _, _ in plan.scored:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self._open:
                 self._finished(request)
-        self._last_step = step
+        self._last_step = flight.step
         self._n_steps += 1
         self._n_generated += len(sampled)
         self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.fillers)
@@ -448,71 +440,13 @@ class Decoder:
         elif self._cohorts.step(len(sampled)):
             scheduler.cohorts = self._cohorts.n
 
-    def _draw(self, plan: StepPlan, step: int, samplers: list[Any]) -> list[int]:
-        """A token for each of the plan's requests; 0 for those that lost their place while the step was under way.
-
-        Nothing is drawn for these: their samplers must not know of tokens that are thrown away.
-        """
-        executor, requests = self._executor, plan.requests
-        here = [i for i, request in enumerate(requests) if request.flight is plan]
-        if len(here) == len(requests):
-            if plan.again:
-                return executor.sample_again(step)
-            return executor.sample(step, plan.rows, samplers) if requests or executor.late_errors else []
-        drawn = executor.sample(step, [plan.rows[i] for i in here], [requests[i].sampler for i in here])
-        sampled = [0] * len(requests)
-        for i, token in zip(here, drawn, strict=True):
-            sampled[i] = token
-        return sampled
-
-    def _targets(self, plan: StepPlan) -> dict[int, int]:
-        """Of rows that are asked about one token only: that token."""
-        found: dict[int, int] = {}
-        for request, first, rows in plan.scored:
-            for i, entry in enumerate(rows):
-                wanted = request.scoring.targets(first + i)
-                if len(wanted) == 1 and request.scoring.n_top == 0:
-                    found[entry] = wanted[0]
-        return found
-
-    def _score(self, plan: StepPlan, step: int) -> None:
-        """Hands the requests what the rows of their own tokens say."""
-        entries: list[int] = []
-        targets: list[int] = []
-        asked: list[tuple[Request, int, int]] = []
-        n_top = 0
-        for request, first, rows in plan.scored:
-            if request.flight is not plan:
-                continue
-            n_top = max(n_top, request.scoring.n_top)
-            for i, entry in enumerate(rows):
-                wanted = request.scoring.targets(first + i)
-                entries += [entry] * len(wanted)
-                targets += wanted
-                asked.append((request, first + i, len(wanted)))
-        scores = iter(self._executor.score(step, entries, targets, n_top))
-        for request, position, n in asked:
-            mine = list(islice(scores, n))
-            if any(score.logprob != score.logprob for score in mine):
-                self._damaged.append(request)
-            elif request.scoring.n_top < n_top:  # another one asked for more
-                mine = [score._replace(top=score.top[: request.scoring.n_top]) for score in mine]
-            request.scoring.take(position, mine)
-
-    def _fail_damaged(self) -> None:
-        damaged, self._damaged = self._damaged, []
-        for request in damaged:
+    def _fail_damaged(self, requests: Sequence[Request]) -> None:
+        for request in requests:
             if request in self._open:
                 self._scheduler.fail(
                     request, DecodeError("a logit is not finite; the model or its weights are damaged")
                 )
                 self._finished(request)
-
-    def _take_notes(self, plan: StepPlan, sampled: Sequence[int]) -> None:
-        """For those who asked: how probable the tokens were."""
-        for request, token in zip(plan.requests, sampled, strict=True):
-            if request.notes and token >= 0 and request.flight is plan:
-                request.drawn = request.sampler.logprobs()
 
     def _landed(self) -> None:
         """The oldest step is no longer under way, and nobody samples with what ended during it."""

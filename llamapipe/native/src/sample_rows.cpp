@@ -1,0 +1,145 @@
+// Drawing and scoring for the rows of a step.
+#include "guard.hpp"
+#include "pipeline.hpp"
+#include "sampler.hpp"
+#include "scan.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace {
+
+// Draws and accepts a token for each row that has none yet; how many could not be drawn (their requests fail, the others go on), whose
+// token is the code of the error then.
+template <typename Row> int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, Row && row) {
+    int n_failed = 0;
+    for (int i = 0; i < n_rows; i++) {
+        if (tokens[i] >= 0) {
+            samplers[i]->take(tokens[i]);
+            continue;
+        }
+        const float * logits = row(i);
+        if (!logits) {
+            lp::set_error("this entry of the step is not an output");
+            return LP_ERROR;
+        }
+        const int code = lp::guard(LP_ERROR, [&] {
+            const int failed = samplers[i]->draw(logits, &tokens[i]);
+            if (failed == 0) {
+                samplers[i]->accepted(tokens[i]);
+            }
+            return failed;
+        });
+        if (code != 0) {
+            tokens[i] = code == LP_ERROR_LOGITS ? -1 : code == LP_ERROR_MASK ? -2 : -3;
+            n_failed++;
+        }
+    }
+    return n_failed;
+}
+
+}  // namespace
+
+namespace {
+
+// Runs `body` with a step that was waited for; its code if it failed.
+template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, Body && body) {
+    return lp::guard(LP_ERROR, [&] {
+        lp::Core & core = *pipeline->shared;
+        lp::Step * step = core.finish(number);
+        if (!step) {
+            return (int) LP_ERROR;
+        }
+        if (step->state == lp::State::failed) {
+            lp::set_error(step->error.c_str());
+            return step->code;
+        }
+        const int64_t begin_ns = core.tracing() ? lp::now_ns() : 0;
+        const int     code     = body(core, *step);
+        if (core.tracing()) {
+            core.note_span(*step, lp::Stage::sample, begin_ns, lp::now_ns());
+        }
+        return code;
+    });
+}
+
+}  // namespace
+
+int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int32_t * entries, lp_sampler ** samplers,
+                   int32_t * tokens) {
+    return with_step(pipeline, number, [&](lp::Core & core, lp::Step & step) {
+        int n_drawn = 0;
+        for (int i = 0; i < n_rows; i++) {
+            tokens[i] = core.drawn(step, entries[i], samplers[i]);
+            n_drawn += tokens[i] >= 0;
+        }
+        if (n_drawn > 0) {
+            core.note_drawn(n_drawn);
+        }
+        return draw_rows(n_rows, samplers, tokens, [&](int i) { return core.row(step, entries[i]); });
+    });
+}
+
+const float * lp_step_row(lp_pipeline * pipeline, int64_t number, int entry) {
+    const float * row = nullptr;
+    with_step(pipeline, number, [&](lp::Core & core, lp::Step & step) {
+        row = core.row(step, entry);
+        return 0;
+    });
+    return row;
+}
+
+int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * ids, float * logits, double * log_sum_exp) {
+    return lp::guard(LP_ERROR, [&] {
+        std::vector<llama_token_data> top;
+        for (int i = 0; i < n_rows; i++) {
+            const float * row = rows + (size_t) i * (size_t) n_vocab;
+            log_sum_exp[i]    = lp::log_sum_exp(row, n_vocab);
+            lp::top_k(row, n_vocab, k, top);
+            top.resize((size_t) k, { -1, -INFINITY, 0.0f });
+            for (int j = 0; j < k; j++) {
+                ids[(size_t) i * (size_t) k + (size_t) j]    = top[(size_t) j].id;
+                logits[(size_t) i * (size_t) k + (size_t) j] = top[(size_t) j].logit;
+            }
+        }
+        return 0;
+    });
+}
+
+int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t * entries, const int32_t * targets,
+                  float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs) {
+    return with_step(pipeline, number, [&](lp::Core & core, lp::Step & step) {
+        std::vector<llama_token_data> top;
+        double                        total = 0;
+        int32_t                       best  = -1;
+        for (int i = 0; i < n; i++) {
+            const float * row = core.row(step, entries[i]);
+            if (!row) {
+                lp::set_error("this entry of the step is not an output");
+                return (int) LP_ERROR;
+            }
+            if (i == 0 || entries[i] != entries[i - 1]) {
+                total = lp::log_sum_exp(row, core.n_vocab());
+                best  = lp::argmax(row, core.n_vocab());
+                if (n_top > 0) {
+                    lp::top_k(row, core.n_vocab(), n_top, top);
+                    top.resize((size_t) n_top, { -1, -INFINITY, 0.0f });
+                }
+            }
+            logprobs[i] = (float) (row[targets[i]] - total);
+            greedy[i]   = targets[i] == best;
+            for (int k = 0; k < n_top; k++) {
+                top_ids[i * n_top + k]      = top[(size_t) k].id;
+                top_logprobs[i * n_top + k] = (float) (top[(size_t) k].logit - total);
+            }
+        }
+        return 0;
+    });
+}
+
+int lp_sample_plain(llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
+    return lp::guard(LP_ERROR, [&] {
+        std::fill(tokens, tokens + n_rows, -1);
+        return draw_rows(n_rows, samplers, tokens, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); });
+    });
+}

@@ -28,6 +28,7 @@ PURE = (
     "llamapipe.engine.slots",
     "llamapipe.engine.request",
     "llamapipe.engine.family",
+    "llamapipe.engine.step_plan",
     "llamapipe.pipeline.token_score",
 )
 IMPURE = {"threading", "asyncio", "queue", "concurrent", "multiprocessing", "cffi", "ctypes", "numpy", "time"}

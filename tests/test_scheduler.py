@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamapipe.engine.request import UNLIMITED, Request, State
-from llamapipe.engine.scheduler import Copy, Scheduler, StepPlan
+from llamapipe.engine.scheduler import Scheduler
 from llamapipe.engine.slots import Slots
+from llamapipe.engine.step_plan import Copy, StepPlan
 from llamapipe.errors import ContextFullError, DecodeError
 
 FILLER = 0

@@ -10,8 +10,9 @@ from fakes import FakeContext, continuation, next_token, score_of
 
 from llamapipe.engine.family import Family
 from llamapipe.engine.request import Request, State
-from llamapipe.engine.scheduler import Copy, Scheduler, StepPlan
+from llamapipe.engine.scheduler import Scheduler
 from llamapipe.engine.scoring import ContinuationScoring, PromptScoring
+from llamapipe.engine.step_plan import Copy, StepPlan
 from llamapipe.errors import ContextFullError
 from llamapipe.pipeline.token_score import TokenScore
 

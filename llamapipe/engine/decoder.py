@@ -24,7 +24,8 @@ from llamapipe.engine.flight import Flight, draw, score, single_targets, take_no
 from llamapipe.engine.mailbox import Outbox
 from llamapipe.engine.request import UNLIMITED, Request, State
 from llamapipe.engine.results import EngineStats
-from llamapipe.engine.scheduler import Copy, Scheduler, StepPlan
+from llamapipe.engine.scheduler import Scheduler
+from llamapipe.engine.step_plan import Copy, StepPlan
 from llamapipe.errors import (
     BackendError,
     ContextFullError,

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from llamapipe.engine.request import Request
-from llamapipe.engine.scheduler import StepPlan
+from llamapipe.engine.step_plan import StepPlan
 from llamapipe.pipeline.executor import Executor
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from backends import BOUND, ON_DEVICE, RINGS
-from control import Worker, wait_until
+from control import Worker, held, wait_until
 from plain import PlainLoop, greedy, plain_loop, random_prompt
 
 import llamapipe as lp
@@ -236,18 +236,24 @@ class TestFailures:
         """Those in the step fail, the one that waits for a slot does not."""
         given = prompts(engine.model, 5)
         whole = [engine.generate(prompt, greedy(10)) for prompt in given]
-        gate = [engine.stream(prompt, greedy(200)) for prompt in given[:4]]
-        for stream in gate:
-            next(stream)
-        waiting = Worker(lambda: engine.generate(given[4], greedy(10)))
-        engine._decoder._executor.core.fail_next("launch", -3)  # type: ignore[attr-defined]
-        failed = 0
-        for stream in gate:
+        decoder = engine._decoder
+        with held(engine):
+            asked = [Worker(engine.generate, prompt, greedy(200)) for prompt in given[:4]]
+            wait_until(lambda: decoder._inbox.qsize() == 4)
+            waiting = Worker(engine.generate, given[4], greedy(10))
+            wait_until(lambda: decoder._inbox.qsize() == 5)
+
+        def fail() -> bool:
+            """Between two steps: the next one fails if all four are in it."""
+            all_decode = len(decoder._scheduler._decoding) == 4
+            if all_decode:
+                decoder._executor.core.fail_next("launch", -3)  # type: ignore[attr-defined]
+            return all_decode
+
+        wait_until(lambda: decoder.ask(fail))
+        for worker in asked:
             with pytest.raises(DecodeError):
-                for _ in stream:
-                    pass
-            failed += 1
-        assert failed == 4
+                worker.result()
         assert waiting.result().token_ids == whole[4].token_ids
 
     @pytest.mark.skipif(not ON_DEVICE, reason="rows are not copied out where the ring is host memory")

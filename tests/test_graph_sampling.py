@@ -407,6 +407,7 @@ class TestCosts:
 
         with caplog.at_level(logging.DEBUG, "llamapipe.native"):
             drain_log(native())
+            n_dropped = lib.lp_log_dropped()
             assert "reserving" not in caplog.text  # all of it was said before this block
             n = 3 if ON_DEVICE else 12
             engine.generate(PROMPTS[:N_SEQ], longer(*PARAMS[:N_SEQ], n=n))
@@ -425,7 +426,7 @@ class TestCosts:
                 engine.generate(PROMPTS[: N_SEQ + 1], params)
             after = engine._decoder.ask(n_bytes)
             drain_log(native())
-        assert lib.lp_log_dropped() == 0
+        assert lib.lp_log_dropped() == n_dropped
         assert "reserv" not in caplog.text
         assert before == after and min(before) > 0
         assert engine.stats().n_graph_sampled == engine.stats().n_tokens_generated

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All that needs an NVIDIA GPU, in one run that needs no network: builds the CUDA backend, runs its tests, and measures the
-# pipeline on a 0.6B-shaped model with 152k pieces (all-logits prefill, decoding, where a step's time goes).
+# pipeline on a 0.6B-shaped model with 152k pieces (all-logits prefill, decoding, where a step's time goes) and sampling in
+# its graph.
 #
 #   tools/gpu_check.sh OUT [WHEELS]
 #
@@ -60,4 +61,6 @@ if [[ $stages == *measure* ]]; then
     measure stages --rows 512 --json "$out/stages.json"
     measure decode engine --sequences 1 16 64 --repeats 7 --json "$out/decode.json"
     measure memory --json "$out/memory.json"
+    "$bin/python" "$here/tools/bench_sampling.py" "$model" start graph engine --n-vocab 151936 --rows 1 16 64 2>&1 |
+        tee "$out/sampling.txt"
 fi

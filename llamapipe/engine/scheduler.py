@@ -45,7 +45,7 @@ class Scheduler:
     ``n_score_rows``: most rows in a step that score a request's own tokens. ``least_copy``: how many of
     a sequence's first cells it pays to copy, None if that is never done.
 
-    ``depth``: how many steps of prompts may be under way at once; more than one are cut into steps of ``n_ubatch``.
+    ``depth``: how many steps of scores may be under way at once; if several, each has at most ``n_ubatch`` tokens.
     ``cohorts``: how many parts decoding requests are split into, each a step of its own, so that one can be computed
     while another is sampled. A plan may be made while another is under way; its requests are not in it then.
     """
@@ -127,8 +127,12 @@ class Scheduler:
 
     @property
     def n_flights(self) -> int:
-        """How many steps may be under way: what decodes needs the last one's tokens, prompts do not."""
-        return self.cohorts if self._decoding else max(self.cohorts, self.depth)
+        """How many steps may be under way: what decodes needs the last one's tokens, scores do not."""
+        return max(self.cohorts, self.depth) if self._only_scores() else self.cohorts
+
+    def _only_scores(self) -> bool:
+        """Whether nothing that runs will ever decode."""
+        return not self._decoding and all(request.max_tokens == 0 for request in self._prefilling)
 
     def live(self) -> list[Request]:
         """Every unfinished request."""
@@ -524,7 +528,7 @@ class Scheduler:
         budget = self.n_batch - len(plan.tokens)
         if self._decoding:
             budget = min(budget, max(self.n_ubatch - len(plan.tokens), 1))
-        elif self.depth > 1:
+        elif self.depth > 1 and self._only_scores():
             budget = min(budget, self.n_ubatch)  # no slower, and the next one need not wait for it
         n_rows = self.n_score_rows
         for request in self._prefilling:

@@ -27,7 +27,7 @@ class Gate:
     """Stands before an engine's real executor: each step waits at it until the test lets it through.
 
     Use with ``with``; it opens for good at the end. The test's thread may look at counters while a step waits.
-    ``launches``: every batch that went through.
+    ``launches``: every batch that went through, from the first one whose tokens it was given.
     """
 
     def __init__(self, engine: lp.Engine) -> None:
@@ -96,8 +96,9 @@ class Gate:
 
     def launch_again(self) -> int:
         self._pass()
-        last = self.launches[-1]
-        self.launches.append(last._replace(tokens=self._sampled, positions=[p + 1 for p in last.positions]))
+        if self.launches:  # else it repeats a batch from before this gate was there
+            last = self.launches[-1]
+            self.launches.append(last._replace(tokens=self._sampled, positions=[p + 1 for p in last.positions]))
         return self._executor.launch_again()
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:

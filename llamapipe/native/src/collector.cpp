@@ -3,6 +3,7 @@
 
 #include "guard.hpp"
 
+#include <algorithm>
 #include <chrono>
 
 int64_t lp::now_ns() {
@@ -43,8 +44,9 @@ const llama_sampler_i & Collector::interface() {
         };
         i.backend_set_input = [](llama_sampler * s) { of(s).set_input(); };
         i.backend_reset     = [](llama_sampler * s) {
-            of(s).first_ = true;
-            of(s).index_ = nullptr;
+            of(s).first_   = true;
+            of(s).index_   = nullptr;
+            of(s).outputs_ = nullptr;
             if (of(s).sampler_) {
                 of(s).sampler_->forget();
             }
@@ -104,6 +106,7 @@ bool Collector::init(ggml_backend_buffer_type_t buft) {
     }
     staging_ = staging;
     host_    = ggml_backend_buffer_is_host(buffer_) ? (float *) staging_->data : nullptr;
+    in_place_ = host_ && !sampler_ && device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU;
     if (sampler_) {
         sampler_->fill();
     }
@@ -136,6 +139,11 @@ void Collector::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_dat
     if (rows->ne[1] == 0) {
         return;
     }
+    if (in_place_ && !rows->view_src && !rows->data && rows->ne[1] <= n_rows_) {
+        ggml_backend_tensor_alloc(buffer_, rows, host_);  // llama.cpp's scheduler leaves alone what has memory
+        outputs_ = rows;
+        return;
+    }
     index_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, rows->ne[1]);
     ggml_set_name(index_, "lp_rows");
     ggml_set_input(index_);
@@ -148,6 +156,10 @@ void Collector::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_dat
 // Called once for every sequence that has an output, and without saying which part of a batch this is: hence one decode is
 // one ubatch. Where llama.cpp cut it otherwise, the number of rows differs; no row that is in use is written then.
 void Collector::set_input() {
+    if (outputs_ && n_written_ == 0) {
+        inputs_ns_ = now_ns();
+        set_place();
+    }
     if (!index_ || !index_->buffer || n_written_ > 0) {
         return;
     }
@@ -167,6 +179,36 @@ void Collector::set_input() {
     if (sampler_) {
         sampler_->set_input(nullptr);
     }
+}
+
+// Rows computed in place are written side by side: to where they shall be if that is so, else they are brought there later.
+void Collector::set_place() {
+    const int64_t n     = outputs_->ne[1];
+    const bool    known = n == n_expected_;
+    is_scattered_       = !known;
+    for (int64_t i = 1; known && i < n; i++) {
+        is_scattered_ = is_scattered_ || rows_[i] != rows_[0] + i;
+    }
+    if (is_scattered_) {
+        scattered_.resize((size_t) n * (size_t) n_vocab_);
+    }
+    outputs_->data = is_scattered_ ? scattered_.data() : host_ + rows_[0] * n_vocab_;
+    n_written_     = known ? n_expected_ : n_written_;
+    n_wrong_ += !known;
+}
+
+bool Collector::settle() {
+    if (n_written_ != n_expected_ || n_wrong_ > 0) {
+        return false;
+    }
+    if (is_scattered_) {
+        for (int i = 0; i < n_expected_; i++) {
+            const float * row = scattered_.data() + (size_t) i * (size_t) n_vocab_;
+            std::copy(row, row + n_vocab_, host_ + rows_[i] * n_vocab_);
+        }
+        is_scattered_ = false;
+    }
+    return true;
 }
 
 }  // namespace lp

@@ -3,6 +3,9 @@
 // A llama_sampler of ours is given for every sequence when the context is created and never changed again. When
 // llama.cpp builds a graph, it adds one copy of all output rows into `staging`; which rows of it is an input of the
 // graph, so the place rotates while the graph is reused. llama.cpp then copies no logits itself.
+//
+// On the CPU nothing is copied at all: the tensor of all output rows is given its place in `staging` as its own memory, and
+// another place before each decode.
 #pragma once
 
 #include "graph_sampler.hpp"
@@ -40,9 +43,10 @@ public:
         n_expected_ = n;
         n_written_  = n_wrong_ = 0;
         inputs_ns_  = 0;
+        is_scattered_ = false;
     }
-    // Whether the last decode put all its outputs there.
-    bool complete() const { return n_written_ == n_expected_ && n_wrong_ == 0; }
+    // After a decode: whether it has put all its outputs there.
+    bool settle();
     // When the last decode's inputs were set, which is just before it computes; 0 without outputs.
     int64_t inputs_ns() const { return inputs_ns_; }
 
@@ -58,6 +62,7 @@ private:
     bool init(ggml_backend_buffer_type_t buft);
     void apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_data * data);
     void set_input();
+    void set_place();
 
     const int     n_vocab_;
     const int     n_seq_max_;
@@ -71,6 +76,8 @@ private:
     ggml_backend_buffer_t buffer_  = nullptr;
     float *               host_    = nullptr;
     ggml_tensor *         index_   = nullptr;  // of the graph built last: the staging row of each of its outputs
+    ggml_tensor *         outputs_ = nullptr;  // or its output rows themselves, where they are computed in place
+    bool                  in_place_ = false;   // a CPU computes, so a tensor's memory is known when a graph runs, not before
     bool                  first_   = false;    // no row of the graph being built was seen yet
     bool                  supported_ = true;
     int                   n_graphs_ = 0, n_unknown_ = 0;
@@ -83,6 +90,8 @@ private:
     int                  n_expected_ = 0, n_written_ = 0, n_wrong_ = 0;
     int64_t              inputs_ns_ = 0;
     std::vector<int64_t> astray_;
+    std::vector<float>   scattered_;  // rows computed in place that do not lie side by side in the end, or are unexpected
+    bool                 is_scattered_ = false;
 };
 
 int64_t now_ns();

@@ -227,7 +227,7 @@ int Core::launch_parts(const std::shared_ptr<Step> & step, size_t * n_done) {
             give_back(*step, slot);
             throw;
         }
-        if (code == 0 && staged && (!collector_->complete() || injected(Fault::rows, &code))) {
+        if (code == 0 && staged && (!collector_->settle() || injected(Fault::rows, &code))) {
             set_error("llama.cpp cut the batch otherwise than expected, and its rows cannot be told apart");
             code = LP_ERROR_ROWS;
         }

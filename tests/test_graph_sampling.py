@@ -73,10 +73,12 @@ def vocabs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Vocab
 class Results:
     """What the graph says of each row."""
 
-    def __init__(self, numbers: npt.NDArray[np.float32]) -> None:
+    def __init__(self, numbers: npt.NDArray[np.float32], candidates: npt.NDArray[np.float32]) -> None:
+        self.candidates, self.logits = np.split(candidates, 2, axis=1)
         self.tokens = numbers[:, 0].astype(np.int64).tolist()
-        self.logprobs, self.log_sum_exp, self.target_logits = numbers[:, 1], numbers[:, 2], numbers[:, 3]
-        self.best = numbers[:, 4].astype(np.int64).tolist()
+        self.logprobs, self.log_sum_exp = numbers[:, 1], numbers[:, 2]
+        self.best = numbers[:, 3].astype(np.int64).tolist()
+        self.target_logits = numbers[:, 4]
 
 
 def device() -> Any:
@@ -91,12 +93,14 @@ def sample(logits: Row, samplers: Sequence[SamplerChain | None], targets: Sequen
     ffi, lib = module.ffi, module.lib
     n, n_vocab = logits.shape
     out = np.zeros((n, lib.LP_GRAPH_RESULTS), np.float32)
+    some = np.zeros((n, 2 * min(n_vocab, 64)), np.float32)
     handles = ffi.new("lp_sampler *[]", [ffi.NULL if s is None else s.handle for s in samplers])
     given = ffi.from_buffer("float[]", np.ascontiguousarray(logits, np.float32))
     wanted = ffi.new("int32_t[]", list(targets) or [0] * n)
-    code = lib.lp_graph_sample(device(), n_vocab, n, given, handles, wanted, ffi.from_buffer("float[]", out))
+    results, candidates = (ffi.from_buffer("float[]", a) for a in (out, some))
+    code = lib.lp_graph_sample(device(), n_vocab, n, given, handles, wanted, results, candidates)
     assert code == 0, last_error(module)
-    return Results(out)
+    return Results(out, some)
 
 
 stages = st.builds(

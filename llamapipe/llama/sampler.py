@@ -276,8 +276,7 @@ class SamplerChain:
             self.guide.close()
         self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.NULL)
         self.processors, self.guide = tuple(processors), guide
-        if not self.is_native:
-            self._lib.lp_sampler_needs_row(self.handle)
+        self._lib.lp_sampler_set_python(self.handle, bool(self.processors), guide is not None)
         return self
 
     def set_logprobs(self, n: int) -> SamplerChain:

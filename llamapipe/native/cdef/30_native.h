@@ -89,7 +89,7 @@ void lp_sampler_free(lp_sampler * s);
 int  lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases);
 int  lp_sampler_set_allowed(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask);
-void lp_sampler_needs_row(lp_sampler * s);
+void lp_sampler_set_python(lp_sampler * s, bool needs_row, bool guided);
 int  lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_set_min_tokens(lp_sampler * s, int min_tokens, int n_ends, const int32_t * ends);
 int  lp_sampler_set_grammar(lp_sampler * s, const char * text, const char * root);
@@ -129,7 +129,7 @@ int lp_score_graph(lp_pipeline * pipeline, int64_t step, int n, const int32_t * 
 bool lp_in_graph(lp_sampler * s);
 #define LP_GRAPH_RESULTS ...
 int lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
-                    const int32_t * targets, float * results);
+                    const int32_t * targets, float * results, float * candidates);
 int lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
 
 // Called while a model loads, on the loading thread; returning false stops the load.

@@ -80,7 +80,7 @@ int64_t Core::launch(int n, const int32_t * tokens, const int32_t * positions, c
     auto step = spare();
     step->set(n, tokens, positions, seq_ids, outputs, shape_);
     if (samples() && (samplers || targets)) {
-        step->wish(samplers, targets, n_vocab_);
+        step->wish(samplers, targets, n_vocab_, !wide(*step));
     }
     return launch_live(step);
 }
@@ -99,7 +99,7 @@ int64_t Core::launch_again(const int32_t * sampled, lp_sampler ** samplers) {
         step->clear();
     }
     if (samples() && samplers) {
-        step->wish(samplers, nullptr, n_vocab_);
+        step->wish(samplers, nullptr, n_vocab_, !wide(*step));
     }
     return launch_live(step);
 }
@@ -194,8 +194,11 @@ int Core::launch_parts(const std::shared_ptr<Step> & step, size_t * n_done) {
     if (!step->graph.empty()) {
         step->results = spare_memory(results_pool_, step->graph.size() * (sizeof(GraphResult) / sizeof(float)));
     }
+    if (step->needs_candidates) {
+        step->found = spare_memory(found_pool_, step->graph.size() * 2 * (size_t) collector_->sampler()->n_candidates());
+    }
     if (mode_ == Mode::stock ? threaded_ && step->n_outputs > 0 : wide(*step) && step->needs_rows) {
-        step->host = host_rows(*step);
+        step->host = host_for(*step);
     } else if (staged && !wide(*step) && (step->n_outputs > 0 || copier_)) {
         const int slot = take_slot(step);
         const Lock lock(mutex_);
@@ -243,12 +246,12 @@ int Core::launch_parts(const std::shared_ptr<Step> & step, size_t * n_done) {
         }
     }
     if (staged && !wide(*step) && copier_) {
-        step->host = step->n_outputs > 0 && step->needs_rows ? host_rows(*step) : nullptr;
+        step->host = step->n_outputs > 0 && step->needs_rows ? host_for(*step) : nullptr;
         stage_out(step, step->slot, -1);
     } else if (mode_ == Mode::host && !wide(*step) && step->results) {
         copy_now(*step, step->slot, -1);
     }
-    if (step->host) {
+    if (step->host && step->needs_all) {
         step->data = step->host->data;
     }
     return 0;

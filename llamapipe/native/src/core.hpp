@@ -12,6 +12,7 @@
 #include "collector.hpp"
 #include "copier.hpp"
 #include "positions.hpp"
+#include "row.hpp"
 #include "step.hpp"
 
 #include <atomic>
@@ -79,6 +80,7 @@ public:
     const float * row(Step & step, int entry);             // of a finished step; null where there is no output
     int32_t drawn(const Step & step, int entry, lp_sampler * sampler) const;  // in the graph, for its next draw; else -1
     void    note_drawn(int n);
+    bool    known(const Step & step, int entry, Row * row) const;  // whether candidates of it came to the host
     void    forget(int64_t number);                        // its rows are not needed any more
     int     memory(const MemoryOp & op);                   // between steps: 1 done or queued, 0 refused, LP_ERROR
 
@@ -134,16 +136,17 @@ private:
     int  take_slot(const std::shared_ptr<Step> & step);
     void free_slot(int slot);
     void stage_out(const std::shared_ptr<Step> & step, int slot, int part);
-    template <typename Copy> void copy_rows(const Step & step, int slot, int part, Copy && copy);
+    template <typename Wants, typename Copy>
+    void copy_rows(const Step & step, int slot, int part, Wants && wants, Copy && copy) const;
     void move_out(Lock & lock, Step & step);
     void read_slot(const Step & step, int first, int n, float * to) const;
     std::shared_ptr<HostRows> spare_memory(std::vector<std::shared_ptr<HostRows>> & pool, size_t n_floats);
-    template <typename Copy> void copy_wanted(const Step & step, int slot, int part, Copy && copy);
+    template <typename Copy> void copy_wanted(const Step & step, int slot, int part, Copy && copy) const;
     void copy_now(const Step & step, int slot, int part);
-    int64_t n_bytes(const Step & step, int n_rows) const;
+    int64_t n_bytes(const Step & step, int slot, int part) const;
     bool samples() const { return collector_ && collector_->sampler(); }
-    // Its rows stay in the ring when it is done.
-    bool stays(const Step & step) const { return !step.needs_rows && step.n_outputs > 0 && !wide(step); }
+    // Rows of it stay in the ring when it is done.
+    bool stays(const Step & step) const { return !step.needs_all && step.n_outputs > 0 && !wide(step); }
     void process(const Piece & piece);
     void synchronize();
     void fetch(Lock & lock, Step & step);
@@ -152,8 +155,9 @@ private:
     void finish_step(Step & step, State state);
     float * slot_data(int slot) const { return collector_->host() + (size_t) slot * slot_rows_ * n_vocab_; }
     std::shared_ptr<HostRows> host_rows(const Step & step);
+    std::shared_ptr<HostRows> host_for(Step & step);
 
-    // core_graph.cpp: drawn, note_drawn
+    // core_graph.cpp: drawn, note_drawn, known
     const float * fetch_row(Step & step, int output);
 
     // core_threads.cpp
@@ -184,7 +188,7 @@ private:
     std::deque<std::shared_ptr<Step>>  launched_;       // and not yet final
     std::vector<std::shared_ptr<Step>> slots_;          // whose rows are in each
     std::vector<std::shared_ptr<Step>> spares_;
-    std::vector<std::shared_ptr<HostRows>> pool_, results_pool_;
+    std::vector<std::shared_ptr<HostRows>> pool_, results_pool_, found_pool_;
     std::deque<std::shared_ptr<Step>>  live_;           // of `launch`, until `forget`
     std::shared_ptr<Step>              last_;
     int                                n_pending_ = 0;

@@ -2,8 +2,10 @@
 #include "core.hpp"
 #include "guard.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace lp {
 
@@ -17,13 +19,28 @@ int32_t Core::drawn(const Step & step, int entry, lp_sampler * sampler) const {
     GraphRow         now;
     const bool       asks  = in_graph(sampler, &now);
     const GraphRow & asked = step.graph[(size_t) output];
-    now.target             = asked.target;
+    std::copy(asked.targets, asked.targets + GraphRow::n_targets, now.targets);
     if (!asks || memcmp(&now, &asked, sizeof now) != 0) {
         return -1;
     }
     const GraphResult & result = step.result(output);
     return std::isfinite(result.log_sum_exp) && result.token >= 0 && result.token < (float) n_vocab_ ? (int32_t) result.token
                                                                                                     : -1;
+}
+
+bool Core::known(const Step & step, int entry, Row * row) const {
+    const int output = step.output_of_entry[(size_t) entry];
+    if (output < 0 || !step.found || !step.wants(output, Step::candidates)) {
+        return false;
+    }
+    const int           n      = collector_->sampler()->n_candidates();
+    const float *       ids    = step.found->data + (size_t) output * 2 * (size_t) n;
+    const GraphResult & result = step.result(output);
+    if (!std::isfinite(result.log_sum_exp) || ids[2 * n - 1] <= -std::numeric_limits<float>::max()) {  // infinite ones among them
+        return false;
+    }
+    *row = Row(ids, ids + n, n, step.graph[(size_t) output].targets, result.target_logits, GraphRow::n_targets, result.log_sum_exp);
+    return true;
 }
 
 void Core::note_drawn(int n) {

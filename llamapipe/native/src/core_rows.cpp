@@ -12,6 +12,17 @@ std::shared_ptr<HostRows> Core::host_rows(const Step & step) {
     return spare_memory(pool_, (size_t) step.n_outputs * (size_t) n_vocab_);
 }
 
+// The same for those of its rows that are wanted at once; the others may follow.
+std::shared_ptr<HostRows> Core::host_for(Step & step) {
+    if (!step.needs_all) {
+        step.fetched.resize((size_t) step.n_outputs);
+        for (int i = 0; i < step.n_outputs; i++) {
+            step.fetched[(size_t) i] = step.wants(i, Step::row);
+        }
+    }
+    return host_rows(step);
+}
+
 std::shared_ptr<HostRows> Core::spare_memory(std::vector<std::shared_ptr<HostRows>> & pool, size_t n_floats) {
     if (!pinned_) {
         return std::make_shared<HostRows>(n_floats, nullptr);
@@ -111,36 +122,42 @@ void Core::read_slot(const Step & step, int first, int n, float * to) const {
     }
 }
 
-// Calls copy(staging row, first output, n) for runs of rows that lie side by side in both.
-template <typename Copy> void Core::copy_rows(const Step & step, int slot, int part, Copy && copy) {
-    const int64_t base = (int64_t) slot * slot_rows_;
-    if (part < 0) {
-        if (step.n_outputs > 0) {
-            copy(base, 0, step.n_outputs);
-        }
-        return;
-    }
-    const Part & p = step.parts[(size_t) part];
+// Calls copy(staging row, first output, n) for runs of wanted rows that lie side by side in both.
+template <typename Wants, typename Copy>
+void Core::copy_rows(const Step & step, int slot, int part, Wants && wants, Copy && copy) const {
+    const Part    whole = { 0, 0, 0, step.n_outputs };
+    const Part &  p     = part < 0 ? whole : step.parts[(size_t) part];
+    const int64_t base  = (int64_t) slot * slot_rows_;
+    const auto    place = [&](int j) { return part < 0 ? j : step.places[(size_t) (p.first_output + j)]; };
     for (int j = 0, n = 1; j < p.n_outputs; j += n) {
-        const int place = step.places[(size_t) (p.first_output + j)];
-        n               = 1;
-        while (j + n < p.n_outputs && step.places[(size_t) (p.first_output + j + n)] == place + n) {
+        n = 1;
+        if (!wants(place(j))) {
+            continue;
+        }
+        while (j + n < p.n_outputs && place(j + n) == place(j) + n && wants(place(j + n))) {
             n++;
         }
-        copy(base + j, place, n);
+        copy(base + j, place(j), n);
     }
 }
 
-// What of a slot is wanted on the host: calls copy(tensor, its row, n, where to) for runs of rows.
-template <typename Copy> void Core::copy_wanted(const Step & step, int slot, int part, Copy && copy) {
+// What of a slot is wanted on the host at once: calls copy(tensor, its row, n, where to) for runs of rows.
+template <typename Copy> void Core::copy_wanted(const Step & step, int slot, int part, Copy && copy) const {
+    const auto all = [](int) { return true; };
     if (step.needs_rows) {
-        copy_rows(step, slot, part, [&](int64_t from, int to, int n) {
+        copy_rows(step, slot, part, [&](int output) { return step.wants(output, Step::row); }, [&](int64_t from, int to, int n) {
             copy(collector_->staging(), from, n, step.host->data + (size_t) to * (size_t) n_vocab_);
         });
     }
     if (step.results) {
-        copy_rows(step, slot, part, [&](int64_t from, int to, int n) {
+        copy_rows(step, slot, part, all, [&](int64_t from, int to, int n) {
             copy(collector_->sampler()->results(), from, n, (float *) ((GraphResult *) step.results->data + to));
+        });
+    }
+    if (step.found) {
+        const GraphSampler & sampler = *collector_->sampler();
+        copy_rows(step, slot, part, all, [&](int64_t from, int to, int n) {
+            copy(sampler.candidates(), from, n, step.found->data + (size_t) to * 2 * (size_t) sampler.n_candidates());
         });
     }
 }
@@ -148,8 +165,13 @@ template <typename Copy> void Core::copy_wanted(const Step & step, int slot, int
 // The same at once.
 void Core::copy_now(const Step & step, int slot, int part) {
     if (mode_ == Mode::host && part < 0) {  // the rows are where they shall be
-        const GraphResult * all = (const GraphResult *) collector_->sampler()->results()->data;
-        memcpy(step.results->data, all + (size_t) slot * (size_t) slot_rows_, sizeof(GraphResult) * step.graph.size());
+        const size_t first = (size_t) slot * (size_t) slot_rows_;
+        for (const auto & [tensor, to] : { std::pair(collector_->sampler()->results(), step.results.get()),
+                                           std::pair(collector_->sampler()->candidates(), step.found.get()) }) {
+            if (to) {
+                memcpy(to->data, (const char *) tensor->data + first * tensor->nb[1], step.graph.size() * tensor->nb[1]);
+            }
+        }
         return;
     }
     copy_wanted(step, slot, part, [](ggml_tensor * tensor, int64_t from, int n, float * to) {
@@ -157,10 +179,13 @@ void Core::copy_now(const Step & step, int slot, int part) {
     });
 }
 
-// Bytes that come to the host with so many rows of a step.
-int64_t Core::n_bytes(const Step & step, int n_rows) const {
-    const size_t n = (step.needs_rows ? sizeof(float) * (size_t) n_vocab_ : 0) + (step.results ? sizeof(GraphResult) : 0);
-    return n_rows * (int64_t) n;
+// Bytes that come to the host with these rows of a step.
+int64_t Core::n_bytes(const Step & step, int slot, int part) const {
+    int64_t n_bytes = 0;
+    copy_wanted(step, slot, part, [&](const ggml_tensor * tensor, int64_t, int n, float *) {
+        n_bytes += n * (int64_t) tensor->nb[1];
+    });
+    return n_bytes;
 }
 
 // After the launch of what fills `slot`: starts the copies of its rows, or does them where that needs no waiting.
@@ -186,7 +211,7 @@ void Core::stage_out(const std::shared_ptr<Step> & step, int slot, int part) {
     copy_now(*step, slot, part);
     const Lock lock(mutex_);
     counters_.n_copies++;
-    counters_.n_bytes += n_bytes(*step, step->parts[(size_t) part].n_outputs);
+    counters_.n_bytes += n_bytes(*step, slot, part);
     span(*step, Stage::copy, begin_ns, now_ns());
     free_slot(slot);
 }
@@ -212,7 +237,7 @@ void Core::process(const Piece & piece) {
     const int  n_rows = piece.part < 0 ? step.n_outputs : step.parts[(size_t) piece.part].n_outputs;
     if (n_rows > 0) {
         counters_.n_copies++;
-        counters_.n_bytes += n_bytes(step, n_rows);
+        counters_.n_bytes += n_bytes(step, piece.slot, piece.part);
         span(step, Stage::copy, computed_ns, copied_ns);
     }
     computed_at(step, computed_ns);
@@ -258,12 +283,13 @@ void Core::fetch(Lock & lock, Step & step) {
     int           code     = 0;
     const bool    copied   = guard(false, [&] {
         if (step.needs_rows) {
-            step.host = host_rows(step);
+            step.host = host_for(step);
         }
         copy_now(step, step.slot, -1);
         return true;
     });
-    const bool bad = injected(Fault::copy, &code);
+    const bool    bad  = injected(Fault::copy, &code);
+    const int     slot = step.slot;
     lock.lock();
     if (!copied || bad || !stays(step)) {
         free_slot(step.slot);
@@ -275,9 +301,9 @@ void Core::fetch(Lock & lock, Step & step) {
         return;
     }
     counters_.n_copies++;
-    counters_.n_bytes += n_bytes(step, step.n_outputs);
+    counters_.n_bytes += n_bytes(step, slot, -1);
     span(step, Stage::copy, begin_ns, now_ns());
-    if (step.host) {
+    if (step.host && step.needs_all) {
         step.data = step.host->data;
     }
     finish_step(step, State::done);

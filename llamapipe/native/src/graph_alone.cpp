@@ -28,7 +28,7 @@ template <typename T> T made(T thing, const char * what) {
 static_assert(sizeof(lp::GraphResult) == LP_GRAPH_RESULTS * sizeof(float));
 
 void compute(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, const lp::GraphRow * rows,
-             lp::GraphResult * results) {
+             lp::GraphResult * results, float * candidates) {
     lp::GraphSampler sampler(n_vocab);
     if (!sampler.probe(device)) {
         throw std::runtime_error(sampler.problem());
@@ -67,21 +67,22 @@ void compute(ggml_backend_dev_t device, int n_vocab, int n, const float * logits
         throw std::runtime_error("the device failed to compute");
     }
     ggml_backend_tensor_get(sampler.results(), results, 0, sizeof(lp::GraphResult) * (size_t) n);
+    ggml_backend_tensor_get(sampler.candidates(), candidates, 0, ggml_nbytes(sampler.candidates()));
 }
 
 }  // namespace
 
 int lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
-                    const int32_t * targets, float * results) {
+                    const int32_t * targets, float * results, float * candidates) {
     return lp::guard(LP_ERROR, [&] {
         std::vector<lp::GraphRow> rows((size_t) n);
         for (size_t i = 0; i < (size_t) n; i++) {
             if (samplers[i] && !lp::in_graph(samplers[i], &rows[i])) {
                 throw std::runtime_error("the graph cannot do what this sampler does");
             }
-            rows[i].target = (float) targets[i];
+            rows[i].targets[0] = (float) targets[i];
         }
-        compute(device, n_vocab, n, logits, rows.data(), (lp::GraphResult *) results);
+        compute(device, n_vocab, n, logits, rows.data(), (lp::GraphResult *) results, candidates);
         return 0;
     });
 }

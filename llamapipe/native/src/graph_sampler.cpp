@@ -51,7 +51,7 @@ bool GraphSampler::probe(ggml_backend_dev_t device) {
                 break;
             }
         }
-        results_ = ranks_ = input_ = nullptr;
+        results_ = candidates_ = ranks_ = input_ = nullptr;
         ggml_free(c);
         if (problem_.empty()) {
             return true;
@@ -61,8 +61,9 @@ bool GraphSampler::probe(ggml_backend_dev_t device) {
 }
 
 void GraphSampler::declare(ggml_context * ctx, int64_t n_rows) {
-    results_ = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, result_size, n_rows);
-    ranks_   = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, k_);
+    results_    = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, result_size, n_rows);
+    candidates_ = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 2 * k_, n_rows);
+    ranks_      = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, k_);
 }
 
 void GraphSampler::fill() {
@@ -78,8 +79,9 @@ void GraphSampler::build(ggml_context * ctx, ggml_cgraph * graph, ggml_tensor * 
     ggml_set_name(input_, "lp_sampling");
     ggml_set_input(input_);
     // A copy first: the scheduler would bring every view of an input to the device by itself.
-    ggml_tensor * result = sample(ctx, logits, ggml_cont(ctx, input_));
-    ggml_build_forward_expand(graph, ggml_set_rows(ctx, results_, result, index));
+    const Found found = sample(ctx, logits, ggml_cont(ctx, input_));
+    ggml_build_forward_expand(graph, ggml_set_rows(ctx, results_, found.result, index));
+    ggml_build_forward_expand(graph, ggml_set_rows(ctx, candidates_, found.candidates, index));
 }
 
 void GraphSampler::set_input(const GraphRow * rows) {
@@ -97,13 +99,14 @@ void GraphSampler::set_input(const GraphRow * rows) {
 // The order is llama.cpp's own: top_k, top_p among what that left, min_p, temperature. Every comparison is strict, as `step`
 // is, and each kept set is a prefix of the candidates in their order. Rows without a request or with NaN in them must do
 // no harm either: whatever indexes something is clamped, and what is compared is a number.
-ggml_tensor * GraphSampler::sample(ggml_context * c, ggml_tensor * logits, ggml_tensor * rows) const {
+GraphSampler::Found GraphSampler::sample(ggml_context * c, ggml_tensor * logits, ggml_tensor * rows) const {
     const int64_t n = logits->ne[1], k = k_;
     const auto    column = [&](ggml_tensor * t, int64_t i) {  // (1, n)
         return ggml_view_2d(c, t, 1, n, t->nb[1], (size_t) i * sizeof(float));
     };
     ggml_tensor * inverse_temperature = column(rows, 0), * top_k = column(rows, 1), * top_p = column(rows, 2),
-                * log_min_p = column(rows, 3), * uniform = column(rows, 4), * target = column(rows, 5);
+                * log_min_p = column(rows, 3), * uniform = column(rows, 4),
+                * targets = ggml_view_2d(c, rows, GraphRow::n_targets, n, rows->nb[1], 5 * sizeof(float));
 
     // The candidates, in whatever order the device has them and with whatever order it gives equal ones.
     ggml_tensor * some = sorts_ ? ggml_cont(c, ggml_argsort_top_k(c, logits, k_)) : ggml_top_k(c, logits, k_);
@@ -140,13 +143,13 @@ ggml_tensor * GraphSampler::sample(ggml_context * c, ggml_tensor * logits, ggml_
 
     ggml_tensor * sums      = ggml_sum_rows(c, ggml_exp(c, ggml_sub(c, logits, top)));
     ggml_tensor * log_sum   = ggml_add(c, ggml_log(c, sums), top);
-    ggml_tensor * wanted    = ggml_cast(c, ggml_clamp(c, ggml_cont(c, target), 0.0f, (float) (n_vocab_ - 1)), GGML_TYPE_I32);
+    ggml_tensor * wanted    = ggml_cast(c, ggml_clamp(c, ggml_cont(c, targets), 0.0f, (float) (n_vocab_ - 1)), GGML_TYPE_I32);
     ggml_tensor * result    = look_up(c, ids, chosen);
-    for (ggml_tensor * next : { ggml_sub(c, look_up(c, z, chosen), log_sum), log_sum, look_up(c, logits, wanted),
-                                ggml_cont(c, column(ids, 0)) }) {
+    for (ggml_tensor * next : { ggml_sub(c, look_up(c, z, chosen), log_sum), log_sum, ggml_cont(c, column(ids, 0)),
+                                look_up(c, logits, wanted) }) {
         result = ggml_concat(c, result, next, 0);
     }
-    return result;
+    return { result, ggml_concat(c, ids, z, 0) };
 }
 
 }  // namespace lp

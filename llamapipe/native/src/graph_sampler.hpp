@@ -1,7 +1,8 @@
 // Samples all output rows of a graph in one subgraph, whose parameters and random numbers are an input.
 //
 // Nothing in it depends on a request, so requests start, end and change their parameters without a new graph. Each row
-// gives a few numbers, GraphResult, which go to the row of `results` that its logits have in the ring.
+// gives a few numbers, GraphResult, and its candidates, which go to the row of `results` and of `candidates` that its logits
+// have in the ring.
 #pragma once
 
 #include "native.h"
@@ -19,15 +20,16 @@ struct GraphRow {
     float top_p               = 2.0f;  // a token is kept where those before it have less than this; above 1: all
     float log_min_p           = -std::numeric_limits<float>::max();  // a logit is kept that is above the largest plus this
     float uniform             = 0.0f;  // in [0, 1)
-    float target              = 0.0f;  // the token whose logit is wanted
+    static constexpr int n_targets = 4;
+    float targets[n_targets]  = {};    // tokens whose logits are wanted
 };
 
 // What it gives. Tokens are exact: vocabularies of more than 2^24 are refused.
 struct GraphResult {
     float token, logprob;  // sampled, and its log-probability in the whole row at temperature 1
     float log_sum_exp;     // of the row; not finite where a logit is NaN or infinite, and nothing else counts then
-    float target_logit;
     float best;            // the most probable token, the lowest of several
+    float target_logits[GraphRow::n_targets];
 };
 
 class GraphSampler {
@@ -42,7 +44,7 @@ public:
     const char * problem() const { return problem_.empty() ? nullptr : problem_.c_str(); }
 
     // Adds what outlives a graph to a context that is about to be allocated; `fill` comes after that.
-    static constexpr int n_tensors = 2;
+    static constexpr int n_tensors = 3;
     void declare(ggml_context * ctx, int64_t n_rows);
     void fill();
 
@@ -53,13 +55,21 @@ public:
     void set_input(const GraphRow * rows);
 
     ggml_tensor * results() const { return results_; }
+    // The largest logits of a row, in descending order and of equal ones the lower ids first; of what equals the last of them
+    // any may be missing. First all ids, then all logits (a finite number for an infinite one).
+    ggml_tensor * candidates() const { return candidates_; }
+    int           n_candidates() const { return k_; }
 
 private:
-    ggml_tensor * sample(ggml_context * c, ggml_tensor * logits, ggml_tensor * rows) const;
+    struct Found {
+        ggml_tensor * result, * candidates;
+    };
+    Found sample(ggml_context * c, ggml_tensor * logits, ggml_tensor * rows) const;
 
     const int             n_vocab_, k_;
     bool                  sorts_   = false;  // whole rows: the device has nothing better
     ggml_tensor *         results_ = nullptr;  // (a GraphResult, rows)
+    ggml_tensor *         candidates_ = nullptr;  // (2 k, rows)
     ggml_tensor *         ranks_   = nullptr;  // 0, -1, -2, ...
     ggml_tensor *         input_   = nullptr;  // of the graph built last
     std::vector<GraphRow> defaults_;
@@ -68,5 +78,8 @@ private:
 
 // Whether the next draw of a request can be made in the graph, and with what; nothing is changed.
 bool in_graph(lp_sampler * sampler, GraphRow * row);
+
+// Whether a row's candidates are likely to be enough for its next draw; if so, sets as targets what may be raised above them.
+bool from_candidates(const lp_sampler * sampler, GraphRow * row);
 
 }  // namespace lp

@@ -120,7 +120,7 @@ void lp_sampler_free(lp_sampler * s);
 int  lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases);  // minus infinity forbids
 int  lp_sampler_set_allowed(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask);    // a bit for each token, kept by the caller; NULL: none
-void lp_sampler_needs_row(lp_sampler * s);             // something outside looks at the row before each draw
+void lp_sampler_set_python(lp_sampler * s, bool needs_row, bool guided);  // it looks at each row first; it will set a mask
 int  lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_set_min_tokens(lp_sampler * s, int min_tokens, int n_ends, const int32_t * ends);
 int  lp_sampler_set_grammar(lp_sampler * s, const char * text, const char * root);
@@ -169,12 +169,12 @@ int  lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * row
 // temperature 1 (float32; NaN where a logit is not finite), and whether it is the most probable token (the lowest of several).
 int  lp_score_graph(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, float * logprobs, int8_t * greedy);
 bool lp_in_graph(lp_sampler * s);                                   // whether the graph can make its next draw
-#define LP_GRAPH_RESULTS 5
+#define LP_GRAPH_RESULTS 8
 // The same subgraph on given rows, float32 (n, n_vocab), without a model. Samplers, of vocabularies of that size, may be NULL
 // and keep their uniform numbers. For each row: token, its log-probability, the row's log-sum-exp, the target's logit and
 // the most probable token (see GraphResult).
 int  lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
-                     const int32_t * targets, float * results);
+                     const int32_t * targets, float * results, float * candidates);
 
 #ifdef __cplusplus
 }

@@ -6,30 +6,58 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 namespace {
 
-// Draws and accepts a token for each row that has none yet; how many could not be drawn (their requests fail, the others go on), whose
-// token is the code of the error then.
-template <typename Row> int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, Row && row) {
+// Where the rows of one call are.
+struct Rows {
+    std::function<bool(int, lp::Row *)> some;  // whether something of it is on the host that may do
+    std::function<const float *(int)>   all;   // null: this row is none
+};
+
+constexpr int no_row = 2;
+
+// Calls use(row), first with what is on the host and then, if that says `more`, with all of it. Its code, or `no_row`.
+template <typename Use> int with_row(const Rows & rows, int i, Use && use) {
+    lp::Row row;
+    if (rows.some && rows.some(i, &row)) {
+        const int code = use(row);
+        if (code != lp_sampler::more) {
+            return code;
+        }
+    }
+    const float * all = rows.all(i);
+    if (!all) {
+        lp::set_error("this entry of the step is not an output");
+        return no_row;
+    }
+    return use(lp::Row(all));
+}
+
+// Draws and accepts a token for each row that has none yet; how many could not be drawn (their requests fail, the others go
+// on), whose token is the code of the error then.
+int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, const Rows & rows) {
     int n_failed = 0;
     for (int i = 0; i < n_rows; i++) {
-        if (tokens[i] >= 0) {
-            samplers[i]->take(tokens[i]);
-            continue;
-        }
-        const float * logits = row(i);
-        if (!logits) {
-            lp::set_error("this entry of the step is not an output");
-            return LP_ERROR;
-        }
-        const int code = lp::guard(LP_ERROR, [&] {
-            const int failed = samplers[i]->draw(logits, &tokens[i]);
+        lp_sampler & sampler = *samplers[i];
+        const int    code    = lp::guard(LP_ERROR, [&] {
+            if (tokens[i] >= 0) {  // by the graph
+                const int noted = sampler.n_logprobs < 0 ? 0 : with_row(rows, i, [&](const lp::Row & row) {
+                    return sampler.note(row, tokens[i]);
+                });
+                sampler.take(tokens[i]);
+                return noted;
+            }
+            const int failed = with_row(rows, i, [&](const lp::Row & row) { return sampler.draw(row, &tokens[i]); });
             if (failed == 0) {
-                samplers[i]->accepted(tokens[i]);
+                sampler.accepted(tokens[i]);
             }
             return failed;
         });
+        if (code == no_row) {
+            return LP_ERROR;
+        }
         if (code != 0) {
             tokens[i] = code == LP_ERROR_LOGITS ? -1 : code == LP_ERROR_MASK ? -2 : -3;
             n_failed++;
@@ -76,7 +104,9 @@ int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int
         if (n_drawn > 0) {
             core.note_drawn(n_drawn);
         }
-        return draw_rows(n_rows, samplers, tokens, [&](int i) { return core.row(step, entries[i]); });
+        return draw_rows(n_rows, samplers, tokens,
+                         { [&](int i, lp::Row * row) { return core.known(step, entries[i], row); },
+                           [&](int i) { return core.row(step, entries[i]); } });
     });
 }
 
@@ -140,6 +170,6 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
 int lp_sample_plain(llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
         std::fill(tokens, tokens + n_rows, -1);
-        return draw_rows(n_rows, samplers, tokens, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); });
+        return draw_rows(n_rows, samplers, tokens, { {}, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); } });
     });
 }

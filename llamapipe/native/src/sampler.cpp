@@ -146,14 +146,20 @@ bool lp_sampler::may(int32_t token) const {
 }
 
 // What is known to differ from the row, token by token.
-void lp_sampler::collect_changes(const float * logits, bool with_ends) {
+void lp_sampler::collect_changes(const lp::Row & row, bool with_ends) {
+    // Of what is not here, the most it can be: no change turns the order of two logits round.
+    const auto raw = [&](int32_t token) {
+        float logit;
+        row.find(token, &logit);
+        return logit;
+    };
     changed_.clear();
     for (const auto & [token, bias] : biases) {
-        changed_[token] = logits[token] + bias;
+        changed_[token] = raw(token) + bias;
     }
     for (const auto & [token, count] : counts_) {
         const auto biased = changed_.find(token);
-        float      l      = biased == changed_.end() ? logits[token] : biased->second;
+        float      l      = biased == changed_.end() ? raw(token) : biased->second;
         l                 = l <= 0 ? l * repeat_ : l / repeat_;
         l -= (float) count * frequency_ + presence_;
         changed_[token] = l;
@@ -177,6 +183,20 @@ void lp_sampler::collect_changes(const float * logits, bool with_ends) {
             changed_[word.back()] = none;
         }
     }
+}
+
+int lp_sampler::raised(float * tokens, int n) const {
+    int n_found = 0;
+    for (const auto & [token, bias] : biases) {
+        if (bias > 0 && n_found < n) {
+            tokens[n_found++] = (float) token;
+        }
+    }
+    const bool raises = penalizes() && (repeat_ < 1.0f || frequency_ < 0.0f || presence_ < 0.0f);
+    for (auto it = counts_.begin(); raises && it != counts_.end() && n_found < n; ++it) {
+        tokens[n_found++] = (float) it->first;
+    }
+    return n_found;
 }
 
 bool lp_sampler::is_forbidden(int32_t token) {
@@ -244,23 +264,30 @@ const float * lp_sampler::change(const float * logits) {
 
 // Fills candidates_ with the `n_wanted` largest changed logits (all that are allowed, if those are fewer), sorted, on ties
 // the lower ids first.
-int lp_sampler::gather(const float * logits, size_t n_wanted) {
+int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
+    const float * const logits = row.all();
     const bool plain = changed_.empty() && !checks();
     size_t     n     = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
     for (;;) {
-        bool  whole = n >= (size_t) n_vocab / 2;
+        bool  whole = logits && n >= (size_t) n_vocab / 2;
         float bar   = none;  // nothing that was left out was above it
-        if (whole) {
+        if (!logits) {
+            candidates_.clear();
+            for (int i = 0; i < row.n(); i++) {
+                candidates_.push_back({ row.id(i), row.logit(i), 0.0f });
+            }
+            bar = row.bar();
+        } else if (whole) {
             collect_allowed(logits);
         } else {
             lp::top_k(logits, n_vocab, (int) n, candidates_);
             whole = candidates_.size() < n;
             bar   = candidates_.empty() ? none : candidates_.back().logit;
         }
-        if (candidates_.empty() && bar == none && lp::argmax(logits, n_vocab) < 0) {
+        if (logits && candidates_.empty() && bar == none && lp::argmax(logits, n_vocab) < 0) {
             return LP_ERROR_LOGITS;
         }
-        if (plain && !whole) {
+        if (plain && logits && !whole) {
             return 0;  // sorted already
         }
         if (!changed_.empty()) {
@@ -273,7 +300,13 @@ int lp_sampler::gather(const float * logits, size_t n_wanted) {
             }
             candidates_.resize(n_kept);
             for (const auto & [token, logit] : changed_) {
-                if (std::isfinite(logit) && std::isfinite(logits[token])) {
+                float raw;
+                if (!std::isfinite(logit)) {
+                    continue;
+                }
+                if (!row.find(token, &raw)) {
+                    bar = std::max(bar, logit);
+                } else if (std::isfinite(raw)) {
                     candidates_.push_back({ token, logit, 0.0f });
                 }
             }
@@ -289,6 +322,9 @@ int lp_sampler::gather(const float * logits, size_t n_wanted) {
         if (whole || above >= n_wanted) {
             break;
         }
+        if (!logits) {
+            return more;
+        }
         // A mask that leaves few is looked up in the whole row at once; a grammar costs more for each token.
         n = (mask || !allowed.empty()) && !grammar ? (size_t) n_vocab : n * 8;
     }
@@ -302,37 +338,45 @@ int lp_sampler::gather(const float * logits, size_t n_wanted) {
 }
 
 // ---- the draw
-int lp_sampler::draw(const float * logits, int32_t * token) {
+int lp_sampler::draw(const lp::Row & row, int32_t * token) {
     if (broken_) {
         return LP_ERROR_MASK;
+    }
+    if (!row.all() && n_logprobs > 0 && !row.is_exact(n_logprobs)) {
+        return more;
     }
     const bool too_early = n_accepted_ < min_tokens;
     changed_.clear();
     if (!biases.empty() || !counts_.empty() || !forbidden.empty() || !bad_tokens.empty() || !bad_words.empty() || too_early) {
-        collect_changes(logits, true);
+        collect_changes(row, true);
     }
-    int code = choose(logits, token);
+    int code = choose(row, token);
     if (code == LP_ERROR_MASK && too_early) {  // a constraint allows nothing but the end
-        collect_changes(logits, false);
-        code = choose(logits, token);
+        collect_changes(row, false);
+        code = choose(row, token);
     }
-    if (code == 0 && n_logprobs >= 0) {
-        note(logits, *token);
-    }
-    return code;
+    return code == 0 && n_logprobs >= 0 ? note(row, *token) : code;
 }
 
-int lp_sampler::choose(const float * logits, int32_t * token) {
+int lp_sampler::n_wanted() const {
+    if (greedy_) {
+        return 1;
+    }
+    return !stages.empty() && stages[0].kind == lp::Kind::top_k ? std::min((int) stages[0].value, n_vocab) : n_vocab;
+}
+
+int lp_sampler::choose(const lp::Row & row, int32_t * token) {
+    const float * const logits = row.all();
     const lp::StageInfo first  = stages.empty() ? lp::StageInfo{ lp::Kind::other, 0 } : stages[0];
     bool                found  = true;  // what the first stage leaves
     bool                sorted = true;
-    const size_t        n_wanted = greedy_ ? 1 : first.kind == lp::Kind::top_k ? (size_t) first.value : (size_t) n_vocab;
-    if (greedy_ && changed_.empty() && !checks()) {
+    const size_t        n_wanted = (size_t) this->n_wanted();
+    if (logits && greedy_ && changed_.empty() && !checks()) {
         *token = lp::argmax(logits, n_vocab);
         return *token < 0 ? LP_ERROR_LOGITS : 0;
     }
     if (n_wanted < (size_t) n_vocab) {
-        if (const int code = gather(logits, n_wanted)) {
+        if (const int code = gather(row, n_wanted)) {
             return code;
         }
         if (greedy_) {
@@ -340,26 +384,29 @@ int lp_sampler::choose(const float * logits, int32_t * token) {
             return 0;
         }
     } else {
+        if (!logits) {
+            return more;
+        }
         if (lp::argmax(logits, n_vocab) < 0) {
             return LP_ERROR_LOGITS;
         }
-        const float * row = change(logits);
-        if (lp::argmax(row, n_vocab) < 0) {
+        const float * changed = change(logits);
+        if (lp::argmax(changed, n_vocab) < 0) {
             return LP_ERROR_MASK;
         }
         const bool alone = !chain_ && (stages.empty() || first.kind == lp::Kind::temperature || first.kind == lp::Kind::top_k);
         if (alone) {  // nothing is cut off
-            *token = lp::draw(row, n_vocab, first.kind == lp::Kind::temperature ? first.value : 1.0f, peek());
+            *token = lp::draw(changed, n_vocab, first.kind == lp::Kind::temperature ? first.value : 1.0f, peek());
             advance();
             return 0;
         }
         if (first.kind == lp::Kind::top_p) {
-            lp::nucleus(row, n_vocab, first.value, candidates_);
+            lp::nucleus(changed, n_vocab, first.value, candidates_);
         } else if (first.kind == lp::Kind::min_p) {
-            lp::at_least(row, n_vocab, first.value, candidates_);
+            lp::at_least(changed, n_vocab, first.value, candidates_);
             sorted = false;
         } else {
-            lp::all(row, n_vocab, candidates_);
+            lp::all(changed, n_vocab, candidates_);
             sorted = false;
             found  = first.kind == lp::Kind::top_k;  // more than there are tokens: all of them
         }
@@ -407,14 +454,22 @@ int32_t lp_sampler::pick(const llama_token_data_array & a) {
 }
 
 // What the unchanged row says of the token that was drawn, and which tokens it holds most probable.
-void lp_sampler::note(const float * logits, int32_t token) {
-    log_sum_exp = lp::log_sum_exp(logits, n_vocab);
-    logprob     = (float) (logits[token] - log_sum_exp);
-    top.clear();
-    if (n_logprobs > 0) {
-        lp::top_k(logits, n_vocab, std::min(n_logprobs, n_vocab), top);
-        for (llama_token_data & t : top) {
-            t.p = (float) (t.logit - log_sum_exp);
-        }
+int lp_sampler::note(const lp::Row & row, int32_t token) {
+    float logit;
+    if (!row.find(token, &logit) || (!row.all() && !row.is_exact(n_logprobs))) {
+        return more;
     }
+    log_sum_exp = row.all() ? lp::log_sum_exp(row.all(), n_vocab) : row.log_sum_exp();
+    logprob     = (float) (logit - log_sum_exp);
+    top.clear();
+    if (row.all() && n_logprobs > 0) {
+        lp::top_k(row.all(), n_vocab, std::min(n_logprobs, n_vocab), top);
+    }
+    for (int i = 0; !row.all() && i < n_logprobs; i++) {
+        top.push_back({ row.id(i), row.logit(i), 0.0f });
+    }
+    for (llama_token_data & t : top) {
+        t.p = (float) (t.logit - log_sum_exp);
+    }
+    return 0;
 }

@@ -7,10 +7,12 @@
 //   draw         one uniform number in [0, 1) per token from the request's own generator
 //
 // Candidates: the largest raw logits are enough when, after all changes, as many of them as are wanted lie above the
-// smallest of them, because nothing else was raised. Otherwise more are taken, up to the whole row.
+// smallest of them, because nothing else was raised. Otherwise more are taken, up to the whole row. Where only candidates
+// are on the host (a Row that is not whole) the same rule says whether the rest must be fetched.
 #pragma once
 
 #include "native.h"
+#include "row.hpp"
 
 #include <cmath>
 #include <cstdint>
@@ -39,14 +41,17 @@ using SamplerPtr = std::unique_ptr<llama_sampler, SamplerFree>;
 struct lp_sampler {
     lp_sampler(const llama_vocab * vocab, uint64_t seed);
 
-    // Draws a token; does not accept it. 0, or LP_ERROR_LOGITS, LP_ERROR_MASK.
-    int draw(const float * logits, int32_t * token);
+    // Draws a token; does not accept it. 0, or LP_ERROR_LOGITS, LP_ERROR_MASK; `more`, with nothing changed, where the
+    // whole row is needed.
+    static constexpr int more = 1;
+    int draw(const lp::Row & row, int32_t * token);
 
     void accept(int32_t token);     // of the sequence: for penalties, DRY and bad words
     void accept_grammar(int32_t token);  // throws where the grammar does not go on with it, which is of no use then
     void accepted(int32_t token);   // drawn: for both, and counted
     void reset();                   // forgets what was accepted
-    void note(const float * logits, int32_t token);  // what the row says of a token, for those who want to know
+    // What the row says of a token, for those who want to know: 0, or `more`.
+    int note(const lp::Row & row, int32_t token);
 
     // The next number of the generator (splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
     // generators", 2014), and taking it.
@@ -58,9 +63,9 @@ struct lp_sampler {
     // Whether this token must not be drawn next, found out for itself.
     bool is_forbidden(int32_t token);
     void set_penalties(int n, float repeat, float frequency, float presence);
-    // Whether the next draw is from the unchanged row, by stages alone, and nobody wants to know of the row.
+    // Whether the next draw is from the unchanged row, by stages alone.
     bool is_plain() const {
-        return !needs_row && n_logprobs < 0 && biases.empty() && forbidden.empty() && bad_tokens.empty() && bad_words.empty() && !checks() &&
+        return !needs_row && !guided && biases.empty() && forbidden.empty() && bad_tokens.empty() && bad_words.empty() && !checks() &&
                !penalizes() && n_accepted_ >= min_tokens;
     }
     void take(int32_t token) {  // drawn elsewhere with the number that was peeked at
@@ -84,6 +89,7 @@ struct lp_sampler {
     const uint32_t *                     mask = nullptr; // the same for the next draws; the caller's
     std::vector<std::vector<int32_t>>    bad_words;     // of at least two tokens
     bool                                 needs_row = false;  // something outside looks at the row first
+    bool                                 guided    = false;  // there will be a mask when it is drawn from
     int                                  min_tokens = 0;
     std::vector<int32_t>                 ends;          // forbidden until there are so many
     lp::SamplerPtr                       grammar, dry;
@@ -96,17 +102,22 @@ struct lp_sampler {
 
     std::vector<lp::StageInfo> stages;
 
-private:
     bool penalizes() const { return last_n_ > 0 && (repeat_ != 1.0f || frequency_ != 0.0f || presence_ != 0.0f); }
+    // Tokens whose logits the changes may raise: at most `n` of them.
+    int raised(float * tokens, int n) const;
+    // How many candidates the first stage wants; all if it needs the row.
+    int n_wanted() const;
+
+private:
     bool checks() const { return !allowed.empty() || mask || grammar || dry; }
     bool may(int32_t token) const;
     bool allowed_by_grammar(int32_t token) const;
-    void collect_changes(const float * logits, bool with_ends);
-    int  choose(const float * logits, int32_t * token);
+    void collect_changes(const lp::Row & row, bool with_ends);
+    int  choose(const lp::Row & row, int32_t * token);
     void collect_allowed(const float * logits);
     void check(std::vector<llama_token_data> & candidates);
     const float * change(const float * logits);
-    int  gather(const float * logits, size_t n_wanted);
+    int  gather(const lp::Row & row, size_t n_wanted);
     int32_t pick(const llama_token_data_array & a);
     bool  greedy_ = false, broken_ = false;
     int   last_n_ = 0;  // penalty window in tokens

@@ -140,7 +140,10 @@ int lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask) {
     return 0;
 }
 
-void lp_sampler_needs_row(lp_sampler * s) { s->needs_row = true; }
+void lp_sampler_set_python(lp_sampler * s, bool needs_row, bool guided) {
+    s->needs_row = needs_row;
+    s->guided    = guided;
+}
 
 int lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
@@ -300,13 +303,13 @@ int lp_sampler_reset(lp_sampler * s) {
 }
 
 int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token) {
-    return lp::guard(LP_ERROR, [&] { return s->draw(logits, token); });
+    return lp::guard(LP_ERROR, [&] { return s->draw(lp::Row(logits), token); });
 }
 
 int lp_sampler_note(lp_sampler * s, const float * logits, int32_t token) {
     return lp::guard(LP_ERROR, [&] {
         if (s->n_logprobs >= 0) {
-            s->note(logits, token);
+            s->note(lp::Row(logits), token);
         }
         return 0;
     });

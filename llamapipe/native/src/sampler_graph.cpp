@@ -10,7 +10,7 @@ namespace lp {
 
 bool in_graph(lp_sampler * sampler, GraphRow * row) {
     *row = {};
-    if (!sampler->is_plain()) {
+    if (!sampler->is_plain() || sampler->n_logprobs >= GraphSampler::max_candidates) {
         return false;
     }
     if (sampler->greedy()) {
@@ -47,6 +47,17 @@ bool in_graph(lp_sampler * sampler, GraphRow * row) {
         row->log_min_p = std::min(std::nextafter(std::log(min_p), -1e9f), -1e-30f);
     }
     row->uniform = std::min((float) sampler->peek(), std::nextafter(1.0f, 0.0f));  // it may round up to 1
+    return true;
+}
+
+// Processors look at the row itself, and stages that need statistics of it, or more of its tokens, do, too.
+bool from_candidates(const lp_sampler * sampler, GraphRow * row) {
+    *row = {};
+    if (sampler->needs_row || sampler->n_wanted() >= GraphSampler::max_candidates ||
+        sampler->n_logprobs >= GraphSampler::max_candidates) {
+        return false;
+    }
+    sampler->raised(row->targets, GraphRow::n_targets);
     return true;
 }
 

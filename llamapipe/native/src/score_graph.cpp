@@ -24,8 +24,8 @@ int lp_score_graph(lp_pipeline * pipeline, int64_t number, int n, const int32_t 
             }
             const lp::GraphResult & result = step->result(output);
             const bool              finite = std::isfinite(result.log_sum_exp);
-            logprobs[i] = finite ? result.target_logit - result.log_sum_exp : std::numeric_limits<float>::quiet_NaN();
-            greedy[i]   = finite && result.best == step->graph[(size_t) output].target;
+            logprobs[i] = finite ? result.target_logits[0] - result.log_sum_exp : std::numeric_limits<float>::quiet_NaN();
+            greedy[i]   = finite && result.best == step->graph[(size_t) output].targets[0];
         }
         return 0;
     });

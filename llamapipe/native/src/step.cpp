@@ -1,6 +1,8 @@
 // How a batch is cut into decodes: as llama.cpp would cut it into ubatches.
 #include "step.hpp"
 
+#include "sampler.hpp"
+
 #include <algorithm>
 #include <new>
 
@@ -33,10 +35,12 @@ void Step::clear() {
     stamps   = {};
     host.reset();
     results.reset();
+    found.reset();
     graph.clear();
     wishes.clear();
     fetched.clear();
-    needs_rows = true;
+    needs_rows = needs_all = true;
+    needs_candidates       = false;
     error.clear();
 }
 
@@ -92,27 +96,33 @@ void Step::advance(const Step & last, const int32_t * sampled) {
     }
 }
 
-void Step::wish(lp_sampler ** samplers, const int32_t * targets, int n_vocab) {
+void Step::wish(lp_sampler ** samplers, const int32_t * targets, int n_vocab, bool stays) {
     graph.assign((size_t) n_outputs, {});
     wishes.assign((size_t) n_outputs, 0);
-    needs_rows = false;
-    bool any   = false;
+    int n_rows = 0;
     for (size_t i = 0; i < (size_t) n_outputs; i++) {
-        const bool drawn = samplers && samplers[i];
-        if (drawn && in_graph(samplers[i], &graph[i])) {
-            wishes[i] |= token;
+        lp_sampler * sampler = samplers ? samplers[i] : nullptr;
+        char &       wish    = wishes[i];
+        if (sampler && in_graph(sampler, &graph[i])) {
+            wish |= sampler->n_logprobs > 0 ? token | candidates : token;
+        } else if (sampler && stays && from_candidates(sampler, &graph[i])) {
+            wish |= candidates;
+        } else if (sampler) {
+            wish |= row;
         }
         if (targets && targets[i] >= 0 && targets[i] < n_vocab) {
-            graph[i].target = (float) targets[i];
-            wishes[i] |= target;
+            graph[i].targets[0] = (float) targets[i];
+            wish |= target;
         }
-        needs_rows = needs_rows || wishes[i] == 0 || (drawn && !(wishes[i] & token));
-        any        = any || wishes[i] != 0;
+        wish |= wish ? 0 : row;
+        n_rows += (wish & row) != 0;
+        needs_candidates = needs_candidates || wish & candidates;
     }
-    if (!any) {
+    needs_rows = n_rows > 0;
+    needs_all  = n_rows == n_outputs;
+    if (std::all_of(wishes.begin(), wishes.end(), [](char wish) { return wish == row; })) {
         graph.clear();
         wishes.clear();
-        needs_rows = true;
     }
 }
 

@@ -56,11 +56,13 @@ struct Step {
     std::vector<int64_t> rows;             // scratch: the staging rows of a decode
 
     // By output of the batch, if the graph samples: with what, and what for. Empty: it samples nothing of this step.
-    enum Wish : char { token = 1, target = 2 };
+    enum Wish : char { token = 1, target = 2, candidates = 4, row = 8 };
     std::vector<GraphRow> graph;
     std::vector<char>     wishes;
     std::vector<GraphRow> parameters;          // scratch: those of a decode
-    bool                  needs_rows = true;   // someone's whole row is wanted; else rows come to the host when asked for
+    bool                  needs_rows = true;   // a whole row is wanted at once; others come to the host when asked for
+    bool                  needs_all  = true;   // all of them are
+    bool                  needs_candidates = false;
 
     // Under the pipeline's lock, or of the one thread that drives it.
     State       state     = State::queued;
@@ -79,6 +81,7 @@ struct Step {
     const float * data    = nullptr;     // the rows, (n_outputs, n_vocab), once done
     std::shared_ptr<HostRows> host;      // where `data` is, if not in the ring
     std::shared_ptr<HostRows> results;   // a GraphResult for each output, once done, if the graph samples
+    std::shared_ptr<HostRows> found;     // and its candidates, if any are wanted
     std::vector<char>         fetched;   // without `data`: which rows of `host` are there
     Stamps      stamps;
 
@@ -88,8 +91,10 @@ struct Step {
              const Shape & shape);
     // The same entries, each one position further with the token sampled from its row; all entries must be outputs.
     void advance(const Step & last, const int32_t * sampled);
-    // What the graph shall do for each output; both may be null. Throws std::bad_alloc.
-    void wish(lp_sampler ** samplers, const int32_t * targets, int n_vocab);
+    // What the graph shall do for each output, and what of it shall come to the host at once; samplers and targets may be
+    // null. `stays`: whole rows can be had later. Throws std::bad_alloc.
+    void wish(lp_sampler ** samplers, const int32_t * targets, int n_vocab, bool stays);
+    bool wants(int output, Wish wish) const { return wishes.empty() ? wish == row : (wishes[(size_t) output] & wish) != 0; }
     const GraphResult & result(int output) const { return ((const GraphResult *) results->data)[output]; }
 
 private:

@@ -237,6 +237,129 @@ def test_are_those_of_the_whole_row(
             accepted.append(drawn)
 
 
+class Known:
+    """What a device sends of a row: its largest logits, of those equal to the last of them any, and some others."""
+
+    def __init__(self, row: Row, n: int, others: Sequence[int], rng: np.random.Generator) -> None:
+        last = np.sort(row)[-n]
+        above = np.lexsort((np.arange(len(row)), -row))[: int((row > last).sum())]
+        equal = rng.permutation(np.flatnonzero(row == last))[: n - len(above)]
+        self.ids = np.concatenate([above, np.sort(equal)]).astype(np.float32)
+        self.logits = row[self.ids.astype(int)]
+        self.others = np.array(others, np.float32)
+        self.other_logits = row[np.array(others, int)]
+        self.log_sum_exp = float(np.logaddexp.reduce(row.astype(np.float64)))
+
+    def draw(self, chain: SamplerChain) -> int | None:
+        """None where the whole row is asked for."""
+        ffi, lib = chain._native.ffi, chain._lib
+        token = ffi.new("int32_t *")
+        ids, logits, others, other_logits = (
+            ffi.from_buffer("float[]", a) for a in (self.ids, self.logits, self.others, self.other_logits)
+        )
+        code = lib.lp_sampler_draw_known(
+            chain.handle, len(self.ids), ids, logits, len(self.others), others, other_logits, self.log_sum_exp, token
+        )  # fmt: skip
+        assert code in (0, 1)
+        return int(token[0]) if code == 0 else None
+
+
+KNOWN = 64
+few_changes = st.fixed_dictionaries(
+    {"top_k": st.integers(1, 40)},
+    optional={
+        "bias": st.dictionaries(ids, numbers, max_size=8),
+        "forbidden": some_ids,
+        "mask": st.integers(2, 20).map(lambda n: tuple(i for i in range(N) if i % n)),
+        "bad_words": st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
+        "last_n": st.integers(0, 64),
+        "repeat": st.floats(0.5, 2.0, width=32),
+        "frequency": st.floats(-0.5, 2, width=32),
+        "presence": st.floats(-0.5, 4, width=32),
+        "dry": st.sampled_from([0.5, 0.8, 5.0]),
+    },
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    given_options=options_of | few_changes,
+    seed=st.integers(0, 2**32),
+    levels=st.sampled_from([0, 0, 0, 2, 30]),
+    greedy=st.booleans(),
+    accepted=st.lists(st.integers(0, N - 1), max_size=40),
+    n_others=st.integers(0, 8),
+    n_logprobs=st.sampled_from([-1, 0, 5, 40]),
+)
+def test_what_a_device_sends_is_enough_or_is_not_used(
+    demo: lp.Model,
+    given_options: dict[str, Any],
+    seed: int,
+    levels: int,
+    greedy: bool,
+    accepted: list[int],
+    n_others: int,
+    n_logprobs: int,
+) -> None:
+    """The same token as from the whole row with the same number, or the whole row is asked for and nothing was used up."""
+    options = Options(**given_options)
+    rng = np.random.default_rng(seed)
+    row = (rng.standard_normal(demo.n_vocab) * 4).astype(np.float32)
+    if levels:
+        row = (np.round(row * levels / 16) * (16 / levels)).astype(np.float32)
+    others = [*options.bias, *rng.permutation(N)[:8].tolist()][:n_others]
+    with options.build(demo.vocab, seed) as some, options.build(demo.vocab, seed) as whole:
+        for chain in (some, whole):
+            chain.accept([*accepted, *np.argsort(row)[-7:].tolist()])  # likely ones, too
+            if n_logprobs >= 0:
+                chain.set_logprobs(n_logprobs)
+            if greedy:
+                chain.add_temperature(0)
+        for _ in range(4):
+            try:
+                expected = whole.sample(row)
+            except DecodeError:
+                assert Known(row, KNOWN, others, rng).draw(some) is None
+                return
+            found = Known(row, KNOWN, others, rng).draw(some)
+            if found is None:
+                found = some.sample(row)
+            assert found == expected
+            if n_logprobs >= 0:
+                (one, top), (other, whole_top) = some.logprobs(), whole.logprobs()
+                assert abs(one - other) < 1e-5
+                assert [t for t, _ in top] == [t for t, _ in whole_top]
+            for chain in (some, whole):
+                chain.accept_drawn([expected])
+
+
+def test_what_a_device_sends_is_usually_enough(demo: lp.Model) -> None:
+    """Penalties, biases and masks that leave most of it need no row; what was raised from far below does."""
+    row = np.random.default_rng(1).standard_normal(demo.n_vocab).astype(np.float32) * 4
+    order = np.argsort(row)[::-1].tolist()
+    best, worst = order[:9], order[-9:]
+    cases: list[tuple[Options, Sequence[int], bool]] = [
+        (Options(40), (), True),
+        (Options(40, last_n=64, repeat=1.3, frequency=0.5, presence=0.5), (), True),
+        (Options(40, forbidden=tuple(best)), (), True),
+        (Options(40, bias=dict.fromkeys(best, -9.0)), (), True),
+        (Options(40, bias=dict.fromkeys(worst[:4], 40.0)), worst[:4], True),
+        (Options(40, bias={worst[0]: 40.0}), (), False),  # nobody knows what it was raised from
+        (Options(40, bias={worst[0]: -9.0}), (), True),
+        (Options(40, mask=tuple(i for i in range(demo.n_vocab) if i % 9)), (), True),
+        (Options(1, mask=tuple(best[5:])), (), True),
+        (Options(40, mask=tuple(best)), (), False),
+        (Options(1, mask=tuple(worst)), (), False),
+        (Options(63), (), True),
+        (Options(64), (), False),
+    ]
+    for options, others, enough in cases:
+        with options.build(demo.vocab, 1) as chain:
+            chain.accept([*best, *worst])
+            found = Known(row, KNOWN, others, np.random.default_rng(1)).draw(chain)
+            assert (found is not None) == enough, options
+
+
 @settings(max_examples=100, deadline=None)
 @given(given_options=options_of, seed=st.integers(0, 2**32), levels=st.sampled_from([0, 2, 30]))
 def test_greedy_is_the_largest_that_is_allowed(

@@ -132,6 +132,7 @@ class TestRows:
         np.testing.assert_allclose(found.log_sum_exp, log_sum_exp, atol=2e-5)
         np.testing.assert_array_equal(found.target_logits, logits[np.arange(len(given)), targets])
         assert found.best == logits.argmax(axis=1).tolist()
+        self.check_candidates(logits, found)
         logprobs = exact[np.arange(len(given)), found.tokens] - log_sum_exp
         np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-5)
         for i, (chain, seed) in enumerate(given):
@@ -140,6 +141,16 @@ class TestRows:
             except TooCloseError:
                 continue
             assert found.tokens[i] == drawn[i] == expected
+
+    def check_candidates(self, logits: Row, found: Results) -> None:
+        """The largest in their order, of equal ones the lower ids first; of those equal to the last any."""
+        for row, ids, values in zip(logits, found.candidates.astype(int), found.logits, strict=True):
+            np.testing.assert_array_equal(row[ids], values)
+            assert len(set(ids.tolist())) == len(ids)
+            order = np.lexsort((np.arange(len(row)), -row))[: len(ids)]
+            np.testing.assert_array_equal(row[order], values)
+            above = int((values > values[-1]).sum())
+            np.testing.assert_array_equal(order[:above], ids[:above])
 
     @few
     @given(given=cases, seed=st.integers(0, 99), levels=st.integers(1, 5))

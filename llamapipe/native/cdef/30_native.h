@@ -114,6 +114,8 @@ int  lp_sampler_accept_grammar(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);
 int  lp_sampler_reset(lp_sampler * s);
 int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);
+int  lp_sampler_draw_known(lp_sampler * s, int n, const float * ids, const float * logits, int n_others,
+                           const float * other_ids, const float * other_logits, double log_sum_exp, int32_t * token);
 int  lp_sampler_note(lp_sampler * s, const float * logits, int32_t token);
 int  lp_sampler_logprobs(const lp_sampler * s, int n_max, float * logprob, int32_t * ids, float * logprobs);
 lp_dry * lp_dry_new(const struct llama_vocab * vocab, float multiplier, float base, int allowed_length, int last_n,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_sampler_definitions import TokenData, TokenDataArray, Uniform
 
@@ -292,6 +292,7 @@ few_changes = st.fixed_dictionaries(
     n_others=st.integers(0, 8),
     n_logprobs=st.sampled_from([-1, 0, 20, 60]),
 )
+@example({"top_k": 3}, 3, 30, 0.5, False, [], 0, 60)  # the 60 most probable tokens are not among those known
 def test_what_a_device_sends_is_enough_or_is_not_used(
     demo: lp.Model,
     given_options: dict[str, Any],

@@ -291,8 +291,9 @@ few_changes = st.fixed_dictionaries(
     accepted=st.lists(st.integers(0, N - 1), max_size=40),
     n_others=st.integers(0, 8),
     n_logprobs=st.sampled_from([-1, 0, 20, 60]),
+    cut=st.tuples(st.sampled_from([0, 0, 0.5, 0.9, 0.95]), st.sampled_from([0, 0.02, 0.05, 0.5])),
 )
-@example({"top_k": 3}, 3, 30, 0.5, False, [], 0, 60)  # the 60 most probable tokens are not among those known
+@example({"top_k": 3}, 3, 30, 0.5, False, [], 0, 60, (0, 0))  # the 60 most probable tokens are not among those known
 def test_what_a_device_sends_is_enough_or_is_not_used(
     demo: lp.Model,
     given_options: dict[str, Any],
@@ -303,6 +304,7 @@ def test_what_a_device_sends_is_enough_or_is_not_used(
     accepted: list[int],
     n_others: int,
     n_logprobs: int,
+    cut: tuple[float, float],
 ) -> None:
     """The same token as from the whole row with the same number, or the whole row is asked for and nothing was used up."""
     options = Options(**given_options)
@@ -316,6 +318,10 @@ def test_what_a_device_sends_is_enough_or_is_not_used(
             chain.accept([*accepted, *np.argsort(row)[-7:].tolist()])  # likely ones, too
             if n_logprobs >= 0:
                 chain.set_logprobs(n_logprobs)
+            if cut[0]:
+                chain.add_top_p(cut[0])
+            if cut[1]:
+                chain.add_min_p(cut[1])
             if greedy:
                 chain.add_temperature(0)
         for _ in range(4):
@@ -356,11 +362,23 @@ def test_what_a_device_sends_is_usually_enough(demo: lp.Model) -> None:
         (Options(63), (), True),
         (Options(64), (), False),
     ]
+    cut = [  # where top_p or min_p cuts off all that is not known
+        (Options(40, mask=tuple(best)), True),
+        (Options(40, mask=tuple(worst)), False),
+        (Options(40, mask=tuple(range(0, demo.n_vocab, 2))), True),
+        (Options(40, bias={worst[0]: 40.0}), False),
+    ]
     for options, others, enough in cases:
         with options.build(demo.vocab, 1) as chain:
             chain.accept([*best, *worst])
             found = Known(row, KNOWN, others, np.random.default_rng(1)).draw(chain)
             assert (found is not None) == enough, options
+    for options, enough in cut:
+        for name in ("add_top_p", "add_min_p"):
+            with options.build(demo.vocab, 1) as chain:
+                getattr(chain, name)(0.5 if name == "add_min_p" else 0.6)
+                found = Known(row, KNOWN, (), np.random.default_rng(1)).draw(chain)
+                assert (found is not None) == enough, (options, name)
 
 
 @settings(max_examples=100, deadline=None)

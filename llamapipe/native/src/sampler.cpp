@@ -262,6 +262,38 @@ const float * lp_sampler::change(const float * logits) {
     return row_.data();
 }
 
+// Whether the stage behind the first top_k leaves only some of the `n` largest candidates, whatever the `n_missing` others are
+// that top_k would keep, none of which is above `bar`. With a margin, so that rounding cannot decide.
+bool lp_sampler::cuts_off(size_t n, size_t n_missing, float bar) {
+    constexpr double margin = 1e-5;
+    if (stages.size() < 2 || stages[0].kind != lp::Kind::top_k) {
+        return false;
+    }
+    const lp::StageInfo & next = stages[1];
+    if (next.kind != lp::Kind::min_p && next.kind != lp::Kind::top_p) {
+        return false;
+    }
+    std::partial_sort(candidates_.begin(), candidates_.begin() + (std::ptrdiff_t) n, candidates_.end(), better);
+    const double top = candidates_[0].logit;
+    if (next.kind == lp::Kind::min_p) {
+        return bar + margin * std::max(1.0, std::abs(top)) < top + std::log((double) next.value);
+    }
+    // top_p keeps the fewest whose share is enough: of those that are known at least, of them and the others at most.
+    const double most  = (double) n_missing * std::exp((double) bar - top);
+    double       known = 0, sum = 0;
+    for (size_t i = 0; i < n; i++) {
+        known += std::exp((double) candidates_[i].logit - top);
+    }
+    for (size_t i = 0; i < n; i++) {
+        const double before = sum;
+        sum += std::exp((double) candidates_[i].logit - top);
+        if (sum >= next.value * known * (1 - margin)) {
+            return sum >= next.value * (known + most) * (1 + margin) && before < next.value * known * (1 - margin);
+        }
+    }
+    return false;
+}
+
 // Fills candidates_ with the `n_wanted` largest changed logits (all that are allowed, if those are fewer), sorted, on ties
 // the lower ids first.
 int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
@@ -320,6 +352,10 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
         const auto above = (size_t) std::count_if(candidates_.begin(), candidates_.end(),
                                                   [&](const llama_token_data & c) { return c.logit > bar; });
         if (whole || above >= n_wanted) {
+            break;
+        }
+        if (above > 0 && cuts_off(above, n_wanted - above, bar)) {
+            n_wanted = above;
             break;
         }
         if (!logits) {

@@ -7,8 +7,9 @@
 //   draw         one uniform number in [0, 1) per token from the request's own generator
 //
 // Candidates: the largest raw logits are enough when, after all changes, as many of them as are wanted lie above the
-// smallest of them, because nothing else was raised. Otherwise more are taken, up to the whole row. Where only candidates
-// are on the host (a Row that is not whole) the same rule says whether the rest must be fetched.
+// smallest of them, because nothing else was raised; or fewer, if a top_p or min_p behind the top_k cuts the others off
+// whatever they are. Otherwise more are taken, up to the whole row. Where only candidates are on the host (a Row that is not
+// whole) the same rule says whether the rest must be fetched.
 #pragma once
 
 #include "native.h"
@@ -118,6 +119,7 @@ private:
     void check(std::vector<llama_token_data> & candidates);
     const float * change(const float * logits);
     int  gather(const lp::Row & row, size_t n_wanted);
+    bool cuts_off(size_t n, size_t n_missing, float bar);
     int32_t pick(const llama_token_data_array & a);
     bool  greedy_ = false, broken_ = false;
     int   last_n_ = 0;  // penalty window in tokens

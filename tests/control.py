@@ -88,11 +88,12 @@ class Gate:
         outputs: Sequence[int],
         rows: Sequence[int] = (),
         samplers: Sequence[Any] = (),
-        targets: Mapping[int, int] | None = None,
+        targets: Mapping[int, Sequence[int]] | None = None,
+        n_top: int = 0,
     ) -> int:
         self._pass()
         self.launches.append(Launch(list(tokens), list(positions), list(seq_ids), list(outputs)))
-        return self._executor.launch(tokens, positions, seq_ids, outputs, rows, samplers, targets)
+        return self._executor.launch(tokens, positions, seq_ids, outputs, rows, samplers, targets, n_top)
 
     def launch_again(self) -> int:
         self._pass()

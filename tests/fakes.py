@@ -164,7 +164,8 @@ class FakeContext:
         outputs: Sequence[int],
         rows: Sequence[int] = (),
         samplers: Sequence[Any] = (),
-        targets: Mapping[int, int] | None = None,
+        targets: Mapping[int, Sequence[int]] | None = None,
+        n_top: int = 0,
     ) -> int:
         """Stores a batch and computes its output rows; its number."""
         self._claim()

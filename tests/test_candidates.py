@@ -307,7 +307,7 @@ def test_what_a_device_sends_is_enough_or_is_not_used(
     n_logprobs: int,
     cut: tuple[float, float],
 ) -> None:
-    """The same token as from the whole row with the same number, or the whole row is asked for and nothing was used up."""
+    """The same token as from the whole row with the same number, or the row is asked for and nothing was used up."""
     options = Options(**given_options)
     rng = np.random.default_rng(seed)
     row = (rng.standard_normal(demo.n_vocab) * scale).astype(np.float32)

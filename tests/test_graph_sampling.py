@@ -377,11 +377,11 @@ class TestEngine:
 
         for params in ([*SOME[:2], PARAMS[1]], SOME[2:], [replace(PARAMS[1], logprobs=5)]):
             outs, stats = generate(*params)
-            n = sum(len(out.token_ids) for out in outs)
-            assert stats.n_copied_bytes == (n * (result + some) if ON_DEVICE else 0)
+            n_tokens = sum(len(out.token_ids) for out in outs)
+            assert stats.n_copied_bytes == (n_tokens * (result + some) if ON_DEVICE else 0)
         outs, stats = generate(FULL[1], PARAMS[1], PARAMS[2])
-        n = [len(out.token_ids) for out in outs]
-        assert stats.n_copied_bytes == (sum(n) * (result + some) + n[0] * row if ON_DEVICE else 0)
+        n_tokens, n_rows = sum(len(out.token_ids) for out in outs), len(outs[0].token_ids)
+        assert stats.n_copied_bytes == (n_tokens * (result + some) + n_rows * row if ON_DEVICE else 0)
 
     def test_log_probabilities_are_those_of_the_row(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         params = longer(*(replace(p, logprobs=5) for p in (*PARAMS[:3], SOME[0], FULL[0])))
@@ -532,15 +532,6 @@ class Steps:
     def n_graph(self) -> int:
         return int(self.core.counters().n_graph)
 
-    def score(self, step: int, entries: Sequence[int]) -> tuple[list[float], list[int]]:
-        module = native()
-        n = len(entries)
-        logprobs, greedy = module.ffi.new("float[]", n), module.ffi.new("int8_t[]", n)
-        code = module.lib.lp_score_graph(self.core.handle, step, n, entries, logprobs, greedy)
-        if code < 0:
-            raise RuntimeError(last_error(module))
-        return list(logprobs), list(greedy)
-
 
 @pytest.mark.parametrize("ring", RINGS)
 class TestSteps:
@@ -645,28 +636,52 @@ class TestSteps:
             step = steps.launch({0: [5, 6]}, [])
             assert steps.executor.sample(step, steps.rows, [b]) == first
 
-    def test_scores(self, demo: lp.Model, ring: str) -> None:
-        """A token's log-probability for each target, and no row comes to the host."""
-        module = native()
-        text = demo.tokenize("Once upon a time there was a little dog")[: 2 * N_SEQ]
-        targets = list(text[1:])
+    @pytest.mark.parametrize("n_top", [0, 5, 63, 64])
+    @pytest.mark.parametrize("n", [N_SEQ, N_SEQ + 2], ids=["whole", "in parts"])
+    def test_scores(self, demo: lp.Model, ring: str, n: int, n_top: int) -> None:
+        """Log-probabilities of up to four tokens a row, and of the most probable ones, without the row.
+
+        Rows of a step that does not fit into a slot cannot be had later, so they come at once where candidates may not
+        be enough.
+        """
+        text = demo.tokenize("Once upon a time there was a little dog")[: n + 1]
+        places, per_row = list(range(n)), [1, 4, 5, 2, 1][:n]
+        rng = np.random.default_rng(1)
+        targets = {i: [text[i + 1], *rng.integers(0, demo.n_vocab, per_row[i] - 1).tolist()] for i in places}
+        entries = [i for i in places for _ in targets[i]]
+        wanted = [t for i in places for t in targets[i]]
         with Steps(demo, ring) as steps:
-            n = len(targets)
-            tokens, places = text[:-1], list(range(n))
-            step = module.lib.lp_launch(
-                steps.core.handle, n, tokens, places, [0] * n, [1] * n, module.ffi.NULL, [*targets[:-1], -1]
-            )
-            with pytest.raises(RuntimeError, match="had no target"):
-                steps.score(step, [n - 1])
-            steps.executor.remove(0, 0)
-            step = module.lib.lp_launch(
-                steps.core.handle, n, tokens, places, [0] * n, [1] * n, module.ffi.NULL, targets
-            )
-            logprobs, greedy = steps.score(step, places)
+            step = steps.executor.launch(text[:-1], places, [0] * n, [1] * n, [], [], targets, n_top)
+            scores = steps.executor.score(step, entries, wanted, n_top)
+            if ON_DEVICE:
+                row, result = 4 * demo.n_vocab, 4 * native().lib.LP_GRAPH_RESULTS
+                some = 4 * 2 * 64 if n_top else 0
+                whole = n_top == 64 or (n_top > 0 and n > N_SEQ)
+                n_bytes = n * row if whole else row + n * (result + some)  # one row has too many targets
+                assert steps.core.counters().n_bytes == n_bytes
         with Context(demo, 64, n_threads=1) as context:
-            context.decode(lp.Batch(np.array(tokens), np.array(places), np.zeros(n, int), np.ones(n, bool)))
+            batch = lp.Batch(np.array(text[:-1]), np.array(places), np.zeros(n, int), np.ones(n, bool))
+            context.decode(batch)
             rows = np.stack([context.logits(i) for i in places]).astype(np.float64)
-        expected = rows[places, targets] - np.logaddexp.reduce(rows, axis=1)
-        np.testing.assert_allclose(logprobs, expected, atol=0.05 if ON_DEVICE else 2e-3)
-        if not ON_DEVICE:
-            assert greedy == (rows.argmax(axis=1) == targets).astype(int).tolist()
+        logprobs = rows - np.logaddexp.reduce(rows, axis=1)[:, None]
+        for score, entry, token in zip(scores, entries, wanted, strict=True):
+            near = 0.05 if ON_DEVICE else 2e-3
+            assert abs(score.logprob - logprobs[entry, token]) < near
+            assert len(score.top) == n_top
+            if not ON_DEVICE:
+                assert score.is_greedy == (rows[entry].argmax() == token)
+                assert [t for t, _ in score.top] == np.argsort(-rows[entry], kind="stable")[:n_top].tolist()
+            for t, p in score.top:
+                assert abs(p - logprobs[entry, t]) < near
+
+    def test_a_row_nobody_announced_is_scored_whole(self, demo: lp.Model, ring: str) -> None:
+        with Steps(demo, ring) as steps:
+            step = steps.executor.launch([5, 6, 7], [0, 1, 2], [0] * 3, [1] * 3, [], [], {0: [6], 2: [1]})
+            alone = steps.executor.score(step, [0, 0, 1, 2], [6, 7, 7, 3], 2)
+            steps.executor.remove(0, 0)
+            step = steps.executor.launch([5, 6, 7], [0, 1, 2], [0] * 3, [1] * 3)
+            whole = steps.executor.score(step, [0, 0, 1, 2], [6, 7, 7, 3], 2)
+        for one, two in zip(alone, whole, strict=True):
+            assert abs(one.logprob - two.logprob) < 1e-5
+            assert one.is_greedy == two.is_greedy
+            assert [t for t, _ in one.top] == [t for t, _ in two.top]

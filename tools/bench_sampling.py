@@ -77,13 +77,13 @@ def graph(model: lp.Model, args: argparse.Namespace) -> int:
 
             def run(n_vocab: int, n: int, handle: object = handle) -> float:
                 rows = np.random.default_rng(1).normal(size=(n, n_vocab)).astype(np.float32)
-                out = ffi.new("float[]", n * lib.LP_GRAPH_RESULTS)
+                out, some = ffi.new("float[]", n * lib.LP_GRAPH_RESULTS), ffi.new("float[]", n * 2 * 64)
                 nobody = ffi.new("lp_sampler *[]", n)
                 given, targets = ffi.from_buffer("float[]", rows), ffi.new("int32_t[]", n)
                 times = []
                 for _ in range(args.repeats):
                     began = perf_counter()
-                    if lib.lp_graph_sample(handle, n_vocab, n, given, nobody, targets, out) != 0:
+                    if lib.lp_graph_sample(handle, n_vocab, n, given, nobody, targets, out, some) != 0:
                         raise RuntimeError(last_error(module))
                     times.append(perf_counter() - began)
                 return min(times) * 1e3

@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 from llamapipe.engine.cohorts import CohortSwitch
-from llamapipe.engine.flight import Flight, draw, score, single_targets, take_notes
+from llamapipe.engine.flight import Flight, draw, score, take_notes, targets_of
 from llamapipe.engine.mailbox import Outbox
 from llamapipe.engine.request import UNLIMITED, Request, State
 from llamapipe.engine.results import EngineStats
@@ -390,9 +390,9 @@ class Decoder:
             if plan.again:
                 step = executor.launch_again()
             else:
-                targets = single_targets(plan) if plan.scored else None
+                targets, n_top = targets_of(plan) if plan.scored else (None, 0)
                 step = executor.launch(
-                    plan.tokens, plan.positions, plan.seq_ids, plan.outputs, plan.rows, samplers, targets
+                    plan.tokens, plan.positions, plan.seq_ids, plan.outputs, plan.rows, samplers, targets, n_top
                 )
             self._flying.append(Flight(plan, step, samplers))
             # A request may have been cancelled when the step was neither being launched nor under way.

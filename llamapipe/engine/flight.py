@@ -47,15 +47,15 @@ def take_notes(plan: StepPlan, sampled: Sequence[int]) -> None:
             request.drawn = request.sampler.logprobs()
 
 
-def single_targets(plan: StepPlan) -> dict[int, int]:
-    """Of the rows that are asked about one token only: entries with that token."""
-    found: dict[int, int] = {}
+def targets_of(plan: StepPlan) -> tuple[dict[int, list[int]], int]:
+    """Which tokens each entry's row is asked about, and how many of the most probable ones besides."""
+    found: dict[int, list[int]] = {}
+    n_top = 0
     for request, first, rows in plan.scored:
+        n_top = max(n_top, request.scoring.n_top)
         for i, entry in enumerate(rows):
-            wanted = request.scoring.targets(first + i)
-            if len(wanted) == 1 and request.scoring.n_top == 0:
-                found[entry] = wanted[0]
-    return found
+            found[entry] = request.scoring.targets(first + i)
+    return found, n_top
 
 
 def score(executor: Executor, flight: Flight) -> list[Request]:

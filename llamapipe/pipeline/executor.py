@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -40,12 +39,13 @@ class Executor(Protocol):
         outputs: Sequence[int],
         rows: Sequence[int] = (),
         samplers: Sequence[Any] = (),
-        targets: Mapping[int, int] | None = None,
+        targets: Mapping[int, Sequence[int]] | None = None,
+        n_top: int = 0,
     ) -> int:
         """Starts computing a batch and returns the step's number.
 
         What will be asked of it may be told beforehand, for where the device can find it out: the ``samplers`` of
-        ``rows``, and for output entries a token that is to be scored.
+        ``rows``, and for output entries the tokens that are to be scored, with the ``n_top`` most probable ones.
 
         Raises ContextFullError (nothing changed) or DecodeError, here or in ``sample``.
         """
@@ -107,7 +107,6 @@ class StepExecutor:
         self._all_native = True
         self._samplers = new("lp_sampler *[]", context.n_seq_max)
         self._in_graph = context.graph_sampling
-        self._targets: deque[tuple[int, Mapping[int, int]]] = deque(maxlen=core.depth)  # of launched steps
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
         self._handle = core.handle  # what calls go to
 
@@ -147,11 +146,12 @@ class StepExecutor:
         outputs: Sequence[int],
         rows: Sequence[int] = (),
         samplers: Sequence[SamplerChain] = (),
-        targets: Mapping[int, int] | None = None,
+        targets: Mapping[int, Sequence[int]] | None = None,
+        n_top: int = 0,
     ) -> int:
         """Starts computing a batch of at most ``n_batch`` entries; the step's number.
 
-        ``samplers`` of ``rows`` and ``targets`` of other output entries: for the graph, if it samples.
+        ``samplers`` of ``rows``, and ``targets`` and ``n_top`` of other output entries: for the graph, if it samples.
 
         Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
         """
@@ -165,12 +165,10 @@ class StepExecutor:
         if self._in_graph and (samplers or targets):
             known, wanted = self._for_graph(outputs, rows, samplers, targets or {})
         step: int = self._native.lib.lp_launch(
-            self._handle, n, self._tokens, self._positions, self._seq_ids, self._outputs, known, wanted
+            self._handle, n, self._tokens, self._positions, self._seq_ids, self._outputs, known, wanted, n_top
         )
         if step < 0:
             self._fail(step)
-        if targets:
-            self._targets.append((step, targets))
         return step
 
     def _for_graph(
@@ -178,14 +176,20 @@ class StepExecutor:
         outputs: Sequence[int],
         rows: Sequence[int],
         samplers: Sequence[SamplerChain],
-        targets: Mapping[int, int],
+        targets: Mapping[int, Sequence[int]],
     ) -> tuple[Any, Any]:
-        """Samplers (or NULL) and targets (or -1) of each output, in the order of the batch."""
-        ffi = self._native.ffi
+        """Samplers (or NULL) and targets (-1: none, or too many) of each output, in the order of the batch."""
+        ffi, n_targets = self._native.ffi, self._native.lib.LP_TARGETS
         by_entry = dict(zip(rows, samplers, strict=True))  # of several of one row, one
         entries = [i for i, output in enumerate(outputs) if output]
         known = [by_entry[i].handle if i in by_entry else ffi.NULL for i in entries]
-        return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", [targets.get(i, -1) for i in entries])
+        wanted: list[int] = []
+        for i in entries:
+            mine = list(targets.get(i, ()))
+            if len(mine) > n_targets:
+                mine = []
+            wanted += mine + [-1] * (n_targets - len(mine))
+        return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
 
     def launch_again(self) -> int:
         """Launches the last batch, every entry one position further and with the token sampled from it.
@@ -265,11 +269,6 @@ class StepExecutor:
     def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
         """What output entries of a step say of tokens; see ``Executor.score``."""
         self._context.claim()
-        known = next((t for launched, t in self._targets if launched == step), {}) if self._in_graph else {}
-        if n_top == 0 and known and all(known.get(r) == t for r, t in zip(rows, targets, strict=True)):
-            scores = self._scores_of_graph(step, rows)
-            if scores is not None:
-                return scores
         native, n = self._native, len(rows)
         new = native.ffi.new
         logprobs, greedy = new("float[]", n), new("int8_t[]", n)
@@ -288,18 +287,6 @@ class StepExecutor:
             TokenScore(logprob, bool(is_greedy), top)
             for logprob, is_greedy, top in zip(unpack(logprobs, n), unpack(greedy, n), tops, strict=True)
         ]
-
-    def _scores_of_graph(self, step: int, rows: Sequence[int]) -> list[TokenScore] | None:
-        """What the graph found out about the targets of these entries; None where a row has to be looked at."""
-        native, n = self._native, len(rows)
-        logprobs, greedy = native.ffi.new("float[]", n), native.ffi.new("int8_t[]", n)
-        code = native.lib.lp_score_graph(self._handle, step, n, rows, logprobs, greedy)
-        if code < 0:
-            self._sampling_failed(code)
-        found = native.ffi.unpack(logprobs, n)
-        if any(value != value for value in found):
-            return None
-        return [TokenScore(p, bool(g), []) for p, g in zip(found, native.ffi.unpack(greedy, n), strict=True)]
 
     def _sampling_failed(self, code: int) -> NoReturn:
         lib = self._native.lib

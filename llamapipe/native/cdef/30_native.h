@@ -72,7 +72,7 @@ void          lp_step_unexpose(lp_step * step);
 void          lp_step_release(lp_step * step);
 void          lp_step_free(lp_step * step);
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets);
+                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top);
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);
 void    lp_abort(lp_pipeline * pipeline, int64_t number);
@@ -127,9 +127,9 @@ const float * lp_step_row(lp_pipeline * pipeline, int64_t step, int entry);
 int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * ids, float * logits, double * log_sum_exp);
 int lp_score_rows(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, const int32_t * targets,
                   float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs);
-int lp_score_graph(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, float * logprobs, int8_t * greedy);
 bool lp_in_graph(lp_sampler * s);
 #define LP_GRAPH_RESULTS ...
+#define LP_TARGETS ...
 int lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
                     const int32_t * targets, float * results, float * candidates);
 int lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);

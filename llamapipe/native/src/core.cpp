@@ -74,13 +74,13 @@ std::shared_ptr<Step> Core::make(int n, const int32_t * tokens, const int32_t * 
 }
 
 int64_t Core::launch(int n, const int32_t * tokens, const int32_t * positions, const int32_t * seq_ids,
-                     const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets) {
+                     const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top) {
     make_way();
     last_.reset();
     auto step = spare();
     step->set(n, tokens, positions, seq_ids, outputs, shape_);
     if (samples() && (samplers || targets)) {
-        step->wish(samplers, targets, n_vocab_, !wide(*step));
+        step->wish(samplers, targets, n_top, n_vocab_, !wide(*step));
     }
     return launch_live(step);
 }
@@ -99,7 +99,7 @@ int64_t Core::launch_again(const int32_t * sampled, lp_sampler ** samplers) {
         step->clear();
     }
     if (samples() && samplers) {
-        step->wish(samplers, nullptr, n_vocab_, !wide(*step));
+        step->wish(samplers, nullptr, 0, n_vocab_, !wide(*step));
     }
     return launch_live(step);
 }

@@ -74,13 +74,13 @@ public:
     // ---- one thread, which also does the work where the pipeline has no threads of its own
     int64_t launch(int n, const int32_t * tokens, const int32_t * positions, const int32_t * seq_ids,
                    const int8_t * outputs, lp_sampler ** samplers,
-                   const int32_t * targets);               // the step's number, or a negative code
+                   const int32_t * targets, int n_top);    // the step's number, or a negative code
     int64_t launch_again(const int32_t * sampled, lp_sampler ** samplers);  // the last step, advanced
     Step *  finish(int64_t number);                        // waits for a launched step; null if there is no such step
     const float * row(Step & step, int entry);             // of a finished step; null where there is no output
     int32_t drawn(const Step & step, int entry, lp_sampler * sampler) const;  // in the graph, for its next draw; else -1
     void    note_drawn(int n);
-    bool    known(const Step & step, int entry, Row * row) const;  // whether candidates of it came to the host
+    bool    known(const Step & step, int entry, Row * row) const;  // whether something of it came to the host
     void    forget(int64_t number);                        // its rows are not needed any more
     int     memory(const MemoryOp & op);                   // between steps: 1 done or queued, 0 refused, LP_ERROR
 

@@ -29,17 +29,19 @@ int32_t Core::drawn(const Step & step, int entry, lp_sampler * sampler) const {
 }
 
 bool Core::known(const Step & step, int entry, Row * row) const {
-    const int output = step.output_of_entry[(size_t) entry];
-    if (output < 0 || !step.found || !step.wants(output, Step::candidates)) {
+    const int  output = step.output_of_entry[(size_t) entry];
+    const bool some   = step.found && output >= 0 && step.wants(output, Step::candidates);
+    if (!some && (!step.results || output < 0 || !step.wants(output, Step::target))) {
         return false;
     }
-    const int           n      = collector_->sampler()->n_candidates();
-    const float *       ids    = step.found->data + (size_t) output * 2 * (size_t) n;
+    const int           n      = some ? collector_->sampler()->n_candidates() : 0;
+    const float *       ids    = some ? step.found->data + (size_t) output * 2 * (size_t) n : nullptr;
     const GraphResult & result = step.result(output);
-    if (!std::isfinite(result.log_sum_exp) || ids[2 * n - 1] <= -std::numeric_limits<float>::max()) {  // infinite ones among them
-        return false;
+    if (!std::isfinite(result.log_sum_exp) || (some && ids[2 * n - 1] <= -std::numeric_limits<float>::max())) {
+        return false;  // something infinite is among them
     }
-    *row = Row(ids, ids + n, n, step.graph[(size_t) output].targets, result.target_logits, GraphRow::n_targets, result.log_sum_exp);
+    *row = Row(ids, ids + n, n, step.graph[(size_t) output].targets, result.target_logits, GraphRow::n_targets,
+               (int32_t) result.best, result.log_sum_exp);
     return true;
 }
 
@@ -56,9 +58,13 @@ const float * Core::fetch_row(Step & step, int output) {
     if (step.data) {
         return step.data + (size_t) output * row;
     }
-    if (step.slot < 0) {
+    const bool here = !step.fetched.empty() && step.fetched[(size_t) output];
+    if (step.slot < 0 && !here) {
         set_error("this row was sampled in the graph and not kept");
         return nullptr;
+    }
+    if (here) {
+        return step.host->data + (size_t) output * row;
     }
     step.moving = true;
     lock.unlock();
@@ -67,9 +73,7 @@ const float * Core::fetch_row(Step & step, int output) {
         if (!step.host) {
             step.host = host_rows(step);
         }
-        if (!step.fetched[(size_t) output]) {
-            read_slot(step, output, 1, step.host->data + (size_t) output * row);
-        }
+        read_slot(step, output, 1, step.host->data + (size_t) output * row);
         return true;
     });
     lock.lock();
@@ -78,11 +82,9 @@ const float * Core::fetch_row(Step & step, int output) {
     if (!read) {
         return nullptr;
     }
-    if (!step.fetched[(size_t) output]) {
-        step.fetched[(size_t) output] = 1;
-        counters_.n_copies++;
-        counters_.n_bytes += (int64_t) (sizeof(float) * row);
-    }
+    step.fetched[(size_t) output] = 1;
+    counters_.n_copies++;
+    counters_.n_bytes += (int64_t) (sizeof(float) * row);
     return step.host->data + (size_t) output * row;
 }
 

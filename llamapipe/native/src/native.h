@@ -96,12 +96,14 @@ const float * lp_step_expose(lp_step * step, bool * in_place);
 void          lp_step_unexpose(lp_step * step);
 void          lp_step_release(lp_step * step);
 void          lp_step_free(lp_step * step);
-// `samplers` and `targets`, one for each output in the order of the batch; either may be NULL, and so may a sampler, and a
-// target may be -1. Where the graph samples, tokens of those samplers whose stages it knows are drawn there, and the
-// log-probabilities of targets are computed there. Rows of all others come to the host; if there are none, no row does.
-// The next uniform number of each sampler is looked at here and used up by lp_sample_rows.
+// For each output in the order of the batch: a sampler, and LP_TARGETS tokens that will be scored (-1: none, or no more), with
+// the n_top most probable ones. Either may be NULL, and so may a sampler. Where the graph samples, tokens of those samplers
+// whose stages it knows are drawn there, and of the others, and of rows with targets, what is likely to be enough comes to
+// the host. Whole rows of all others come, too. The next uniform number of each sampler is looked at here and used up by
+// lp_sample_rows.
+#define LP_TARGETS 4
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets);
+                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top);
 // All entries are outputs, and `samplers` (or NULL) are those of the entries in their order.
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);
@@ -169,9 +171,6 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t step, int n, const int32_t * e
                   float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs);
 // The same from llama.cpp's own buffer, of a context without a pipeline.
 int  lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
-// Waits for a launched step and tells of these entries, which had targets: the target's log-probability in the whole row at
-// temperature 1 (float32; NaN where a logit is not finite), and whether it is the most probable token (the lowest of several).
-int  lp_score_graph(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, float * logprobs, int8_t * greedy);
 bool lp_in_graph(lp_sampler * s);                                   // whether the graph can make its next draw
 #define LP_GRAPH_RESULTS 8
 // The same subgraph on given rows, float32 (n, n_vocab), without a model. Samplers, of vocabularies of that size, may be NULL

@@ -67,9 +67,10 @@ void lp_step_free(lp_step * step) {
 }
 
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets) {
+                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets,
+                  int n_top) {
     return lp::guard((int64_t) LP_ERROR, [&] {
-        return pipeline->shared->launch(n, tokens, positions, seq_ids, outputs, samplers, targets);
+        return pipeline->shared->launch(n, tokens, positions, seq_ids, outputs, samplers, targets, n_top);
     });
 }
 

@@ -3,7 +3,8 @@
 
 #include "native.h"
 
-#include <cstddef>
+#include <cmath>
+#include <cstdint>
 
 namespace lp {
 
@@ -12,11 +13,11 @@ public:
     Row() = default;
     explicit Row(const float * all) : all_(all) {}
     // `ids` (as numbers) and `logits` of the `n` largest, finite and in descending order, of equal ones the lower ids first; of
-    // what equals the last of them any may be missing. `other_ids` may be among them, and say nothing where they are negative.
+    // what equals the last of them any may be missing. `other_ids` may be among them. `best`: the first of the largest.
     Row(const float * ids, const float * logits, int n, const float * other_ids, const float * other_logits, int n_others,
-        double log_sum_exp)
+        int32_t best, double log_sum_exp)
         : ids_(ids), logits_(logits), other_ids_(other_ids), other_logits_(other_logits), n_(n), n_others_(n_others),
-          log_sum_exp_(log_sum_exp) {}
+          best_(best), log_sum_exp_(log_sum_exp) {}
 
     // All of them by token, or null.
     const float * all() const { return all_; }
@@ -25,8 +26,9 @@ public:
     int     n() const { return n_; }
     int32_t id(int i) const { return (int32_t) ids_[i]; }
     float   logit(int i) const { return logits_[i]; }
-    float   bar() const { return logits_[n_ - 1]; }  // no logit that is not here is larger
-    bool    is_exact(int n) const { return n < n_ && (n == 0 || logits_[n - 1] > bar()); }  // the n largest, that is
+    float   bar() const { return n_ > 0 ? logits_[n_ - 1] : INFINITY; }  // no logit that is not here is larger
+    bool    is_exact(int n) const { return n == 0 || (n < n_ && logits_[n - 1] > bar()); }  // the n largest, that is
+    int32_t best() const { return best_; }
     double  log_sum_exp() const { return log_sum_exp_; }  // of all, float32
 
     // Whether a token's logit is here; if not, `logit` is the most that it can be.
@@ -55,6 +57,7 @@ private:
     const float * all_ = nullptr;
     const float * ids_ = nullptr, * logits_ = nullptr, * other_ids_ = nullptr, * other_logits_ = nullptr;
     int           n_ = 0, n_others_ = 0;
+    int32_t       best_ = -1;
     double        log_sum_exp_ = 0;
 };
 

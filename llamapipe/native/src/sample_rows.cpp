@@ -142,21 +142,36 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
         std::vector<llama_token_data> top;
         double                        total = 0;
         int32_t                       best  = -1;
+        lp::Row                       row;
         for (int i = 0; i < n; i++) {
-            const float * row = core.row(step, entries[i]);
-            if (!row) {
-                lp::set_error("this entry of the step is not an output");
-                return (int) LP_ERROR;
+            const bool again = i > 0 && entries[i] == entries[i - 1];
+            float      logit;
+            if (!again && core.known(step, entries[i], &row) && row.is_exact(n_top)) {
+                total = row.log_sum_exp();
+                best  = row.best();
+                top.clear();
+                for (int k = 0; k < n_top; k++) {
+                    top.push_back({ row.id(k), row.logit(k), 0.0f });
+                }
+            } else if (!again) {
+                row = {};
             }
-            if (i == 0 || entries[i] != entries[i - 1]) {
-                total = lp::log_sum_exp(row, core.n_vocab());
-                best  = lp::argmax(row, core.n_vocab());
+            if (!row.find(targets[i], &logit)) {
+                const float * all = core.row(step, entries[i]);
+                if (!all) {
+                    lp::set_error("this entry of the step is not an output");
+                    return (int) LP_ERROR;
+                }
+                row   = lp::Row(all);
+                total = lp::log_sum_exp(all, core.n_vocab());
+                best  = lp::argmax(all, core.n_vocab());
+                logit = all[targets[i]];
                 if (n_top > 0) {
-                    lp::top_k(row, core.n_vocab(), n_top, top);
+                    lp::top_k(all, core.n_vocab(), n_top, top);
                     top.resize((size_t) n_top, { -1, -INFINITY, 0.0f });
                 }
             }
-            logprobs[i] = (float) (row[targets[i]] - total);
+            logprobs[i] = (float) (logit - total);
             greedy[i]   = targets[i] == best;
             for (int k = 0; k < n_top; k++) {
                 top_ids[i * n_top + k]      = top[(size_t) k].id;

@@ -309,7 +309,7 @@ int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token) {
 int lp_sampler_draw_known(lp_sampler * s, int n, const float * ids, const float * logits, int n_others, const float * other_ids,
                           const float * other_logits, double log_sum_exp, int32_t * token) {
     return lp::guard(LP_ERROR, [&] {
-        return s->draw(lp::Row(ids, logits, n, other_ids, other_logits, n_others, log_sum_exp), token);
+        return s->draw(lp::Row(ids, logits, n, other_ids, other_logits, n_others, (int32_t) ids[0], log_sum_exp), token);
     });
 }
 

@@ -1,5 +1,6 @@
 // What a request's sampling asks of the graph.
 #include "graph_sampler.hpp"
+#include "guard.hpp"
 #include "sampler.hpp"
 
 #include <algorithm>
@@ -62,3 +63,12 @@ bool from_candidates(const lp_sampler * sampler, GraphRow * row) {
 }
 
 }  // namespace lp
+
+static_assert(LP_TARGETS == lp::GraphRow::n_targets);
+
+bool lp_in_graph(lp_sampler * s) {
+    return lp::guard(false, [&] {
+        lp::GraphRow row;
+        return lp::in_graph(s, &row);
+    });
+}

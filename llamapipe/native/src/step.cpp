@@ -96,7 +96,7 @@ void Step::advance(const Step & last, const int32_t * sampled) {
     }
 }
 
-void Step::wish(lp_sampler ** samplers, const int32_t * targets, int n_vocab, bool stays) {
+void Step::wish(lp_sampler ** samplers, const int32_t * targets, int n_top, int n_vocab, bool stays) {
     graph.assign((size_t) n_outputs, {});
     wishes.assign((size_t) n_outputs, 0);
     int n_rows = 0;
@@ -110,9 +110,12 @@ void Step::wish(lp_sampler ** samplers, const int32_t * targets, int n_vocab, bo
         } else if (sampler) {
             wish |= row;
         }
-        if (targets && targets[i] >= 0 && targets[i] < n_vocab) {
-            graph[i].targets[0] = (float) targets[i];
-            wish |= target;
+        const int32_t * mine = targets ? targets + i * GraphRow::n_targets : nullptr;
+        if (mine && mine[0] >= 0) {
+            for (int j = 0; j < GraphRow::n_targets; j++) {
+                graph[i].targets[j] = (float) std::clamp(mine[j], 0, n_vocab - 1);
+            }
+            wish |= n_top == 0 ? target : stays && n_top < GraphSampler::max_candidates ? target | candidates : row;
         }
         wish |= wish ? 0 : row;
         n_rows += (wish & row) != 0;

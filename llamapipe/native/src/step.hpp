@@ -93,7 +93,7 @@ struct Step {
     void advance(const Step & last, const int32_t * sampled);
     // What the graph shall do for each output, and what of it shall come to the host at once; samplers and targets may be
     // null. `stays`: whole rows can be had later. Throws std::bad_alloc.
-    void wish(lp_sampler ** samplers, const int32_t * targets, int n_vocab, bool stays);
+    void wish(lp_sampler ** samplers, const int32_t * targets, int n_top, int n_vocab, bool stays);
     bool wants(int output, Wish wish) const { return wishes.empty() ? wish == row : (wishes[(size_t) output] & wish) != 0; }
     const GraphResult & result(int output) const { return ((const GraphResult *) results->data)[output]; }
 

@@ -99,7 +99,9 @@ class Gate:
         self._pass()
         if self.launches:  # else it repeats a batch from before this gate was there
             last = self.launches[-1]
-            self.launches.append(last._replace(tokens=self._sampled, positions=[p + 1 for p in last.positions]))
+            self.launches.append(
+                last._replace(tokens=self._sampled, positions=[p + 1 for p in last.positions])
+            )
         return self._executor.launch_again()
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:

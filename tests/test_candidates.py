@@ -294,7 +294,9 @@ few_changes = st.fixed_dictionaries(
     cut=st.tuples(st.sampled_from([0, 0, 0.5, 0.9, 0.95]), st.sampled_from([0, 0.02, 0.05, 0.5])),
 )
 @example({"top_k": 3}, 3, 30, 0.5, False, [], 0, 60, (0, 0))  # not all of the 60 are known
-@example({"top_k": 40, "mask": tuple(range(0, N, 2))}, 5, 0, 0.5, False, [], 0, -1, (0, 0.02))  # min_p leaves others
+@example(
+    {"top_k": 40, "mask": tuple(range(0, N, 2))}, 5, 0, 0.5, False, [], 0, -1, (0, 0.02)
+)  # min_p leaves others
 def test_what_a_device_sends_is_enough_or_is_not_used(
     demo: lp.Model,
     given_options: dict[str, Any],

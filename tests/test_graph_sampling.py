@@ -372,7 +372,9 @@ class TestEngine:
 
         def generate(*params: lp.SamplingParams) -> tuple[list[lp.Completion], lp.EngineStats]:
             engine = make_engine(demo, n_seq_max=N_SEQ, ring=ring, graph_sampling="on")
-            outs = engine.generate(PROMPTS[: len(params)], longer(*(replace(p, ignore_eos=True) for p in params)))
+            outs = engine.generate(
+                PROMPTS[: len(params)], longer(*(replace(p, ignore_eos=True) for p in params))
+            )
             return outs, engine.stats()
 
         for params in ([*SOME[:2], PARAMS[1]], SOME[2:], [replace(PARAMS[1], logprobs=5)]):

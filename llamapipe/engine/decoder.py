@@ -392,7 +392,14 @@ class Decoder:
             else:
                 targets, n_top = targets_of(plan) if plan.scored else (None, 0)
                 step = executor.launch(
-                    plan.tokens, plan.positions, plan.seq_ids, plan.outputs, plan.rows, samplers, targets, n_top
+                    plan.tokens,
+                    plan.positions,
+                    plan.seq_ids,
+                    plan.outputs,
+                    plan.rows,
+                    samplers,
+                    targets,
+                    n_top,
                 )
             self._flying.append(Flight(plan, step, samplers))
             # A request may have been cancelled when the step was neither being launched nor under way.

@@ -237,6 +237,8 @@ class TestFailures:
         given = prompts(engine.model, 5)
         whole = [engine.generate(prompt, greedy(10)) for prompt in given]
         decoder = engine._decoder
+        decoder._cohorts._able = False  # a busy machine looks like one where splitting them could pay
+        decoder.ask(partial(setattr, decoder._scheduler, "cohorts", 1))
         with held(engine):
             asked = [Worker(engine.generate, prompt, greedy(200)) for prompt in given[:4]]
             wait_until(lambda: decoder._inbox.qsize() == 4)

@@ -97,10 +97,24 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks."""
+    """Benchmarks of parts, then a comparison with peers, which are built where that is possible (some minutes, once).
+
+    Arguments are the comparison's (see tools/compare); without any, the shipped model.
+    """
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session)
-    _pytest(session, "--benchmark-only", default=["tests/benchmarks"])
+    _run_pytest(session, "--benchmark-only", str(HERE / "tests" / "benchmarks"))
+    compare = HERE / "tools" / "compare"
+    session.run("python", str(compare / "peers.py"))
+    session.run("python", str(compare), *(session.posargs or ["demo"]))
+
+
+@nox.session
+def instructions(session: nox.Session) -> None:
+    """Count the instructions of fixed work with valgrind, and compare with what is stored."""
+    session.install("numpy", "cffi", "cmake>=3.21", "ninja")
+    _install(session)
+    session.run("python", str(HERE / "tools" / "count_instructions.py"), *session.posargs)
 
 
 @nox.session
@@ -156,13 +170,18 @@ def _install(session: nox.Session, *settings: str, extra: str = "") -> None:
 
 
 def _pytest(session: nox.Session, *arguments: str, default: Sequence[str] = ("tests",)) -> None:
-    """Run pytest away from the clone: what the tests start must import the installed package, too."""
+    """Run pytest on what was asked for, or on the default."""
     given = [str(HERE / text) if text.split("/")[0] == "tests" else text for text in session.posargs]
     if not any(text.startswith(str(HERE)) for text in given):
         given += [str(HERE / text) for text in default]
+    _run_pytest(session, *arguments, *given)
+
+
+def _run_pytest(session: nox.Session, *arguments: str) -> None:
+    """Run pytest away from the clone: what the tests start must import the installed package, too."""
     session.chdir(session.create_tmp())
     configuration = ["-c", str(HERE / "pyproject.toml"), "--rootdir", str(HERE)]
-    session.run("pytest", *configuration, *arguments, *given)
+    session.run("pytest", *configuration, *arguments)
 
 
 def _require(session: nox.Session, backend: str) -> None:

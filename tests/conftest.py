@@ -102,3 +102,11 @@ def loop(tiny: lp.Model) -> Iterator[PlainLoop]:
 
     with plain_loop(tiny, n_ubatch=32) as loop:
         yield loop
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What benchmarks have noted besides times."""
+    session = getattr(terminalreporter.config, "_benchmarksession", None)
+    for bench in getattr(session, "benchmarks", ()):
+        for what, value in bench.extra_info.items():
+            terminalreporter.write_line(f"{bench.name}: {what} = {value}")

@@ -1,0 +1,118 @@
+"""Compares llamapipe with its peers on the same model and the same work, in one run and in turns.
+
+    python tools/compare MODEL.gguf ... [--n 1 4 8 16 32] [--repeats 5] [--only NAME ...] [--json FILE] [--busy]
+
+Every side is a process of its own that loads the model once and then works when told to, so that nothing but the work
+is timed. Prompts are given as tokens, no two begin alike, decoding is greedy, the end of generation is ignored and no
+prompt is cached. What is not on this machine is named with the reason and left out; `peers.py` says how each is had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]
+
+from ceiling import Ceiling  # noqa: E402
+from neighbour import busy_neighbour  # noqa: E402
+from peers import Missing, find_peers  # noqa: E402
+from sides import SIDES, Side  # noqa: E402
+from workload import Work  # noqa: E402
+
+from llamapipe import demo_model_path  # noqa: E402
+from llamapipe.native.load import build_info  # noqa: E402
+
+SETTLE_S = 0.05  # threads of the side before spin a little longer
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", help="GGUF files; `demo` is the shipped model")
+    parser.add_argument("--n", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="requests at once")
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--generate", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=sorted(SIDES), help="these sides only")
+    parser.add_argument("--busy", action="store_true", help="with a process beside that always computes")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    args = parser.parse_args()
+    peers = find_peers()
+    results: dict[str, Any] = {"machine": machine(), "peers": peers.versions(), "works": []}
+    for name, reason in peers.missing.items():
+        print(f"without {name}: {reason}")
+    with ExitStack() as stack:
+        if args.busy:
+            stack.enter_context(busy_neighbour())
+        for model in [demo_model_path() if name == "demo" else Path(name) for name in args.models]:
+            for n in args.n:
+                work = Work(n, args.prompt, args.generate, args.threads)
+                figures = compare(model, work, peers, args.only or list(SIDES), args.repeats)
+                report(model, work, figures)
+                results["works"].append(
+                    {"model": model.name, **work._asdict(), "busy": args.busy, "sides": figures}
+                )
+                if args.json:
+                    args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    """Where it ran, and what was built."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return {"cpu": name or platform.processor(), "system": platform.platform(), "build": build_info()}
+
+
+def compare(model: Path, work: Work, peers: Any, names: list[str], repeats: int) -> dict[str, list[Any]]:
+    """Every round of every side, in turns; the first one warms up."""
+    figures: dict[str, list[Any]] = {}
+    with ExitStack() as stack:
+        sides: dict[str, Side | Ceiling] = {}
+        for name in names:
+            if not SIDES[name].fits(work):
+                continue
+            try:
+                side: Side | Ceiling = SIDES[name].start(model, work, peers)
+                stack.callback(side.close)
+                sides[name] = side
+            except Missing as e:
+                print(f"without {name}: {e}")
+        for i in range(repeats + 1):
+            for name in list(sides) if i % 2 else list(sides)[::-1]:
+                sleep(SETTLE_S)
+                figure = sides[name].run()
+                if i:
+                    figures.setdefault(name, []).append(figure)
+    return figures
+
+
+def report(model: Path, work: Work, figures: dict[str, list[Any]]) -> None:
+    """Medians, and ratios of what was run in the same round."""
+    print(f"\n{model.name}: {work.n} at once, {work.n_prompt} + {work.n_generate} tokens, "
+          f"{work.n_threads} threads; medians of {max(map(len, figures.values()), default=0)} rounds")  # fmt: skip
+    base = figures.get("llamapipe whole") or next(iter(figures.values()), [])
+    for name, rounds in figures.items():
+        rate = statistics.median(r["rate"] for r in rounds)
+        ratio = statistics.median(b["rate"] / r["rate"] for b, r in zip(base, rounds, strict=True))
+        firsts = sorted(t for r in rounds for t in r.get("first_s", []))
+        first = ""
+        if firsts:
+            late = firsts[min(int(len(firsts) * 0.95), len(firsts) - 1)]
+            first = f"first token {statistics.median(firsts) * 1e3:7.1f} ms, 95 % {late * 1e3:7.1f} ms"
+        print(f"  {name:<28}{rate:9.0f} tok/s   llamapipe whole / it {ratio:6.3f}   {first}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The sides of a comparison: who does the work, and how it is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ceiling import Ceiling
+from peers import Missing, Peers
+from workload import Work
+
+HERE = Path(__file__).resolve().parent
+
+
+class Side:
+    """A worker process: one line of JSON in, one out."""
+
+    def __init__(self, command: list[str], model: Path, work: Work) -> None:
+        self._work = work
+        self._salt = 0
+        self._process = subprocess.Popen(
+            [*command, str(model), json.dumps(work._asdict())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._ask(None)
+
+    def close(self) -> None:
+        """Ends the worker: its standard input ends."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def run(self) -> dict[str, Any]:
+        """One round: generated tokens per second, prompts included, and when each request's first token came."""
+        self._salt += 1
+        said = self._ask(self._salt)
+        expected = self._work.n * self._work.n_generate
+        if said["n_tokens"] != expected:
+            raise RuntimeError(f"{said['n_tokens']} tokens were generated instead of {expected}")
+        return {"rate": expected / said["seconds"], **said}
+
+    def _ask(self, salt: int | None) -> dict[str, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        if salt is not None:
+            self._process.stdin.write(json.dumps({"prompts": self._work.prompts(salt)}) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+
+Start = Callable[[Path, Work, Peers], "Side | Ceiling"]
+
+
+class Kind(NamedTuple):
+    """How a side is started, and for which numbers of requests at once it makes sense."""
+
+    start: Start
+    only: Container[int] = range(1, 10_000)
+
+    def fits(self, work: Work) -> bool:
+        """Whether this work is for it."""
+        return work.n in self.only
+
+
+def ours(mode: str) -> Start:
+    """llamapipe in this interpreter."""  # noqa: D403
+
+    def start(model: Path, work: Work, _: Peers) -> Side:
+        return Side([sys.executable, str(HERE / "worker_llamapipe.py"), mode], model, work)
+
+    return start
+
+
+def server(mode: str) -> Start:
+    """llama-server behind a small client."""
+
+    def start(model: Path, work: Work, peers: Peers) -> Side:
+        program = str(peers.program("llama-server"))
+        return Side([sys.executable, str(HERE / "worker_server.py"), mode, program], model, work)
+
+    return start
+
+
+def binding(name: str) -> Start:
+    """Another Python binding, in an environment of its own."""
+    worker = str(HERE / f"worker_{name.replace('-', '_')}.py")
+    return lambda model, work, peers: Side([str(peers.python(name)), worker], model, work)
+
+
+def ceiling(unified: bool) -> Start:
+    """llama.cpp without sampling, text or callers."""
+    return lambda model, work, peers: Ceiling(peers.program("llama-batched-bench"), model, work, unified)
+
+
+SIDES: dict[str, Kind] = {
+    "llamapipe whole": Kind(ours("whole")),
+    "llamapipe threads": Kind(ours("threads")),
+    "llamapipe asyncio": Kind(ours("asyncio")),
+    "llamapipe blocking": Kind(ours("blocking")),
+    "llamapipe contexts": Kind(ours("contexts"), (2, 4)),
+    "batched-bench": Kind(ceiling(unified=False)),
+    "batched-bench unified": Kind(ceiling(unified=True), range(2, 10_000)),
+    "llama-server whole": Kind(server("whole")),
+    "llama-server streaming": Kind(server("streaming")),
+    "xllamacpp": Kind(binding("xllamacpp")),
+    "llama-cpp-python": Kind(binding("llama-cpp-python"), range(1, 9)),
+}
+
+__all__ = ["SIDES", "Missing", "Side"]

@@ -1,0 +1,35 @@
+"""llama-cpp-python: one after another, as behind a lock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+
+from llama_cpp import Llama
+from worker import Measured, Run, serve
+from workload import Work
+
+
+def start(path: Path, work: Work, arguments: list[str]) -> Run:
+    """Whole completions with their text."""
+    llama = Llama(
+        str(path),
+        n_ctx=work.n_ctx,
+        n_threads=work.n_threads,
+        n_threads_batch=work.n_threads,
+        verbose=False,
+    )
+
+    def run(prompts: list[list[int]]) -> Measured:
+        n = 0
+        began = perf_counter()
+        for prompt in prompts:
+            llama.reset()
+            out = llama.create_completion(prompt, max_tokens=work.n_generate, temperature=0.0)
+            n += out["usage"]["completion_tokens"]
+        return Measured(perf_counter() - began, n, [])
+
+    return run
+
+
+serve(start)

@@ -1,0 +1,115 @@
+"""llama-server over loopback, asked by a client that does as little as it can: it looks for the end of each answer.
+
+All requests go out at once on connections that stay open. The server's own figures say how many tokens there were.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import re
+import selectors
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, perf_counter, sleep
+
+from worker import Measured, Run, serve
+from workload import Work
+
+START_S = 120.0
+
+
+def start(path: Path, work: Work, arguments: list[str]) -> Run:
+    """The server ends with this process: it is told when standard input ends."""
+    mode, program = arguments
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        program, "-m", str(path), "--host", "127.0.0.1", "--port", str(port), "-np", str(work.n),
+        "-c", str(work.n * work.n_ctx), "-t", str(work.n_threads), "-tb", str(work.n_threads),
+        "-b", "2048", "-ub", "512", "--no-cache-prompt", "--cache-ram", "0", "--log-disable", "-no-kvu",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr)
+    deadline = monotonic() + START_S
+    while not _healthy(port):
+        if process.poll() is not None or monotonic() > deadline:
+            process.kill()
+            raise RuntimeError(f"llama-server does not start: {' '.join(command)}")
+        sleep(0.05)
+    connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(work.n)]
+    for connection in connections:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    streaming = mode == "streaming"
+
+    def run(prompts: list[list[int]]) -> Measured:
+        requests = [_request(prompt, work.n_generate, streaming) for prompt in prompts]
+        selector = selectors.DefaultSelector()
+        read: dict[int, bytearray] = {}
+        firsts: list[float] = []
+        began = perf_counter()
+        for connection, request in zip(connections, requests, strict=True):
+            connection.sendall(request)
+            read[connection.fileno()] = bytearray()
+            selector.register(connection, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                text = read[key.fd]
+                was = len(text)
+                text += key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                if streaming and b"data:" in text[:2000] and b"data:" not in text[: min(was, 2000)]:
+                    firsts.append(perf_counter() - began)
+                if _complete(text, streaming):
+                    selector.unregister(key.fileobj)
+        seconds = perf_counter() - began
+        n_tokens = sum(_n_tokens(text) for text in read.values())
+        return Measured(seconds, n_tokens, firsts)
+
+    atexit.register(process.wait)
+    atexit.register(process.terminate)
+    return run
+
+
+def _request(prompt: list[int], n_generate: int, streaming: bool) -> bytes:
+    body = json.dumps(
+        {
+            "prompt": prompt, "n_predict": n_generate, "temperature": 0, "ignore_eos": True,
+            "cache_prompt": False, "stream": streaming, "samplers": [],
+        }
+    ).encode()  # fmt: skip
+    head = (
+        "POST /completion HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    )
+    return "\r\n".join((*head, "", "")).encode() + body
+
+
+def _complete(text: bytearray, streaming: bool) -> bool:
+    if streaming:
+        return text.endswith(b"0\r\n\r\n")
+    head, separator, body = text.partition(b"\r\n\r\n")
+    length = re.search(rb"Content-Length: (\d+)", head, re.IGNORECASE)
+    return bool(separator) and length is not None and len(body) >= int(length.group(1))
+
+
+def _n_tokens(text: bytearray) -> int:
+    found = re.findall(rb'"tokens_predicted":(\d+)', text)
+    if not found:
+        raise RuntimeError(f"llama-server said {bytes(text[:500])!r}")
+    return int(found[-1])
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return b"200 OK" in connection.recv(1000)
+    except OSError:
+        return False
+
+
+serve(start)

@@ -1,0 +1,26 @@
+"""What every side is asked to do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """``n`` requests at once, each with a prompt of so many tokens and so many to generate, on so many threads."""
+
+    n: int
+    n_prompt: int
+    n_generate: int
+    n_threads: int
+
+    @property
+    def n_ctx(self) -> int:
+        """Cells of one request."""
+        return -(-(self.n_prompt + self.n_generate + 8) // 256) * 256
+
+    def prompts(self, salt: int) -> list[list[int]]:
+        """Of which no two begin alike, whatever the round; ids that every vocabulary here has."""
+        return [
+            [300 + (31 * (i + 64 * salt) + 7 * j * (i + 1) + j * j) % 1900 for j in range(self.n_prompt)]
+            for i in range(self.n)
+        ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,17 @@ from typing import Any
 from workload import Work
 
 
+_TRIES = 5  # it may end before its log is written
+
+
 class Ceiling:
     """Prompts and decoding at one concurrency; a process a round, which loads the model outside its own timing."""
 
     def __init__(self, program: Path, model: Path, work: Work, unified: bool) -> None:
-        self._work = work
         self._command = [
             str(program), "-m", str(model), "-c", str(work.n * work.n_ctx), "-b", "2048", "-ub", "512",
             "-npp", str(work.n_prompt), "-ntg", str(work.n_generate), "-npl", str(work.n),
-            "-t", str(work.n_threads), "-tb", str(work.n_threads), "--output-format", "jsonl",
+            "-t", str(work.n_threads), "-tb", str(work.n_threads),
             "-kvu" if unified else "-no-kvu",
         ]  # fmt: skip
 
@@ -27,11 +29,17 @@ class Ceiling:
 
     def run(self) -> dict[str, Any]:
         """Generated tokens per second, prompts included, and the two parts by themselves."""
-        done = subprocess.run(self._command, capture_output=True, text=True, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if not lines:
+        for _ in range(_TRIES):
+            done = subprocess.run(self._command, capture_output=True, text=True, check=False)
+            lines = done.stdout.splitlines()
+            rows = [line.strip("|").split("|") for line in lines if re.match(r"\| *\d", line)]
+            if rows:
+                break
+        else:
             raise RuntimeError(f"llama-batched-bench said nothing: {done.stderr[-2000:]}")
-        said = json.loads(lines[-1])
-        seconds = said["t_pp"] + said["t_tg"]
-        n_tokens = self._work.n * self._work.n_generate
-        return {"rate": n_tokens / seconds, "prefill_s": said["t_pp"], "decode_s": said["t_tg"]}
+        n_prompt, n_generate, n, _, _, prompt_rate, _, rate, *_ = map(float, rows[-1])
+        prefill_s, decode_s = (
+            n_prompt * n / prompt_rate,
+            n_generate * n / rate,
+        )  # its seconds have three decimals
+        return {"rate": n_generate * n / (prefill_s + decode_s), "prefill_s": prefill_s, "decode_s": decode_s}

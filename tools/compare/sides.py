@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +20,16 @@ HERE = Path(__file__).resolve().parent
 class Side:
     """A worker process: one line of JSON in, one out."""
 
-    def __init__(self, command: list[str], model: Path, work: Work) -> None:
+    def __init__(self, command: list[str], model: Path, work: Work, may_end: bool = False) -> None:
         self._work = work
         self._salt = 0
+        self._may_end = may_end
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - shown when it fails: some write a lot
         self._process = subprocess.Popen(
             [*command, str(model), json.dumps(work._asdict())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._log,
             text=True,
         )
         self._ask(None)
@@ -37,15 +41,16 @@ class Side:
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
+        self._log.close()
 
     def run(self) -> dict[str, Any]:
         """One round: generated tokens per second, prompts included, and when each request's first token came."""
         self._salt += 1
         said = self._ask(self._salt)
         expected = self._work.n * self._work.n_generate
-        if said["n_tokens"] != expected:
+        if said["n_tokens"] != expected and not self._may_end:
             raise RuntimeError(f"{said['n_tokens']} tokens were generated instead of {expected}")
-        return {"rate": expected / said["seconds"], **said}
+        return {"rate": said["n_tokens"] / said["seconds"], **said}
 
     def _ask(self, salt: int | None) -> dict[str, Any]:
         assert self._process.stdin
@@ -55,7 +60,9 @@ class Side:
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
+            code = self._process.wait()
+            self._log.seek(0)
+            raise RuntimeError(f"{self._process.args!r} ended with {code}: {self._log.read()[-3000:]}")
         said: dict[str, Any] = json.loads(line)
         return said
 
@@ -93,10 +100,10 @@ def server(mode: str) -> Start:
     return start
 
 
-def binding(name: str) -> Start:
-    """Another Python binding, in an environment of its own."""
+def binding(name: str, may_end: bool = False) -> Start:
+    """Another Python binding, in an environment of its own. ``may_end``: it cannot ignore the end of generation."""
     worker = str(HERE / f"worker_{name.replace('-', '_')}.py")
-    return lambda model, work, peers: Side([str(peers.python(name)), worker], model, work)
+    return lambda model, work, peers: Side([str(peers.python(name)), worker], model, work, may_end)
 
 
 def ceiling(unified: bool) -> Start:
@@ -115,7 +122,7 @@ SIDES: dict[str, Kind] = {
     "llama-server whole": Kind(server("whole")),
     "llama-server streaming": Kind(server("streaming")),
     "xllamacpp": Kind(binding("xllamacpp")),
-    "llama-cpp-python": Kind(binding("llama-cpp-python"), range(1, 9)),
+    "llama-cpp-python": Kind(binding("llama-cpp-python", may_end=True), range(1, 9)),
 }
 
 __all__ = ["SIDES", "Missing", "Side"]

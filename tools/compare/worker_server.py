@@ -1,6 +1,7 @@
 """llama-server over loopback, asked by a client that does as little as it can: it looks for the end of each answer.
 
-All requests go out at once on connections that stay open. The server's own figures say how many tokens there were.
+All requests go out at once on connections made before (the server closes them after a stream). The server's own figures
+say how many tokens there were.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import re
 import selectors
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 
@@ -32,19 +32,21 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
         "-c", str(work.n * work.n_ctx), "-t", str(work.n_threads), "-tb", str(work.n_threads),
         "-b", "2048", "-ub", "512", "--no-cache-prompt", "--cache-ram", "0", "--log-disable", "-no-kvu",
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = monotonic() + START_S
     while not _healthy(port):
         if process.poll() is not None or monotonic() > deadline:
             process.kill()
             raise RuntimeError(f"llama-server does not start: {' '.join(command)}")
         sleep(0.05)
-    connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(work.n)]
-    for connection in connections:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     streaming = mode == "streaming"
 
     def run(prompts: list[list[int]]) -> Measured:
+        connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(work.n)]
+        for connection in connections:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         requests = [_request(prompt, work.n_generate, streaming) for prompt in prompts]
         selector = selectors.DefaultSelector()
         read: dict[int, bytearray] = {}
@@ -58,12 +60,15 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
             for key, _ in selector.select():
                 text = read[key.fd]
                 was = len(text)
-                text += key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                came = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                text += came
                 if streaming and b"data:" in text[:2000] and b"data:" not in text[: min(was, 2000)]:
                     firsts.append(perf_counter() - began)
-                if _complete(text, streaming):
+                if not came or _complete(text, streaming):
                     selector.unregister(key.fileobj)
         seconds = perf_counter() - began
+        for connection in connections:
+            connection.close()
         n_tokens = sum(_n_tokens(text) for text in read.values())
         return Measured(seconds, n_tokens, firsts)
 
@@ -90,7 +95,7 @@ def _request(prompt: list[int], n_generate: int, streaming: bool) -> bytes:
 
 def _complete(text: bytearray, streaming: bool) -> bool:
     if streaming:
-        return text.endswith(b"0\r\n\r\n")
+        return text.endswith(b"\r\n0\r\n\r\n")
     head, separator, body = text.partition(b"\r\n\r\n")
     length = re.search(rb"Content-Length: (\d+)", head, re.IGNORECASE)
     return bool(separator) and length is not None and len(body) >= int(length.group(1))

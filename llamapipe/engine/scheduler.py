@@ -528,9 +528,12 @@ class Scheduler:
         budget = self.n_batch - len(plan.tokens)
         if self._decoding:
             budget = min(budget, max(self.n_ubatch - len(plan.tokens), 1))
-        elif self.depth > 1 and self._only_scores():
-            budget = min(budget, self.n_ubatch)  # no slower, and the next one need not wait for it
+        elif self.depth > 1 if self._only_scores() else len(self._prefilling) > 1:
+            # llama.cpp computes no more at a time. So the next step need not wait for it, nor the first prompt's token
+            # for the last prompt.
+            budget = min(budget, self.n_ubatch)
         n_rows = self.n_score_rows
+        n_before = len(plan.fed)
         for request in self._prefilling:
             if budget <= 0:
                 return
@@ -538,6 +541,8 @@ class Scheduler:
                 continue
             first = request.n_past
             n_left = len(request.tokens) - first
+            if budget < n_left <= self.n_ubatch and len(plan.fed) > n_before:
+                return  # the next step has room for all of it; in parts it would take a pass over the weights more
             n = min(n_left, budget)
             scored = range(0)
             if request.scoring is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from workload import Work
 
-
 _TRIES = 5  # it may end before its log is written
 
 

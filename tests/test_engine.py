@@ -561,7 +561,8 @@ class TestSharing:
         engine.generate([PROMPT] * 3, greedy(7))
         assert engine.stats().steps == 7
 
-    def test_requests_that_come_together_share_steps(self, engine: lp.Engine) -> None:
+    def test_requests_that_come_together_share_steps(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=4)
         with held(engine):
             workers = [Worker(engine.generate, PROMPT, greedy(10)) for _ in range(4)]
             wait_until(lambda: engine._decoder._inbox.qsize() >= 4)

@@ -51,7 +51,9 @@ class TestGenerate:
 
         run(main())
 
-    def test_tasks_share_steps(self, engine: lp.Engine) -> None:
+    def test_tasks_share_steps(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=4)
+
         async def main() -> None:
             with held(engine):
                 tasks = [asyncio.ensure_future(engine.agenerate(PROMPT, greedy(30))) for _ in range(4)]

@@ -244,13 +244,29 @@ class TestSteps:
         assert_done(a)
 
     def test_prompts_share_a_step_in_order_of_arrival(self) -> None:
-        bench = Bench(n_batch=20, n_ubatch=8)
-        a, b, c = (bench.add(n_prompt=n) for n in (12, 12, 12))
-        assert fed(bench.step()) == [(a, 12), (b, 8)]
-        # While a decodes, a step takes n_ubatch tokens: a's, then b's last four, then c's first three.
-        assert fed(bench.step()) == [(a, 1), (b, 4), (c, 3)]
+        bench = Bench(n_batch=32, n_ubatch=16)
+        a, b, c = (bench.add(n_prompt=n) for n in (6, 6, 6))
+        assert fed(bench.step()) == [(a, 6), (b, 6)]  # not the first four of c: in parts it would take two passes
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 6)]
         bench.run()
         assert_done(a, b, c)
+
+    def test_a_prompt_longer_than_a_ubatch_fills_what_others_leave(self) -> None:
+        bench = Bench(n_batch=32, n_ubatch=8)
+        a, b, c = (bench.add(n_prompt=n) for n in (4, 12, 12))
+        assert fed(bench.step()) == [(a, 4), (b, 4)]
+        assert fed(bench.step()) == [(a, 1), (b, 7)]
+        # While two decode, a step takes n_ubatch tokens: theirs, b's last one, and what there is room for of c.
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 6)]
+        bench.run()
+        assert_done(a, b, c)
+
+    def test_one_prompt_alone_takes_whole_batches(self) -> None:
+        bench = Bench(n_batch=20, n_ubatch=8)
+        a = bench.add(n_prompt=30)
+        assert [p.fed for p in bench.steps(2)] == [[(a, 20)], [(a, 10)]]
+        bench.run()
+        assert_done(a)
 
     def test_a_long_prompt_does_not_hold_up_streams(self) -> None:
         bench = Bench(n_batch=32, n_ubatch=8)
@@ -600,7 +616,7 @@ class TestPreemption:
         assert len(generated(a)) == 4
 
     def test_when_cells_run_out_the_newest_gives_way(self) -> None:
-        bench = Bench(n_slots=3, n_ctx=32, n_cells=40)
+        bench = Bench(n_slots=3, n_ctx=32, n_cells=40, n_ubatch=32)
         a, b, c = (bench.add(n_prompt=8, max_tokens=20) for _ in range(3))
         bench.steps(6)
         assert [r.state for r in (a, b, c)] == [State.RUNNING] * 3
@@ -613,7 +629,7 @@ class TestPreemption:
         assert_done(a, b, c, n_ctx=32)
 
     def test_paused_requests_give_their_cells_up_before_running_ones(self) -> None:
-        bench = Bench(n_slots=3, n_ctx=32, n_cells=40)
+        bench = Bench(n_slots=3, n_ctx=32, n_cells=40, n_ubatch=32)
         a = bench.add(n_prompt=12, limit=1)
         b, c = (bench.add(n_prompt=10, max_tokens=12) for _ in range(2))
         bench.steps(6)
@@ -658,7 +674,7 @@ class TestPreemption:
         assert_done(a, b)
 
     def test_a_prompt_may_take_the_last_cell(self) -> None:
-        bench = Bench(n_slots=2, n_ctx=32, n_cells=40, n_batch=64)
+        bench = Bench(n_slots=2, n_ctx=32, n_cells=40, n_batch=64, n_ubatch=64)
         a, b = bench.add(n_prompt=20), bench.add(n_prompt=20)
         assert fed(bench.step()) == [(a, 20), (b, 20)]
         assert fed(bench.step()) == [(a, 1)]  # there is none left for the newer one
@@ -869,7 +885,7 @@ class TestFillers:
 
     def test_a_prefilling_sequence_in_the_gap_has_tokens_of_its_own(self) -> None:
         bench = self.bench(n_slots=5, n_batch=16, n_ubatch=6)
-        requests = [bench.add(max_tokens=n) for n in (9, 1, 1, 9)]
+        requests = [bench.add(n_prompt=1, max_tokens=n) for n in (9, 1, 1, 9)]
         bench.step()
         b = bench.add(n_prompt=20, max_tokens=2)
         plan = bench.step()
@@ -883,7 +899,7 @@ class TestFillers:
 
     def test_the_row_of_a_finishing_prompt_follows_those_of_filled_decoding(self) -> None:
         bench = self.bench(n_batch=12, n_ubatch=8)
-        a, b, c = bench.add(), bench.add(max_tokens=2), bench.add()
+        a, b, c = bench.add(n_prompt=2), bench.add(n_prompt=2, max_tokens=2), bench.add(n_prompt=2)
         bench.step()
         d = bench.add(n_prompt=9)
         assert fed(bench.step()) == [(a, 1), (b, 1), (c, 1), (d, 5)]
@@ -895,7 +911,7 @@ class TestFillers:
         assert_done(a, b, c, d)
 
     def test_never_more_fillers_than_requests(self) -> None:
-        bench = self.bench(n_slots=8)
+        bench = self.bench(n_slots=8, n_ubatch=32)
         keep = (0, 7)
         requests = [bench.add(max_tokens=9 if i in keep else 1) for i in range(8)]
         bench.step()

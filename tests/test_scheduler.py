@@ -246,7 +246,10 @@ class TestSteps:
     def test_prompts_share_a_step_in_order_of_arrival(self) -> None:
         bench = Bench(n_batch=32, n_ubatch=16)
         a, b, c = (bench.add(n_prompt=n) for n in (6, 6, 6))
-        assert fed(bench.step()) == [(a, 6), (b, 6)]  # not the first four of c: in parts it would take two passes
+        assert fed(bench.step()) == [
+            (a, 6),
+            (b, 6),
+        ]  # not the first four of c: in parts it would take two passes
         assert fed(bench.step()) == [(a, 1), (b, 1), (c, 6)]
         bench.run()
         assert_done(a, b, c)

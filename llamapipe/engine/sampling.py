@@ -14,8 +14,6 @@ from llamapipe.engine.request import Request
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.sampler import Dry, Guide, SamplerChain
 from llamapipe.llama.vocab import Vocab
-from llamapipe.structured.compile import compile_guide
-from llamapipe.structured.gbnf import check_gbnf
 
 _N_KEPT = 64
 T = TypeVar("T")
@@ -116,6 +114,8 @@ class Recipe:
             self._check_grammar(params.grammar)
         for name in ("json_schema", "regex", "lark"):
             if getattr(params, name) is not None:
+                from llamapipe.structured.compile import compile_guide
+
                 self._guide = compile_guide(vocab, **{name: getattr(params, name)}).new
 
     @property
@@ -160,6 +160,8 @@ class Recipe:
             chain.guide.reset(generated)
 
     def _check_grammar(self, text: str) -> None:
+        from llamapipe.structured.gbnf import check_gbnf
+
         check_gbnf(text, self._vocab)
         with SamplerChain(self._vocab) as chain:
             try:

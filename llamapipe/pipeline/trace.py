@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from llamapipe.llama.check import check_int
 from llamapipe.pipeline.span import Span
-from llamapipe.pipeline.trace_svg import draw
 
 if TYPE_CHECKING:
     from llamapipe.pipeline.core import Core
@@ -124,6 +123,8 @@ class Trace:
             chosen = [step for step in steps if step >= first][:n_steps]
             kept = set(chosen)
             spans = [span for span in spans if span.step in kept]
+        from llamapipe.pipeline.trace_svg import draw
+
         return draw(spans, _lanes(spans), title)
 
     def save(self, path: str | Path, **options: Any) -> Path:

@@ -111,9 +111,10 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def instructions(session: nox.Session) -> None:
-    """Count the instructions of fixed work with valgrind, and compare with what is stored."""
-    session.install("numpy", "cffi", "cmake>=3.21", "ninja")
-    _install(session)
+    """Count the instructions of fixed work with valgrind, and compare with what is stored; nothing is built for it."""
+    if shutil.which("valgrind") is None:
+        session.skip("valgrind is missing here; on Debian: apt-get install valgrind")
+    session.install("numpy", "cffi")
     session.run("python", str(HERE / "tools" / "count_instructions.py"), *session.posargs)
 
 

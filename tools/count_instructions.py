@@ -3,9 +3,9 @@
     python tools/count_instructions.py            # fails where one is more than 5 % above, or below, what is stored
     python tools/count_instructions.py --store    # writes them down, for this Python on this processor's family
 
-Times say little on a busy machine; valgrind's callgrind counts the same every time. Each work is run twice, with another
-number of rounds, so that what comes before it does not count. A processor without the widest vectors is emulated, so the
-figures do not depend on the machine.
+Times say little on a busy machine; valgrind's callgrind counts the same every time. Each work is run twice, with
+another number of rounds, so that what comes before it does not count. A processor without the widest vectors is
+emulated, so the figures do not depend on the machine.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ def main() -> None:
     folder = Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     mpl.rcParams["svg.hashsalt"] = "llamapipe"  # the same picture of the same figures
+    mpl.rcParams["svg.fonttype"] = "none"
     for model in dict.fromkeys(work["model"] for work in figures["works"]):
         works = [work for work in figures["works"] if work["model"] == model]
         stem = Path(model).stem
@@ -60,8 +61,8 @@ def lines(works: list[Figure], of: Callable[[list[Figure]], float | None], title
                       linestyle="-" if ours else "--")  # fmt: skip
     axes.set(title=title, xlabel="requests at once", xscale="log", ylim=(0, None))
     axes.set_xticks([work["n"] for work in works], [str(work["n"]) for work in works])
-    axes.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1))
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -79,7 +80,7 @@ def stages(works: list[Figure], title: str, path: Path) -> None:
         ]
         axes.bar([str(n) for n, _ in bars], heights, bottom=bottom, label=stage.removesuffix("_s"))
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.set(title=title, xlabel="requests at once", yscale="log")
+    axes.set(title=title, xlabel="requests at once")
     axes.legend()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

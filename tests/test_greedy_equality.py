@@ -216,7 +216,9 @@ def last_output(launch: Launch, slot: int) -> bool:
 
 def test_gaps_between_slots(known: Known, shapes_matter: bool, make_engine: MakeEngine) -> None:
     """Some of eight requests end early; where that is cheap the gaps are filled, and the others never notice."""
-    fitting = [i for i in range(32) if 8 * len(known.jobs[i].prompt) <= 512]  # so that one step takes all prompts
+    fitting = [
+        i for i in range(32) if 8 * len(known.jobs[i].prompt) <= 512
+    ]  # so that one step takes all prompts
     number = max(fitting, key=lambda i: known.jobs[i].max_tokens)
     job, expected = known.jobs[number], known.alone[512][number]
     engine = make_engine(known.model, n_ctx=N_CTX, n_seq_max=8, n_ubatch=512)

@@ -272,6 +272,8 @@ class TestWhatIsInTheGraph:
             ({"top_k": 64}, True),
             ({"top_k": 65}, False),
             ({"top_k": 0}, False),
+            ({"top_k": 2**31 - 1}, False),
+            ({"logprobs": 5}, True),
             ({"typical_p": 0.9}, False),
             ({"typical_p": 0.9, "temperature": 0}, True),
             ({"repeat_penalty": 1.1}, False),
@@ -377,7 +379,8 @@ class TestEngine:
             )
             return outs, engine.stats()
 
-        for params in ([*SOME[:2], PARAMS[1]], SOME[2:], [replace(PARAMS[1], logprobs=5)]):
+        noted = [replace(PARAMS[1], logprobs=n) for n in (0, 5)]
+        for params in ([*SOME[:2], PARAMS[1]], SOME[2:], noted[:1], noted[1:]):
             outs, stats = generate(*params)
             n_tokens = sum(len(out.token_ids) for out in outs)
             assert stats.n_copied_bytes == (n_tokens * (result + some) if ON_DEVICE else 0)
@@ -675,6 +678,24 @@ class TestSteps:
                 assert [t for t, _ in score.top] == np.argsort(-rows[entry], kind="stable")[:n_top].tolist()
             for t, p in score.top:
                 assert abs(p - logprobs[entry, t]) < near
+
+    @pytest.mark.parametrize("n_logprobs", [0, 3, 63])
+    def test_log_probabilities_of_a_step_in_parts(self, demo: lp.Model, ring: str, n_logprobs: int) -> None:
+        """Its rows cannot be had later, so they come with it."""
+        n = N_SEQ + 2
+        places = list(range(n))
+        with Steps(demo, ring) as steps, ExitStack() as stack:
+            chains = [stack.enter_context(steps.chain(i)).set_logprobs(n_logprobs) for i in places]
+            step = steps.executor.launch([5] * n, places, [0] * n, [1] * n, places, chains)
+            drawn = steps.executor.sample(step, places, chains)
+            row = [
+                steps.executor.score(step, [i], [t], n_logprobs)[0]
+                for i, t in zip(places, drawn, strict=True)
+            ]
+            for chain, score in zip(chains, row, strict=True):
+                logprob, top = chain.logprobs()
+                assert abs(logprob - score.logprob) < 1e-4
+                assert [t for t, _ in top] == [t for t, _ in score.top]
 
     def test_a_row_nobody_announced_is_scored_whole(self, demo: lp.Model, ring: str) -> None:
         with Steps(demo, ring) as steps:

@@ -533,7 +533,7 @@ class Scheduler:
             # for the last prompt.
             budget = min(budget, self.n_ubatch)
         n_rows = self.n_score_rows
-        n_before = len(plan.fed)
+        whole, n_before = budget, len(plan.fed)
         for request in self._prefilling:
             if budget <= 0:
                 return
@@ -541,7 +541,7 @@ class Scheduler:
                 continue
             first = request.n_past
             n_left = len(request.tokens) - first
-            if budget < n_left <= self.n_ubatch and len(plan.fed) > n_before and request.max_tokens != 0:
+            if budget < n_left <= whole and len(plan.fed) > n_before and request.max_tokens != 0:
                 return  # the next step has room for all of it; in parts it would take a pass over the weights more
             n = min(n_left, budget)
             scored = range(0)

@@ -106,7 +106,11 @@ bool Collector::init(ggml_backend_buffer_type_t buft) {
     }
     staging_ = staging;
     host_    = ggml_backend_buffer_is_host(buffer_) ? (float *) staging_->data : nullptr;
-    in_place_ = host_ && !sampler_ && device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU;
+    in_place_ = host_ && !sampler_;
+    // A tensor with memory of its own is computed by the first device that can use that memory, whatever its weights need.
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        in_place_ = in_place_ && ggml_backend_dev_type(ggml_backend_dev_get(i)) == GGML_BACKEND_DEVICE_TYPE_CPU;
+    }
     if (sampler_) {
         sampler_->fill();
     }
@@ -181,16 +185,28 @@ void Collector::set_input() {
     }
 }
 
+void Collector::expect(const int64_t * rows, const GraphRow * parameters, int n) {
+    rows_       = rows;
+    parameters_ = parameters;
+    n_expected_ = n;
+    n_written_ = n_wrong_ = 0;
+    inputs_ns_    = 0;
+    is_scattered_ = false;
+    for (int i = 1; in_place_ && i < n; i++) {
+        is_scattered_ = is_scattered_ || rows[i] != rows[0] + i;
+    }
+    if (is_scattered_) {
+        scattered_.resize(std::max(scattered_.size(), (size_t) n * (size_t) n_vocab_));
+    }
+}
+
 // Rows computed in place are written side by side: to where they shall be if that is so, else they are brought there later.
 void Collector::set_place() {
     const int64_t n     = outputs_->ne[1];
     const bool    known = n == n_expected_;
-    is_scattered_       = !known;
-    for (int64_t i = 1; known && i < n; i++) {
-        is_scattered_ = is_scattered_ || rows_[i] != rows_[0] + i;
-    }
-    if (is_scattered_) {
-        scattered_.resize((size_t) n * (size_t) n_vocab_);
+    if (!known) {
+        is_scattered_ = true;
+        scattered_.resize(std::max(scattered_.size(), (size_t) n * (size_t) n_vocab_));
     }
     outputs_->data = is_scattered_ ? scattered_.data() : host_ + rows_[0] * n_vocab_;
     n_written_     = known ? n_expected_ : n_written_;

@@ -36,15 +36,8 @@ public:
     const char * sampler_problem() const;
 
     // The rows where the next decode shall put its outputs, in the order of its outputs, and what it samples them with (or
-    // null). Not copied.
-    void expect(const int64_t * rows, const GraphRow * parameters, int n) {
-        rows_       = rows;
-        parameters_ = parameters;
-        n_expected_ = n;
-        n_written_  = n_wrong_ = 0;
-        inputs_ns_  = 0;
-        is_scattered_ = false;
-    }
+    // null). Not copied. Throws std::bad_alloc.
+    void expect(const int64_t * rows, const GraphRow * parameters, int n);
     // After a decode: whether it has put all its outputs there.
     bool settle();
     // When the last decode's inputs were set, which is just before it computes; 0 without outputs.

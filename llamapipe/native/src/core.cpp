@@ -220,11 +220,12 @@ int Core::launch_parts(const std::shared_ptr<Step> & step, size_t * n_done) {
                     step->parameters.push_back(step->graph[(size_t) step->places[(size_t) (part.first_output + j)]]);
                 }
             }
-            const GraphRow * parameters = step->graph.empty() ? nullptr : step->parameters.data();
-            collector_->expect(step->rows.data(), parameters, part.n_outputs);
         }
         int code = LP_ERROR;
         try {
+            if (staged) {
+                collector_->expect(step->rows.data(), step->graph.empty() ? nullptr : step->parameters.data(), part.n_outputs);
+            }
             code = decode(*step, part);
         } catch (...) {
             give_back(*step, slot);

@@ -398,7 +398,8 @@ int lp_sampler::n_wanted() const {
     if (greedy_) {
         return 1;
     }
-    return !stages.empty() && stages[0].kind == lp::Kind::top_k ? std::min((int) stages[0].value, n_vocab) : n_vocab;
+    const bool cuts = !stages.empty() && stages[0].kind == lp::Kind::top_k && stages[0].value < (float) n_vocab;
+    return cuts ? (int) stages[0].value : n_vocab;  // a larger one may be more than an int
 }
 
 int lp_sampler::choose(const lp::Row & row, int32_t * token) {

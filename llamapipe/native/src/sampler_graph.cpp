@@ -27,7 +27,7 @@ bool in_graph(lp_sampler * sampler, GraphRow * row) {
         }
         last = stage.kind;
         switch (stage.kind) {
-            case Kind::top_k: k = std::min(k, (int) stage.value); break;
+            case Kind::top_k: k = stage.value < (float) k ? (int) stage.value : k; break;
             case Kind::top_p: top_p = stage.value; break;
             case Kind::min_p: min_p = stage.value; break;
             default: temperature = stage.value;

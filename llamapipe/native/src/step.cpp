@@ -103,12 +103,14 @@ void Step::wish(lp_sampler ** samplers, const int32_t * targets, int n_top, int 
     for (size_t i = 0; i < (size_t) n_outputs; i++) {
         lp_sampler * sampler = samplers ? samplers[i] : nullptr;
         char &       wish    = wishes[i];
-        if (sampler && in_graph(sampler, &graph[i])) {
-            wish |= sampler->n_logprobs > 0 ? token | candidates : token;
+        const bool notes = sampler && sampler->n_logprobs >= 0;  // from candidates, which may not be enough for it
+        if (sampler && (stays || !notes) && in_graph(sampler, &graph[i])) {
+            wish |= notes ? token | candidates : token;
         } else if (sampler && stays && from_candidates(sampler, &graph[i])) {
             wish |= candidates;
         } else if (sampler) {
             wish |= row;
+            graph[i] = {};
         }
         const int32_t * mine = targets ? targets + i * GraphRow::n_targets : nullptr;
         if (mine && mine[0] >= 0) {

@@ -19,16 +19,16 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
 
-from ceiling import Ceiling  # noqa: E402
-from neighbour import busy_neighbour  # noqa: E402
-from peers import Missing, find_peers  # noqa: E402
-from sides import SIDES, Side  # noqa: E402
-from workload import Work  # noqa: E402
+from ceiling import Ceiling
+from neighbour import busy_neighbour
+from peers import Missing, find_peers
+from sides import SIDES, Side
+from workload import Work
 
-from llamapipe import demo_model_path  # noqa: E402
-from llamapipe.native.load import build_info  # noqa: E402
+from llamapipe import demo_model_path
+from llamapipe.native.load import build_info
 
 SETTLE_S = 0.05  # threads of the side before spin a little longer
 

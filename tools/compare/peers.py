@@ -15,11 +15,11 @@ import venv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
 
-from native_build.paths import REQUIREMENTS, cache_dir  # noqa: E402
-from native_build.sources import find_source, read_pin  # noqa: E402
-from native_build.toolchain import find_cmake, find_compilers  # noqa: E402
+from native_build.paths import REQUIREMENTS, cache_dir
+from native_build.sources import find_source, read_pin
+from native_build.toolchain import find_cmake, find_compilers
 
 PROGRAMS = ("llama-server", "llama-batched-bench")
 BINDINGS = {  # what pip installs, one after another

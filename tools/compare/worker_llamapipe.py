@@ -9,12 +9,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
 
-from worker import Measured, Run, serve  # noqa: E402
-from workload import Work  # noqa: E402
+from worker import Measured, Run, serve
+from workload import Work
 
-import llamapipe as lp  # noqa: E402
+import llamapipe as lp
 
 
 def start(path: Path, work: Work, arguments: list[str]) -> Run:

@@ -427,7 +427,9 @@ class TestErrors:
         pipe._core.fail_next("launch", -3)
         pipe.submit(run(0, 5)).release()
         pipe.submit(run(0, 3, seq_id=1)).wait()
-        wait_until(lambda: pipe._core.next_position(0) == 0)  # the launcher counts again once it has nothing to do
+        wait_until(
+            lambda: pipe._core.next_position(0) == 0
+        )  # the launcher counts again once it has nothing to do
         with pytest.raises(ValueError, match="must go on from 0 without gaps, not 5"):
             pipe.submit(run(5, 1))
         pipe.submit(run(0, 5)).wait()

@@ -7,10 +7,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from gguf_document import unpack
 from gguf_models import PRESETS, TOOLS, find_source, make_model, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from k_quants import quantize
 
 from llamapipe.llama import Batch, Context, Model
 from llamapipe.llama.gguf_check import check_gguf
@@ -39,6 +43,55 @@ def test_logits_are_sane(tmp_path: Path, type_name: str, vocab: str) -> None:
     assert 0.5 < rows.std() < 2
     # Not a parrot: were the layers weak, a tied output would always repeat the last token.
     assert sum(int(row.argmax()) == token for row, token in zip(rows, ids, strict=True)) < n / 3
+
+
+def test_q4_k_m_is_close_to_the_weights_it_packs(tmp_path: Path) -> None:
+    """What llama.cpp computes from the packed weights is nearly what it computes from the exact ones."""
+    shape = replace(TINY, width=256, ffn=256, layers=9)  # in more than one layer out of three of each kind
+    rows = {}
+    for type_name in ("f32", "q4_k_m", "q8_0"):
+        path = make_model(tmp_path / f"{type_name}.gguf", shape=shape, type_name=type_name, seed=3)
+        with Model(path) as model, Context(model, n_ctx=256) as context:
+            ids = model.tokenize("Once upon a time")
+            context.decode(Batch(ids, range(len(ids)), [0] * len(ids), [True] * len(ids)))
+            rows[type_name] = np.stack([context.logits(i) for i in range(len(ids))])
+    exact = rows.pop("f32").ravel()
+    alike = {name: float(np.corrcoef(exact, row.ravel())[0, 1]) for name, row in rows.items()}
+    assert alike["q8_0"] > 0.998
+    assert 0.9 < alike["q4_k_m"] < alike["q8_0"]
+    sizes = {gguf.GGMLQuantizationType.Q4_K: 0, gguf.GGMLQuantizationType.Q6_K: 0}
+    for tensor in gguf.GGUFReader(tmp_path / "q4_k_m.gguf").tensors:
+        if tensor.tensor_type in sizes:
+            sizes[tensor.tensor_type] += 1
+    # Of nine layers, 0, 3 and 6 to 8 have six bits in two matrices each; so has the embedding.
+    assert sizes == {gguf.GGMLQuantizationType.Q4_K: 9 * 7 - 10, gguf.GGMLQuantizationType.Q6_K: 11}
+
+
+@given(
+    st.sampled_from(["Q4_K", "Q6_K"]),
+    st.integers(0, 2**32 - 1),
+    st.floats(-20, 30),
+    st.floats(-3, 3),
+    st.integers(1, 3),
+)
+def test_k_quants_unpack_to_what_was_packed(
+    name: str, seed: int, magnitude: float, offset: float, n_blocks: int
+) -> None:
+    """gguf's own unpacking is the oracle: no value is further off than the steps of its part of 32 or 16 allow."""
+    qtype = gguf.GGMLQuantizationType[name]
+    rng = np.random.default_rng(seed)
+    exact = (rng.standard_normal((2, 256 * n_blocks)) + offset) * 2.0 ** (magnitude / 2)
+    exact[0, :256] *= rng.random() < 0.5  # perhaps a block of zeros
+    exact = exact.astype(np.float32)
+    back = gguf.quants.dequantize(quantize(exact, qtype), qtype)
+    assert back.shape == exact.shape
+    size = 32 if name == "Q4_K" else 16
+    parts = np.abs(exact).reshape(-1, 256 // size, size).max(axis=2, keepdims=True)
+    # A step of a part, and of the parts' scales, which the block's largest decides;.
+    widest = parts.max(axis=1, keepdims=True)
+    steps = 15 if name == "Q4_K" else 31
+    allowed = 2 * parts / steps * 0.55 + widest / 63 * 2.1 + 1e-5
+    assert (np.abs(back - exact).reshape(parts.shape[0], -1, size) <= allowed).all()
 
 
 def test_same_arguments_same_bytes(tmp_path: Path) -> None:
@@ -117,8 +170,15 @@ def test_impossible_sizes(tmp_path: Path, change: dict[str, int], message: str) 
     assert not (tmp_path / "m.gguf").exists()
 
 
+def test_rows_of_whole_blocks(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="q4_k_m packs 256 values: width 64 and ffn 128 must be multiples of 256"
+    ):
+        make_model(tmp_path / "m.gguf", shape=TINY, type_name="q4_k_m")
+
+
 def test_wrong_names(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="type 'q9' is unknown, use one of f32, f16, q8_0"):
+    with pytest.raises(ValueError, match="type 'q9' is unknown, use one of f32, f16, q8_0, q4_k_m"):
         make_model(tmp_path / "m.gguf", type_name="q9")
     with pytest.raises(FileNotFoundError, match="vocabulary 'klingon' is neither a file nor in the"):
         make_model(tmp_path / "m.gguf", vocab="klingon")

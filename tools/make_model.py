@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import k_quants
 import numpy as np
 import numpy.typing as npt
 
@@ -28,7 +29,9 @@ TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_k_m": (gguf.GGMLQuantizationType.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_M),
 }
+PACKED = {"q8_0": 32, "q4_k_m": k_quants.BLOCK}  # values a block; a row has whole ones
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # token types of llama.h
 
@@ -53,9 +56,10 @@ class Shape:
             raise ValueError(f"width {self.width} must be an even multiple of heads {self.heads}")
         if self.heads % self.heads_kv:
             raise ValueError(f"heads {self.heads} must be a multiple of heads_kv {self.heads_kv}")
-        if type_name == "q8_0" and (self.width % 32 or self.ffn % 32):
+        block = PACKED.get(type_name, 1)
+        if self.width % block or self.ffn % block:
             raise ValueError(
-                f"q8_0 packs 32 values: width {self.width} and ffn {self.ffn} must be multiples of 32"
+                f"{type_name} packs {block} values: width {self.width} and ffn {self.ffn} must be multiples of {block}"
             )
 
 
@@ -101,7 +105,7 @@ def make_model(
     Args:
         path: the file to write; replaced if it exists.
         shape: the sizes of the model.
-        type_name: weight type of the matrices, ``f32``, ``f16`` or ``q8_0``; norms are always float32.
+        type_name: weight type of the matrices, ``f32``, ``f16``, ``q8_0`` or ``q4_k_m``; norms are always float32.
         vocab: ``builtin-spm``, ``builtin-bpe``, a path to a GGUF file, or a name as ``llama-spm``.
         seed: of the weights; the same arguments give the same bytes.
         source: the llama.cpp tree in which a vocabulary's name is looked up; see `find_source`.
@@ -136,13 +140,25 @@ def make_model(
         if tensor.ndim == 1:
             writer.add_tensor(name, tensor)
         else:
-            qtype = TYPES[type_name][0]
-            writer.add_tensor(name, gguf.quants.quantize(tensor, qtype), raw_dtype=qtype)
+            qtype = _tensor_type(type_name, name, shape.layers)
+            writer.add_tensor(name, k_quants.quantize(tensor, qtype), raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return Path(path)
+
+
+def _tensor_type(type_name: str, name: str, n_layers: int) -> gguf.GGMLQuantizationType:
+    """Q4_K_M is a mixture: what llama-quantize gives six bits to in this architecture has them here."""
+    if type_name == "q4_k_m":
+        if name == "token_embd.weight":  # it is the output matrix, too
+            return gguf.GGMLQuantizationType.Q6_K
+        if name.endswith(("attn_v.weight", "ffn_down.weight")):
+            layer, eighth = int(name.split(".")[1]), n_layers // 8
+            if layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2:
+                return gguf.GGMLQuantizationType.Q6_K
+    return TYPES[type_name][0]
 
 
 def _weights(shape: Shape, n_vocab: int, seed: int) -> list[tuple[str, npt.NDArray[np.float32]]]:

@@ -87,7 +87,7 @@ def test_k_quants_unpack_to_what_was_packed(
     assert back.shape == exact.shape
     size = 32 if name == "Q4_K" else 16
     parts = np.abs(exact).reshape(-1, 256 // size, size).max(axis=2, keepdims=True)
-    # A step of a part, and of the parts' scales, which the block's largest decides;.
+    # A step of a part, and of the parts' scales, which the block's largest decides.
     widest = parts.max(axis=1, keepdims=True)
     steps = 15 if name == "Q4_K" else 31
     allowed = 2 * parts / steps * 0.55 + widest / 63 * 2.1 + 1e-5

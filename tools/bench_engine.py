@@ -1,10 +1,14 @@
 """Compares the engine with bare native loops, all in one run and in turns; prints medians and ratios.
 
     python tools/bench_engine.py [MODEL.gguf ...] [--n 8] [--prompt 64] [--generate 64] [--repeats 7] [--json FILE]
+    python tools/bench_engine.py --contexts --n 4 ...     # also against a context for each request
 
 For each model: one request alone (bare loop against engine), and N requests, one by one and at once (bare loops against
 engines). The bare loop decodes and samples through the same native entries, without scheduler, threads or text. Times
 include the prompts. Greedy, end of generation ignored, no prefix is shared.
+
+With ``--contexts``, N threads ask at the same time: each a context of its own, which has its share of the cores, or all
+the one they share. Bare, sharing is the loop of all sequences; an engine is asked by N threads either way.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -30,9 +36,9 @@ _ROUNDS_ALONE = 10
 class BareLoop:
     """``n`` sequences from prompt to last token in lockstep, straight on the native entries."""
 
-    def __init__(self, model: lp.Model, n: int, n_ctx: int) -> None:
+    def __init__(self, model: lp.Model, n: int, n_ctx: int, n_threads: int | None = None) -> None:
         self.n = n
-        self.context = Context(model, n_ctx=n_ctx, n_seq_max=n, n_outputs_max=n)
+        self.context = Context(model, n_ctx=n_ctx, n_seq_max=n, n_outputs_max=n, n_threads=n_threads)
         self.module = model.vocab._native
         new = self.module.ffi.new
         size = self.context.n_batch
@@ -75,6 +81,7 @@ class BareLoop:
             if self.sample:
                 sampled = self._sample()
         ended = perf_counter()
+        self.context.release_thread()  # the next run may be another thread's
         return ended - started, ended - prefilled
 
     def _sample(self) -> Any:
@@ -92,7 +99,7 @@ class BareLoop:
 class Ways:
     """The ways to be timed, over one model; each gives its seconds."""
 
-    def __init__(self, model: lp.Model, n: int, n_prompt: int, n_generate: int) -> None:
+    def __init__(self, model: lp.Model, n: int, n_prompt: int, n_generate: int, contexts: bool) -> None:
         n_ctx = n_prompt + n_generate + 8
         self.n, self.n_generate = n, n_generate
         # No prompt begins like another.
@@ -103,6 +110,11 @@ class Ways:
         self.one, self.many = BareLoop(model, 1, n_ctx), BareLoop(model, n, n_ctx)
         self.blocking = lp.Engine(model, n_ctx=n_ctx, n_seq_max=1)
         self.engine = lp.Engine(model, n_ctx=n_ctx, n_seq_max=n)
+        share = max((os.cpu_count() or 1) // n, 1)
+        own = range(n if contexts else 0)
+        self.loops = [BareLoop(model, 1, n_ctx, share) for _ in own]
+        self.pool = ThreadPoolExecutor(n)
+        self.engines = [lp.Engine(model, n_ctx=n_ctx, n_seq_max=1, n_threads=share) for _ in own]
 
     def bare_alone(self) -> float:
         """One request."""
@@ -128,9 +140,28 @@ class Ways:
         """All requests together."""
         return timed(lambda: self.engine.generate(self.prompts, self.params))
 
+    def bare_contexts(self) -> float:
+        """A context and a thread for each request."""
+        return self._in_threads(
+            BareLoop.run, self.loops, ([p] for p in self.prompts), repeat(self.n_generate)
+        )
+
+    def engine_contexts(self) -> float:
+        """An engine and a thread for each request."""
+        return self._in_threads(lp.Engine.generate, self.engines, self.prompts, repeat(self.params))
+
+    def engine_shared(self) -> float:
+        """A thread for each request, all on one engine."""
+        return self._in_threads(self.engine.generate, self.prompts, repeat(self.params))
+
+    def _in_threads(self, task: Callable[..., object], *arguments: Iterable[Any]) -> float:
+        return timed(lambda: list(self.pool.map(task, *arguments)))
+
     def close(self) -> None:
         """Frees the native memory."""
-        for part in (self.one, self.many, self.blocking, self.engine):
+        self.pool.shutdown()
+        parts: list[BareLoop | lp.Engine] = [self.one, self.many, self.blocking, self.engine]
+        for part in (*parts, *self.loops, *self.engines):
             part.close()
 
 
@@ -141,13 +172,17 @@ def timed(task: Callable[[], object]) -> float:
     return perf_counter() - started
 
 
-def measure(path: Path, n: int, n_prompt: int, n_generate: int, repeats: int) -> dict[str, list[float]]:
+def measure(
+    path: Path, n: int, n_prompt: int, n_generate: int, repeats: int, contexts: bool
+) -> dict[str, list[float]]:
     """Seconds of each way in each round. One request alone is timed in more rounds: it is short."""
     alone = ["bare_alone", "engine_alone"]
     several = ["bare_one_by_one", "engine_one_by_one", "bare_at_once", "engine_at_once"]
+    if contexts:
+        several += ["bare_contexts", "engine_contexts", "engine_shared"]
     seconds: dict[str, list[float]] = {name: [] for name in alone + several}
     with lp.Model(path) as model:
-        ways = Ways(model, n, n_prompt, n_generate)
+        ways = Ways(model, n, n_prompt, n_generate, contexts)
         for names, rounds in ((alone, _ROUNDS_ALONE * repeats), (several, repeats)):
             for i in range(rounds + 1):
                 for name in names if i % 2 else names[::-1]:
@@ -173,6 +208,13 @@ def report(name: str, rounds: dict[str, list[float]], n: int, n_generate: int) -
         "gain of the engine / gain of bare batching": engine / bare,
         "all at once, engine / bare": ratio("engine_at_once", "bare_at_once"),
     }
+    if "bare_contexts" in rounds:
+        bare, engine = ratio("bare_contexts", "bare_at_once"), ratio("engine_contexts", "engine_shared")
+        ratios |= {
+            "a shared context against one each, bare": bare,
+            "a shared context against one each, engines": engine,
+            "the engines' gain / the bare one": engine / bare,
+        }
     print(f"\n{name}: N = {n}, {n_generate} tokens each; medians")
     for way, values in rounds.items():
         seconds = statistics.median(values)
@@ -193,12 +235,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generate", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--contexts", action="store_true", help="also a context for each request")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     results["build"] = build_info()
     for path in args.models or [lp.demo_model_path()]:
-        seconds = measure(path, args.n, args.prompt, args.generate, args.repeats)
+        seconds = measure(path, args.n, args.prompt, args.generate, args.repeats, args.contexts)
         ratios = report(path.name, seconds, args.n, args.generate)
         results[path.name] = {"seconds": seconds, "ratios": ratios}
     if args.json:

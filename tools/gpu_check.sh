@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
 # All that needs an NVIDIA GPU, in one run that needs no network: builds the CUDA backend, runs its tests, and measures the
-# pipeline on a 0.6B-shaped model with 152k pieces (all-logits prefill, decoding, where a step's time goes) and sampling in
-# its graph.
+# pipeline on a 0.6B-shaped model with 152k pieces (all-logits prefill, decoding, where a step's time goes), sampling in
+# its graph, and the engine against llama-server and llama-batched-bench on 0.6B- and 8B-shaped models.
 #
 #   tools/gpu_check.sh OUT [WHEELS]
 #
 # OUT: folder for logs and figures. WHEELS: a folder of wheels where there is no package index; it needs nox and what the
 # dependency group `test` and the build of pyproject.toml name. LLAMAPIPE_LLAMA_CPP_DIR: the llama.cpp source, else it is
-# fetched; of its models/ only ggml-vocab-qwen2.gguf is needed. BACKEND: for a rehearsal without a GPU, `cpu`.
-# STAGES: which parts to run ("build test measure"), for machines where one command may not take long.
+# fetched; of its models/ only ggml-vocab-qwen2.gguf is needed, and its tools/, common/ and vendor/ only by `compare`.
+# BACKEND: for a rehearsal without a GPU, `cpu`; PRESET and LARGE: other models ("15m").
+# STAGES: which parts to run ("build test measure compare"), for machines where one command may not take long.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 backend=${BACKEND:-cuda}
 preset=${PRESET:-0.6b}
+large=${LARGE:-8b}
 python=${PYTHON:-python3}
-stages=${STAGES:-build test measure}
-state=${STATE:-$out}  # what later parts need: the environment and the model
+stages=${STAGES:-build test measure compare}
+state=${STATE:-$out}  # what later parts need: the environment and the models
 if [ $# -gt 1 ]; then
     PIP_FIND_LINKS=$(cd "$2" && pwd)
     export PIP_FIND_LINKS PIP_NO_INDEX=1
@@ -63,4 +65,20 @@ if [[ $stages == *measure* ]]; then
     measure memory --json "$out/memory.json"
     "$bin/python" "$here/tools/bench_sampling.py" "$model" start graph engine --n-vocab 151936 --rows 1 16 64 2>&1 |
         tee "$out/sampling.txt"
+fi
+if [[ $stages == *compare* ]]; then
+    cd "$(dirname "$(realpath "$0")")/.."
+    cuda=$([ "$backend" = cuda ] && echo --cuda || true)
+    "$bin/python" tools/compare/peers.py $cuda
+    for name in "$preset" "$large"; do
+        model=$state/$name-f16.gguf
+        [ -f "$model" ] || "$bin/python" tools/make_model.py --preset "$name" --type f16 "$model"
+        compare() {
+            "$bin/python" tools/compare "$model" $cuda --n ${N:-1 16 64} --json "$out/compare-$name-$1.json" "${@:2}" 2>&1 |
+                tee -a "$out/compare.txt"
+        }
+        compare callers --prompt 64 --generate 128 --repeats "${REPEATS:-3}" --only "llamapipe whole" "llamapipe asyncio" \
+            "llama-server whole" "llama-server streaming" "llama-server backend-sampling" batched-bench
+        compare decoding --prompt 1 --generate 127 --repeats "${REPEATS:-3}" --only "llamapipe whole" batched-bench
+    done
 fi

@@ -46,19 +46,21 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=sorted(SIDES), help="these sides only")
     parser.add_argument("--busy", action="store_true", help="with a process beside that always computes")
+    parser.add_argument("--cuda", action="store_true", help="the peers that were built with CUDA")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args()
-    peers = find_peers()
+    peers = find_peers(args.cuda)
     results: dict[str, Any] = {"machine": machine(), "peers": peers.versions(), "works": []}
     for name, reason in peers.missing.items():
         print(f"without {name}: {reason}")
+    names = args.only or [name for name, kind in SIDES.items() if not kind.asked]
     with ExitStack() as stack:
         if args.busy:
             stack.enter_context(busy_neighbour())
         for model in [demo_model_path() if name == "demo" else Path(name) for name in args.models]:
             for n in args.n:
                 work = Work(n, args.prompt, args.generate, args.threads)
-                figures = compare(model, work, peers, args.only or list(SIDES), args.repeats)
+                figures = compare(model, work, peers, names, args.repeats)
                 report(model, work, figures)
                 results["works"].append(
                     {"model": model.name, **work._asdict(), "busy": args.busy, "sides": figures}

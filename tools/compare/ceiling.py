@@ -20,7 +20,7 @@ class Ceiling:
             str(program), "-m", str(model), "-c", str(work.n * work.n_ctx), "-b", "2048", "-ub", "512",
             "-npp", str(work.n_prompt), "-ntg", str(work.n_generate), "-npl", str(work.n),
             "-t", str(work.n_threads), "-tb", str(work.n_threads),
-            "-kvu" if unified else "-no-kvu",
+            "-kvu" if unified else "-no-kvu", "-ngl", "all",
         ]  # fmt: skip
 
     def close(self) -> None:

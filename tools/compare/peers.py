@@ -1,12 +1,14 @@
 """The peers on this machine: programs built from the pinned source, and Python bindings in environments of their own.
 
-    python tools/compare/peers.py       # builds what is missing, into the user's cache; ten minutes on two cores
+    python tools/compare/peers.py           # builds what is missing, into the user's cache; ten minutes on two cores
+    python tools/compare/peers.py --cuda    # llama.cpp's programs with CUDA, and nothing from a package index
 
 All are optimised for this machine, but for xllamacpp, which comes as a wheel for many.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -46,14 +48,17 @@ class Missing(Exception):  # noqa: N818
 class Peers:
     """What was found, and why the rest was not."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cuda: bool) -> None:
         self.folder = folder
+        self.cuda = cuda
         self.missing: dict[str, str] = {}
         for name in PROGRAMS:
             if not (folder / "bin" / name).is_file():
                 self.missing[name] = HOW
         for name in BINDINGS:
-            if not (folder / name / "complete").is_file():
+            if cuda:
+                self.missing[name] = "only compared on the CPU"
+            elif not (folder / name / "complete").is_file():
                 self.missing[name] = HOW
 
     def program(self, name: str) -> Path:
@@ -85,31 +90,33 @@ class Peers:
             raise Missing(f"{name} is not here: {self.missing[name]}")
 
 
-def find_peers() -> Peers:
+def find_peers(cuda: bool = False) -> Peers:
     """What was built before."""
-    return Peers(cache_dir() / "peers" / read_pin(REQUIREMENTS).sha256 / "native")
+    folder = cache_dir() / "peers" / read_pin(REQUIREMENTS).sha256
+    return Peers(folder / ("cuda" if cuda else "native"), cuda)
 
 
-def build_peers(say: Callable[[str], None] = print) -> Peers:
+def build_peers(cuda: bool = False, say: Callable[[str], None] = print) -> Peers:
     """Builds what is missing; what cannot be built is named with the reason."""
-    peers = find_peers()
+    peers = find_peers(cuda)
     failed = {}
     for name in list(peers.missing):
         say(f"building {name}")
         try:
             if name in PROGRAMS:
-                _build_programs(peers.folder, say)
-            else:
+                _build_programs(peers, say)
+            elif not cuda:
                 _build_binding(peers.folder / name, BINDINGS[name])
         except (subprocess.CalledProcessError, OSError) as e:
             output = getattr(e, "stderr", "") or getattr(e, "stdout", "") or ""
             failed[name] = f"{e}\n{output[-2000:]}"
-    found = find_peers()
+    found = find_peers(cuda)
     found.missing |= {name: reason for name, reason in failed.items() if name in found.missing}
     return found
 
 
-def _build_programs(folder: Path, say: Callable[[str], None]) -> None:
+def _build_programs(peers: Peers, say: Callable[[str], None]) -> None:
+    folder = peers.folder
     if all((folder / "bin" / name).is_file() for name in PROGRAMS):
         return
     source = find_source(None, say).path
@@ -121,6 +128,7 @@ def _build_programs(folder: Path, say: Callable[[str], None]) -> None:
         "-DLLAMA_OPENSSL=OFF",
         "-DLLAMA_TOOLS_INSTALL=OFF",
         "-DBUILD_SHARED_LIBS=OFF",
+        f"-DGGML_CUDA={'ON' if peers.cuda else 'OFF'}",
     ]
     options += [f"-DCMAKE_{language}_FLAGS={_flags()}" for language in ("C", "CXX")]
     cmake = find_cmake()
@@ -154,6 +162,10 @@ def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> N
 
 
 if __name__ == "__main__":
-    built = build_peers()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cuda", action="store_true")
+    built = build_peers(parser.parse_args().cuda)
     for name, reason in built.missing.items():
         print(f"without {name}: {reason}")

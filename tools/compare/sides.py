@@ -75,6 +75,7 @@ class Kind(NamedTuple):
 
     start: Start
     only: Container[int] = range(1, 10_000)
+    asked: bool = False  # runs where it is named only
 
     def fits(self, work: Work) -> bool:
         """Whether this work is for it."""
@@ -121,6 +122,7 @@ SIDES: dict[str, Kind] = {
     "batched-bench unified": Kind(ceiling(unified=True), range(2, 10_000)),
     "llama-server whole": Kind(server("whole")),
     "llama-server streaming": Kind(server("streaming")),
+    "llama-server backend-sampling": Kind(server("backend-sampling"), asked=True),
     "xllamacpp": Kind(binding("xllamacpp")),
     "llama-cpp-python": Kind(binding("llama-cpp-python", may_end=True), range(1, 9)),
 }

@@ -31,6 +31,7 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
         program, "-m", str(path), "--host", "127.0.0.1", "--port", str(port), "-np", str(work.n),
         "-c", str(work.n * work.n_ctx), "-t", str(work.n_threads), "-tb", str(work.n_threads),
         "-b", "2048", "-ub", "512", "--no-cache-prompt", "--cache-ram", "0", "--log-disable", "-no-kvu",
+        "-ngl", "all", *(["-bs"] if mode == "backend-sampling" else []),
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

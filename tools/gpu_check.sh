@@ -12,6 +12,7 @@
 # STAGES: which parts to run ("build test measure compare"), for machines where one command may not take long.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+root=$PWD
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 backend=${BACKEND:-cuda}
 preset=${PRESET:-0.6b}
@@ -46,28 +47,26 @@ for node in ast.parse(pathlib.Path("noxfile.py").read_text()).body:
         print(" ".join(f"tests/test_{name}.py" for name in ast.literal_eval(node.value)))
 P
         )
-        here=$PWD
         # Away from the clone, so that the installed package is tested.
-        (cd "$state" && LLAMAPIPE_TEST_BACKEND=$backend "$bin/python" -m pytest -c "$here/pyproject.toml" --rootdir "$here" \
-            $(for name in $names; do echo "$here/$name"; done)) 2>&1 | tee "$out/tests.log"
+        (cd "$state" && LLAMAPIPE_TEST_BACKEND=$backend "$bin/python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" \
+            $(for name in $names; do echo "$root/$name"; done)) 2>&1 | tee "$out/tests.log"
     fi
     "$bin/llamapipe" doctor | tee "$out/doctor.txt"
 fi
 if [[ $stages == *measure* ]]; then
     model=$state/$preset-f16.gguf
     [ -f "$model" ] || "$bin/python" tools/make_model.py --preset "$preset" --type f16 "$model"
-    here=$PWD
     cd "$state"
-    measure() { "$bin/python" "$here/tools/bench_pipeline.py" "$model" "$@" 2>&1 | tee -a "$out/figures.txt"; }
+    measure() { "$bin/python" "$root/tools/bench_pipeline.py" "$model" "$@" 2>&1 | tee -a "$out/figures.txt"; }
     measure overlap --rows 512 --steps 12 --json "$out/overlap.json"
     measure stages --rows 512 --json "$out/stages.json"
     measure decode engine --sequences 1 16 64 --repeats 7 --json "$out/decode.json"
     measure memory --json "$out/memory.json"
-    "$bin/python" "$here/tools/bench_sampling.py" "$model" start graph engine --n-vocab 151936 --rows 1 16 64 2>&1 |
+    "$bin/python" "$root/tools/bench_sampling.py" "$model" start graph engine --n-vocab 151936 --rows 1 16 64 2>&1 |
         tee "$out/sampling.txt"
 fi
 if [[ $stages == *compare* ]]; then
-    cd "$(dirname "$(realpath "$0")")/.."
+    cd "$root"
     cuda=$([ "$backend" = cuda ] && echo --cuda || true)
     "$bin/python" tools/compare/peers.py $cuda
     for name in "$preset" "$large"; do

@@ -149,13 +149,16 @@ class Desk:
             raise
 
     def complete(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Answer:
-        request, mailbox = self.request(n_prompt, max_tokens, **options), ThreadMailbox()
+        request, mailbox = self.request(n_prompt, max_tokens, **options), ThreadMailbox(self.decoder.outbox)
         request.sink = CompletionSink(mailbox, piece, (), 0, 0)
         self.submit(request)
         return Answer(request, mailbox)
 
     def stream(self, n_prompt: int = 4, max_tokens: int | None = 5) -> Stream:
-        request, mailbox = self.request(n_prompt, max_tokens, limit=BUFFER_TOKENS), ThreadMailbox()
+        request, mailbox = (
+            self.request(n_prompt, max_tokens, limit=BUFFER_TOKENS),
+            ThreadMailbox(self.decoder.outbox),
+        )
         request.sink = DeltaSink(mailbox, piece, ())
         self.submit(request)
         return Stream(self.decoder, request, mailbox, None)
@@ -164,7 +167,7 @@ class Desk:
         self, n_prompt: int = 4, max_tokens: int | None = 5, stops: tuple[str, ...] = (), **options: Any
     ) -> Generation:
         request = self.request(n_prompt, max_tokens, limit=0, keep=True, **options)
-        mailbox = ThreadMailbox()
+        mailbox = ThreadMailbox(self.decoder.outbox)
         request.sink = TokenSink(mailbox, piece, stops)
         self.decoder.submit(request)
         return Generation(self.decoder, request, mailbox, N_VOCAB, self.context.n_ctx)

@@ -31,7 +31,7 @@ class Collector:
 
         Whatever ends it early cancels them all. Raises what a request failed with, TimeoutError, QueueFullError.
         """
-        mailbox = ThreadMailbox()
+        mailbox = ThreadMailbox(self._decoder.outbox)
         started: list[Request] = []
         try:
             started += make(mailbox)

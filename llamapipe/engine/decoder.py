@@ -40,6 +40,7 @@ from llamapipe.pipeline.trace import Trace
 
 Command = tuple[Callable[..., object], tuple[Any, ...]]
 _MAX_SKIPPED_WINDOWS = 7
+_JOIN_S = 1.0  # a Ctrl-C that comes just before Python begins to wait does not end the wait
 _THREAD_NAME = "llamapipe-decoder"
 
 
@@ -206,7 +207,8 @@ class Decoder:
                 for request, _ in plan.fed if plan is not None else ():
                     request.cancelled = True  # they will be: no step need be computed for them
             self._abort_for_nobody()
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(_JOIN_S)
         forget(self)
 
     # ---- commands, run on the decoder thread
@@ -302,6 +304,8 @@ class Decoder:
             while not inbox.empty():
                 function, arguments = inbox.get()
                 function(*arguments)
+            if self.outbox.pending:  # whoever was cancelled need not wait for a step
+                self._flush()
             if scheduler.memory_ops:
                 self._apply_memory_ops()  # before the plan: what cannot be removed in part is computed again
             # After a change from two cohorts to one, a step may be under way that has to come back first.
@@ -326,7 +330,7 @@ class Decoder:
                 self._deliver()
             if scheduler.dequeued:  # those that ended without ever having a slot
                 self._tell_dequeued()
-            self._flush()
+            self._flush(together=True)  # also where a thread was interrupted before it woke the next one
             if self._stopping:
                 if not self._open:
                     self._tell_dequeued()
@@ -509,8 +513,8 @@ class Decoder:
             if not done:
                 self._scheduler.recompute(op.slot)
 
-    def _flush(self) -> None:
-        for request in self.outbox.flush():
+    def _flush(self, together: bool = False) -> None:
+        for request in self.outbox.flush(together):
             self.cancel(request)
 
     def _finished(self, request: Request) -> None:
@@ -540,7 +544,7 @@ class Decoder:
         for request in list(self._open):
             self._give_up(request, self._error)
         while True:
-            self._flush()
+            self._flush(together=True)
             if self._stopping:
                 return
             function, arguments = self._inbox.get()

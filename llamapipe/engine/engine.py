@@ -213,7 +213,7 @@ class Engine:
         self._decoder.check_open()
         deadline = _deadline(timeout)
         check_flag("block", block)
-        mailbox = ThreadMailbox()
+        mailbox = ThreadMailbox(self._decoder.outbox)
         request = self._intake.stream(self._intake.item(prompt, params), mailbox, BUFFER_TOKENS)
         stream = Stream(self._decoder, request, mailbox, deadline)
         try:
@@ -235,7 +235,7 @@ class Engine:
         """
         self._decoder.check_open()
         item = self._intake.item(prompt, params)
-        mailbox = ThreadMailbox()
+        mailbox = ThreadMailbox(self._decoder.outbox)
         request = self._intake.generation(item, mailbox)
         generation = Generation(self._decoder, request, mailbox, self.model.n_vocab, self.n_ctx)
         try:

@@ -1,15 +1,20 @@
-"""How results reach a caller: a thread blocks on a queue, an asyncio task is woken once a step through its loop."""
+"""How results reach a caller: a thread is woken by the one before it, asyncio tasks once a step through their loop."""
 
 from __future__ import annotations
 
+from _thread import LockType, allocate_lock
 from collections import deque
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llamapipe.engine.request import Request
 
 if TYPE_CHECKING:
     import asyncio  # a third of what importing llamapipe would cost, and not everybody uses it
+
+_ONE_BY_ONE_S = 0.001  # thirty-two threads take about a third of it
 
 
 class Mailbox(Protocol):
@@ -19,38 +24,108 @@ class Mailbox(Protocol):
         """Hands over an item; never blocks."""
 
 
-class ThreadMailbox:
-    """A mailbox one thread reads from; SimpleQueue does all that is needed."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-        self.put = self._queue.put
-        self.get = self._queue.get  # interruptible by signals
-
-
 class Outbox:
-    """Collects what a step delivers to event loops, so that each loop is woken once. Decoder thread only."""
+    """Whom a step has something for: each event loop is woken once, and waiting threads one after another.
+
+    A thread that is woken needs the interpreter's lock, which the decoder thread still has. Thirty at once queue up for
+    it, and each change of hands costs two switches, so each wakes the next one as soon as it has its own item. Where
+    that takes long (something else keeps the interpreter busy), all that are left are woken together.
+    """
 
     def __init__(self) -> None:
-        self.pending: dict[asyncio.AbstractEventLoop, list[tuple[AsyncMailbox, Any]]] = {}
+        self._loops: dict[asyncio.AbstractEventLoop, list[tuple[AsyncMailbox, Any]]] = {}
+        self._threads: deque[ThreadMailbox] = deque()
+        self._together_after = 0.0  # a time of perf_counter
+        self.pending = False  # whether something came since ``flush``; decoder thread
 
     def add(self, mailbox: AsyncMailbox, item: Any) -> None:
-        """Notes an item until ``flush``."""
-        self.pending.setdefault(mailbox.loop, []).append((mailbox, item))
+        """Notes an item until ``flush``. Decoder thread."""
+        self.pending = True
+        self._loops.setdefault(mailbox.loop, []).append((mailbox, item))
 
-    def flush(self) -> list[Request]:
-        """Wakes every loop that has items; returns the requests of closed loops, which nobody can read any more."""
-        if not self.pending:
+    def add_thread(self, mailbox: ThreadMailbox) -> None:
+        """Notes, until ``flush``, that a mailbox has an item. Decoder thread."""
+        self.pending = True
+        self._threads.append(mailbox)
+
+    def flush(self, together: bool = False) -> list[Request]:
+        """Wakes those who wait, ``together`` where nothing is left to compute meanwhile. Decoder thread.
+
+        Returns the requests of closed loops, which nobody can read any more.
+        """
+        self.pending = False
+        if self._threads:
+            self._together_after = 0.0 if together else perf_counter() + _ONE_BY_ONE_S
+            self.wake_next()
+        if not self._loops:
             return []
-        pending, self.pending = self.pending, {}
+        loops, self._loops = self._loops, {}
         orphans: list[Request] = []
-        for loop, items in pending.items():
+        for loop, items in loops.items():
             try:
                 loop.call_soon_threadsafe(_receive, items)
             except RuntimeError:  # the loop is closed
                 for mailbox, _ in items:
                     orphans += mailbox.requests
         return orphans
+
+    def wake_next(self) -> None:
+        """Wakes the next thread that waits for what came for it. Any thread."""
+        threads = self._threads
+        together = bool(threads) and perf_counter() > self._together_after
+        while threads:
+            try:
+                woken = threads.popleft().wake()
+            except IndexError:  # another thread was quicker
+                return
+            if woken and not together:
+                return
+
+
+class ThreadMailbox:
+    """A mailbox that one thread at a time reads from."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._items: deque[Any] = deque()
+        self._sleepers: deque[LockType] = deque()  # each is held by who waits for its release
+
+    def put(self, item: Any) -> None:
+        """Hands an item over; its reader is woken with the end of the step. Decoder thread."""
+        self._items.append(item)
+        self._outbox.add_thread(self)
+
+    def wake(self) -> bool:
+        """Wakes the reader; False when it does not wait. Any thread."""
+        try:
+            self._sleepers.popleft().release()
+        except IndexError:
+            return False
+        return True
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The next item, when there is one; interruptible by signals. Raises Empty after ``timeout`` seconds."""
+        deadline = None if timeout is None else perf_counter() + timeout
+        while True:
+            with suppress(IndexError):
+                return self._items.popleft()
+            left_s = -1.0 if deadline is None else deadline - perf_counter()
+            if deadline is not None and left_s <= 0:
+                raise Empty
+            self._sleep(left_s)
+
+    def _sleep(self, timeout: float) -> None:
+        """Waits until woken, or for so many seconds (-1: any), or not at all if an item has come meanwhile."""
+        lock = allocate_lock()
+        lock.acquire()
+        try:
+            self._sleepers.append(lock)
+            if not self._items:  # what comes from here on finds the sleeper
+                lock.acquire(timeout=timeout)
+        finally:
+            with suppress(ValueError):  # woken: it is gone
+                self._sleepers.remove(lock)
+            self._outbox.wake_next()
 
 
 class AsyncMailbox:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, SupportsIndex
 
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.llama.check import check_flag, check_int, check_tokens
 from llamapipe.native.load import last_error, native
 
+_CHUNK = 512  # pieces asked for at once
 _INT32_MIN = -(2**31)
 _MAX_TEXT_BYTES = 2**30
 
@@ -23,7 +25,7 @@ class Vocab:
         self._native = native()
         lib = self._native.lib
         self._handle: Any = handle
-        self._pieces: dict[int, bytes] = {}
+        self._pieces: dict[int, list[bytes]] = {}  # by the first token of a chunk
         self.n_vocab: int = lib.llama_vocab_n_tokens(handle)
         self.bos: int | None = self._optional(lib.llama_vocab_bos(handle))
         self.eos: int | None = self._optional(lib.llama_vocab_eos(handle))
@@ -126,17 +128,38 @@ class Vocab:
 
     def piece(self, token: SupportsIndex) -> bytes:
         """The bytes a token stands for; they may split a UTF-8 character. Control tokens have none."""
-        if type(token) is int and (found := self._pieces.get(token)) is not None:
-            return found
-        n_token = check_int("token", token, 0, self.n_vocab - 1)
+        if type(token) is not int or not 0 <= token < self.n_vocab:
+            token = check_int("token", token, 0, self.n_vocab - 1)
+        # By chunks: a native call lets other threads have the interpreter, and the decoder thread then waits for them.
+        chunk = self._pieces.get(token // _CHUNK)
+        if chunk is None:
+            first = token - token % _CHUNK
+            chunk = self._read_pieces(first, min(_CHUNK, self.n_vocab - first))
+            if chunk is None:
+                return self._only_piece(token)
+            self._pieces[token // _CHUNK] = chunk
+        return chunk[token % _CHUNK]
+
+    def _only_piece(self, token: int) -> bytes:
+        """The piece of a token whose neighbours have none."""
+        one = self._read_pieces(token, 1)
+        if one is None:
+            raise InvalidRequestError(f"the token {token} has no piece ({last_error(self._native)})")
+        return one[0]
+
+    def _read_pieces(self, first: int, n: int) -> list[bytes] | None:
+        """The pieces of ``n`` tokens from ``first`` on; None when llama.cpp fails for one of them."""
         ffi, lib = self._native.ffi, self._native.lib
-        n_max = 64
+        ends = ffi.new("int32_t[]", n)
+        n_max = 16 * n
         for _ in range(2):
             data = ffi.new("char[]", n_max)
-            n = lib.lp_piece(self.handle, n_token, data, n_max, False)
-            if n >= 0:
-                piece = bytes(ffi.buffer(data, n))
-                self._pieces[n_token] = piece
-                return piece
-            n_max = max(-n, 1) if n != _INT32_MIN else 1
-        raise InvalidRequestError(f"the token {n_token} has no piece ({last_error(self._native)})")
+            size = lib.lp_pieces(self.handle, first, n, data, n_max, ends)
+            if size >= 0:
+                text = bytes(ffi.buffer(data, size))
+                bounds = [0, *ffi.unpack(ends, n)]
+                return [text[a:b] for a, b in pairwise(bounds)]
+            if size == _INT32_MIN:
+                break
+            n_max = -size
+        return None

@@ -20,7 +20,7 @@ int lp_tokenize(const struct llama_vocab * vocab, const char * text, int n_bytes
                 bool add_special, bool parse_special);
 int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int n_tokens, char * text, int n_max,
                   bool remove_special, bool unparse_special);
-int lp_piece(const struct llama_vocab * vocab, int32_t token, char * bytes, int n_max, bool special);
+int lp_pieces(const struct llama_vocab * vocab, int32_t first, int n, char * bytes, int n_max, int32_t * ends);
 
 typedef struct lp_collector lp_collector;
 lp_collector * lp_collector_new(const struct llama_model * model, int n_seq_max, int64_t n_rows, bool samples);

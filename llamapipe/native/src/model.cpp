@@ -1,7 +1,9 @@
 // Backends, models and vocabularies: llama.cpp's calls that allocate or throw, behind the guard.
 #include "guard.hpp"
 
+#include <algorithm>
 #include <pthread.h>
+#include <stdexcept>
 #include <string>
 
 namespace {
@@ -81,6 +83,18 @@ int lp_detokenize(const llama_vocab * vocab, const int32_t * tokens, int n_token
     });
 }
 
-int lp_piece(const llama_vocab * vocab, int32_t token, char * bytes, int n_max, bool special) {
-    return lp::guard(INT32_MIN, [&] { return (int) llama_token_to_piece(vocab, token, bytes, n_max, 0, special); });
+int lp_pieces(const llama_vocab * vocab, int32_t first, int n, char * bytes, int n_max, int32_t * ends) {
+    return lp::guard(INT32_MIN, [&] {
+        int64_t end = 0;
+        for (int i = 0; i < n; i++) {
+            const int room = (int) std::max<int64_t>(n_max - end, 0);
+            const int size = llama_token_to_piece(vocab, first + i, bytes + (room ? end : 0), room, 0, false);
+            end += std::abs((int64_t) size);  // negative: what it would have been
+            ends[i] = (int32_t) end;
+        }
+        if (end > INT32_MAX) {
+            throw std::length_error("pieces of over 2 GiB");
+        }
+        return (int) (end <= n_max ? end : -end);
+    });
 }

@@ -1,0 +1,184 @@
+"""Who is woken when a step has delivered: threads one after another, and all of them if that takes long."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+import pytest
+from control import wait_until
+from run_script import Script
+
+from llamapipe.engine import mailbox as module
+from llamapipe.engine.mailbox import Outbox, ThreadMailbox
+
+N = 8
+
+
+class Reader:
+    """A thread that waits for items and, with each, stops until it is told to go on."""
+
+    def __init__(self, outbox: Outbox, n_items: int = 1, then: Callable[[], object] = lambda: None) -> None:
+        self.mailbox = ThreadMailbox(outbox)
+        self.came: list[object] = []
+        self._n_items = n_items
+        self._then = then
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        for _ in range(self._n_items):
+            self.came.append(self.mailbox.get())
+            self._then()
+
+    def asleep(self) -> bool:
+        return bool(self.mailbox._sleepers)
+
+    def join(self) -> None:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are woken one by one for as long as it takes."""
+    monkeypatch.setattr(module, "_ONE_BY_ONE_S", 1000.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_each_wakes_the_next_before_its_own_work() -> None:
+    """What a reader does with its item holds up nobody."""
+    outbox, go_on = Outbox(), threading.Event()
+    readers = [Reader(outbox, then=go_on.wait) for _ in range(N)]
+    for i, reader in enumerate(readers):
+        wait_until(reader.asleep)
+        reader.mailbox.put(i)
+    assert [reader.came for reader in readers] == [[]] * N  # nobody before the step's end
+    outbox.flush()
+    wait_until(lambda: all(reader.came for reader in readers))
+    assert [reader.came for reader in readers] == [[i] for i in range(N)]
+    assert not outbox._threads
+    go_on.set()
+    for reader in readers:
+        reader.join()
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_does_not_wait_is_passed_over() -> None:
+    outbox = Outbox()
+    busy, waiting = ThreadMailbox(outbox), Reader(outbox)
+    wait_until(waiting.asleep)
+    for item in "ab":
+        busy.put(item)
+    waiting.mailbox.put("c")
+    outbox.flush()
+    waiting.join()
+    assert waiting.came == ["c"]
+    assert [busy.get(), busy.get()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_all_at_once_where_one_by_one_takes_long(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """However slowly the first one comes round to waking the next."""
+    monkeypatch.setattr(module, "_ONE_BY_ONE_S", 1000.0 if together else -1.0)
+    outbox = Outbox()
+    readers = [Reader(outbox) for _ in range(N)]
+    for reader in readers:
+        wait_until(reader.asleep)
+        reader.mailbox.put(1)
+    # None of them may wake another here.
+    monkeypatch.setattr(outbox, "wake_next", lambda wake=outbox.wake_next: wake() if in_main() else None)
+    outbox.flush(together)
+    for reader in readers:
+        reader.join()
+
+
+def in_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def test_timeouts() -> None:
+    outbox = Outbox()
+    mailbox = ThreadMailbox(outbox)
+    for timeout in (0, 0.01):
+        with pytest.raises(Empty):
+            mailbox.get(timeout)
+    assert not mailbox._sleepers
+    mailbox.put("late")
+    assert mailbox.get(0) == "late"  # what is there needs no time
+    with pytest.raises(Empty):
+        mailbox.get(0)
+
+
+def test_whoever_gives_up_wakes_the_next() -> None:
+    """A timeout that passes while one is being woken does not leave the others asleep."""
+    outbox = Outbox()
+    late, waiting = ThreadMailbox(outbox), Reader(outbox)
+    wait_until(waiting.asleep)
+    late.put("unread")
+    waiting.mailbox.put("c")
+    late._items.clear()  # so that `get` below sleeps
+    outbox.pending = False
+    with pytest.raises(Empty):
+        late.get(0.01)
+    waiting.join()
+
+
+def test_items_come_whole_and_in_order() -> None:
+    """Many steps for many readers, who come and go as they like."""
+    outbox, n_steps = Outbox(), 3000
+    readers = [Reader(outbox, n_steps) for _ in range(N)]
+    for step in range(n_steps):
+        for reader in readers:
+            reader.mailbox.put(step)
+        outbox.flush(together=step == n_steps - 1)
+    for reader in readers:
+        reader.join()
+        assert reader.came == list(range(n_steps))
+
+
+def test_two_threads_at_one_mailbox() -> None:
+    """It is for one at a time, but a mistake must not hurt the thread that delivers."""
+    outbox = Outbox()
+    mailbox, came = ThreadMailbox(outbox), SimpleQueue[int]()
+    threads = [
+        threading.Thread(target=lambda: [came.put(mailbox.get()) for _ in range(500)]) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for i in range(1000):
+        mailbox.put(i)
+        outbox.flush(together=True)
+    for thread in threads:
+        thread.join(20)
+    assert sorted(came.get(timeout=1) for _ in range(1000)) == list(range(1000))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals to send to one process")
+def test_ctrl_c_ends_the_wait() -> None:
+    program = """
+from llamapipe.engine.mailbox import Outbox, ThreadMailbox
+import threading
+outbox = Outbox()
+mailbox, other = ThreadMailbox(outbox), ThreadMailbox(outbox)
+def look():
+    while not mailbox._sleepers:
+        pass
+    say("waiting")
+threading.Thread(target=look).start()
+try:
+    mailbox.get()
+except KeyboardInterrupt:
+    say(len(mailbox._sleepers))
+mailbox.put("there")
+say(mailbox.get())
+"""
+    with Script(program) as script:
+        script.expect("waiting")
+        script.send(signal.SIGINT)
+        script.expect("0")
+        script.expect("there")
+        assert script.end() == ("", "")

@@ -144,9 +144,12 @@ def test_two_threads_at_one_mailbox() -> None:
     """It is for one at a time, but a mistake must not hurt the thread that delivers."""
     outbox = Outbox()
     mailbox, came = ThreadMailbox(outbox), SimpleQueue[int]()
-    threads = [
-        threading.Thread(target=lambda: [came.put(mailbox.get()) for _ in range(500)]) for _ in range(2)
-    ]
+
+    def read() -> None:
+        for _ in range(500):
+            came.put(mailbox.get())
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
         thread.start()
     for i in range(1000):

@@ -2,9 +2,10 @@
 
     python tools/compare MODEL.gguf ... [--n 1 4 8 16 32] [--repeats 5] [--only NAME ...] [--json FILE] [--busy]
 
-Every side is a process of its own that loads the model once and then works when told to, so that nothing but the work
-is timed. Prompts are given as tokens, no two begin alike, decoding is greedy, the end of generation is ignored and no
-prompt is cached. What is not on this machine is named with the reason and left out; `peers.py` says how each is had.
+Every side is a process of its own that loads the model once and then works when told to, so that only the work is
+timed; in each round it does its work once before. Prompts are given as tokens, no two begin alike, decoding is greedy,
+the end of generation is ignored and no prompt is cached. What is not on this machine is named with the reason and left
+out; `peers.py` says how each is had. The ceiling is llama-batched-bench in the better KV mode.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ from workload import Work
 from llamapipe import demo_model_path
 from llamapipe.native.load import build_info
 
+RATIOS = [
+    ("llamapipe asyncio", "llama-server streaming"),
+    ("llamapipe whole", "llama-server whole"),
+    ("llamapipe whole", "llama-server backend-sampling"),
+    ("llamapipe whole", "xllamacpp"),
+    ("llamapipe whole", "llama-cpp-python"),
+    ("llamapipe whole", "llamapipe blocking"),
+    ("llamapipe whole", "llamapipe contexts"),
+]
 SETTLE_S = 0.05  # threads of the side before spin a little longer
 
 
@@ -104,16 +114,31 @@ def report(model: Path, work: Work, figures: dict[str, list[Any]]) -> None:
     """Medians, and ratios of what was run in the same round."""
     print(f"\n{model.name}: {work.n} at once, {work.n_prompt} + {work.n_generate} tokens, "
           f"{work.n_threads} threads; medians of {max(map(len, figures.values()), default=0)} rounds")  # fmt: skip
-    base = figures.get("llamapipe whole") or next(iter(figures.values()), [])
+    ceiling = max(
+        (rounds for name, rounds in figures.items() if name.startswith("batched-bench")),
+        key=_rate,
+        default=None,
+    )
     for name, rounds in figures.items():
-        rate = statistics.median(r["rate"] for r in rounds)
-        ratio = statistics.median(b["rate"] / r["rate"] for b, r in zip(base, rounds, strict=True))
         firsts = sorted(t for r in rounds for t in r.get("first_s", []))
+        of_ceiling = f"{_ratio(rounds, ceiling):6.3f} of the ceiling" if ceiling else ""
         first = ""
         if firsts:
             late = firsts[min(int(len(firsts) * 0.95), len(firsts) - 1)]
             first = f"first token {statistics.median(firsts) * 1e3:7.1f} ms, 95 % {late * 1e3:7.1f} ms"
-        print(f"  {name:<28}{rate:9.0f} tok/s   llamapipe whole / it {ratio:6.3f}   {first}", flush=True)
+        print(f"  {name:<30}{_rate(rounds):9.0f} tok/s {of_ceiling}   {first}")
+    for mine, theirs in RATIOS:
+        if mine in figures and theirs in figures:
+            print(f"    {mine} / {theirs:<30}{_ratio(figures[mine], figures[theirs]):6.3f}")
+    sys.stdout.flush()
+
+
+def _rate(rounds: list[Any]) -> float:
+    return float(statistics.median(r["rate"] for r in rounds))
+
+
+def _ratio(rounds: list[Any], base: list[Any]) -> float:
+    return float(statistics.median(r["rate"] / b["rate"] for r, b in zip(rounds, base, strict=True)))
 
 
 if __name__ == "__main__":

@@ -45,12 +45,26 @@ class Side:
 
     def run(self) -> dict[str, Any]:
         """One round: generated tokens per second, prompts included, and when each request's first token came."""
+        self._round()
+        rounds = [self._round() for _ in range(self._work.n_timed)]
+        seconds, n_tokens = (sum(r[name] for r in rounds) for name in ("seconds", "n_tokens"))
+        first_s = [t for r in rounds for t in r["first_s"]]
+        more = {name: sum(r["more"][name] for r in rounds) for name in rounds[0]["more"]}
+        return {
+            "rate": n_tokens / seconds,
+            "seconds": seconds,
+            "n_tokens": n_tokens,
+            "first_s": first_s,
+            "more": more,
+        }
+
+    def _round(self) -> dict[str, Any]:
         self._salt += 1
         said = self._ask(self._salt)
         expected = self._work.n * self._work.n_generate
         if said["n_tokens"] != expected and not self._may_end:
             raise RuntimeError(f"{said['n_tokens']} tokens were generated instead of {expected}")
-        return {"rate": said["n_tokens"] / said["seconds"], **said}
+        return said
 
     def _ask(self, salt: int | None) -> dict[str, Any]:
         assert self._process.stdin

@@ -14,6 +14,14 @@ class Work(NamedTuple):
     n_threads: int
 
     @property
+    def n_timed(self) -> int:
+        """How often a round does it: short works more often. Once more before, untimed.
+
+        Whoever has just begun finds the other sides' weights in the caches; llama-batched-bench always warms up.
+        """
+        return max(256 // (self.n * self.n_generate), 1)
+
+    @property
     def n_ctx(self) -> int:
         """Cells of one request."""
         return -(-(self.n_prompt + self.n_generate + 8) // 256) * 256

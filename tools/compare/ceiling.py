@@ -16,11 +16,11 @@ class Ceiling:
     """Prompts and decoding at one concurrency; a process a round, which loads the model outside its own timing."""
 
     def __init__(self, program: Path, model: Path, work: Work, unified: bool) -> None:
-        self._n_timed = work.n_timed
-        times = ",".join([str(work.n)] * (1 + work.n_timed))
+        self._work = work
+        self._took_s = 0.0  # the last round
         self._command = [
             str(program), "-m", str(model), "-c", str(work.n * work.n_ctx), "-b", "2048", "-ub", "512",
-            "-npp", str(work.n_prompt), "-ntg", str(work.n_generate), "-npl", times,
+            "-npp", str(work.n_prompt), "-ntg", str(work.n_generate),
             "-t", str(work.n_threads), "-tb", str(work.n_threads),
             "-kvu" if unified else "-no-kvu", "-ngl", "all",
         ]  # fmt: skip
@@ -30,18 +30,23 @@ class Ceiling:
 
     def run(self) -> dict[str, Any]:
         """Generated tokens per second, prompts included, and the two parts by themselves."""
+        warm = int(self._work.warms_up(self._took_s))
+        times = [str(self._work.n)] * (warm + self._work.n_timed)
         for _ in range(_TRIES):
-            done = subprocess.run(self._command, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*self._command, "-npl", ",".join(times)], capture_output=True, text=True, check=False
+            )
             lines = done.stdout.splitlines()
             rows = [line.strip("|").split("|") for line in lines if re.match(r"\| *\d", line)]
-            if len(rows) == 1 + self._n_timed:
+            if len(rows) == len(times):
                 break
         else:
             raise RuntimeError(f"llama-batched-bench said nothing: {done.stderr[-2000:]}")
         prefill_s = decode_s = n_tokens = 0.0
-        for row in rows[1:]:  # the first warms up, as with the other sides
+        for row in rows[warm:]:
             n_prompt, n_generate, n, _, _, prompt_rate, _, rate, *_ = map(float, row)
             prefill_s += n_prompt * n / prompt_rate  # its seconds have three decimals
             decode_s += n_generate * n / rate
             n_tokens += n_generate * n
+        self._took_s = prefill_s + decode_s
         return {"rate": n_tokens / (prefill_s + decode_s), "prefill_s": prefill_s, "decode_s": decode_s}

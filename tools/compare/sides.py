@@ -23,6 +23,7 @@ class Side:
     def __init__(self, command: list[str], model: Path, work: Work, may_end: bool = False) -> None:
         self._work = work
         self._salt = 0
+        self._took_s = 0.0  # the last round
         self._may_end = may_end
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - shown when it fails: some write a lot
         self._process = subprocess.Popen(
@@ -45,9 +46,11 @@ class Side:
 
     def run(self) -> dict[str, Any]:
         """One round: generated tokens per second, prompts included, and when each request's first token came."""
-        self._round()
+        if self._work.warms_up(self._took_s):
+            self._round()
         rounds = [self._round() for _ in range(self._work.n_timed)]
         seconds, n_tokens = (sum(r[name] for r in rounds) for name in ("seconds", "n_tokens"))
+        self._took_s = seconds
         first_s = [t for r in rounds for t in r["first_s"]]
         more = {name: sum(r["more"][name] for r in rounds) for name in rounds[0]["more"]}
         return {

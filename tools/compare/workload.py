@@ -15,11 +15,15 @@ class Work(NamedTuple):
 
     @property
     def n_timed(self) -> int:
-        """How often a round does it: short works more often. Once more before, untimed.
-
-        Whoever has just begun finds the other sides' weights in the caches; llama-batched-bench always warms up.
-        """
+        """How often a round does it: short works more often."""
         return max(256 // (self.n * self.n_generate), 1)
+
+    def warms_up(self, seconds: float) -> bool:
+        """Whether a round does it once more before, untimed, where it takes so long.
+
+        Whoever has just begun finds the other sides' weights in the caches.
+        """
+        return seconds < 2 * self.n_timed
 
     @property
     def n_ctx(self) -> int:

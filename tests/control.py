@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,11 @@ class Gate:
                 last._replace(tokens=self._sampled, positions=[p + 1 for p in last.positions])
             )
         return self._executor.launch_again()
+
+    def ring_at_launch(self, fds: Sequence[int]) -> None:
+        """Rings at once: whoever waits here is about to launch."""
+        for fd in fds:
+            os.write(fd, b"\0")
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         self._sampled = self._executor.sample(step, rows, samplers)

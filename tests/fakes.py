@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -207,6 +208,11 @@ class FakeContext:
 
     def abort(self, step: int) -> None:
         """A launch is over at once."""
+
+    def ring_at_launch(self, fds: Sequence[int]) -> None:
+        """Rings at once: a launch takes no time."""
+        for fd in fds:
+            os.write(fd, b"\0")
 
     def compute_s(self) -> float:
         """Nobody measures this one."""

@@ -19,6 +19,7 @@ from run_script import run_script
 
 import llamapipe as lp
 from llamapipe.engine import decoder as decoder_module
+from llamapipe.engine import mailbox as mailbox_module
 from llamapipe.engine.decoder import Decoder
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.mailbox import AsyncMailbox, ThreadMailbox
@@ -932,19 +933,29 @@ class TestEventLoops:
         desk.complete().check()  # gets the slot when the other has lost it
         assert (request.finish_reason, request.n_generated) == ("cancelled", 1)
 
-    def test_a_loop_is_woken_once_a_step(self, make_desk: MakeDesk) -> None:
+    @pytest.mark.parametrize("watches", [True, False])
+    def test_a_loop_is_woken_once_a_step(
+        self, make_desk: MakeDesk, watches: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whether or not it can watch files; some loops of Windows cannot."""
         desk = make_desk()
+        receive = mailbox_module._receive
 
         async def main() -> list[int]:
             loop, woken = asyncio.get_running_loop(), []
-            wake = loop.call_soon_threadsafe
 
-            def count(callback: Any, items: list[Any]) -> Any:
+            def count(items: list[Any]) -> None:
                 woken.append(len(items))
-                return wake(callback, items)
+                receive(items)
 
+            def watch_nothing(*arguments: Any) -> None:
+                raise NotImplementedError
+
+            monkeypatch.setattr(mailbox_module, "_receive", count)
+            if not watches:
+                monkeypatch.setattr(loop, "add_reader", watch_nothing)
             mailboxes = [AsyncMailbox(loop, desk.decoder.outbox) for _ in range(3)]
-            loop.call_soon_threadsafe = count  # type: ignore[assignment, method-assign]
+            assert bool(desk.decoder.outbox._bells) == watches
             with desk.held():
                 for mailbox in mailboxes:
                     request = desk.request(max_tokens=4)

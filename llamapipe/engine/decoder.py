@@ -73,7 +73,7 @@ class Decoder:
         window_s: float,
         left_queue: Callable[[Sequence[Request]], object],
     ) -> None:
-        self.outbox = Outbox()
+        self.outbox = Outbox(None if executor.overlaps else self._ring_at_launch)
         self.alone = False  # set by callers: no other thread or task could call while this one waits
         self._scheduler = scheduler
         self._executor = executor
@@ -293,6 +293,7 @@ class Decoder:
         except BaseException as e:  # callers wait for this thread: it must not end without telling them
             self._serve_errors(e)
         finally:
+            self.outbox.close()
             self._executor.close()
             for _, sampler in self._retired:
                 sampler.close()
@@ -512,6 +513,9 @@ class Decoder:
             done = self._executor.copy(*op) if isinstance(op, Copy) else self._executor.remove(*op)
             if not done:
                 self._scheduler.recompute(op.slot)
+
+    def _ring_at_launch(self, fds: Sequence[int]) -> None:
+        self._executor.ring_at_launch(fds)
 
     def _flush(self, together: bool = False) -> None:
         for request in self.outbox.flush(together):

@@ -9,10 +9,12 @@ from queue import Empty
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llamapipe.engine.bell import Bell
 from llamapipe.engine.request import Request
 
 if TYPE_CHECKING:
     import asyncio  # a third of what importing llamapipe would cost, and not everybody uses it
+    from collections.abc import Callable, Sequence
 
 _ONE_BY_ONE_S = 0.001  # thirty-two threads take about a third of it
 
@@ -30,9 +32,15 @@ class Outbox:
     A thread that is woken needs the interpreter's lock, which the decoder thread still has. Thirty at once queue up for
     it, and each change of hands costs two switches, so each wakes the next one as soon as it has its own item. Where
     that takes long (something else keeps the interpreter busy), all that are left are woken together.
+
+    A loop's bell is rung by the next launch, when the interpreter's lock is free; ``ring_at_launch`` is told which.
+    None: a launch does not compute, so there is no reason to wait for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ring_at_launch: Callable[[Sequence[int]], object] | None = None) -> None:
+        self._ring_at_launch = ring_at_launch
+        self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
+        self._closed = False
         self._loops: dict[asyncio.AbstractEventLoop, list[tuple[AsyncMailbox, Any]]] = {}
         self._threads: deque[ThreadMailbox] = deque()
         self._together_after = 0.0  # a time of perf_counter
@@ -57,17 +65,56 @@ class Outbox:
         if self._threads:
             self._together_after = 0.0 if together else perf_counter() + _ONE_BY_ONE_S
             self.wake_next()
-        if not self._loops:
-            return []
+        orphans = self._hand_over() if self._loops else []
+        bells = [bell for bell in list(self._bells.values()) if bell.waiting]
+        if self._ring_at_launch is not None and not together:
+            if bells:
+                self._ring_at_launch([bell.fd for bell in bells])
+            return orphans
+        for bell in bells:
+            bell.ring()
+        self._sweep()
+        return orphans
+
+    def _hand_over(self) -> list[Request]:
+        """Gives loops what is theirs; returns the requests of closed ones."""
         loops, self._loops = self._loops, {}
         orphans: list[Request] = []
         for loop, items in loops.items():
+            bell = self._bells.get(loop)
             try:
-                loop.call_soon_threadsafe(_receive, items)
+                if bell is None:
+                    loop.call_soon_threadsafe(_receive, items)
+                    continue
+                if not loop.is_closed():
+                    bell.put(items)
+                    continue
             except RuntimeError:  # the loop is closed
-                for mailbox, _ in items:
-                    orphans += mailbox.requests
+                pass
+            for mailbox, _ in items:
+                orphans += mailbox.requests
         return orphans
+
+    def _sweep(self) -> None:
+        """Forgets the bells of closed loops."""
+        closed = [loop for loop in list(self._bells) if loop.is_closed()]
+        if closed and self._ring_at_launch is not None:
+            self._ring_at_launch([])  # their pipes' numbers will be other files'
+        for loop in closed:
+            self._bells.pop(loop).close()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Gives a loop a bell, if it can have one. The loop's thread."""
+        if loop not in self._bells and not self._closed:
+            with suppress(NotImplementedError, OSError, RuntimeError):  # it is woken the usual way, then
+                self._bells[loop] = Bell(loop, _receive)
+
+    def close(self) -> None:
+        """No step will come any more. The decoder thread, at its end."""
+        self.flush(together=True)
+        self._closed = True
+        while self._bells:
+            self._bells.popitem()[1].dismiss()
 
     def wake_next(self) -> None:
         """Wakes the next thread that waits for what came for it. Any thread."""
@@ -129,7 +176,7 @@ class ThreadMailbox:
 
 
 class AsyncMailbox:
-    """A mailbox that one asyncio task reads from."""
+    """A mailbox that one asyncio task reads from. Made on its loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, outbox: Outbox) -> None:
         self.loop = loop
@@ -137,6 +184,7 @@ class AsyncMailbox:
         self._outbox = outbox
         self._items: deque[Any] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        outbox.attach(loop)
 
     def put(self, item: Any) -> None:
         """Hands an item over with the end of the step. Decoder thread."""

@@ -72,6 +72,12 @@ class Executor(Protocol):
         Entries may come several times in a row. Raises as ``sample`` does.
         """
 
+    def ring_at_launch(self, fds: Sequence[int]) -> None:
+        """Has the next launch write a byte into each of these files before it computes, instead of those named before.
+
+        Where a launch holds no lock of the interpreter's, whoever reads them can work at once.
+        """
+
     def compute_s(self) -> float:
         """Seconds spent computing steps so far, as far as they are known."""
 
@@ -190,6 +196,10 @@ class StepExecutor:
                 mine = []
             wanted += mine + [-1] * (n_targets - len(mine))
         return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
+
+    def ring_at_launch(self, fds: Sequence[int]) -> None:
+        """Has the next launch write a byte into each of these files, as soon as it has let go of the interpreter."""
+        self._native.lib.lp_ring_at_launch(self._handle, fds, len(fds))
 
     def launch_again(self) -> int:
         """Launches the last batch, every entry one position further and with the token sampled from it.

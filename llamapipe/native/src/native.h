@@ -104,6 +104,9 @@ void          lp_step_free(lp_step * step);
 #define LP_TARGETS 4
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top);
+// The next launch writes a byte into each of these files (non-blocking pipes) before anything else, where no lock of the
+// interpreter's is held; they replace those named before. On the thread that launches.
+void    lp_ring_at_launch(lp_pipeline * pipeline, const int * fds, int n);
 // All entries are outputs, and `samplers` (or NULL) are those of the entries in their order.
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);

@@ -4,6 +4,11 @@
 #include "guard.hpp"
 
 #include <cstring>
+#include <vector>
+
+#ifndef _WIN32
+#include <unistd.h>
+#endif
 
 lp_pipeline * lp_pipeline_new(llama_context * ctx, lp_collector * collector, int mode, int depth, int n_slots,
                               int slot_rows, int n_ubatch, bool streams, bool threaded) {
@@ -11,7 +16,7 @@ lp_pipeline * lp_pipeline_new(llama_context * ctx, lp_collector * collector, int
         const lp::Core::Options options = {
             (lp::Mode) mode, depth, n_slots, slot_rows, { n_ubatch, slot_rows, streams }, threaded,
         };
-        return new lp_pipeline{ std::make_shared<lp::Core>(ctx, collector ? collector->shared : nullptr, options) };
+        return new lp_pipeline{ std::make_shared<lp::Core>(ctx, collector ? collector->shared : nullptr, options), {} };
     });
 }
 
@@ -66,15 +71,36 @@ void lp_step_free(lp_step * step) {
     delete step;
 }
 
+void lp_ring_at_launch(lp_pipeline * pipeline, const int * fds, int n) {
+    lp::guard(0, [&] {
+        pipeline->bells.assign(fds, fds + n);
+        return 0;
+    });
+}
+
+// Whoever cannot take a byte has not taken the last one either.
+static void ring(std::vector<int> & bells) {
+#ifndef _WIN32
+    for (const int fd : bells) {
+        if (write(fd, "", 1) < 0) {
+            continue;
+        }
+    }
+#endif
+    bells.clear();
+}
+
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets,
                   int n_top) {
+    ring(pipeline->bells);
     return lp::guard((int64_t) LP_ERROR, [&] {
         return pipeline->shared->launch(n, tokens, positions, seq_ids, outputs, samplers, targets, n_top);
     });
 }
 
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers) {
+    ring(pipeline->bells);
     return lp::guard((int64_t) LP_ERROR, [&] { return pipeline->shared->launch_again(sampled, samplers); });
 }
 

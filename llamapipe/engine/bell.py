@@ -1,0 +1,82 @@
+"""Wakes an asyncio loop with a byte in a pipe, which can be written where nothing holds the interpreter's lock."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+class Bell:
+    """What waits for one loop, and the pipe that the loop watches.
+
+    ``call_soon_threadsafe`` gives the interpreter's lock away to write its byte, and the loop's thread, awake at once,
+    keeps it for as long as it has work: that is time in which the next step is not computed.
+
+    Made on the loop's thread. Raises NotImplementedError where the loop cannot watch files, OSError when there are no
+    more, RuntimeError when the loop is closed.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[Any], object]) -> None:
+        self._loop = loop
+        self._take = take
+        self._items: deque[Any] = deque()
+        self._read_end, self.fd = os.pipe()
+        self._open = True
+        try:
+            os.set_blocking(self._read_end, False)
+            os.set_blocking(self.fd, False)
+            loop.add_reader(self._read_end, self._answer)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the loop has not seen all that was put. Any thread."""
+        return bool(self._items)
+
+    def put(self, item: Any) -> None:
+        """Leaves something for the loop; a ring must follow, here or of ``fd``. Decoder thread."""
+        self._items.append(item)
+
+    def ring(self) -> None:
+        """Wakes the loop. Decoder thread."""
+        with suppress(BlockingIOError):  # full: it has been woken often enough
+            os.write(self.fd, b"\0")
+
+    def _answer(self) -> None:
+        """Takes all there is. The loop's thread."""
+        with suppress(BlockingIOError):
+            os.read(self._read_end, 4096)
+        while self._items:
+            self._take(self._items.popleft())
+
+    def dismiss(self) -> None:
+        """Nothing more will come: has the loop take the rest and stop watching. Any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._leave)
+        except RuntimeError:  # it is closed
+            self.close()
+
+    def _leave(self) -> None:
+        self._answer()
+        self._loop.remove_reader(self._read_end)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the pipe, which no loop may watch any more. A second call does nothing."""
+        if self._open:
+            self._open = False
+            os.close(self._read_end)
+            os.close(self.fd)
+
+    def __del__(self) -> None:
+        # A loop that ended before it could leave: a watched pipe is not dropped.
+        if getattr(self, "_open", False):
+            self.close()

@@ -1,0 +1,122 @@
+"""The pipe that wakes an asyncio loop: nothing is lost, nothing stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+from run_script import run_script
+
+import llamapipe as lp
+from llamapipe.engine.bell import Bell
+from llamapipe.engine.mailbox import AsyncMailbox, Outbox
+
+SHORT = lp.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its default loop cannot watch files")
+
+
+def n_open() -> int:
+    """Open files of this process."""
+    gc.collect()
+    return len(list(Path("/dev/fd").iterdir()))
+
+
+def test_what_was_put_comes_in_order_however_rarely_it_rings() -> None:
+    async def main() -> list[int]:
+        came: list[int] = []
+        bell = Bell(asyncio.get_running_loop(), came.append)
+        for i in range(100_000):  # more than a pipe holds
+            bell.put(i)
+            bell.ring()
+        assert bell.waiting
+        while bell.waiting:
+            await asyncio.sleep(0)
+        bell.put(-1)
+        bell.dismiss()  # has the loop take the rest
+        while bell._open:
+            await asyncio.sleep(0)
+        return came
+
+    assert asyncio.run(main()) == [*range(100_000), -1]
+
+
+def test_a_ring_at_launch_waits_for_it_and_no_longer() -> None:
+    """Without a launch, those who wait are woken with the end of the work."""
+    named: list[list[int]] = []
+
+    async def main() -> None:
+        outbox = Outbox(lambda fds: named.append(list(fds)))
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), outbox)
+        (bell,) = outbox._bells.values()
+        mailbox.put("a")
+        outbox.flush()
+        assert named == [[bell.fd]]
+        reading = asyncio.ensure_future(mailbox.get())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not reading.done()
+        outbox.flush(together=True)
+        assert await reading == "a"
+        outbox.flush()
+        assert len(named) == 1  # it has seen all
+        outbox.close()
+
+    asyncio.run(main())
+
+
+def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) -> None:
+    before = n_open()
+    with lp.Engine(demo, n_ctx=64, n_seq_max=2, n_threads=1) as engine:
+        alone = engine.generate("a", SHORT).token_ids
+        for _ in range(20):
+            assert asyncio.run(engine.agenerate("a", SHORT)).token_ids == alone
+        engine.generate("a", SHORT)  # the decoder looks for closed loops where it has nothing to do
+        assert n_open() <= before + 4  # at most the last loop's
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            async with lp.Engine(demo, n_ctx=64, n_threads=1) as other:
+                await other.agenerate("a", SHORT)
+                (bell,) = other._decoder.outbox._bells.values()
+            while bell._open:
+                await asyncio.sleep(0)
+            assert not loop.remove_reader(bell._read_end)  # not watched any more
+            assert (await engine.agenerate("a", SHORT)).token_ids == alone
+
+        asyncio.run(main())
+    assert n_open() <= before
+
+
+def test_loops_of_several_threads(demo: lp.Model) -> None:
+    with lp.Engine(demo, n_ctx=64, n_seq_max=4, n_threads=1) as engine:
+        alone = engine.generate("a", SHORT).token_ids
+
+        async def read() -> list[int]:
+            return [token async for delta in engine.astream("a", SHORT) for token in delta.token_ids]
+
+        async def main() -> None:
+            ways = [asyncio.to_thread(asyncio.run, read()) for _ in range(4)]
+            assert await asyncio.gather(read(), *ways) == [alone] * 5
+
+        asyncio.run(main())
+
+
+def test_a_loop_that_stops_for_good_holds_up_nobody(demo: lp.Model) -> None:
+    """Its pipe fills up; the others' streams go on, and the process ends."""
+    program = """
+import asyncio
+import llamapipe as lp
+with lp.Model(sys.argv[1]) as model, lp.Engine(model, n_ctx=64, n_seq_max=2, n_threads=1) as engine:
+    params = lp.SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    loop = asyncio.new_event_loop()
+    stream = engine.astream("a", params)
+    loop.run_until_complete(stream.__anext__())
+    say(len(engine.generate("a", params).token_ids))
+say("closed")
+loop.close()
+"""
+    assert run_script(program, demo.path) == "40\nclosed\n"

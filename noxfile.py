@@ -97,13 +97,20 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Benchmarks of parts, then a comparison with peers, which are built where that is possible (some minutes, once).
+    """Benchmarks of parts, the engine against bare loops, contexts and itself one by one, then a comparison with peers.
+
+    Peers are built where that is possible (some minutes, once).
 
     Arguments are the comparison's (see tools/compare); without any, the shipped model.
     """
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session)
     _run_pytest(session, "--benchmark-only", str(HERE / "tests" / "benchmarks"))
+    engine = ["python", str(HERE / "tools" / "bench_engine.py")]
+    for n in (2, 4):
+        session.run(*engine, "--contexts", "--n", str(n))
+    for n, n_generate in ((3, 50), (10, 20)):
+        session.run(*engine, "--n", str(n), "--prompt", "16", "--generate", str(n_generate))
     compare = HERE / "tools" / "compare"
     session.run("python", str(compare / "peers.py"))
     session.run("python", str(compare), *(session.posargs or ["demo"]))

@@ -6,11 +6,13 @@ import asyncio
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_script import run_script
 
 import llamapipe as lp
+from llamapipe.engine import mailbox as module
 from llamapipe.engine.bell import Bell
 from llamapipe.engine.mailbox import AsyncMailbox, Outbox
 
@@ -89,6 +91,49 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
 
         asyncio.run(main())
     assert n_open() <= before
+
+
+def test_closed_loops_are_forgotten_while_others_work() -> None:
+    """An engine that always has something to do never comes to look for them."""
+    outbox = Outbox(lambda fds: None)
+    before = n_open()
+
+    async def visit() -> None:
+        AsyncMailbox(asyncio.get_running_loop(), outbox).put("unread")
+        outbox.flush()
+
+    async def main() -> None:
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), outbox)
+        for _ in range(10):
+            await asyncio.to_thread(asyncio.run, visit())
+            mailbox.put("a")
+            outbox.flush()
+        assert len(outbox._bells) == 1
+        outbox.close()
+        assert [await mailbox.get() for _ in range(10)] == ["a"] * 10
+
+    asyncio.run(main())
+    assert n_open() <= before
+
+
+def test_an_engine_that_ends_while_a_loop_gets_its_bell(monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = Outbox()
+
+    class Late(Bell):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            outbox.close()
+
+    monkeypatch.setattr(module, "Bell", Late)
+
+    async def main() -> None:
+        before = n_open()
+        AsyncMailbox(asyncio.get_running_loop(), outbox)
+        assert not outbox._bells
+        while n_open() > before:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
 
 
 def test_loops_of_several_threads(demo: lp.Model) -> None:

@@ -127,6 +127,19 @@ def test_whoever_gives_up_wakes_the_next() -> None:
     waiting.join()
 
 
+def test_whoever_was_to_be_woken_by_an_interrupted_thread_looks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A Ctrl-C may come between two of its steps."""
+    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.01)
+    outbox = Outbox()
+    reader = Reader(outbox)
+    wait_until(reader.asleep)
+    reader.mailbox._items.append("a")  # and nobody wakes it
+    reader.join()
+    assert reader.came == ["a"]
+
+
 def test_items_come_whole_and_in_order() -> None:
     """Many steps for many readers, who come and go as they like."""
     outbox, n_steps = Outbox(), 3000

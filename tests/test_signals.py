@@ -66,7 +66,8 @@ threading.Thread(target=say_when_waiting_for_room).start()
 engine.generate("a", ENDLESS)
 """,
     "stream": 'for delta in engine.stream("a", ENDLESS): pass',
-    "next": 'generation = engine.start("a", ENDLESS)\nwhile generation.next(): pass',
+    # Where the signal comes between two calls, the generation is as good as before.
+    "next": 'generation = engine.start("a", ENDLESS)\nends.append(generation.cancel)\nwhile generation.next(): pass',
     "agenerate": 'asyncio.run(agenerate(["a", "b"]))',
     "astream": 'asyncio.run(astream("a"))',
     "gather": "asyncio.run(gather())",
@@ -82,7 +83,7 @@ async def astream(prompt):
 async def gather():
     await asyncio.gather(agenerate("a"), astream("b"), agenerate("c"))
 
-streams = []
+streams, ends = [], []
 go_on = threading.Event()
 def say_when_waiting_for_room():
     while not engine._queue._room._waiters:
@@ -109,6 +110,8 @@ except KeyboardInterrupt:
 go_on.set()
 for stream in streams:
     stream.close()
+for end in ends:
+    end()
 """
         + _TEARDOWN
     )

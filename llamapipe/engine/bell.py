@@ -33,6 +33,8 @@ class Bell:
             os.set_blocking(self.fd, False)
             loop.add_reader(self._read_end, self._answer)
         except BaseException:
+            with suppress(Exception):  # Ctrl-C may have come when it was being watched already
+                loop.remove_reader(self._read_end)
             self.close()
             raise
 

@@ -385,6 +385,8 @@ class Decoder:
             self._apply_memory_ops()
         samplers: list[Any] = []
         if not plan.again:
+            if any(request.sampler is None for request in plan.requests):
+                self.outbox.ring()  # grammars and long prompts take their time
             for request in plan.requests:
                 if request.sampler is None:
                     request.sampler = request.recipe.make(request)

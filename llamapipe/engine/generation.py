@@ -56,11 +56,11 @@ class Generation:
             return None
         self._decoder.check_open()
         self._decoder.alone = alone()
-        request.limit = request.n_total + 1
-        self._decoder.call(self._decoder.resume, request)
         try:
+            request.limit = request.n_total + 1
+            self._decoder.call(self._decoder.resume, request)
             item = self._mailbox.get()
-        except BaseException:  # Ctrl-C while waiting: the token that still comes would answer a later call
+        except BaseException:  # Ctrl-C from here on: the token that still comes would answer a later call
             self.cancel()
             raise
         if isinstance(item, Failure):

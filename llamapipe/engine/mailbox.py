@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _ONE_BY_ONE_S = 0.001  # thirty-two threads take about a third of it
+_LOOK_AGAIN_S = (
+    1.0  # a Ctrl-C may interrupt whoever was to wake this one, or come just before Python begins to wait
+)
 
 
 class Mailbox(Protocol):
@@ -66,6 +69,9 @@ class Outbox:
             self._together_after = 0.0 if together else perf_counter() + _ONE_BY_ONE_S
             self.wake_next()
         orphans = self._hand_over() if self._loops else []
+        if not self._bells:
+            return orphans
+        self._sweep()
         bells = [bell for bell in list(self._bells.values()) if bell.waiting]
         if self._ring_at_launch is not None and not together:
             if bells:
@@ -73,8 +79,13 @@ class Outbox:
             return orphans
         for bell in bells:
             bell.ring()
-        self._sweep()
         return orphans
+
+    def ring(self) -> None:
+        """Wakes the loops that were to be woken by the next launch: it is not that near. Decoder thread."""
+        for bell in list(self._bells.values()):
+            if bell.waiting:
+                bell.ring()
 
     def _hand_over(self) -> list[Request]:
         """Gives loops what is theirs; returns the requests of closed ones."""
@@ -96,7 +107,7 @@ class Outbox:
         return orphans
 
     def _sweep(self) -> None:
-        """Forgets the bells of closed loops."""
+        """Forgets the bells of closed loops; one that was dropped without ``close`` lives as long as the engine."""
         closed = [loop for loop in list(self._bells) if loop.is_closed()]
         if closed and self._ring_at_launch is not None:
             self._ring_at_launch([])  # their pipes' numbers will be other files'
@@ -108,6 +119,8 @@ class Outbox:
         if loop not in self._bells and not self._closed:
             with suppress(NotImplementedError, OSError, RuntimeError):  # it is woken the usual way, then
                 self._bells[loop] = Bell(loop, _receive)
+            if self._closed and (bell := self._bells.pop(loop, None)) is not None:  # meanwhile
+                bell.dismiss()
 
     def close(self) -> None:
         """No step will come any more. The decoder thread, at its end."""
@@ -156,13 +169,13 @@ class ThreadMailbox:
         while True:
             with suppress(IndexError):
                 return self._items.popleft()
-            left_s = -1.0 if deadline is None else deadline - perf_counter()
-            if deadline is not None and left_s <= 0:
+            left_s = _LOOK_AGAIN_S if deadline is None else deadline - perf_counter()
+            if left_s <= 0:
                 raise Empty
-            self._sleep(left_s)
+            self._sleep(min(left_s, _LOOK_AGAIN_S))
 
     def _sleep(self, timeout: float) -> None:
-        """Waits until woken, or for so many seconds (-1: any), or not at all if an item has come meanwhile."""
+        """Waits until woken, or for so many seconds, or not at all if an item has come meanwhile."""
         lock = allocate_lock()
         lock.acquire()
         try:

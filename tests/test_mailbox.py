@@ -42,6 +42,12 @@ class Reader:
         assert not self.thread.is_alive()
 
 
+@pytest.fixture(autouse=True)
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for what came without being woken: that would hide a lost wake-up."""
+    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 1000.0)
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are woken one by one for as long as it takes."""

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _ONE_BY_ONE_S = 0.001  # thirty-two threads take about a third of it
-_LOOK_AGAIN_S = (
-    1.0  # a Ctrl-C may interrupt whoever was to wake this one, or come just before Python begins to wait
-)
+# A Ctrl-C may interrupt whoever was to wake this one, or come just before Python begins to wait.
+_LOOK_AGAIN_S = 1.0
 
 
 class Mailbox(Protocol):

@@ -34,7 +34,7 @@ class Gate:
     def __init__(self, engine: lp.Engine) -> None:
         self._engine = engine
         self._decoder = engine._decoder
-        self._executor = self._decoder._executor
+        self._executor = self._decoder.steps._executor
         self._waiting = threading.Semaphore(0)
         self._leave = threading.Semaphore(0)
         self._open = False
@@ -42,7 +42,7 @@ class Gate:
         self._sampled: list[int] = []  # from the last of them
 
     def __enter__(self) -> Gate:
-        self._decoder.ask(lambda: setattr(self._decoder, "_executor", self))
+        self._decoder.ask(lambda: setattr(self._decoder.steps, "_executor", self))
         return self
 
     def __exit__(
@@ -50,7 +50,7 @@ class Gate:
     ) -> None:
         self.open()
         if not self._engine.closed:
-            self._decoder.ask(lambda: setattr(self._decoder, "_executor", self._executor))
+            self._decoder.ask(lambda: setattr(self._decoder.steps, "_executor", self._executor))
 
     # ---- the test
     def wait(self) -> None:
@@ -78,7 +78,7 @@ class Gate:
     @property
     def n_steps(self) -> int:
         """Steps computed so far; to be read while one waits."""
-        return self._decoder._n_steps
+        return self._decoder.steps.n_steps
 
     # ---- the executor's part
     def launch(

@@ -175,7 +175,7 @@ class Desk:
 
     def cancel(self, request: Request) -> None:
         request.cancelled = True
-        self.decoder.call(self.decoder.cancel, request)
+        self.decoder.call(self.decoder.steps.cancel, request)
 
     def finish_one(self) -> None:
         """One request from an idle decoder to an idle decoder."""
@@ -444,7 +444,7 @@ class TestDefects:
         desk = make_desk(n_slots=2)
 
         def broken(*arguments: Any) -> None:
-            desk.scheduler._decoding.clear()  # and whatever else it was in the middle of
+            desk.scheduler._running.decoding.clear()  # and whatever else it was in the middle of
             raise KeyError("broken")
 
         with desk.held():

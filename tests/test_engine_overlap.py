@@ -91,7 +91,7 @@ class TestSame:
         """The change comes while a step is under way: nobody is in two of them."""
         engine = make_engine(n_seq_max=4, n_ubatch=32, pipeline_depth=2)
         decoder = engine._decoder
-        decoder._cohorts._able = False
+        decoder.steps._cohorts._able = False
         given = prompts(engine.model, 6)
         results = Worker(lambda: engine.generate(given, greedy(60)))
         n = 1
@@ -104,7 +104,7 @@ class TestSame:
 
 def force_cohorts(engine: lp.Engine) -> None:
     decoder = engine._decoder
-    decoder._cohorts._able = False  # leaves it as it is
+    decoder.steps._cohorts._able = False  # leaves it as it is
 
     def force() -> None:
         decoder._scheduler.cohorts = 2
@@ -161,7 +161,7 @@ class TestWaits:
         steps = stats.steps - before.steps
         n_waits, n_syncs = stats.n_waits - before.n_waits, stats.n_syncs - before.n_syncs
         assert n_waits <= steps and n_syncs <= steps
-        mode = engine._decoder._executor.core.mode  # type: ignore[attr-defined]
+        mode = engine._decoder.steps._executor.core.mode  # type: ignore[attr-defined]
         if mode in ("host", "events"):
             assert n_syncs == 0
         if mode == "host" and way["pipeline_depth"] == 1:
@@ -180,7 +180,7 @@ class TestAbort:
     def test_a_prompt_nobody_waits_for_is_not_computed(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         """A prompt of a second, one step of one ubatch: cancelled, it ends in the middle."""
         engine = make_engine(demo, n_ctx=32768, n_batch=32768, n_ubatch=32768, n_seq_max=2)
-        executor = engine._decoder._executor
+        executor = engine._decoder.steps._executor
         prompt = [5] * 30000
         stream = engine.stream(prompt, greedy(5))
         wait_until(lambda: executor.launching() >= 0)
@@ -196,7 +196,7 @@ class TestAbort:
     @pytest.mark.skipif(ON_DEVICE, reason="only what a CPU computes can be aborted")
     def test_a_step_with_somebody_in_it_goes_on(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         engine = make_engine(demo, n_ctx=4096, n_batch=4096, n_ubatch=4096, n_seq_max=2)
-        executor = engine._decoder._executor
+        executor = engine._decoder.steps._executor
         stays = engine.stream("Count from 3 to 9:", greedy(40))
         next(stays)
         goes = engine.stream([5] * 3000, greedy(5))
@@ -212,7 +212,7 @@ class TestAbort:
         engine = make_engine(
             demo, n_ctx=32768, n_batch=32768, n_ubatch=32768, n_seq_max=1, pipeline_depth=depth
         )
-        executor = engine._decoder._executor
+        executor = engine._decoder.steps._executor
         waiting = Worker(lambda: engine.generate([5] * 30000, greedy(5)))
         wait_until(lambda: executor.launching() >= 0)
         engine.close(drain=False)
@@ -225,7 +225,7 @@ class TestFailures:
     def test_a_failed_launch_ends_its_own_requests(self, engine: lp.Engine, code: int) -> None:
         given = prompts(engine.model, 2)
         whole = [engine.generate(prompt, greedy(10)) for prompt in given]
-        engine._decoder._executor.core.fail_next("launch", code)  # type: ignore[attr-defined]
+        engine._decoder.steps._executor.core.fail_next("launch", code)  # type: ignore[attr-defined]
         with pytest.raises(DecodeError):
             engine.generate(given[0], greedy(10))
         for prompt, completion in zip(given, whole, strict=True):
@@ -237,7 +237,7 @@ class TestFailures:
         given = prompts(engine.model, 5)
         whole = [engine.generate(prompt, greedy(10)) for prompt in given]
         decoder = engine._decoder
-        decoder._cohorts._able = False  # a busy machine looks like one where splitting them could pay
+        decoder.steps._cohorts._able = False  # a busy machine looks like one where splitting them could pay
         decoder.ask(partial(setattr, decoder._scheduler, "cohorts", 1))
         with held(engine):
             asked = [Worker(engine.generate, prompt, greedy(200)) for prompt in given[:4]]
@@ -247,9 +247,9 @@ class TestFailures:
 
         def fail() -> bool:
             """Between two steps: the next one fails if all four are in it."""
-            all_decode = len(decoder._scheduler._decoding) == 4
+            all_decode = len(decoder._scheduler._running.decoding) == 4
             if all_decode:
-                decoder._executor.core.fail_next("launch", -3)  # type: ignore[attr-defined]
+                decoder.steps._executor.core.fail_next("launch", -3)  # type: ignore[attr-defined]
             return all_decode
 
         wait_until(lambda: decoder.ask(fail))
@@ -264,7 +264,7 @@ class TestFailures:
             pytest.skip("rows are copied by llama.cpp")
         prompt = prompts(engine.model, 1)[0]
         whole = engine.generate(prompt, greedy(5))
-        engine._decoder._executor.core.fail_next("copy", -3)  # type: ignore[attr-defined]
+        engine._decoder.steps._executor.core.fail_next("copy", -3)  # type: ignore[attr-defined]
         with pytest.raises(DecodeError):
             engine.generate(prompt, greedy(5))
         assert engine.generate(prompt, greedy(5)).token_ids == whole.token_ids

@@ -460,7 +460,7 @@ class TestCosts:
         """Neither graphs, as llama.cpp's log tells, nor memory, whatever requests ask for."""
         lib = native().lib
         engine = make_engine(demo, n_seq_max=N_SEQ, graph_sampling="on")
-        executor = engine._decoder._executor
+        executor = engine._decoder.steps._executor
         assert isinstance(executor, StepExecutor)
         core = executor.core
 

@@ -28,6 +28,8 @@ PURE = (
     "llamapipe.engine.slots",
     "llamapipe.engine.request",
     "llamapipe.engine.family",
+    "llamapipe.engine.planner",
+    "llamapipe.engine.running",
     "llamapipe.engine.step_plan",
     "llamapipe.pipeline.token_score",
 )

@@ -137,7 +137,7 @@ class Engine:
                 self._queue.leave,
             )
             self._collector = Collector(self._decoder, self._queue)
-            self.trace = self._decoder.trace = Trace(core)
+            self.trace = self._decoder.steps.trace = Trace(core)
             if trace:
                 self.trace.start()
         except BaseException:  # bad sizes, or Ctrl-C: nobody will have this object to close

@@ -1,8 +1,6 @@
-"""Decides what each step computes and records what came of it. Pure policy: no threads, no native code.
+"""Decides who runs in each step and records what came of it. Pure policy: no threads, no native code.
 
-One thread calls it. ``plan`` says what the next step feeds, ``commit`` takes the sampled tokens. In a step, requests
-that decode come first, then prompts in the order of arrival up to the token budget, cut into chunks: while streams are
-decoding a step takes at most ``n_ubatch`` tokens, so that a long prompt does not hold them up.
+One thread calls it. ``plan`` says what the next step feeds, ``commit`` takes the sampled tokens.
 
 When slots or cells run out, requests that wait for their reader give way first, then the newest; what is preempted
 keeps its tokens and computes them again later.
@@ -16,12 +14,13 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from llamapipe.engine.family import Family
+from llamapipe.engine.planner import Planner
 from llamapipe.engine.request import Request, State
+from llamapipe.engine.running import Running
 from llamapipe.engine.slots import Slots
 from llamapipe.engine.step_plan import Copy, Remove, StepPlan
 from llamapipe.errors import DecodeError
 
-_by_slot = attrgetter("slot")
 _by_arrival = attrgetter("arrival")
 
 
@@ -45,9 +44,7 @@ class Scheduler:
     ``n_score_rows``: most rows in a step that score a request's own tokens. ``least_copy``: how many of
     a sequence's first cells it pays to copy, None if that is never done.
 
-    ``depth``: how many steps of scores may be under way at once; if several, each has at most ``n_ubatch`` tokens.
-    ``cohorts``: how many parts decoding requests are split into, each a step of its own, so that one can be computed
-    while another is sampled. A plan may be made while another is under way; its requests are not in it then.
+    A plan may be made while another is under way; its requests are not in it then.
     """
 
     def __init__(
@@ -67,14 +64,9 @@ class Scheduler:
             )
         self.n_ctx = n_ctx
         self.n_cells = n_cells
-        self.n_batch = n_batch
-        self.n_ubatch = n_ubatch
-        self.n_score_rows = n_score_rows
         self._least_copy = least_copy
         self.n_preempted = 0
-        self.cohorts = 1
-        self.depth = 1
-        self._filler = filler
+        self._planner = Planner(n_batch, n_ubatch, filler, n_score_rows)
         self._slots = Slots(n_slots)
         self._scarce = n_cells < n_ctx * n_slots
         self._full = False  # a step found no cells: nobody comes in before somebody left
@@ -82,21 +74,17 @@ class Scheduler:
         self._queue: OrderedDict[Request, None] = OrderedDict()  # new, in order of arrival
         self._ready: list[Request] = []  # preempted and allowed to go on, in order of arrival
         self._parked: set[Request] = set()  # preempted while waiting for their reader
-        self._decoding: list[Request] = []  # running, by slot
-        self._prefilling: list[Request] = []  # running, by arrival
-        self._paused: OrderedDict[Request, None] = OrderedDict()  # in a slot, longest paused first
+        self._running = Running()  # in a slot
         self._following = 0  # new, and waiting for another to compute their prompt
         self.memory_ops: list[Remove | Copy] = []  # to be done in this order before the next step
         self.dequeued: list[Request] = []  # got a slot or ended; one that was preempted comes again
         self._last: StepPlan | None = None  # committed, and could be planned again
-        self._n_moves = self._n_moves_planned = (
-            0  # in or out of the running lists: by now, and when _last was made
-        )
+        self._n_moves = 0  # of those that run, when _last was made
 
     def __repr__(self) -> str:
         return (
             f"<Scheduler queued={len(self._queue)} ready={len(self._ready)} parked={len(self._parked)} "
-            f"prefilling={len(self._prefilling)} decoding={len(self._decoding)} paused={len(self._paused)}>"
+            f"{self._running!r}>"
         )
 
     # ---- what the decoder thread asks
@@ -108,7 +96,7 @@ class Scheduler:
     @property
     def n_active(self) -> int:
         """Requests in a slot."""
-        return len(self._decoding) + len(self._prefilling) + len(self._paused)
+        return len(self._running)
 
     @property
     def n_live(self) -> int:
@@ -118,25 +106,40 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could be planned."""
-        return bool(self._decoding or self._prefilling or self._ready or self._queue)
+        return self._running.has_work or bool(self._ready or self._queue)
 
     @property
     def all_ready(self) -> bool:
         """Whether every unfinished request may go on, so that none is worth waiting for."""
-        return not self._paused and not self._parked
+        return not self._running.paused and not self._parked
 
     @property
     def n_flights(self) -> int:
         """How many steps may be under way: what decodes needs the last one's tokens, scores do not."""
-        return max(self.cohorts, self.depth) if self._only_scores() else self.cohorts
+        planner = self._planner
+        return max(planner.cohorts, planner.depth) if self._running.only_scores else planner.cohorts
 
-    def _only_scores(self) -> bool:
-        """Whether nothing that runs will ever decode."""
-        return not self._decoding and all(request.max_tokens == 0 for request in self._prefilling)
+    @property
+    def cohorts(self) -> int:
+        """How many parts decoding requests are split into; see Planner."""
+        return self._planner.cohorts
+
+    @cohorts.setter
+    def cohorts(self, n: int) -> None:
+        self._planner.cohorts = n
+
+    @property
+    def depth(self) -> int:
+        """How many steps of scores may be under way at once; see Planner."""
+        return self._planner.depth
+
+    @depth.setter
+    def depth(self, n: int) -> None:
+        self._planner.depth = n
 
     def live(self) -> list[Request]:
         """Every unfinished request."""
-        return [*self._decoding, *self._prefilling, *self._paused, *self._ready, *self._parked, *self._queue]
+        return [*self._running, *self._ready, *self._parked, *self._queue]
 
     def take_memory_ops(self) -> list[Remove | Copy]:
         """The ``memory_ops`` so far."""
@@ -165,10 +168,10 @@ class Scheduler:
         """Lets a request go on whose ``limit`` was raised or whose tokens were changed; otherwise does nothing."""
         if request.finish_reason is not None or request.n_total >= request.limit:
             return
-        if request in self._paused:
-            del self._paused[request]
+        if request in self._running.paused:
+            del self._running.paused[request]
             request.move(State.RUNNING)
-            self._run(request)
+            self._running.add(request)
         elif request in self._parked:
             self._parked.discard(request)
             insort(self._ready, request, key=_by_arrival)
@@ -232,7 +235,7 @@ class Scheduler:
         self.dequeued.append(heir)
         family.place(heir)
         heir.move(State.RUNNING)
-        self._run(heir)
+        self._running.add(heir)
 
     def _follow(self, family: Family) -> None:
         """Lets those in who wait for a prompt that is computed, or who have to compute it now."""
@@ -268,25 +271,17 @@ class Scheduler:
         """What the next step feeds, None when nothing can be done now."""
         if self._queue or self._ready:
             self._admit()
-        if not self._decoding and not self._prefilling:
+        if not self._running.has_work:
             return None
         if self._scarce:
             self._make_room()
         last, self._last = self._last, None
-        if last is not None and self._n_moves == self._n_moves_planned and self.cohorts == 1:
+        if last is not None and self._n_moves == self._running.n_moves and self.cohorts == 1:
             last.again = last.flying = True
             return last
-        plan = StepPlan()
-        self._n_moves_planned = self._n_moves
-        if self._decoding:
-            self._plan_decode(plan)
-        if self._prefilling:
-            self._plan_prefill(plan)
-        if not plan.tokens:
-            return None  # all that could be are in steps under way
-        for request, _ in plan.fed:
-            request.flight = plan
-        return plan
+        self._n_moves = self._running.n_moves
+        plan = self._planner.plan(self._running)
+        return plan if plan.tokens else None  # none: all that could be are in steps under way
 
     def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
         """Records a step: the cells it filled and the token drawn for each of ``plan.requests`` (-1: none could be).
@@ -327,10 +322,8 @@ class Scheduler:
             for request, _ in plan.fed[plan.n_decode :]:
                 if request.family is not None and request.family.waiting:
                     self._follow(request.family)
-            for request in [r for r in self._prefilling if self._decodes(r)]:
-                self._prefilling.remove(request)
-                self._run(request)
-        elif plan.n_decode == len(plan.tokens) and len(plan.requests) == len(self._decoding):
+            self._running.sort()
+        elif plan.n_decode == len(plan.tokens) and len(plan.requests) == len(self._running.decoding):
             self._last = plan  # of all: after a change from two cohorts it may be of half of them
         return taken
 
@@ -359,17 +352,14 @@ class Scheduler:
 
     def recompute(self, slot: int) -> None:
         """The memory could not forget a part of this sequence and lost all of it: its tokens are computed again."""
-        for request in (*self._decoding, *self._prefilling, *self._paused):
+        for request in list(self._running):
             if request.slot == slot:
-                request.n_past = 0
-                if request in self._decoding:
-                    self._decoding.remove(request)
-                    self._run(request)
+                self._running.recompute(request)
 
     def relieve(self, plan: StepPlan) -> Request | None:
         """Drops a step that found no cells and preempts one of several requests; None when only one is left."""
         self.drop(plan)
-        nobody_paused = not self._paused
+        nobody_paused = not self._running.paused
         preempted = self._give_way()
         # One that ran would come back at once, and to the same end.
         self._full = preempted is not None and nobody_paused
@@ -378,25 +368,24 @@ class Scheduler:
     # ---- inside
     def _give_way(self) -> Request | None:
         """Preempts the request that paused first, else the newest; None when only one has a slot."""
-        running = [*self._decoding, *self._prefilling, *self._paused]
-        if len(running) < 2:
-            return None
-        newest = next(iter(self._paused)) if self._paused else max(running, key=_by_arrival)
-        self.preempt(newest)
-        return newest
+        least = self._running.least()
+        if least is not None:
+            self.preempt(least)
+        return least
 
     def _admit(self) -> None:
+        paused = self._running.paused
         while self._queue or self._ready:
             if not self._slots.n_free:
-                if not self._paused:
+                if not paused:
                     return
-                self.preempt(next(iter(self._paused)))
+                self.preempt(next(iter(paused)))
             request = self._ready[0] if self._ready else next(iter(self._queue))
-            if self._full or (self._scarce and self._cells_used() + len(request.tokens) > self.n_cells):
-                if self._paused:
-                    self.preempt(next(iter(self._paused)))
+            if self._full or (self._scarce and self._running.n_cells + len(request.tokens) > self.n_cells):
+                if paused:
+                    self.preempt(next(iter(paused)))
                     continue
-                if self._decoding or self._prefilling:
+                if self._running.has_work:
                     return
             if self._ready:
                 del self._ready[0]
@@ -412,7 +401,7 @@ class Scheduler:
                 self._copy_prompt(request)
                 request.family.place(request)
             request.move(State.RUNNING)
-            self._run(request)
+            self._running.add(request)
 
     def _copy_prompt(self, request: Request) -> None:
         """Begins with the cells of another's prompt, but with a token left to feed."""
@@ -422,46 +411,22 @@ class Scheduler:
         self.memory_ops.append(Copy(source.slot, request.slot, n))
         request.n_past = n
 
-    def _cells_used(self) -> int:
-        """Cells that running requests hold or will hold once their tokens are fed."""
-        running = sum(len(r.tokens) for r in self._decoding) + sum(len(r.tokens) for r in self._prefilling)
-        return running + sum(r.n_past for r in self._paused)
-
     def _make_room(self) -> None:
-        while self._cells_used() > self.n_cells and self._give_way() is not None:
+        while self._running.n_cells > self.n_cells and self._give_way() is not None:
             pass
-
-    def _run(self, request: Request) -> None:
-        self._n_moves += 1
-        if self._decodes(request):
-            insort(self._decoding, request, key=_by_slot)
-        else:
-            insort(self._prefilling, request, key=_by_arrival)
-
-    def _decodes(self, request: Request) -> bool:
-        """Whether a token is left to feed and another to draw; who leads a family feeds its prompt first."""
-        leads = request.n_past == 0 and request.family is not None and request.family.waiting
-        return len(request.tokens) - request.n_past == 1 and request.max_tokens > 0 and not leads
 
     def _pause(self, request: Request) -> None:
         if request.state is State.RUNNING:
-            self._stop(request)
-            self._paused[request] = None
+            self._running.take(request)
+            self._running.paused[request] = None
             request.move(State.PAUSED)
-
-    def _stop(self, request: Request) -> None:
-        self._n_moves += 1
-        if request in self._decoding:
-            self._decoding.remove(request)
-        else:
-            self._prefilling.remove(request)
 
     def _leave(self, request: Request) -> None:
         """Takes a request out of wherever it is and frees its slot."""
         if request.state is State.RUNNING:
-            self._stop(request)
+            self._running.take(request)
         elif request.state is State.PAUSED:
-            del self._paused[request]
+            del self._running.paused[request]
         elif request in self._parked:
             self._parked.discard(request)
         elif request in self._queue:
@@ -480,126 +445,15 @@ class Scheduler:
             request.slot = -1
             self._full = False
 
-    def _plan_decode(self, plan: StepPlan) -> None:
-        decoding, n_flying = self._decoding, 0
-        if self.cohorts > 1:
-            free = [r for r in decoding if r.flight is None or not r.flight.flying]
-            n_flying = len(decoding) - len(free)
-            # Halves by slot, so that no gap has to be filled: the lower one first.
-            decoding = free[: -(-len(decoding) // self.cohorts)]
-            if not decoding:
-                return
-        n = plan.n_decode = len(decoding)
-        plan.tokens = [r.tokens[-1] for r in decoding]
-        plan.positions = [r.n_past for r in decoding]
-        plan.seq_ids = [r.slot for r in decoding]
-        plan.outputs = [1] * n
-        plan.rows = list(range(n))
-        plan.requests = decoding.copy()
-        plan.fed = [(r, 1) for r in decoding]
-        # A gap may be a sequence of a step under way.
-        if (
-            self._filler is not None
-            and not n_flying
-            and len(decoding) == len(self._decoding)
-            and plan.seq_ids[-1] - plan.seq_ids[0] >= n
-        ):
-            self._fill_gaps(plan, self._filler)
-
-    def _fill_gaps(self, plan: StepPlan, filler: int) -> None:
-        """Gives the sequences in the gaps a token each, where that is cheaper than cutting the batch there."""
-        feeding = {r.slot for r in self._prefilling}  # have tokens of their own in this step
-        held = {r.slot: r.n_past for r in self._paused}
-        first, last = plan.seq_ids[0], plan.seq_ids[-1]
-        gaps = sorted(set(range(first, last)) - set(plan.seq_ids) - feeding)
-        if len(gaps) > len(plan.seq_ids):
-            return
-        for slot in gaps:
-            position = held.get(slot, 0)  # below n_ctx: the last token of a full sequence is never fed
-            i = slot - first - sum(1 for f in feeding if first < f < slot)
-            plan.tokens.insert(i, filler)
-            plan.positions.insert(i, position)
-            plan.seq_ids.insert(i, slot)
-            plan.outputs.insert(i, 0)
-            plan.fillers.append(Remove(slot, position))
-        plan.rows = [i for i, output in enumerate(plan.outputs) if output]
-
-    def _plan_prefill(self, plan: StepPlan) -> None:
-        budget = self.n_batch - len(plan.tokens)
-        if self._decoding:
-            budget = min(budget, max(self.n_ubatch - len(plan.tokens), 1))
-        elif self.depth > 1 if self._only_scores() else len(self._prefilling) > 1:
-            # llama.cpp computes no more at a time. So the next step need not wait for it, nor the first prompt's token
-            # for the last prompt.
-            budget = min(budget, self.n_ubatch)
-        n_rows = self.n_score_rows
-        whole, n_before = budget, len(plan.fed)
-        for request in self._prefilling:
-            if budget <= 0:
-                return
-            if request.flight is not None and request.flight.flying:
-                continue
-            first = request.n_past
-            n_left = len(request.tokens) - first
-            if budget < n_left <= whole and len(plan.fed) > n_before and request.max_tokens != 0:
-                return  # the next step has room for all of it; in parts it would take a pass over the weights more
-            n = min(n_left, budget)
-            scored = range(0)
-            if request.scoring is not None:
-                n, scored = self._scored(request, n, n_rows)
-                if n <= 0:
-                    continue
-            budget -= n
-            n_rows -= len(scored)
-            begin = len(plan.tokens)
-            plan.tokens += request.tokens[first : first + n]
-            plan.positions += range(first, first + n)
-            plan.seq_ids += [request.slot] * n
-            plan.outputs += [0] * n
-            plan.fed.append((request, n))
-            if scored:
-                entries = range(begin + scored.start - first, begin + scored.stop - first)
-                plan.outputs[entries.start : entries.stop] = [1] * len(scored)
-                plan.scored.append((request, scored.start, entries))
-            if n == n_left and request.max_tokens:
-                plan.outputs[-1] = 1
-                plan.rows.append(len(plan.tokens) - 1)
-                plan.requests.append(request)
-                if request.family is not None and len(request.tokens) == request.n_prompt:
-                    self._plan_followers(plan, request.family)
-
-    def _plan_followers(self, plan: StepPlan, family: Family) -> None:
-        """The others' first tokens are drawn from the row of the prompt, before they have a slot."""
-        for request in family.waiting:
-            if len(request.tokens) == request.n_prompt:
-                plan.rows.append(plan.rows[-1])
-                plan.requests.append(request)
-                request.flight = plan
-
-    def _scored(self, request: Request, n: int, n_rows: int) -> tuple[int, range]:
-        """How many tokens are fed, of ``n``, if they may have so many outputs; and whose rows are wanted."""
-        first, scoring = request.n_past, request.scoring
-        begin = max(first, scoring.wanted_from)
-        end = min(first + n, scoring.wanted_to)
-        if end <= begin:
-            return n, range(0)
-        if end - begin > n_rows:
-            end = begin + n_rows
-            n = end - first
-        return n, range(begin, end)
-
     def check_integrity(self) -> None:
         """Raises AssertionError when slots, states and lists disagree. For tests and debugging."""
-        held = [*self._decoding, *self._prefilling, *self._paused]
-        taken = sorted(r.slot for r in held)
+        taken = sorted(request.slot for request in self._running)
         assert len(set(taken)) == len(taken), f"two requests in one slot: {taken}"
         assert self._slots.free.isdisjoint(taken), f"a used slot counts as free: {taken} {self._slots.free}"
         assert len(taken) + self._slots.n_free == self._slots.n, f"slots are lost: {taken} {self._slots.free}"
-        assert self._decoding == sorted(self._decoding, key=_by_slot)
-        for request in held:
+        self._running.check_integrity()
+        for request in self._running:
             assert request.state in (State.RUNNING, State.PAUSED), request
             assert 0 <= request.n_past <= len(request.tokens) <= self.n_ctx, request
         for request in (*self._queue, *self._ready, *self._parked):
             assert request.state is State.WAITING and request.slot == -1 and request.n_past == 0, request
-        for request in self._decoding:
-            assert len(request.tokens) - request.n_past == 1, request

@@ -105,10 +105,11 @@ class Gate:
             )
         return self._executor.launch_again()
 
-    def ring_at_launch(self, fds: Sequence[int]) -> None:
-        """Rings at once: whoever waits here is about to launch."""
+    def wake_at_launch(self, fds: Sequence[int], turns: Any) -> None:
+        """Wakes all at once: whoever waits here is about to launch."""
         for fd in fds:
             os.write(fd, b"\0")
+        turns.all()
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         self._sampled = self._executor.sample(step, rows, samplers)

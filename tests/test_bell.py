@@ -51,7 +51,7 @@ def test_a_ring_at_launch_waits_for_it_and_no_longer() -> None:
     named: list[list[int]] = []
 
     async def main() -> None:
-        outbox = Outbox(lambda fds: named.append(list(fds)))
+        outbox = Outbox(lambda fds, turns: named.append(list(fds)))
         mailbox = AsyncMailbox(asyncio.get_running_loop(), outbox)
         (bell,) = outbox._bells.values()
         mailbox.put("a")
@@ -95,7 +95,7 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
 
 def test_closed_loops_are_forgotten_while_others_work() -> None:
     """An engine that always has something to do never comes to look for them."""
-    outbox = Outbox(lambda fds: None)
+    outbox = Outbox(lambda fds, turns: None)
     before = n_open()
 
     async def visit() -> None:

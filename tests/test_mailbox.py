@@ -1,12 +1,13 @@
-"""Who is woken when a step has delivered: threads one after another, and all of them if that takes long."""
+"""Which threads are woken when a step has delivered: one after another, and all of them if that takes long."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import pytest
 from control import wait_until
@@ -14,6 +15,7 @@ from run_script import Script
 
 from llamapipe.engine import mailbox as module
 from llamapipe.engine.mailbox import Outbox, ThreadMailbox
+from llamapipe.pipeline import turns as turns_module
 
 N = 8
 
@@ -23,6 +25,7 @@ class Reader:
 
     def __init__(self, outbox: Outbox, n_items: int = 1, then: Callable[[], object] = lambda: None) -> None:
         self.mailbox = ThreadMailbox(outbox)
+        self._turns = outbox._turns
         self.came: list[object] = []
         self._n_items = n_items
         self._then = then
@@ -35,7 +38,11 @@ class Reader:
             self._then()
 
     def asleep(self) -> bool:
-        return bool(self.mailbox._sleepers)
+        waiter = self.mailbox.waiter
+        return waiter is not None and self._turns.asleep(waiter)
+
+    def has_come(self) -> bool:
+        return bool(self.came)
 
     def join(self) -> None:
         self.thread.join(20)
@@ -51,7 +58,25 @@ def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are woken one by one for as long as it takes."""
-    monkeypatch.setattr(module, "_ONE_BY_ONE_S", 1000.0)
+    monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0)
+
+
+class Launches:
+    """What an outbox tells the next launch."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[int], Any]] = []
+
+    def __call__(self, fds: Sequence[int], turns: Any) -> None:
+        self.told.append((list(fds), turns))
+
+
+def asleep(outbox: Outbox, n_items: int, n: int = N, **options: Any) -> list[Reader]:
+    """Readers that sleep."""
+    readers = [Reader(outbox, n_items, **options) for _ in range(n)]
+    for reader in readers:
+        wait_until(reader.asleep)
+    return readers
 
 
 @pytest.mark.usefixtures("patient")
@@ -66,10 +91,85 @@ def test_each_wakes_the_next_before_its_own_work() -> None:
     outbox.flush()
     wait_until(lambda: all(reader.came for reader in readers))
     assert [reader.came for reader in readers] == [[i] for i in range(N)]
-    assert not outbox._threads
     go_on.set()
     for reader in readers:
         reader.join()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_launch_wakes_the_first_and_each_the_next_when_it_waits_again() -> None:
+    """So that who is woken finds the interpreter's lock free."""
+    launches, go_on = Launches(), threading.Semaphore(0)
+    outbox = Outbox(launches)
+    readers = asleep(outbox, 2, then=go_on.acquire)
+    for i, reader in enumerate(readers):
+        reader.mailbox.put(i)
+    outbox.flush()
+    assert launches.told == [([], outbox._turns)]
+    assert [reader.came for reader in readers] == [[]] * N  # nobody before the launch
+    outbox._turns.next()  # what a launch does
+    for i, reader in enumerate(readers):
+        wait_until(reader.has_come)
+        assert [reader.asleep() for reader in readers[i + 1 :]] == [True] * (N - i - 1)
+        go_on.release()
+        wait_until(reader.asleep)
+    assert [reader.came for reader in readers] == [[i] for i in range(N)]
+    for reader in readers:
+        reader.mailbox.put("last")
+        go_on.release()
+    outbox.flush(together=True)
+    for reader in readers:
+        reader.join()
+
+
+def test_whoever_keeps_its_turn_for_long_is_not_waited_for() -> None:
+    """A launch asks again and again while it computes."""
+    outbox, go_on = Outbox(Launches()), threading.Event()
+    readers = asleep(outbox, 1, then=go_on.wait)
+    for reader in readers:
+        reader.mailbox.put(1)
+    outbox.flush()
+    outbox._turns.next()
+
+    def all_came() -> bool:
+        outbox._turns.hurry()
+        return all(reader.came for reader in readers)
+
+    wait_until(all_came)
+    go_on.set()
+    for reader in readers:
+        reader.join()
+
+
+@pytest.mark.usefixtures("patient")
+def test_those_whose_turn_never_came_are_woken_by_the_next_step() -> None:
+    outbox, go_on = Outbox(Launches()), threading.Event()
+    slow, waiting = asleep(outbox, 1, 2, then=go_on.wait)
+    for reader in (slow, waiting):
+        reader.mailbox.put(1)
+    outbox.flush()
+    outbox._turns.next()
+    wait_until(lambda: slow.came)
+    outbox._turns.hurry()  # not that long
+    assert waiting.asleep()
+    other = ThreadMailbox(outbox)
+    other.put(1)  # of the next step
+    outbox.flush()
+    wait_until(lambda: waiting.came)
+    go_on.set()
+    for reader in (slow, waiting):
+        reader.join()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_long_wait_for_the_launch_wakes_at_once() -> None:
+    """Before a grammar is compiled, say."""
+    outbox = Outbox(Launches())
+    (reader,) = asleep(outbox, 1, 1)
+    reader.mailbox.put(1)
+    outbox.flush()
+    outbox.wake()
+    reader.join()
 
 
 @pytest.mark.usefixtures("patient")
@@ -89,15 +189,17 @@ def test_who_does_not_wait_is_passed_over() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_all_at_once_where_one_by_one_takes_long(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """However slowly the first one comes round to waking the next."""
-    monkeypatch.setattr(module, "_ONE_BY_ONE_S", 1000.0 if together else -1.0)
-    outbox = Outbox()
-    readers = [Reader(outbox) for _ in range(N)]
+    monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0 if together else -1000.0)
+    outbox, go_on = Outbox(Launches() if together else None), threading.Event()
+    readers = asleep(outbox, 1, then=go_on.wait)
     for reader in readers:
-        wait_until(reader.asleep)
         reader.mailbox.put(1)
     # None of them may wake another here.
-    monkeypatch.setattr(outbox, "wake_next", lambda wake=outbox.wake_next: wake() if in_main() else None)
+    pass_on = outbox._turns.next
+    monkeypatch.setattr(outbox._turns, "next", lambda: pass_on() if in_main() else None)
     outbox.flush(together)
+    wait_until(lambda: all(reader.came for reader in readers))
+    go_on.set()
     for reader in readers:
         reader.join()
 
@@ -112,24 +214,27 @@ def test_timeouts() -> None:
     for timeout in (0, 0.01):
         with pytest.raises(Empty):
             mailbox.get(timeout)
-    assert not mailbox._sleepers
+    assert mailbox.waiter is not None
+    assert not outbox._turns.asleep(mailbox.waiter)
     mailbox.put("late")
     assert mailbox.get(0) == "late"  # what is there needs no time
     with pytest.raises(Empty):
         mailbox.get(0)
 
 
-def test_whoever_gives_up_wakes_the_next() -> None:
-    """A timeout that passes while one is being woken does not leave the others asleep."""
-    outbox = Outbox()
-    late, waiting = ThreadMailbox(outbox), Reader(outbox)
-    wait_until(waiting.asleep)
-    late.put("unread")
-    waiting.mailbox.put("c")
-    late._items.clear()  # so that `get` below sleeps
-    outbox.pending = False
+@pytest.mark.usefixtures("patient")
+def test_whoever_waits_passes_the_turn_on_first() -> None:
+    """Also one that will give up."""
+    outbox = Outbox(Launches())
+    slow, waiting = asleep(outbox, 1, 2)
+    for reader in (slow, waiting):
+        reader.mailbox.put(1)
+    outbox.flush()
+    outbox._turns.next()
+    slow.join()
+    assert waiting.asleep()
     with pytest.raises(Empty):
-        late.get(0.01)
+        ThreadMailbox(outbox).get(0.01)
     waiting.join()
 
 
@@ -183,24 +288,25 @@ def test_two_threads_at_one_mailbox() -> None:
 def test_ctrl_c_ends_the_wait() -> None:
     program = """
 from llamapipe.engine.mailbox import Outbox, ThreadMailbox
+from llamapipe.pipeline import turns as turns_module
 import threading
 outbox = Outbox()
 mailbox, other = ThreadMailbox(outbox), ThreadMailbox(outbox)
 def look():
-    while not mailbox._sleepers:
+    while mailbox.waiter is None or not outbox._turns.asleep(mailbox.waiter):
         pass
     say("waiting")
 threading.Thread(target=look).start()
 try:
     mailbox.get()
 except KeyboardInterrupt:
-    say(len(mailbox._sleepers))
+    say(outbox._turns.asleep(mailbox.waiter))
 mailbox.put("there")
 say(mailbox.get())
 """
     with Script(program) as script:
         script.expect("waiting")
         script.send(signal.SIGINT)
-        script.expect("0")
+        script.expect("False")
         script.expect("there")
         assert script.end() == ("", "")

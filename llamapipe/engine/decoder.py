@@ -186,6 +186,7 @@ class Decoder:
             self._scheduler.append(request, tokens)
         request.sink.restart_text()
         if request.sampler is not None:
+            self.outbox.wake()  # a grammar reads the sequence again
             try:
                 request.recipe.again(request.sampler, request)
             except (ValueError, DecodeError) as e:  # the sequence is not what its constraints allow

@@ -1,8 +1,7 @@
-"""How results reach a caller: a thread is woken by the one before it, asyncio tasks once a step through their loop."""
+"""How results reach a caller: threads are woken one after another, asyncio tasks once a step through their loop."""
 
 from __future__ import annotations
 
-from _thread import LockType, allocate_lock
 from collections import deque
 from contextlib import suppress
 from queue import Empty
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from llamapipe.engine.bell import Bell
 from llamapipe.engine.request import Request
+from llamapipe.pipeline.turns import Turns, Waiter
 
 if TYPE_CHECKING:
     import asyncio  # a third of what importing llamapipe would cost, and not everybody uses it
     from collections.abc import Callable, Sequence
 
-_ONE_BY_ONE_S = 0.001  # thirty-two threads take about a third of it
-# A Ctrl-C may interrupt whoever was to wake this one, or come just before Python begins to wait.
-_LOOK_AGAIN_S = 1.0
+_LOOK_AGAIN_S = 1.0  # a Ctrl-C that comes just before the wait does not end it
 
 
 class Mailbox(Protocol):
@@ -31,21 +29,21 @@ class Mailbox(Protocol):
 class Outbox:
     """Whom a step has something for: each event loop is woken once, and waiting threads one after another.
 
-    A thread that is woken needs the interpreter's lock, which the decoder thread still has. Thirty at once queue up for
-    it, and each change of hands costs two switches, so each wakes the next one as soon as it has its own item. Where
-    that takes long (something else keeps the interpreter busy), all that are left are woken together.
+    All of them need the interpreter's lock, which the decoder thread still has when it delivers, so the next launch
+    wakes them, where that lock is free: it rings the loops' bells and wakes the first thread. Each thread that waits
+    again wakes the next one; where one takes long to come back, those that are left are woken together.
 
-    A loop's bell is rung by the next launch, when the interpreter's lock is free; ``ring_at_launch`` is told which.
-    None: a launch does not compute, so there is no reason to wait for it.
+    ``wake_at_launch`` is told which bells, and whose turns. None: a launch does not compute, so there is no reason to
+    wait for it; threads then wake the next one before they turn to their own work.
     """
 
-    def __init__(self, ring_at_launch: Callable[[Sequence[int]], object] | None = None) -> None:
-        self._ring_at_launch = ring_at_launch
+    def __init__(self, wake_at_launch: Callable[[Sequence[int], Turns], object] | None = None) -> None:
+        self._wake_at_launch = wake_at_launch
         self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
         self._closed = False
         self._loops: dict[asyncio.AbstractEventLoop, list[tuple[AsyncMailbox, Any]]] = {}
-        self._threads: deque[ThreadMailbox] = deque()
-        self._together_after = 0.0  # a time of perf_counter
+        self._threads: list[ThreadMailbox] = []
+        self._turns = Turns()
         self.pending = False  # whether something came since ``flush``; decoder thread
 
     def add(self, mailbox: AsyncMailbox, item: Any) -> None:
@@ -64,24 +62,30 @@ class Outbox:
         Returns the requests of closed loops, which nobody can read any more.
         """
         self.pending = False
+        waiters: list[Waiter] = []
         if self._threads:
-            self._together_after = 0.0 if together else perf_counter() + _ONE_BY_ONE_S
-            self.wake_next()
+            waiters = [mailbox.waiter for mailbox in self._threads if mailbox.waiter is not None]
+            self._threads.clear()
+            self._turns.set(waiters)
         orphans = self._hand_over() if self._loops else []
-        if not self._bells:
-            return orphans
-        self._sweep()
+        if self._bells:
+            self._sweep()
         bells = [bell for bell in list(self._bells.values()) if bell.waiting]
-        if self._ring_at_launch is not None and not together:
-            if bells:
-                self._ring_at_launch([bell.fd for bell in bells])
+        if self._wake_at_launch is not None and not together:
+            if bells or waiters:
+                self._wake_at_launch([bell.fd for bell in bells], self._turns)
             return orphans
+        if together:
+            self._turns.all()
+        elif waiters:
+            self._turns.next()
         for bell in bells:
             bell.ring()
         return orphans
 
-    def ring(self) -> None:
-        """Wakes the loops that were to be woken by the next launch: it is not that near. Decoder thread."""
+    def wake(self) -> None:
+        """Wakes those who were to be woken by the next launch: it is not that near. Decoder thread."""
+        self._turns.next()
         for bell in list(self._bells.values()):
             if bell.waiting:
                 bell.ring()
@@ -108,8 +112,8 @@ class Outbox:
     def _sweep(self) -> None:
         """Forgets the bells of closed loops; one that was dropped without ``close`` lives as long as the engine."""
         closed = [loop for loop in list(self._bells) if loop.is_closed()]
-        if closed and self._ring_at_launch is not None:
-            self._ring_at_launch([])  # their pipes' numbers will be other files'
+        if closed and self._wake_at_launch is not None:
+            self._wake_at_launch([], self._turns)  # their pipes' numbers will be other files'
         for loop in closed:
             self._bells.pop(loop).close()
 
@@ -128,17 +132,14 @@ class Outbox:
         while self._bells:
             self._bells.popitem()[1].dismiss()
 
-    def wake_next(self) -> None:
-        """Wakes the next thread that waits for what came for it. Any thread."""
-        threads = self._threads
-        together = bool(threads) and perf_counter() > self._together_after
-        while threads:
-            try:
-                woken = threads.popleft().wake()
-            except IndexError:  # another thread was quicker
-                return
-            if woken and not together:
-                return
+    def wait(self, waiter: Waiter, timeout: float) -> None:
+        """Passes the turn on and sleeps until woken, so many seconds, or until a signal comes. The waiter's thread."""
+        if self._turns.wait(waiter, timeout) and self._wake_at_launch is None:
+            self._turns.next()
+
+    def waiter(self) -> Waiter:
+        """What a thread can wait at."""
+        return self._turns.waiter()
 
 
 class ThreadMailbox:
@@ -147,46 +148,31 @@ class ThreadMailbox:
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._items: deque[Any] = deque()
-        self._sleepers: list[
-            LockType
-        ] = []  # each is held by who waits for its release; an empty deque takes 600 bytes
+        self.waiter: Waiter | None = None  # once somebody waits: many requests only wait for their turn
 
     def put(self, item: Any) -> None:
         """Hands an item over; its reader is woken with the end of the step. Decoder thread."""
         self._items.append(item)
         self._outbox.add_thread(self)
 
-    def wake(self) -> bool:
-        """Wakes the reader; False when it does not wait. Any thread."""
-        try:
-            self._sleepers.pop(0).release()
-        except IndexError:
-            return False
-        return True
-
     def get(self, timeout: float | None = None) -> Any:
         """The next item, when there is one; interruptible by signals. Raises Empty after ``timeout`` seconds."""
+        items, outbox = self._items, self._outbox
         deadline = None if timeout is None else perf_counter() + timeout
         while True:
-            with suppress(IndexError):
-                return self._items.popleft()
-            left_s = _LOOK_AGAIN_S if deadline is None else deadline - perf_counter()
-            if left_s <= 0:
-                raise Empty
-            self._sleep(min(left_s, _LOOK_AGAIN_S))
-
-    def _sleep(self, timeout: float) -> None:
-        """Waits until woken, or for so many seconds, or not at all if an item has come meanwhile."""
-        lock = allocate_lock()
-        lock.acquire()
-        try:
-            self._sleepers.append(lock)
-            if not self._items:  # what comes from here on finds the sleeper
-                lock.acquire(timeout=timeout)
-        finally:
-            with suppress(ValueError):  # woken: it is gone
-                self._sleepers.remove(lock)
-            self._outbox.wake_next()
+            try:
+                return items.popleft()
+            except IndexError:
+                pass
+            left_s = _LOOK_AGAIN_S
+            if deadline is not None:
+                left_s = min(deadline - perf_counter(), left_s)
+                if left_s <= 0:
+                    raise Empty
+            if self.waiter is None:
+                self.waiter = outbox.waiter()  # what came before this had nobody to wake: look again
+            else:
+                outbox.wait(self.waiter, left_s)
 
 
 class AsyncMailbox:

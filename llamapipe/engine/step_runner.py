@@ -22,6 +22,7 @@ from llamapipe.errors import ContextFullError, DecodeError
 from llamapipe.pipeline.core import StepAbortedError
 from llamapipe.pipeline.executor import Executor
 from llamapipe.pipeline.trace import Trace
+from llamapipe.pipeline.turns import Turns
 
 
 class NoTrace:
@@ -41,7 +42,7 @@ class StepRunner:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.open: dict[Request, None] = {}
-        self.outbox = Outbox(None if executor.overlaps else self._ring_at_launch)
+        self.outbox = Outbox(None if executor.overlaps else self._wake_at_launch)
         self.n_steps = 0
         self.trace: Trace | NoTrace = NoTrace()  # where plan and deliver are noted
         self._scheduler = scheduler
@@ -141,7 +142,7 @@ class StepRunner:
         samplers: list[Any] = []
         if not plan.again:
             if any(request.sampler is None for request in plan.requests):
-                self.outbox.ring()  # grammars and long prompts take their time
+                self.outbox.wake()  # grammars and long prompts take their time
             for request in plan.requests:
                 if request.sampler is None:
                     request.sampler = request.recipe.make(request)
@@ -280,5 +281,5 @@ class StepRunner:
         for request in self.outbox.flush(together):
             self.cancel(request)
 
-    def _ring_at_launch(self, fds: Sequence[int]) -> None:
-        self._executor.ring_at_launch(fds)
+    def _wake_at_launch(self, fds: Sequence[int], turns: Turns) -> None:
+        self._executor.wake_at_launch(fds, turns)

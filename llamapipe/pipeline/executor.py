@@ -12,6 +12,7 @@ from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error
 from llamapipe.pipeline.core import Core
 from llamapipe.pipeline.token_score import TokenScore
+from llamapipe.pipeline.turns import Turns
 
 
 class Executor(Protocol):
@@ -72,10 +73,11 @@ class Executor(Protocol):
         Entries may come several times in a row. Raises as ``sample`` does.
         """
 
-    def ring_at_launch(self, fds: Sequence[int]) -> None:
+    def wake_at_launch(self, fds: Sequence[int], turns: Turns) -> None:
         """Has the next launch write a byte into each of these files before it computes, instead of those named before.
 
-        Where a launch holds no lock of the interpreter's, whoever reads them can work at once.
+        It also begins these turns. It holds no lock of the interpreter's, so who is woken can work at
+        once.
         """
 
     def compute_s(self) -> float:
@@ -197,9 +199,9 @@ class StepExecutor:
             wanted += mine + [-1] * (n_targets - len(mine))
         return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
 
-    def ring_at_launch(self, fds: Sequence[int]) -> None:
-        """Has the next launch write a byte into each of these files, as soon as it has let go of the interpreter."""
-        self._native.lib.lp_ring_at_launch(self._handle, fds, len(fds))
+    def wake_at_launch(self, fds: Sequence[int], turns: Turns) -> None:
+        """Has the next launch wake loops and threads, as soon as it has let go of the interpreter."""
+        self._native.lib.lp_wake_at_launch(self._handle, fds, len(fds), turns.handle)
 
     def launch_again(self) -> int:
         """Launches the last batch, every entry one position further and with the token sampled from it.

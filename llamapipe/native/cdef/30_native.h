@@ -38,6 +38,18 @@ int  lp_logits(struct llama_context * ctx, int n_rows, const int32_t * rows, int
 int  lp_memory_remove(struct llama_context * ctx, int seq_id, int p0, int p1);
 int  lp_memory_copy(struct llama_context * ctx, int src, int dst, int p0, int p1);
 int  lp_memory_clear(struct llama_context * ctx);
+typedef struct lp_waiter lp_waiter;
+typedef struct lp_turns lp_turns;
+lp_waiter * lp_waiter_new(void);
+void lp_waiter_free(lp_waiter * waiter);
+bool lp_waiter_wait(lp_waiter * waiter, lp_turns * turns, double timeout_s);
+bool lp_waiter_asleep(const lp_waiter * waiter);
+lp_turns * lp_turns_new(int64_t patience_ns);
+void lp_turns_free(lp_turns * turns);
+int  lp_turns_set(lp_turns * turns, lp_waiter * const * waiters, int n);
+void lp_turns_next(lp_turns * turns);
+void lp_turns_all(lp_turns * turns);
+void lp_turns_hurry(lp_turns * turns);
 typedef struct lp_sampler lp_sampler;
 typedef struct lp_pipeline lp_pipeline;
 typedef struct lp_step lp_step;
@@ -73,7 +85,7 @@ void          lp_step_release(lp_step * step);
 void          lp_step_free(lp_step * step);
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top);
-void    lp_ring_at_launch(lp_pipeline * pipeline, const int * fds, int n);
+void    lp_wake_at_launch(lp_pipeline * pipeline, const int * fds, int n, lp_turns * turns);
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);
 void    lp_abort(lp_pipeline * pipeline, int64_t number);

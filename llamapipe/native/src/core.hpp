@@ -14,6 +14,7 @@
 #include "positions.hpp"
 #include "row.hpp"
 #include "step.hpp"
+#include "turns.hpp"
 
 #include <atomic>
 #include <condition_variable>
@@ -98,7 +99,11 @@ public:
     void note_span(const Step & step, Stage stage, int64_t begin_ns, int64_t end_ns);
     int64_t launching() const { return running_; }
     int     n_vocab() const { return n_vocab_; }
-    bool stop_computing() const {
+    std::shared_ptr<Turns> turns;                          // on the thread that launches: whom it wakes meanwhile
+    bool stop_computing() const {                          // asked again and again while a CPU computes
+        if (turns) {
+            turns->hurry();
+        }
         const int64_t number = running_;
         return abort_all_ || (number >= 0 && aborted_[(size_t) number % n_aborted] == number);
     }

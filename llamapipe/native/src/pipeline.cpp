@@ -71,36 +71,39 @@ void lp_step_free(lp_step * step) {
     delete step;
 }
 
-void lp_ring_at_launch(lp_pipeline * pipeline, const int * fds, int n) {
+void lp_wake_at_launch(lp_pipeline * pipeline, const int * fds, int n, lp_turns * turns) {
     lp::guard(0, [&] {
         pipeline->bells.assign(fds, fds + n);
+        pipeline->shared->turns = turns ? turns->shared : nullptr;
         return 0;
     });
 }
 
-// Whoever cannot take a byte has not taken the last one either.
-static void ring(std::vector<int> & bells) {
+static void wake(lp_pipeline & pipeline) {
 #ifndef _WIN32
-    for (const int fd : bells) {
+    for (const int fd : pipeline.bells) {
         if (write(fd, "", 1) < 0) {
-            continue;
+            continue;  // whoever cannot take a byte has not taken the last one either
         }
     }
 #endif
-    bells.clear();
+    pipeline.bells.clear();
+    if (pipeline.shared->turns) {
+        pipeline.shared->turns->next();
+    }
 }
 
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets,
                   int n_top) {
-    ring(pipeline->bells);
+    wake(*pipeline);
     return lp::guard((int64_t) LP_ERROR, [&] {
         return pipeline->shared->launch(n, tokens, positions, seq_ids, outputs, samplers, targets, n_top);
     });
 }
 
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers) {
-    ring(pipeline->bells);
+    wake(*pipeline);
     return lp::guard((int64_t) LP_ERROR, [&] { return pipeline->shared->launch_again(sampled, samplers); });
 }
 

@@ -1,0 +1,61 @@
+"""Threads that sleep where the interpreter's lock is free, and wake one another: what Python holds of ``turns.hpp``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llamapipe.native.load import native
+
+Waiter = Any  # what one thread at a time waits at; a wake that finds nobody is kept for the next one
+
+
+_PATIENCE_S = 200e-6  # a reader's own work for a token, and what waking it costs, are 10 to 30 us
+
+
+class Turns:
+    """Threads that are woken one after another: each wakes the next one when it waits again. Any thread.
+
+    ``handle``: for native code. Raises MemoryError, here and in ``waiter``.
+    """
+
+    def __init__(self) -> None:
+        self._native = module = native()
+        self.handle = self._own(module.lib.lp_turns_new(int(_PATIENCE_S * 1e9)), module.lib.lp_turns_free)
+
+    def waiter(self) -> Waiter:
+        """A new one."""
+        lib = self._native.lib
+        return self._own(lib.lp_waiter_new(), lib.lp_waiter_free)
+
+    def _own(self, handle: Any, free: Any) -> Any:
+        if handle == self._native.ffi.NULL:
+            raise MemoryError("no memory is left for a thread to wait")
+        return self._native.ffi.gc(handle, free)
+
+    def wait(self, waiter: Waiter, timeout: float) -> bool:
+        """Wakes the next one and sleeps; whether it was woken before ``timeout`` seconds passed or a signal came."""
+        woken: bool = self._native.lib.lp_waiter_wait(waiter, self.handle, timeout)
+        return woken
+
+    def asleep(self, waiter: Waiter) -> bool:
+        """Whether somebody sleeps there."""
+        sleeps: bool = self._native.lib.lp_waiter_asleep(waiter)
+        return sleeps
+
+    def set(self, waiters: Sequence[Waiter]) -> None:
+        """Says whose turns come, and wakes those that are left of the last time, but none of these."""
+        if self._native.lib.lp_turns_set(self.handle, waiters, len(waiters)) < 0:
+            raise MemoryError("no memory is left for waking threads")
+
+    def next(self) -> None:
+        """Wakes the next one that sleeps; all of them where the last one has kept its turn for long."""
+        self._native.lib.lp_turns_next(self.handle)
+
+    def hurry(self) -> None:
+        """Wakes all that are left where the last one has kept its turn for long; a CPU asks this while it computes."""
+        self._native.lib.lp_turns_hurry(self.handle)
+
+    def all(self) -> None:
+        """Wakes all that are left."""
+        self._native.lib.lp_turns_all(self.handle)

@@ -42,8 +42,12 @@ class Gate:
         self._sampled: list[int] = []  # from the last of them
 
     def __enter__(self) -> Gate:
-        self._decoder.ask(lambda: setattr(self._decoder.steps, "_executor", self))
+        self._decoder.ask(self._close)
         return self
+
+    def _close(self) -> None:
+        self._decoder.steps._executor = self
+        self._decoder.outbox.wake()  # those who were to be woken by the launch that stops here
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

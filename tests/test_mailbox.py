@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -142,40 +141,47 @@ def test_whoever_keeps_its_turn_for_long_is_not_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_those_whose_turn_never_came_are_woken_by_the_next_step() -> None:
+def test_turns_that_have_not_come_stay_before_those_of_the_next_step() -> None:
     outbox, go_on = Outbox(Launches()), threading.Event()
-    slow, waiting = asleep(outbox, 1, 2, then=go_on.wait)
-    for reader in (slow, waiting):
+    slow, *waiting = asleep(outbox, 1, 3, then=go_on.wait)
+    for reader in (slow, waiting[0]):
         reader.mailbox.put(1)
     outbox.flush()
     outbox._turns.next()
-    wait_until(lambda: slow.came)
+    wait_until(slow.has_come)
     outbox._turns.hurry()  # not that long
-    assert waiting.asleep()
-    other = ThreadMailbox(outbox)
-    other.put(1)  # of the next step
+    waiting[1].mailbox.put(1)
     outbox.flush()
-    wait_until(lambda: waiting.came)
+    assert [reader.asleep() for reader in waiting] == [True, True]
+    for reader in waiting:
+        outbox._turns.next()
+        wait_until(reader.has_come)
     go_on.set()
-    for reader in (slow, waiting):
+    for reader in (slow, *waiting):
         reader.join()
 
 
 @pytest.mark.usefixtures("patient")
 def test_a_long_wait_for_the_launch_wakes_at_once() -> None:
     """Before a grammar is compiled, say."""
-    outbox = Outbox(Launches())
-    (reader,) = asleep(outbox, 1, 1)
-    reader.mailbox.put(1)
+    outbox, go_on = Outbox(Launches()), threading.Event()
+    readers = asleep(outbox, 1, then=go_on.wait)
+    for reader in readers:
+        reader.mailbox.put(1)
     outbox.flush()
     outbox.wake()
-    reader.join()
+    wait_until(lambda: all(reader.came for reader in readers))
+    go_on.set()
+    for reader in readers:
+        reader.join()
 
 
 @pytest.mark.usefixtures("patient")
 def test_who_does_not_wait_is_passed_over() -> None:
     outbox = Outbox()
     busy, waiting = ThreadMailbox(outbox), Reader(outbox)
+    with pytest.raises(Empty):
+        busy.get(0.001)  # it could be woken from now on
     wait_until(waiting.asleep)
     for item in "ab":
         busy.put(item)
@@ -287,26 +293,33 @@ def test_two_threads_at_one_mailbox() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals to send to one process")
 def test_ctrl_c_ends_the_wait() -> None:
     program = """
+import os, signal, threading
+from llamapipe.engine import mailbox as module
 from llamapipe.engine.mailbox import Outbox, ThreadMailbox
-from llamapipe.pipeline import turns as turns_module
-import threading
+module._LOOK_AGAIN_S = 1000.0
 outbox = Outbox()
-mailbox, other = ThreadMailbox(outbox), ThreadMailbox(outbox)
-def look():
+mailbox, ended = ThreadMailbox(outbox), threading.Event()
+def interrupt(*_):
+    if not ended.is_set():
+        ended.set()
+        raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupt)
+def press():
     while mailbox.waiter is None or not outbox._turns.asleep(mailbox.waiter):
         pass
-    say("waiting")
-threading.Thread(target=look).start()
+    while not ended.wait(0.01):  # one that comes just before the wait does not end it
+        os.kill(os.getpid(), signal.SIGINT)
+thread = threading.Thread(target=press)
+thread.start()
 try:
     mailbox.get()
 except KeyboardInterrupt:
     say(outbox._turns.asleep(mailbox.waiter))
+thread.join()
 mailbox.put("there")
 say(mailbox.get())
 """
     with Script(program) as script:
-        script.expect("waiting")
-        script.send(signal.SIGINT)
         script.expect("False")
         script.expect("there")
         assert script.end() == ("", "")

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import asyncio  # a third of what importing llamapipe would cost, and not everybody uses it
     from collections.abc import Callable, Sequence
 
-_LOOK_AGAIN_S = 1.0  # a Ctrl-C that comes just before the wait does not end it
+# A Ctrl-C may interrupt whoever was to wake this one, or come just before the wait, which it does not end then.
+_LOOK_AGAIN_S = 1.0
 
 
 class Mailbox(Protocol):
@@ -66,7 +67,7 @@ class Outbox:
         if self._threads:
             waiters = [mailbox.waiter for mailbox in self._threads if mailbox.waiter is not None]
             self._threads.clear()
-            self._turns.set(waiters)
+            self._turns.add(waiters)
         orphans = self._hand_over() if self._loops else []
         if self._bells:
             self._sweep()
@@ -85,7 +86,7 @@ class Outbox:
 
     def wake(self) -> None:
         """Wakes those who were to be woken by the next launch: it is not that near. Decoder thread."""
-        self._turns.next()
+        self._turns.all()
         for bell in list(self._bells.values()):
             if bell.waiting:
                 bell.ring()

@@ -248,7 +248,7 @@ class StepRunner:
         if self.outbox.pending:
             self.flush()
         ended = perf_counter()
-        if self.trace.on:
+        if undelivered and self.trace.on:
             self.trace.add("deliver", self._last_step, began, ended)
         self._deliver_s += ended - began
 

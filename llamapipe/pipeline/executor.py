@@ -76,8 +76,8 @@ class Executor(Protocol):
     def wake_at_launch(self, fds: Sequence[int], turns: Turns) -> None:
         """Has the next launch write a byte into each of these files before it computes, instead of those named before.
 
-        It also begins these turns. It holds no lock of the interpreter's, so who is woken can work at
-        once.
+        Launches also wake those whose turns come, one by one while they compute. They hold no lock of the
+        interpreter's, so whoever is woken can work at once.
         """
 
     def compute_s(self) -> float:

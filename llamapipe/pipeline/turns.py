@@ -43,9 +43,9 @@ class Turns:
         sleeps: bool = self._native.lib.lp_waiter_asleep(waiter)
         return sleeps
 
-    def set(self, waiters: Sequence[Waiter]) -> None:
-        """Says whose turns come, and wakes those that are left of the last time, but none of these."""
-        if self._native.lib.lp_turns_set(self.handle, waiters, len(waiters)) < 0:
+    def add(self, waiters: Sequence[Waiter]) -> None:
+        """Says whose turns come; wakes nobody."""
+        if self._native.lib.lp_turns_add(self.handle, waiters, len(waiters)) < 0:
             raise MemoryError("no memory is left for waking threads")
 
     def next(self) -> None:

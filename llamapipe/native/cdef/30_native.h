@@ -46,7 +46,7 @@ bool lp_waiter_wait(lp_waiter * waiter, lp_turns * turns, double timeout_s);
 bool lp_waiter_asleep(const lp_waiter * waiter);
 lp_turns * lp_turns_new(int64_t patience_ns);
 void lp_turns_free(lp_turns * turns);
-int  lp_turns_set(lp_turns * turns, lp_waiter * const * waiters, int n);
+int  lp_turns_add(lp_turns * turns, lp_waiter * const * waiters, int n);
 void lp_turns_next(lp_turns * turns);
 void lp_turns_all(lp_turns * turns);
 void lp_turns_hurry(lp_turns * turns);

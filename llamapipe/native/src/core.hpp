@@ -83,6 +83,7 @@ public:
     void    note_drawn(int n);
     bool    known(const Step & step, int entry, Row * row) const;  // whether something of it came to the host
     void    forget(int64_t number);                        // its rows are not needed any more
+    std::shared_ptr<Turns> turns;                          // who is woken one by one while a launch computes, or null
     int     memory(const MemoryOp & op);                   // between steps: 1 done or queued, 0 refused, LP_ERROR
 
     // ---- any thread
@@ -99,8 +100,7 @@ public:
     void note_span(const Step & step, Stage stage, int64_t begin_ns, int64_t end_ns);
     int64_t launching() const { return running_; }
     int     n_vocab() const { return n_vocab_; }
-    std::shared_ptr<Turns> turns;                          // on the thread that launches: whom it wakes meanwhile
-    bool stop_computing() const {                          // asked again and again while a CPU computes
+    bool stop_computing() const {                          // a CPU asks it behind each node, on the thread that launches
         if (turns) {
             turns->hurry();
         }

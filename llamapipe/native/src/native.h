@@ -68,7 +68,7 @@ bool lp_waiter_wait(lp_waiter * waiter, lp_turns * turns, double timeout_s);   /
 bool lp_waiter_asleep(const lp_waiter * waiter);
 lp_turns * lp_turns_new(int64_t patience_ns);
 void lp_turns_free(lp_turns * turns);
-int  lp_turns_set(lp_turns * turns, lp_waiter * const * waiters, int n);
+int  lp_turns_add(lp_turns * turns, lp_waiter * const * waiters, int n);
 void lp_turns_next(lp_turns * turns);
 void lp_turns_all(lp_turns * turns);
 void lp_turns_hurry(lp_turns * turns);
@@ -119,8 +119,8 @@ void          lp_step_free(lp_step * step);
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top);
 // The next launch writes a byte into each of these files (non-blocking pipes) before anything else, where no lock of the
-// interpreter's is held; they replace those named before. Each launch begins those turns (or NULL), and hurries them while a
-// CPU computes. On the thread that launches.
+// interpreter's is held; they replace those named before. Each launch begins those turns (or NULL), hurries them while a CPU
+// computes, and wakes who is left at its end. On the thread that launches.
 void    lp_wake_at_launch(lp_pipeline * pipeline, const int * fds, int n, lp_turns * turns);
 // All entries are outputs, and `samplers` (or NULL) are those of the entries in their order.
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);

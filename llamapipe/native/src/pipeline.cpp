@@ -93,18 +93,30 @@ static void wake(lp_pipeline & pipeline) {
     }
 }
 
+// Nobody hurries those that are left once nothing is computed, and sampling may take long.
+static void wake_all(lp_pipeline & pipeline) {
+    if (pipeline.shared->turns) {
+        pipeline.shared->turns->all();
+    }
+}
+
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets,
                   int n_top) {
     wake(*pipeline);
-    return lp::guard((int64_t) LP_ERROR, [&] {
+    const int64_t step = lp::guard((int64_t) LP_ERROR, [&] {
         return pipeline->shared->launch(n, tokens, positions, seq_ids, outputs, samplers, targets, n_top);
     });
+    wake_all(*pipeline);
+    return step;
 }
 
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers) {
     wake(*pipeline);
-    return lp::guard((int64_t) LP_ERROR, [&] { return pipeline->shared->launch_again(sampled, samplers); });
+    const int64_t step =
+        lp::guard((int64_t) LP_ERROR, [&] { return pipeline->shared->launch_again(sampled, samplers); });
+    wake_all(*pipeline);
+    return step;
 }
 
 int lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta) {

@@ -21,29 +21,31 @@ namespace lp {
 // A futex, not a condition variable: a signal ends the wait, so that Python can run its handler.
 bool Waiter::wait(int64_t timeout_ns) {
     static_assert(sizeof state_ == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free);
-    if (state_.exchange(sleeping) != woken) {
+    const bool kept = state_.exchange(sleeping) == woken;
+    if (!kept) {
         const timespec timeout = { (time_t) (timeout_ns / 1'000'000'000), (long) (timeout_ns % 1'000'000'000) };
         syscall(SYS_futex, &state_, FUTEX_WAIT_PRIVATE, sleeping, &timeout, nullptr, 0);
     }
-    return state_.exchange(idle) == woken;
+    return state_.exchange(idle) == woken || kept;
 }
 
 bool Waiter::wake() {
-    if (state_.exchange(woken) != sleeping) {
-        return false;
+    const uint32_t before = state_.exchange(woken);
+    if (before != woken) {  // also where two wait by mistake, and one that was woken has just reset it
+        syscall(SYS_futex, &state_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
     }
-    syscall(SYS_futex, &state_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-    return true;
+    return before == sleeping;
 }
 
 #else
 
 bool Waiter::wait(int64_t timeout_ns) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (state_.exchange(sleeping) != woken) {
-        changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [this] { return state_ != sleeping; });
+    const bool kept = state_.exchange(sleeping) == woken;
+    if (!kept) {
+        changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns));  // once: a signal may have ended it
     }
-    return state_.exchange(idle) == woken;
+    return state_.exchange(idle) == woken || kept;
 }
 
 bool Waiter::wake() {
@@ -55,10 +57,9 @@ bool Waiter::wake() {
 
 #endif
 
-void Turns::set(std::vector<std::shared_ptr<Waiter>> waiters) {
-    all();
+void Turns::add(std::vector<std::shared_ptr<Waiter>> waiters) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    left_.assign(std::make_move_iterator(waiters.begin()), std::make_move_iterator(waiters.end()));
+    left_.insert(left_.end(), std::make_move_iterator(waiters.begin()), std::make_move_iterator(waiters.end()));
     passed_ns_ = now_ns();
     any_       = !left_.empty();
 }
@@ -120,13 +121,13 @@ lp_turns * lp_turns_new(int64_t patience_ns) {
 
 void lp_turns_free(lp_turns * turns) { delete turns; }
 
-int lp_turns_set(lp_turns * turns, lp_waiter * const * waiters, int n) {
+int lp_turns_add(lp_turns * turns, lp_waiter * const * waiters, int n) {
     return lp::guard(LP_ERROR, [&] {
         std::vector<std::shared_ptr<lp::Waiter>> shared;
         for (int i = 0; i < n; i++) {
             shared.push_back(waiters[i]->shared);
         }
-        turns->shared->set(std::move(shared));
+        turns->shared->add(std::move(shared));
         return 0;
     });
 }

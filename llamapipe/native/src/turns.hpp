@@ -20,7 +20,7 @@ namespace lp {
 // What one thread at a time waits at. A wake that finds nobody is kept for the next one.
 class Waiter {
 public:
-    // True once woken; false after so long, or when a signal came. At most an hour.
+    // True once woken; false after so long, or when a signal came.
     bool wait(int64_t timeout_ns);
     bool wake();  // whether somebody slept
     bool asleep() const { return state_ == sleeping; }
@@ -39,8 +39,7 @@ class Turns {
 public:
     explicit Turns(int64_t patience_ns) : patience_ns_(patience_ns) {}
 
-    // Wakes nobody yet; those that were left wake at once.
-    void set(std::vector<std::shared_ptr<Waiter>> waiters);
+    void add(std::vector<std::shared_ptr<Waiter>> waiters);  // wakes nobody
     void next();   // wakes the next one that sleeps
     void all();    // wakes all that are left
     void hurry();  // does so if the last one has been keeping its turn for `patience_ns`

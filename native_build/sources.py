@@ -173,8 +173,12 @@ def _download(pin: Pin, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
     command += ["--require-hashes", "-r", str(hashed), "-d", str(scratch), "--progress-bar", "off"]
     command += ["--disable-pip-version-check"]
+    # Where pip is building us, this tells it where our build backend is; the archive has another one.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("_PYPROJECT_HOOKS_")}
     # pip says why an index could not be read only when it is asked to be verbose.
-    done = subprocess.run([*command, "-vv"], capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        [*command, "-vv"], capture_output=True, text=True, errors="replace", check=False, env=environment
+    )
     archives = list(scratch.glob("llama_cpp_python-*.tar.gz"))
     if done.returncode == 0 and archives:
         return archives[0]

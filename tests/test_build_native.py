@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tarfile
 import venv
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -334,8 +335,7 @@ class TestPinnedArchive:
         )
         files = {
             "PKG-INFO": "Metadata-Version: 2.1\nName: llama_cpp_python\nVersion: 9.9\n",
-            "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "b"\nbackend-path = ["."]\n',
-            "b.py": backend,
+            "pyproject.toml": '[build-system]\nrequires = ["b"]\nbuild-backend = "b"\n',
             "llama_cpp/__init__.py": "raise RuntimeError\n",
             ".git/modules/vendor/llama.cpp/HEAD": self.COMMIT + "\n",
             "vendor/llama.cpp/.git": "gitdir: elsewhere\n",
@@ -347,6 +347,13 @@ class TestPinnedArchive:
         }
         folder = tmp_path / "index"
         folder.mkdir()
+        with zipfile.ZipFile(folder / "b-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("b.py", backend)
+            wheel.writestr("b-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: b\nVersion: 1.0\n")
+            wheel.writestr(
+                "b-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr("b-1.0.dist-info/RECORD", "")
         path = folder / "llama_cpp_python-9.9.tar.gz"
         with tarfile.open(path, "w:gz") as tar:
             for name, text in files.items():
@@ -381,6 +388,17 @@ class TestPinnedArchive:
         archive.unlink()
         assert sources.find_source(None, said.append) == source
         assert len(said) == 1
+
+    @pytest.mark.usefixtures("cache")
+    def test_within_a_build_by_pip(
+        self, archive: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What pip tells our build backend is not for the archive's."""
+        self.pin(archive, tmp_path, monkeypatch)
+        monkeypatch.setenv("_PYPROJECT_HOOKS_BUILD_BACKEND", "native_build.backend")
+        monkeypatch.setenv("_PYPROJECT_HOOKS_BACKEND_PATH", str(ROOT))
+        monkeypatch.setenv("_PYPROJECT_HOOKS_BACKEND_PATH_JSON", json.dumps([str(ROOT)]))  # pip 26.3
+        assert sources.find_source(None, said.append).commit == self.COMMIT
 
     def test_a_changed_hash_is_refused_with_both_hashes(
         self, archive: Path, tmp_path: Path, cache: Path, said: list[str], monkeypatch: pytest.MonkeyPatch

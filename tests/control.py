@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,12 +41,8 @@ class Gate:
         self._sampled: list[int] = []  # from the last of them
 
     def __enter__(self) -> Gate:
-        self._decoder.ask(self._close)
+        self._decoder.ask(lambda: setattr(self._decoder.steps, "_executor", self))
         return self
-
-    def _close(self) -> None:
-        self._decoder.steps._executor = self
-        self._decoder.outbox.wake()  # those who were to be woken by the launch that stops here
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -109,12 +104,6 @@ class Gate:
             )
         return self._executor.launch_again()
 
-    def wake_at_launch(self, fds: Sequence[int], turns: Any) -> None:
-        """Wakes all at once: whoever waits here is about to launch."""
-        for fd in fds:
-            os.write(fd, b"\0")
-        turns.all()
-
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         self._sampled = self._executor.sample(step, rows, samplers)
         return self._sampled.copy()
@@ -124,6 +113,7 @@ class Gate:
         return self._sampled.copy()
 
     def _pass(self) -> None:
+        self._decoder.outbox.wake()  # those who were to be woken by the launch that stops here
         if not self._open:
             self._waiting.release()
             if not self._leave.acquire(timeout=PATIENCE_S):

@@ -48,23 +48,27 @@ def test_what_was_put_comes_in_order_however_rarely_it_rings() -> None:
 
 def test_a_ring_at_launch_waits_for_it_and_no_longer() -> None:
     """Without a launch, those who wait are woken with the end of the work."""
-    named: list[list[int]] = []
 
     async def main() -> None:
-        outbox = Outbox(lambda fds, turns: named.append(list(fds)))
+        outbox = Outbox(at_launch=True)
         mailbox = AsyncMailbox(asyncio.get_running_loop(), outbox)
         (bell,) = outbox._bells.values()
-        mailbox.put("a")
+        for launched in (True, False):
+            mailbox.put("a")
+            outbox.flush()
+            assert outbox.wakes.files == [bell.fd]
+            reading = asyncio.ensure_future(mailbox.get())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not reading.done()
+            if launched:
+                outbox.wakes.begin()
+            else:
+                outbox.flush(together=True)
+            assert await reading == "a"
+            assert outbox.wakes.files == []
         outbox.flush()
-        assert named == [[bell.fd]]
-        reading = asyncio.ensure_future(mailbox.get())
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not reading.done()
-        outbox.flush(together=True)
-        assert await reading == "a"
-        outbox.flush()
-        assert len(named) == 1  # it has seen all
+        assert outbox.wakes.files == []  # it has seen all
         outbox.close()
 
     asyncio.run(main())
@@ -95,7 +99,7 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
 
 def test_closed_loops_are_forgotten_while_others_work() -> None:
     """An engine that always has something to do never comes to look for them."""
-    outbox = Outbox(lambda fds, turns: None)
+    outbox = Outbox(at_launch=True)
     before = n_open()
 
     async def visit() -> None:

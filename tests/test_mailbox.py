@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -60,16 +60,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0)
 
 
-class Launches:
-    """What an outbox tells the next launch."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[list[int], Any]] = []
-
-    def __call__(self, fds: Sequence[int], turns: Any) -> None:
-        self.told.append((list(fds), turns))
-
-
 def asleep(outbox: Outbox, n_items: int, n: int = N, **options: Any) -> list[Reader]:
     """Readers that sleep."""
     readers = [Reader(outbox, n_items, **options) for _ in range(n)]
@@ -98,15 +88,13 @@ def test_each_wakes_the_next_before_its_own_work() -> None:
 @pytest.mark.usefixtures("patient")
 def test_a_launch_wakes_the_first_and_each_the_next_when_it_waits_again() -> None:
     """So that who is woken finds the interpreter's lock free."""
-    launches, go_on = Launches(), threading.Semaphore(0)
-    outbox = Outbox(launches)
+    outbox, go_on = Outbox(at_launch=True), threading.Semaphore(0)
     readers = asleep(outbox, 2, then=go_on.acquire)
     for i, reader in enumerate(readers):
         reader.mailbox.put(i)
     outbox.flush()
-    assert launches.told == [([], outbox._turns)]
     assert [reader.came for reader in readers] == [[]] * N  # nobody before the launch
-    outbox._turns.next()  # what a launch does
+    outbox.wakes.begin()  # what a launch does
     for i, reader in enumerate(readers):
         wait_until(reader.has_come)
         assert [reader.asleep() for reader in readers[i + 1 :]] == [True] * (N - i - 1)
@@ -123,12 +111,12 @@ def test_a_launch_wakes_the_first_and_each_the_next_when_it_waits_again() -> Non
 
 def test_whoever_keeps_its_turn_for_long_is_not_waited_for() -> None:
     """A launch asks again and again while it computes."""
-    outbox, go_on = Outbox(Launches()), threading.Event()
+    outbox, go_on = Outbox(at_launch=True), threading.Event()
     readers = asleep(outbox, 1, then=go_on.wait)
     for reader in readers:
         reader.mailbox.put(1)
     outbox.flush()
-    outbox._turns.next()
+    outbox.wakes.begin()
 
     def all_came() -> bool:
         outbox._turns.hurry()
@@ -142,19 +130,19 @@ def test_whoever_keeps_its_turn_for_long_is_not_waited_for() -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_turns_that_have_not_come_stay_before_those_of_the_next_step() -> None:
-    outbox, go_on = Outbox(Launches()), threading.Event()
+    outbox, go_on = Outbox(at_launch=True), threading.Event()
     slow, *waiting = asleep(outbox, 1, 3, then=go_on.wait)
     for reader in (slow, waiting[0]):
         reader.mailbox.put(1)
     outbox.flush()
-    outbox._turns.next()
+    outbox.wakes.begin()
     wait_until(slow.has_come)
     outbox._turns.hurry()  # not that long
     waiting[1].mailbox.put(1)
     outbox.flush()
     assert [reader.asleep() for reader in waiting] == [True, True]
     for reader in waiting:
-        outbox._turns.next()
+        outbox.wakes.begin()
         wait_until(reader.has_come)
     go_on.set()
     for reader in (slow, *waiting):
@@ -164,7 +152,7 @@ def test_turns_that_have_not_come_stay_before_those_of_the_next_step() -> None:
 @pytest.mark.usefixtures("patient")
 def test_a_long_wait_for_the_launch_wakes_at_once() -> None:
     """Before a grammar is compiled, say."""
-    outbox, go_on = Outbox(Launches()), threading.Event()
+    outbox, go_on = Outbox(at_launch=True), threading.Event()
     readers = asleep(outbox, 1, then=go_on.wait)
     for reader in readers:
         reader.mailbox.put(1)
@@ -196,7 +184,7 @@ def test_who_does_not_wait_is_passed_over() -> None:
 def test_all_at_once_where_one_by_one_takes_long(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """However slowly the first one comes round to waking the next."""
     monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0 if together else -1000.0)
-    outbox, go_on = Outbox(Launches() if together else None), threading.Event()
+    outbox, go_on = Outbox(at_launch=together), threading.Event()
     readers = asleep(outbox, 1, then=go_on.wait)
     for reader in readers:
         reader.mailbox.put(1)
@@ -231,12 +219,12 @@ def test_timeouts() -> None:
 @pytest.mark.usefixtures("patient")
 def test_whoever_waits_passes_the_turn_on_first() -> None:
     """Also one that will give up."""
-    outbox = Outbox(Launches())
+    outbox = Outbox(at_launch=True)
     slow, waiting = asleep(outbox, 1, 2)
     for reader in (slow, waiting):
         reader.mailbox.put(1)
     outbox.flush()
-    outbox._turns.next()
+    outbox.wakes.begin()
     slow.join()
     assert waiting.asleep()
     with pytest.raises(Empty):

@@ -14,7 +14,7 @@ from llamapipe.llama.context import Context
 from llamapipe.pipeline import turns as module
 from llamapipe.pipeline.core import engine_core
 from llamapipe.pipeline.executor import StepExecutor
-from llamapipe.pipeline.turns import Turns
+from llamapipe.pipeline.turns import Turns, WakeList
 
 N_TOKENS = 512  # a tenth of a second
 FOREVER_S = 1000.0
@@ -51,8 +51,9 @@ def executor(demo: lp.Model) -> Iterator[StepExecutor]:
 
 def launch(executor: StepExecutor, sleepers: list[Sleeper], turns: Turns) -> None:
     """One step, long enough to be seen, with these turns."""
-    turns.add([sleeper.waiter for sleeper in sleepers])
-    executor.wake_at_launch([], turns)
+    wakes = WakeList(turns)
+    executor.wake_at_launch(wakes)
+    wakes.add([sleeper.waiter for sleeper in sleepers])
     executor.launch([5] * N_TOKENS, list(range(N_TOKENS)), [0] * N_TOKENS, [0] * (N_TOKENS - 1) + [1])
     for sleeper in sleepers:
         sleeper.launched.set()

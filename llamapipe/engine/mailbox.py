@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from llamapipe.engine.bell import Bell
 from llamapipe.engine.request import Request
-from llamapipe.pipeline.turns import Turns, Waiter
+from llamapipe.pipeline.turns import Turns, Waiter, WakeList
 
 if TYPE_CHECKING:
     import asyncio  # a third of what importing llamapipe would cost, and not everybody uses it
-    from collections.abc import Callable, Sequence
 
 # A Ctrl-C may interrupt whoever was to wake this one, or come just before the wait, which it does not end then.
 _LOOK_AGAIN_S = 1.0
@@ -34,17 +33,18 @@ class Outbox:
     wakes them, where that lock is free: it rings the loops' bells and wakes the first thread. Each thread that waits
     again wakes the next one; where one takes long to come back, those that are left are woken together.
 
-    ``wake_at_launch`` is told which bells, and whose turns. None: a launch does not compute, so there is no reason to
-    wait for it; threads then wake the next one before they turn to their own work.
+    ``at_launch``: ``wakes`` is given to an executor whose launches compute. Otherwise there is no reason to wait for a
+    launch; threads then wake the next one before they turn to their own work.
     """
 
-    def __init__(self, wake_at_launch: Callable[[Sequence[int], Turns], object] | None = None) -> None:
-        self._wake_at_launch = wake_at_launch
+    def __init__(self, at_launch: bool = False) -> None:
+        self._at_launch = at_launch
         self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
         self._closed = False
         self._loops: dict[asyncio.AbstractEventLoop, list[tuple[AsyncMailbox, Any]]] = {}
         self._threads: list[ThreadMailbox] = []
         self._turns = Turns()
+        self.wakes = WakeList(self._turns)
         self.pending = False  # whether something came since ``flush``; decoder thread
 
     def add(self, mailbox: AsyncMailbox, item: Any) -> None:
@@ -67,29 +67,29 @@ class Outbox:
         if self._threads:
             waiters = [mailbox.waiter for mailbox in self._threads if mailbox.waiter is not None]
             self._threads.clear()
-            self._turns.add(waiters)
         orphans = self._hand_over() if self._loops else []
         if self._bells:
             self._sweep()
-        bells = [bell for bell in list(self._bells.values()) if bell.waiting]
-        if self._wake_at_launch is not None and not together:
-            if bells or waiters:
-                self._wake_at_launch([bell.fd for bell in bells], self._turns)
-            return orphans
-        if together:
-            self._turns.all()
-        elif waiters:
+        if waiters and not self._at_launch and not together:
+            self._turns.add(waiters)
             self._turns.next()
-        for bell in bells:
-            bell.ring()
+        elif waiters:
+            self.wakes.add(waiters)
+        if together:
+            self.wake()
+        elif self._bells:
+            bells = [bell for bell in list(self._bells.values()) if bell.waiting]
+            if self._at_launch:
+                self.wakes.set_files([bell.fd for bell in bells])
+            else:
+                for bell in bells:
+                    bell.ring()
         return orphans
 
     def wake(self) -> None:
-        """Wakes those who were to be woken by the next launch: it is not that near. Decoder thread."""
-        self._turns.all()
-        for bell in list(self._bells.values()):
-            if bell.waiting:
-                bell.ring()
+        """Wakes all who were to be woken by the next launch: it is not that near. Decoder thread."""
+        self.wakes.set_files([bell.fd for bell in list(self._bells.values()) if bell.waiting])
+        self.wakes.now()
 
     def _hand_over(self) -> list[Request]:
         """Gives loops what is theirs; returns the requests of closed ones."""
@@ -113,8 +113,8 @@ class Outbox:
     def _sweep(self) -> None:
         """Forgets the bells of closed loops; one that was dropped without ``close`` lives as long as the engine."""
         closed = [loop for loop in list(self._bells) if loop.is_closed()]
-        if closed and self._wake_at_launch is not None:
-            self._wake_at_launch([], self._turns)  # their pipes' numbers will be other files'
+        if closed:
+            self.wakes.set_files([])  # their pipes' numbers will be other files'
         for loop in closed:
             self._bells.pop(loop).close()
 
@@ -135,7 +135,7 @@ class Outbox:
 
     def wait(self, waiter: Waiter, timeout: float) -> None:
         """Passes the turn on and sleeps until woken, so many seconds, or until a signal comes. The waiter's thread."""
-        if self._turns.wait(waiter, timeout) and self._wake_at_launch is None:
+        if self._turns.wait(waiter, timeout) and not self._at_launch:
             self._turns.next()
 
     def waiter(self) -> Waiter:

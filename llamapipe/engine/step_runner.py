@@ -22,7 +22,6 @@ from llamapipe.errors import ContextFullError, DecodeError
 from llamapipe.pipeline.core import StepAbortedError
 from llamapipe.pipeline.executor import Executor
 from llamapipe.pipeline.trace import Trace
-from llamapipe.pipeline.turns import Turns
 
 
 class NoTrace:
@@ -42,7 +41,9 @@ class StepRunner:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.open: dict[Request, None] = {}
-        self.outbox = Outbox(None if executor.overlaps else self._wake_at_launch)
+        self.outbox = Outbox(at_launch=not executor.overlaps)
+        if not executor.overlaps:
+            executor.wake_at_launch(self.outbox.wakes)
         self.n_steps = 0
         self.trace: Trace | NoTrace = NoTrace()  # where plan and deliver are noted
         self._scheduler = scheduler
@@ -280,6 +281,3 @@ class StepRunner:
         """Wakes callers; see ``Outbox.flush``."""
         for request in self.outbox.flush(together):
             self.cancel(request)
-
-    def _wake_at_launch(self, fds: Sequence[int], turns: Turns) -> None:
-        self._executor.wake_at_launch(fds, turns)

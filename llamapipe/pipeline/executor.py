@@ -12,7 +12,7 @@ from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error
 from llamapipe.pipeline.core import Core
 from llamapipe.pipeline.token_score import TokenScore
-from llamapipe.pipeline.turns import Turns
+from llamapipe.pipeline.turns import WakeList
 
 
 class Executor(Protocol):
@@ -73,11 +73,10 @@ class Executor(Protocol):
         Entries may come several times in a row. Raises as ``sample`` does.
         """
 
-    def wake_at_launch(self, fds: Sequence[int], turns: Turns) -> None:
-        """Has the next launch write a byte into each of these files before it computes, instead of those named before.
+    def wake_at_launch(self, wakes: WakeList) -> None:
+        """Has each launch wake those who are in this list then, threads one by one while it computes.
 
-        Launches also wake those whose turns come, one by one while they compute. They hold no lock of the
-        interpreter's, so whoever is woken can work at once.
+        It holds no lock of the interpreter's, so whoever is woken can work at once.
         """
 
     def compute_s(self) -> float:
@@ -117,6 +116,7 @@ class StepExecutor:
         self._in_graph = context.graph_sampling
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
         self._handle = core.handle  # what calls go to
+        self._wakes: WakeList | None = None
 
     def remove(self, seq_id: int, position: int) -> bool:
         """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
@@ -199,9 +199,10 @@ class StepExecutor:
             wanted += mine + [-1] * (n_targets - len(mine))
         return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
 
-    def wake_at_launch(self, fds: Sequence[int], turns: Turns) -> None:
-        """Has the next launch wake loops and threads, as soon as it has let go of the interpreter."""
-        self._native.lib.lp_wake_at_launch(self._handle, fds, len(fds), turns.handle)
+    def wake_at_launch(self, wakes: WakeList) -> None:
+        """Has each launch wake those who are in this list then."""
+        self._wakes = wakes  # the pipeline has its address
+        self._native.lib.lp_wake_at_launch(self._handle, wakes.handle)
 
     def launch_again(self) -> int:
         """Launches the last batch, every entry one position further and with the token sampled from it.

@@ -59,3 +59,51 @@ class Turns:
     def all(self) -> None:
         """Wakes all that are left."""
         self._native.lib.lp_turns_all(self.handle)
+
+
+class WakeList:
+    """Whom the next launch wakes: memory that it reads, so that to note somebody is no call and gives no lock away.
+
+    For the thread that launches.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._native = module = native()
+        self._turns = turns
+        self._fds = module.ffi.new("int[]", 4)
+        self._waiters = module.ffi.new("lp_waiter *[]", 32)
+        self._kept: list[Waiter] = []  # the array only has their addresses
+        self.handle = module.ffi.new("lp_wakes *")
+        self.handle.turns = turns.handle
+        self.handle.fds, self.handle.waiters = self._fds, self._waiters
+
+    @property
+    def files(self) -> list[int]:
+        """Those that will get a byte."""
+        return [self._fds[i] for i in range(self.handle.n_fds)]
+
+    def set_files(self, fds: Sequence[int]) -> None:
+        """Non-blocking pipes that get a byte, instead of those named before."""
+        if len(fds) > len(self._fds):
+            self._fds = self.handle.fds = self._native.ffi.new("int[]", 2 * len(fds))
+        self._fds[0 : len(fds)] = fds
+        self.handle.n_fds = len(fds)
+
+    def add(self, waiters: Sequence[Waiter]) -> None:
+        """Waiters that get a turn, behind those named before."""
+        if self.handle.n_waiters == 0:  # a launch has taken the last ones
+            self._kept.clear()
+        self._kept += waiters
+        n = len(self._kept)
+        if n > len(self._waiters):
+            self._waiters = self.handle.waiters = self._native.ffi.new("lp_waiter *[]", 2 * n)
+        self._waiters[0:n] = self._kept
+        self.handle.n_waiters = n
+
+    def begin(self) -> None:
+        """What a launch does at its beginning: writes the bytes and wakes the first whose turn it is."""
+        self._native.lib.lp_wakes_begin(self.handle)
+
+    def now(self) -> None:
+        """Wakes all of them, and whose turn has not come yet."""
+        self._native.lib.lp_wakes_now(self.handle)

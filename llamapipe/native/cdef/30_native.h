@@ -85,7 +85,15 @@ void          lp_step_release(lp_step * step);
 void          lp_step_free(lp_step * step);
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top);
-void    lp_wake_at_launch(lp_pipeline * pipeline, const int * fds, int n, lp_turns * turns);
+typedef struct {
+    int n_fds, n_waiters;
+    const int * fds;
+    lp_waiter * const * waiters;
+    lp_turns * turns;
+} lp_wakes;
+void    lp_wake_at_launch(lp_pipeline * pipeline, lp_wakes * wakes);
+void    lp_wakes_begin(lp_wakes * wakes);                             // what a launch does at its beginning
+void    lp_wakes_now(lp_wakes * wakes);                               // wakes all of them
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);
 void    lp_abort(lp_pipeline * pipeline, int64_t number);

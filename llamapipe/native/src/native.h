@@ -118,10 +118,19 @@ void          lp_step_free(lp_step * step);
 #define LP_TARGETS 4
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top);
-// The next launch writes a byte into each of these files (non-blocking pipes) before anything else, where no lock of the
-// interpreter's is held; they replace those named before. Each launch begins those turns (or NULL), hurries them while a CPU
-// computes, and wakes who is left at its end. On the thread that launches.
-void    lp_wake_at_launch(lp_pipeline * pipeline, const int * fds, int n, lp_turns * turns);
+// Whom each launch wakes before anything else, where no lock of the interpreter's is held: it writes a byte into each of
+// the files (non-blocking pipes), adds the waiters to the turns, sets both numbers to 0, and begins the turns. It
+// hurries them while a CPU computes, and wakes who is left at its end. Kept by the caller and changed between launches:
+// a call for each change would give that lock away.
+typedef struct {
+    int n_fds, n_waiters;
+    const int * fds;
+    lp_waiter * const * waiters;
+    lp_turns * turns;
+} lp_wakes;
+void    lp_wake_at_launch(lp_pipeline * pipeline, lp_wakes * wakes);
+void    lp_wakes_begin(lp_wakes * wakes);                             // what a launch does at its beginning
+void    lp_wakes_now(lp_wakes * wakes);                               // wakes all of them
 // All entries are outputs, and `samplers` (or NULL) are those of the entries in their order.
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
 int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);

@@ -16,7 +16,7 @@ lp_pipeline * lp_pipeline_new(llama_context * ctx, lp_collector * collector, int
         const lp::Core::Options options = {
             (lp::Mode) mode, depth, n_slots, slot_rows, { n_ubatch, slot_rows, streams }, threaded,
         };
-        return new lp_pipeline{ std::make_shared<lp::Core>(ctx, collector ? collector->shared : nullptr, options), {} };
+        return new lp_pipeline{ std::make_shared<lp::Core>(ctx, collector ? collector->shared : nullptr, options), nullptr };
     });
 }
 
@@ -71,52 +71,55 @@ void lp_step_free(lp_step * step) {
     delete step;
 }
 
-void lp_wake_at_launch(lp_pipeline * pipeline, const int * fds, int n, lp_turns * turns) {
-    lp::guard(0, [&] {
-        pipeline->bells.assign(fds, fds + n);
-        pipeline->shared->turns = turns ? turns->shared : nullptr;
-        return 0;
-    });
+void lp_wake_at_launch(lp_pipeline * pipeline, lp_wakes * wakes) {
+    pipeline->wakes         = wakes;
+    pipeline->shared->turns = wakes->turns->shared;
 }
 
-static void wake(lp_pipeline & pipeline) {
+void lp_wakes_begin(lp_wakes * wakes) {
 #ifndef _WIN32
-    for (const int fd : pipeline.bells) {
-        if (write(fd, "", 1) < 0) {
+    for (int i = 0; i < wakes->n_fds; i++) {
+        if (write(wakes->fds[i], "", 1) < 0) {
             continue;  // whoever cannot take a byte has not taken the last one either
         }
     }
 #endif
-    pipeline.bells.clear();
-    if (pipeline.shared->turns) {
-        pipeline.shared->turns->next();
+    wakes->n_fds = 0;
+    if (wakes->n_waiters > 0) {
+        lp_turns_add(wakes->turns, wakes->waiters, wakes->n_waiters);
+        wakes->n_waiters = 0;
     }
+    wakes->turns->shared->next();
 }
 
-// Nobody hurries those that are left once nothing is computed, and sampling may take long.
-static void wake_all(lp_pipeline & pipeline) {
-    if (pipeline.shared->turns) {
-        pipeline.shared->turns->all();
+void lp_wakes_now(lp_wakes * wakes) {
+    lp_wakes_begin(wakes);
+    wakes->turns->shared->all();
+}
+
+// Wakes those who wait for a launch one by one while it computes, and who is left at its end: nobody hurries them then, and
+// sampling may take long.
+template <typename Launch> static int64_t waking(lp_pipeline & pipeline, Launch && launch) {
+    if (pipeline.wakes) {
+        lp_wakes_begin(pipeline.wakes);
     }
+    const int64_t step = lp::guard((int64_t) LP_ERROR, launch);
+    if (pipeline.wakes) {
+        pipeline.wakes->turns->shared->all();
+    }
+    return step;
 }
 
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets,
                   int n_top) {
-    wake(*pipeline);
-    const int64_t step = lp::guard((int64_t) LP_ERROR, [&] {
+    return waking(*pipeline, [&] {
         return pipeline->shared->launch(n, tokens, positions, seq_ids, outputs, samplers, targets, n_top);
     });
-    wake_all(*pipeline);
-    return step;
 }
 
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers) {
-    wake(*pipeline);
-    const int64_t step =
-        lp::guard((int64_t) LP_ERROR, [&] { return pipeline->shared->launch_again(sampled, samplers); });
-    wake_all(*pipeline);
-    return step;
+    return waking(*pipeline, [&] { return pipeline->shared->launch_again(sampled, samplers); });
 }
 
 int lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta) {

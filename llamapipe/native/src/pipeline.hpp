@@ -9,7 +9,7 @@ struct lp_collector {
 
 struct lp_pipeline {
     std::shared_ptr<lp::Core> shared;
-    std::vector<int>          bells;  // files that the next launch writes to
+    lp_wakes *                wakes;  // of the caller, or null
 };
 
 struct lp_step {

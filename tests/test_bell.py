@@ -97,6 +97,21 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
     assert n_open() <= before
 
 
+def test_the_next_launch_does_not_write_to_files_of_closed_loops() -> None:
+    """Others may have their numbers by then."""
+    outbox = Outbox(at_launch=True)
+
+    async def visit() -> None:
+        AsyncMailbox(asyncio.get_running_loop(), outbox).put("unread")
+        outbox.flush()
+
+    asyncio.run(visit())
+    assert len(outbox.wakes.files) == 1
+    outbox.flush()
+    assert outbox.wakes.files == []
+    assert not outbox._bells
+
+
 def test_closed_loops_are_forgotten_while_others_work() -> None:
     """An engine that always has something to do never comes to look for them."""
     outbox = Outbox(at_launch=True)

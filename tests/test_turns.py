@@ -95,6 +95,21 @@ def test_a_wake_that_finds_nobody_is_kept_for_one_wait() -> None:
     assert not turns.wait(waiter, 0.001)
 
 
+def test_a_list_grows() -> None:
+    turns = Turns()
+    wakes, waiters = WakeList(turns), [turns.waiter() for _ in range(100)]
+    for i in range(0, 100, 20):
+        wakes.add(waiters[i : i + 20])
+    wakes.set_files(range(2000, 2009))  # nobody has these
+    assert wakes.files == [*range(2000, 2009)]
+    wakes.begin()
+    assert wakes.files == []
+    assert all(turns.wait(waiter, FOREVER_S) for waiter in waiters)  # nobody slept: all were passed over
+    wakes.add(waiters[:1])
+    wakes.now()
+    assert [turns.wait(waiter, 0.001) for waiter in waiters[:2]] == [True, False]
+
+
 @pytest.mark.parametrize("timeout", [0.0, 1e-9, -1.0, float("-inf")])
 def test_no_time_to_wait(timeout: float) -> None:
     turns = Turns()

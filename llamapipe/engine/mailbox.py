@@ -67,14 +67,15 @@ class Outbox:
         if self._threads:
             waiters = [mailbox.waiter for mailbox in self._threads if mailbox.waiter is not None]
             self._threads.clear()
+        by_list = self._at_launch or together
+        if waiters and by_list:
+            self.wakes.add(waiters)  # whatever becomes of the loops
         orphans = self._hand_over() if self._loops else []
         if self._bells:
             self._sweep()
-        if waiters and not self._at_launch and not together:
+        if waiters and not by_list:
             self._turns.add(waiters)
             self._turns.next()
-        elif waiters:
-            self.wakes.add(waiters)
         if together:
             self.wake()
         elif self._bells:

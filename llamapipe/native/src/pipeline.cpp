@@ -85,9 +85,8 @@ void lp_wakes_begin(lp_wakes * wakes) {
     }
 #endif
     wakes->n_fds = 0;
-    if (wakes->n_waiters > 0) {
-        lp_turns_add(wakes->turns, wakes->waiters, wakes->n_waiters);
-        wakes->n_waiters = 0;
+    if (wakes->n_waiters > 0 && lp_turns_add(wakes->turns, wakes->waiters, wakes->n_waiters) == 0) {
+        wakes->n_waiters = 0;  // else there was no memory: the next launch tries again
     }
     wakes->turns->shared->next();
 }

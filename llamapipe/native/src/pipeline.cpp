@@ -4,7 +4,6 @@
 #include "guard.hpp"
 
 #include <cstring>
-#include <vector>
 
 #ifndef _WIN32
 #include <unistd.h>

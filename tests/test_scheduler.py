@@ -37,13 +37,18 @@ class Bench:
         n_ubatch: int = 16,
         filler: int | None = None,
         recurrent: bool = False,
+        n_short: int | None = None,
     ) -> None:
         n_cells = n_ctx * n_slots if n_cells is None else n_cells
-        self.scheduler = Scheduler(n_slots, n_ctx, n_cells, n_batch, n_ubatch, filler)
+        self.n_ubatch = n_ubatch
+        self.scheduler = Scheduler(n_slots, n_ctx, n_cells, n_batch, n_ubatch, filler, n_short=n_short)
         self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
         self.n_added = 0
         self.n_full = 0  # launches that found no cells
         self.n_held = 0  # requests in a slot at the last launch
+        self.n_ahead: dict[
+            Request, int
+        ] = {}  # of those that decode: prompt tokens computed since they were fed
 
     def add(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
         """A new request with a prompt of its own."""
@@ -66,6 +71,7 @@ class Bench:
         self.n_held = self.scheduler.n_active
         if plan is None:
             return None
+        self.check_nobody_is_held_up(plan)
         try:
             if plan.again:
                 step = self.context.launch_again()
@@ -87,6 +93,16 @@ class Bench:
             self.scheduler.commit(plan, sampled)
         self.scheduler.check_integrity()
         return plan
+
+    def check_nobody_is_held_up(self, plan: StepPlan) -> None:
+        """Whoever decodes is fed at the latest with the prompt tokens that make a ubatch since the last time."""
+        n_prompt = sum(n for _, n in plan.fed[plan.n_decode :])
+        ahead, self.n_ahead = self.n_ahead, {}
+        for request in {r for r, _ in plan.fed[: plan.n_decode]} | set(self.scheduler._running.decoding):
+            n = self.n_ahead[request] = ahead.get(request, 0) + n_prompt
+            assert n <= self.n_ubatch, (request, plan)
+        for request, _ in plan.fed[: plan.n_decode]:
+            self.n_ahead[request] = 0
 
     def remove(self) -> None:
         """Removes the cells that were given up; then they are what the requests say."""
@@ -280,6 +296,74 @@ class TestSteps:
         assert [p.fed for p in plans] == [*([[(a, 1), (b, 7)]] * 7), [(a, 1), (b, 1)]]
         bench.run()
         assert_done(a, b)
+
+    def test_a_step_ends_with_a_prompt_so_that_its_token_need_not_wait(self) -> None:
+        bench = Bench(n_slots=6, n_batch=32, n_ubatch=32, n_short=8)
+        a, b, c, d, e = (bench.add(n_prompt=n, limit=99) for n in (4, 4, 6, 20, 4))
+        # d alone is longer than a short step; it is not cut, and who decodes is fed with it.
+        plans = bench.steps(4)
+        assert [p.fed for p in plans[:2]] == [[(a, 4), (b, 4)], [(c, 6)]]
+        assert plans[2].fed == [(a, 1), (b, 1), (c, 1), (d, 20)]
+        assert plans[3].fed == [(a, 1), (b, 1), (c, 1), (d, 1), (e, 4)]
+        bench.run()
+        assert_done(a, b, c, d, e)
+
+    def test_decoding_waits_for_short_steps_until_they_make_a_ubatch(self) -> None:
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_short=4)
+        requests = [bench.add(n_prompt=4, max_tokens=9, limit=99) for _ in range(12)]
+        plans = bench.steps(12)
+        assert [p.n_decode for p in plans] == [
+            0,
+            0,
+            0,
+            0,
+            4,
+            0,
+            0,
+            0,
+            8,
+            0,
+            0,
+            11,
+        ]  # the last step has no other behind it
+        assert [p.fed[-1] for p in plans] == [(r, 4) for r in requests]
+        bench.run()
+        assert_done(*requests)
+
+    def test_decoding_does_not_wait_for_one_prompt_or_a_long_one(self) -> None:
+        bench = Bench(n_batch=32, n_ubatch=16, n_short=8)
+        a = bench.add(max_tokens=20)
+        bench.step()
+        b = bench.add(n_prompt=8, limit=99)
+        assert fed(bench.step()) == [(a, 1), (b, 8)]
+        c, d = bench.add(n_prompt=9, limit=99), bench.add(n_prompt=4, limit=99)
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 9)]
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 1), (d, 4)]
+        bench.run()
+        assert_done(a, b, c, d)
+
+    def test_nobody_waits_for_the_first_token_of_a_whole_completion(self) -> None:
+        bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, n_short=4)
+        whole = [bench.add(n_prompt=4) for _ in range(3)]
+        stream, behind = bench.add(n_prompt=4, limit=99), bench.add(n_prompt=4)
+        assert fed(bench.step()) == [*((r, 4) for r in whole), (stream, 4)]
+        late = bench.add(n_prompt=4, limit=99)
+        assert fed(bench.step()) == [*((r, 1) for r in (*whole, stream)), (behind, 4), (late, 4)]
+        bench.run()
+        assert_done(*whole, stream, behind, late)
+
+    def test_a_long_prompt_after_short_steps_takes_what_they_left_of_the_ubatch(self) -> None:
+        bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, n_short=4)
+        a = bench.add(max_tokens=20)
+        bench.step()
+        b, c = bench.add(n_prompt=4, limit=99), bench.add(n_prompt=40, limit=99)
+        assert [p.fed for p in bench.steps(3)] == [
+            [(b, 4)],
+            [(a, 1), (b, 1), (c, 12)],
+            [(a, 1), (b, 1), (c, 14)],
+        ]
+        bench.run()
+        assert_done(a, b, c)
 
     def test_prompts_go_on_even_when_decoding_fills_the_ubatch(self) -> None:
         bench = Bench(n_slots=4, n_batch=4, n_ubatch=3)
@@ -1105,9 +1189,17 @@ class Machine(RuleBasedStateMachine):
         n_batch=st.integers(4, 20),
         n_ubatch=st.integers(1, 20),
         kind=st.sampled_from(["unified", "streams", "recurrent"]),
+        n_short=st.none() | st.integers(1, 10),
     )
     def start(
-        self, n_slots: int, n_ctx: int, scarcity: int | None, n_batch: int, n_ubatch: int, kind: str
+        self,
+        n_slots: int,
+        n_ctx: int,
+        scarcity: int | None,
+        n_batch: int,
+        n_ubatch: int,
+        kind: str,
+        n_short: int | None,
     ) -> None:
         self.n_ctx = n_ctx
         n_cells = (
@@ -1121,6 +1213,7 @@ class Machine(RuleBasedStateMachine):
             min(n_ubatch, n_batch),
             FILLER if kind == "streams" else None,
             recurrent=kind == "recurrent",
+            n_short=n_short,
         )
         self.callers: list[Caller] = []
         self.n_injected = 0

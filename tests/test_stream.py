@@ -14,6 +14,7 @@ from plain import PlainLoop, greedy
 import llamapipe as lp
 from llamapipe.engine.stream import BUFFER_TOKENS
 from llamapipe.errors import EngineClosedError
+from llamapipe.pipeline.core import on_gpu
 
 MakeEngine = Callable[..., lp.Engine]
 Ending = Callable[[lp.Stream], object]
@@ -120,6 +121,25 @@ def cancel_elsewhere(stream: lp.Stream) -> None:
 
 
 ENDINGS = [close, leave_with, leave_with_error, cancel_elsewhere]
+
+
+class TestFirstTokens:
+    def test_need_not_wait_for_all_prompts(self, make_engine: MakeEngine) -> None:
+        """Where fewer tokens take less time, a step has one prompt of 200 instead of the two that fit into a ubatch."""
+        engine = make_engine(n_seq_max=4)
+        prompts = [[1 + i] * 200 for i in range(4)]
+        with Gate(engine) as gate:
+            gate.open()
+            with held(engine):
+                streams = [engine.stream(prompt, greedy(1)) for prompt in prompts]
+            assert [len(tokens_of(list(stream))) for stream in streams] == [1] * 4
+            together = [400] * 2
+            assert [len(launch.tokens) for launch in gate.launches] == (
+                together if on_gpu(engine.model) else [200] * 4
+            )
+            gate.launches.clear()
+            engine.generate(prompts, greedy(1))  # whole completions: nobody reads their first tokens
+            assert [len(launch.tokens) for launch in gate.launches] == together
 
 
 class TestCancel:

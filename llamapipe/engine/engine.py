@@ -28,12 +28,13 @@ from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
 from llamapipe.llama.check import check_flag, check_float, check_int
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
-from llamapipe.pipeline.core import engine_core, ring_slots, wants_graph_sampling
+from llamapipe.pipeline.core import engine_core, on_gpu, ring_slots, wants_graph_sampling
 from llamapipe.pipeline.executor import StepExecutor
 from llamapipe.pipeline.trace import Trace, check_trace_path
 
 _MAX_WINDOW_US = 1_000_000
 SCORE_ROWS = 32  # of a step, for tokens that are not generated: what they take is bounded by this
+SHORT_STEP = 256  # tokens of prompts, on a CPU: they take hardly longer each than in steps of n_ubatch
 
 
 class Engine:
@@ -122,6 +123,7 @@ class Engine:
                 filler,
                 n_score_rows=max(context.n_outputs_max - context.n_seq_max, 1),
                 least_copy=least_copy(context),
+                n_short=short_step(context),
             )
             self.model = model
             self.n_ctx = context.n_ctx
@@ -447,6 +449,12 @@ def least_copy(context: Context) -> int | None:
         return None  # only whole sequences can be copied
     # Unified, cells are shared. Streams are copied whole: docs/decisions.md.
     return 1 if context.kv_unified else 32
+
+
+def short_step(context: Context) -> int | None:
+    """How many tokens of prompts a step shall have that brings a stream's first, None for as many as it can have."""
+    # A GPU reads the weights for each step, however few tokens it has. Measured on CPUs: docs/decisions.md.
+    return None if on_gpu(context.model) else SHORT_STEP
 
 
 def _trace_path(trace: bool | str | Path | None) -> Path | None:

@@ -1,13 +1,15 @@
 """Puts together what a step feeds: tokens that decode, then prompts. Pure policy.
 
 Those that decode come first, then prompts in the order of arrival up to the token budget, cut into chunks: while
-streams are decoding a step takes at most ``n_ubatch`` tokens, so that a long prompt does not hold them up.
+streams are decoding a step takes at most ``n_ubatch`` tokens, so that a long prompt does not hold them up. Where
+streams' prompts wait behind each other, a step ends early with one of them, so that its first token need not wait for
+more; what decodes is fed with every ``n_ubatch`` tokens of prompts then, as if they had been fed at once.
 """
 
 from __future__ import annotations
 
 from llamapipe.engine.family import Family
-from llamapipe.engine.request import Request
+from llamapipe.engine.request import UNLIMITED, Request
 from llamapipe.engine.running import Running
 from llamapipe.engine.step_plan import Remove, StepPlan
 
@@ -16,16 +18,21 @@ class Planner:
     """Fills batches of up to ``n_batch`` tokens.
 
     ``filler``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
-    ``n_score_rows``: most rows in a step that score a request's own tokens.
+    ``n_score_rows``: most rows in a step that score a request's own tokens. ``n_short``: most tokens of prompts in
+    a step that brings a stream's first token, if it is not a single prompt's; None where fewer take as long.
 
     ``depth``: how many steps of scores may be under way at once; if several, each has at most ``n_ubatch`` tokens.
     ``cohorts``: how many parts decoding requests are split into, each a step of its own, so that one can be computed
     while another is sampled.
     """
 
-    def __init__(self, n_batch: int, n_ubatch: int, filler: int | None, n_score_rows: int) -> None:
+    def __init__(
+        self, n_batch: int, n_ubatch: int, filler: int | None, n_score_rows: int, n_short: int | None = None
+    ) -> None:
         self._n_batch = n_batch
         self._n_ubatch = n_ubatch
+        self._n_short = UNLIMITED if n_short is None else n_short
+        self._n_ahead = 0  # tokens of prompts for which those that decode have waited
         self._filler = filler
         self._n_score_rows = n_score_rows
         self.depth = 1
@@ -34,13 +41,29 @@ class Planner:
     def plan(self, running: Running) -> StepPlan:
         """The next step of what is in no step under way; without tokens if there is nothing."""
         plan = StepPlan()
-        if running.decoding:
+        waits = bool(running.decoding) and self._decoding_waits(running)
+        if running.decoding and not waits:
             self._decode(plan, running)
         if running.prefilling:
             self._prefill(plan, running)
+        self._n_ahead = self._n_ahead + len(plan.tokens) if waits else 0
         for request, _ in plan.fed:
             request.flight = plan
         return plan
+
+    def _decoding_waits(self, running: Running) -> bool:
+        """Whether the next step is a short one of prompts alone, with more of them behind it and room for those."""
+        if self._n_ahead + 2 * self._n_short > self._n_ubatch:
+            return False
+        n_left = 0
+        for request in running.prefilling:
+            if request.flight is None or not request.flight.flying:
+                if n_left == 0 and (not request.streams or request.n_left > self._n_short):
+                    return False
+                n_left += request.n_left
+                if n_left > self._n_short:
+                    return True
+        return False
 
     def _decode(self, plan: StepPlan, running: Running) -> None:
         decoding, n_flying = running.decoding, 0
@@ -89,20 +112,21 @@ class Planner:
     def _prefill(self, plan: StepPlan, running: Running) -> None:
         budget = self._n_batch - len(plan.tokens)
         if running.decoding:
-            budget = min(budget, max(self._n_ubatch - len(plan.tokens), 1))
+            budget = min(budget, self._n_ubatch - self._n_ahead, max(self._n_ubatch - len(plan.tokens), 1))
         elif self.depth > 1 if running.only_scores else len(running.prefilling) > 1:
             # llama.cpp computes no more at a time. So the next step need not wait for it, nor the first prompt's token
             # for the last prompt.
             budget = min(budget, self._n_ubatch)
         n_rows = self._n_score_rows
-        whole, n_before = budget, len(plan.fed)
+        whole, n_before, brings_first = budget, len(plan.fed), False
         for request in running.prefilling:
             if budget <= 0:
                 return
             if request.flight is not None and request.flight.flying:
                 continue
-            first = request.n_past
-            n_left = len(request.tokens) - first
+            first, n_left = request.n_past, request.n_left
+            if brings_first and whole - budget + n_left > self._n_short:
+                return  # somebody waits for this step's token, and need not wait for more
             if budget < n_left <= whole and len(plan.fed) > n_before and request.max_tokens != 0:
                 return  # the next step has room for all of it; in parts it would take a pass over the weights more
             n = min(n_left, budget)
@@ -127,6 +151,7 @@ class Planner:
                 plan.outputs[-1] = 1
                 plan.rows.append(len(plan.tokens) - 1)
                 plan.requests.append(request)
+                brings_first = brings_first or request.streams
                 if request.family is not None and len(request.tokens) == request.n_prompt:
                     _add_followers(plan, request.family)
 

@@ -112,6 +112,16 @@ class Request:
             f"n_tokens={len(self.tokens)} n_past={self.n_past}>"
         )
 
+    @property
+    def n_left(self) -> int:
+        """Tokens that are to be fed."""
+        return len(self.tokens) - self.n_past
+
+    @property
+    def streams(self) -> bool:
+        """Whether somebody reads its tokens as they come."""
+        return self.max_tokens > 0 and self.limit < UNLIMITED
+
     def move(self, state: State) -> None:
         """Changes the state; the only place that does."""
         if state not in _ALLOWED[self.state]:

@@ -39,9 +39,12 @@ def wants_graph_sampling(model: Model, ring: str, choice: str) -> bool:
     check_choice("graph_sampling", choice, GRAPH_SAMPLING)
     if choice != "auto":
         return choice == "on"
-    return ring_slots(model, ring, 1) > 0 and any(
-        d.type in ("gpu", "igpu") and not d.is_software for d in model.devices
-    )
+    return ring_slots(model, ring, 1) > 0 and on_gpu(model)
+
+
+def on_gpu(model: Model) -> bool:
+    """Whether some of it is computed by a device that is more than software."""
+    return any(d.type in ("gpu", "igpu") and not d.is_software for d in model.devices)
 
 
 class Core:

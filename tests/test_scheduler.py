@@ -37,11 +37,11 @@ class Bench:
         n_ubatch: int = 16,
         filler: int | None = None,
         recurrent: bool = False,
-        n_short: int | None = None,
+        n_enough: int | None = None,
     ) -> None:
         n_cells = n_ctx * n_slots if n_cells is None else n_cells
         self.n_ubatch = n_ubatch
-        self.scheduler = Scheduler(n_slots, n_ctx, n_cells, n_batch, n_ubatch, filler, n_short=n_short)
+        self.scheduler = Scheduler(n_slots, n_ctx, n_cells, n_batch, n_ubatch, filler, n_enough=n_enough)
         self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
         self.n_added = 0
         self.n_full = 0  # launches that found no cells
@@ -297,53 +297,62 @@ class TestSteps:
         bench.run()
         assert_done(a, b)
 
-    def test_a_step_ends_with_a_prompt_so_that_its_token_need_not_wait(self) -> None:
-        bench = Bench(n_slots=6, n_batch=32, n_ubatch=32, n_short=8)
+    def test_a_step_with_enough_ends_so_that_a_first_token_need_not_wait(self) -> None:
+        bench = Bench(n_slots=6, n_batch=32, n_ubatch=32, n_enough=8)
         a, b, c, d, e = (bench.add(n_prompt=n, limit=99) for n in (4, 4, 6, 20, 4))
-        # d alone is longer than a short step; it is not cut, and who decodes is fed with it.
-        plans = bench.steps(4)
-        assert [p.fed for p in plans[:2]] == [[(a, 4), (b, 4)], [(c, 6)]]
-        assert plans[2].fed == [(a, 1), (b, 1), (c, 1), (d, 20)]
-        assert plans[3].fed == [(a, 1), (b, 1), (c, 1), (d, 1), (e, 4)]
+        assert [p.fed for p in bench.steps(3)] == [
+            [(a, 4), (b, 4)],
+            [(a, 1), (b, 1), (c, 6), (d, 20)],
+            [(a, 1), (b, 1), (c, 1), (d, 1), (e, 4)],
+        ]
         bench.run()
         assert_done(a, b, c, d, e)
 
-    def test_decoding_waits_for_short_steps_until_they_make_a_ubatch(self) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_short=4)
-        requests = [bench.add(n_prompt=4, max_tokens=9, limit=99) for _ in range(12)]
-        plans = bench.steps(12)
-        assert [p.n_decode for p in plans] == [
-            0,
-            0,
-            0,
-            0,
-            4,
-            0,
-            0,
-            0,
-            8,
-            0,
-            0,
-            11,
-        ]  # the last step has no other behind it
-        assert [p.fed[-1] for p in plans] == [(r, 4) for r in requests]
+    @pytest.mark.parametrize(
+        ("n_prompt", "n_prompts", "n_decode"),
+        [
+            (
+                4,
+                [1] * 12,
+                [0, 0, 0, 0, 4, 0, 0, 0, 8, 0, 0, 11],
+            ),  # every 16 tokens; the last prompt has none behind it
+            (3, [2, 2, 2, 1, 2, 2, 1], [0, 0, 0, 6, 0, 0, 11]),  # every 15
+            (7, [1] * 8, [0, 0, 2, 0, 4, 0, 6, 7]),  # every 14
+            (9, [1] * 8, list(range(8))),
+        ],
+    )
+    def test_decoding_waits_for_short_steps_until_they_make_a_ubatch(
+        self, n_prompt: int, n_prompts: list[int], n_decode: list[int]
+    ) -> None:
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        requests = [bench.add(n_prompt=n_prompt, max_tokens=20, limit=99) for _ in range(sum(n_prompts))]
+        plans = bench.steps(len(n_prompts))
+        assert [p.n_decode for p in plans] == n_decode
+        assert [[n for _, n in p.fed[p.n_decode :]] for p in plans] == [[n_prompt] * n for n in n_prompts]
+        bench.run()
+        assert_done(*requests)
+
+    def test_decoding_does_not_wait_where_it_shares_the_prompts_pass(self) -> None:
+        bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, n_enough=4)
+        requests = [bench.add(n_prompt=4, max_tokens=9, limit=99) for _ in range(4)]
+        assert [p.n_decode for p in bench.steps(4)] == [0, 1, 2, 3]
         bench.run()
         assert_done(*requests)
 
     def test_decoding_does_not_wait_for_one_prompt_or_a_long_one(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, n_short=8)
+        bench = Bench(n_batch=32, n_ubatch=16, n_enough=8, filler=FILLER)
         a = bench.add(max_tokens=20)
         bench.step()
         b = bench.add(n_prompt=8, limit=99)
         assert fed(bench.step()) == [(a, 1), (b, 8)]
-        c, d = bench.add(n_prompt=9, limit=99), bench.add(n_prompt=4, limit=99)
-        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 9)]
+        c, d = bench.add(n_prompt=13, limit=99), bench.add(n_prompt=4, limit=99)
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 13)]
         assert fed(bench.step()) == [(a, 1), (b, 1), (c, 1), (d, 4)]
         bench.run()
         assert_done(a, b, c, d)
 
     def test_nobody_waits_for_the_first_token_of_a_whole_completion(self) -> None:
-        bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, n_short=4)
+        bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
         whole = [bench.add(n_prompt=4) for _ in range(3)]
         stream, behind = bench.add(n_prompt=4, limit=99), bench.add(n_prompt=4)
         assert fed(bench.step()) == [*((r, 4) for r in whole), (stream, 4)]
@@ -352,18 +361,36 @@ class TestSteps:
         bench.run()
         assert_done(*whole, stream, behind, late)
 
-    def test_a_long_prompt_after_short_steps_takes_what_they_left_of_the_ubatch(self) -> None:
-        bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, n_short=4)
-        a = bench.add(max_tokens=20)
-        bench.step()
-        b, c = bench.add(n_prompt=4, limit=99), bench.add(n_prompt=40, limit=99)
-        assert [p.fed for p in bench.steps(3)] == [
-            [(b, 4)],
-            [(a, 1), (b, 1), (c, 12)],
-            [(a, 1), (b, 1), (c, 14)],
-        ]
-        bench.run()
-        assert_done(a, b, c)
+    def test_a_prompt_behind_short_steps_is_cut_only_if_it_would_be_anyway(self) -> None:
+        for n_prompt, expected in ((40, [0, 2, 2]), (12, [0, 2]), (13, [1, 2])):
+            bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+            a = bench.add(max_tokens=20)
+            bench.step()
+            b, c = bench.add(n_prompt=4, limit=99), bench.add(n_prompt=n_prompt, limit=99)
+            plans = bench.steps(len(expected))
+            assert [p.n_decode for p in plans] == expected
+            assert [n for p in plans for r, n in p.fed if r is c and n > 1] == (
+                [12, 14] if n_prompt == 40 else [n_prompt]
+            )
+            bench.run()
+            assert_done(a, b, c)
+
+    def test_with_cohorts_each_is_fed_beside_the_prompts(self) -> None:
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        decoding = [bench.add(max_tokens=50) for _ in range(4)]
+        bench.steps(2)
+        scheduler = bench.scheduler
+        scheduler.cohorts = 2
+        prompts = [bench.add(n_prompt=4, limit=99) for _ in range(8)]
+        before = [r.n_total for r in decoding]
+        flying = [scheduler.plan(), scheduler.plan()]
+        for _ in range(6):
+            plan = flying.pop(0)
+            assert plan is not None and plan.n_decode >= 2
+            scheduler.commit(plan, [7] * len(plan.requests))
+            flying.append(scheduler.plan())
+        assert [r.n_total - n for r, n in zip(decoding, before, strict=True)] == [3] * 4
+        assert prompts[0].n_total > 0
 
     def test_prompts_go_on_even_when_decoding_fills_the_ubatch(self) -> None:
         bench = Bench(n_slots=4, n_batch=4, n_ubatch=3)
@@ -1189,7 +1216,7 @@ class Machine(RuleBasedStateMachine):
         n_batch=st.integers(4, 20),
         n_ubatch=st.integers(1, 20),
         kind=st.sampled_from(["unified", "streams", "recurrent"]),
-        n_short=st.none() | st.integers(1, 10),
+        n_enough=st.none() | st.integers(1, 10),
     )
     def start(
         self,
@@ -1199,7 +1226,7 @@ class Machine(RuleBasedStateMachine):
         n_batch: int,
         n_ubatch: int,
         kind: str,
-        n_short: int | None,
+        n_enough: int | None,
     ) -> None:
         self.n_ctx = n_ctx
         n_cells = (
@@ -1213,7 +1240,7 @@ class Machine(RuleBasedStateMachine):
             min(n_ubatch, n_batch),
             FILLER if kind == "streams" else None,
             recurrent=kind == "recurrent",
-            n_short=n_short,
+            n_enough=n_enough,
         )
         self.callers: list[Caller] = []
         self.n_injected = 0

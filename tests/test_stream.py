@@ -125,17 +125,17 @@ ENDINGS = [close, leave_with, leave_with_error, cancel_elsewhere]
 
 class TestFirstTokens:
     def test_need_not_wait_for_all_prompts(self, make_engine: MakeEngine) -> None:
-        """Where fewer tokens take less time, a step has one prompt of 200 instead of the two that fit into a ubatch."""
+        """Where fewer tokens take less time, a step has two prompts of 128, and not the four that fit into a ubatch."""
         engine = make_engine(n_seq_max=4)
-        prompts = [[1 + i] * 200 for i in range(4)]
+        prompts = [[1 + i] * 128 for i in range(4)]
         with Gate(engine) as gate:
             gate.open()
             with held(engine):
                 streams = [engine.stream(prompt, greedy(1)) for prompt in prompts]
             assert [len(tokens_of(list(stream))) for stream in streams] == [1] * 4
-            together = [400] * 2
+            together = [512]
             assert [len(launch.tokens) for launch in gate.launches] == (
-                together if on_gpu(engine.model) else [200] * 4
+                together if on_gpu(engine.model) else [256] * 2
             )
             gate.launches.clear()
             engine.generate(prompts, greedy(1))  # whole completions: nobody reads their first tokens

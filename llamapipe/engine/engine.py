@@ -34,7 +34,9 @@ from llamapipe.pipeline.trace import Trace, check_trace_path
 
 _MAX_WINDOW_US = 1_000_000
 SCORE_ROWS = 32  # of a step, for tokens that are not generated: what they take is bounded by this
-SHORT_STEP = 256  # tokens of prompts, on a CPU: they take hardly longer each than in steps of n_ubatch
+ENOUGH_TOKENS = (
+    256  # of prompts, for a step of a CPU: they take hardly longer each than 512 (docs/decisions.md)
+)
 
 
 class Engine:
@@ -123,7 +125,7 @@ class Engine:
                 filler,
                 n_score_rows=max(context.n_outputs_max - context.n_seq_max, 1),
                 least_copy=least_copy(context),
-                n_short=short_step(context),
+                n_enough=enough_tokens(context),
             )
             self.model = model
             self.n_ctx = context.n_ctx
@@ -451,10 +453,10 @@ def least_copy(context: Context) -> int | None:
     return 1 if context.kv_unified else 32
 
 
-def short_step(context: Context) -> int | None:
-    """How many tokens of prompts a step shall have that brings a stream's first, None for as many as it can have."""
-    # A GPU reads the weights for each step, however few tokens it has. Measured on CPUs: docs/decisions.md.
-    return None if on_gpu(context.model) else SHORT_STEP
+def enough_tokens(context: Context) -> int | None:
+    """After how many tokens of prompts a step ends so that streams get their first tokens; None: by itself never."""
+    # A GPU reads the weights for each step, however few tokens it has.
+    return None if on_gpu(context.model) else ENOUGH_TOKENS
 
 
 def _trace_path(trace: bool | str | Path | None) -> Path | None:

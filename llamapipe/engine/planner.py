@@ -3,7 +3,7 @@
 Those that decode come first, then prompts in the order of arrival up to the token budget, cut into chunks: while
 streams are decoding a step takes at most ``n_ubatch`` tokens, so that a long prompt does not hold them up. Where
 streams' prompts wait behind each other, a step ends early with one of them, so that its first token need not wait for
-more; what decodes is fed with every ``n_ubatch`` tokens of prompts then, as if they had been fed at once.
+more; what decodes waits for some such steps then, for at most ``n_ubatch`` tokens of prompts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Planner:
     """Fills batches of up to ``n_batch`` tokens.
 
     ``filler``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
-    ``n_score_rows``: most rows in a step that score a request's own tokens. ``n_short``: most tokens of prompts in
-    a step that brings a stream's first token, if it is not a single prompt's; None where fewer take as long.
+    ``n_score_rows``: most rows in a step that score a request's own tokens. ``n_enough``: a step that brings a stream's
+    first token gets no further prompt once it has this many tokens of prompts; None where fewer take as long.
 
     ``depth``: how many steps of scores may be under way at once; if several, each has at most ``n_ubatch`` tokens.
     ``cohorts``: how many parts decoding requests are split into, each a step of its own, so that one can be computed
@@ -27,12 +27,12 @@ class Planner:
     """
 
     def __init__(
-        self, n_batch: int, n_ubatch: int, filler: int | None, n_score_rows: int, n_short: int | None = None
+        self, n_batch: int, n_ubatch: int, filler: int | None, n_score_rows: int, n_enough: int | None = None
     ) -> None:
         self._n_batch = n_batch
         self._n_ubatch = n_ubatch
-        self._n_short = UNLIMITED if n_short is None else n_short
-        self._n_ahead = 0  # tokens of prompts for which those that decode have waited
+        self._n_enough = UNLIMITED if n_enough is None else n_enough
+        self._n_waited = 0  # tokens of prompts for which those that decode have waited
         self._filler = filler
         self._n_score_rows = n_score_rows
         self.depth = 1
@@ -46,23 +46,31 @@ class Planner:
             self._decode(plan, running)
         if running.prefilling:
             self._prefill(plan, running)
-        self._n_ahead = self._n_ahead + len(plan.tokens) if waits else 0
+        self._n_waited = self._n_waited + len(plan.tokens) if waits else 0
         for request, _ in plan.fed:
             request.flight = plan
         return plan
 
     def _decoding_waits(self, running: Running) -> bool:
-        """Whether the next step is a short one of prompts alone, with more of them behind it and room for those."""
-        if self._n_ahead + 2 * self._n_short > self._n_ubatch:
+        """Whether the next step is a short one of prompts alone: what decodes would take a pass over the weights more.
+
+        So it is if more of them wait, and the first of those still fits into the ubatch that what decodes waits for.
+        """
+        if self._filler is None or self.cohorts > 1:
+            # With unified KV it shares the prompts' pass over the weights: waiting saves nothing. A cohort would wait
+            # for the other one's prompts, too.
             return False
-        n_left = 0
+        n_step = 0
         for request in running.prefilling:
-            if request.flight is None or not request.flight.flying:
-                if n_left == 0 and (not request.streams or request.n_left > self._n_short):
-                    return False
-                n_left += request.n_left
-                if n_left > self._n_short:
-                    return True
+            if request.flight is not None and request.flight.flying:
+                continue
+            n_left = request.n_left
+            if n_step == 0 and not request.streams:
+                return False
+            if n_step >= self._n_enough:
+                n_next = n_left if n_left <= self._n_ubatch else self._n_enough
+                return self._n_waited + n_step + n_next <= self._n_ubatch
+            n_step += n_left
         return False
 
     def _decode(self, plan: StepPlan, running: Running) -> None:
@@ -93,7 +101,7 @@ class Planner:
 
     def _fill_gaps(self, plan: StepPlan, running: Running, filler: int) -> None:
         """Gives the sequences in the gaps a token each, where that is cheaper than cutting the batch there."""
-        feeding = {r.slot for r in running.prefilling}  # have tokens of their own in this step
+        feeding = {r.slot for r in running.prefilling}  # have tokens of their own, mostly in this step
         held = {r.slot: r.n_past for r in running.paused}
         first, last = plan.seq_ids[0], plan.seq_ids[-1]
         gaps = sorted(set(range(first, last)) - set(plan.seq_ids) - feeding)
@@ -110,22 +118,23 @@ class Planner:
         plan.rows = [i for i, output in enumerate(plan.outputs) if output]
 
     def _prefill(self, plan: StepPlan, running: Running) -> None:
-        budget = self._n_batch - len(plan.tokens)
+        whole = self._n_batch - len(plan.tokens)
         if running.decoding:
-            budget = min(budget, self._n_ubatch - self._n_ahead, max(self._n_ubatch - len(plan.tokens), 1))
+            whole = min(whole, max(self._n_ubatch - len(plan.tokens), 1))
         elif self.depth > 1 if running.only_scores else len(running.prefilling) > 1:
             # llama.cpp computes no more at a time. So the next step need not wait for it, nor the first prompt's token
             # for the last prompt.
-            budget = min(budget, self._n_ubatch)
+            whole = min(whole, self._n_ubatch)
+        budget = min(whole, self._n_ubatch - self._n_waited) if running.decoding else whole
         n_rows = self._n_score_rows
-        whole, n_before, brings_first = budget, len(plan.fed), False
+        n_before, begin_prompts, brings_first = len(plan.fed), len(plan.tokens), False
         for request in running.prefilling:
             if budget <= 0:
                 return
             if request.flight is not None and request.flight.flying:
                 continue
             first, n_left = request.n_past, request.n_left
-            if brings_first and whole - budget + n_left > self._n_short:
+            if brings_first and len(plan.tokens) - begin_prompts >= self._n_enough:
                 return  # somebody waits for this step's token, and need not wait for more
             if budget < n_left <= whole and len(plan.fed) > n_before and request.max_tokens != 0:
                 return  # the next step has room for all of it; in parts it would take a pass over the weights more

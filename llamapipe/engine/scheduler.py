@@ -42,7 +42,7 @@ class Scheduler:
     ``n_slots`` sequences, at most ``n_ctx`` positions each and ``n_cells`` in all; ``n_batch`` tokens in a step.
     ``filler``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
     ``n_score_rows``: most rows in a step that score a request's own tokens. ``least_copy``: how many of
-    a sequence's first cells it pays to copy, None if that is never done. ``n_short``: see Planner.
+    a sequence's first cells it pays to copy, None if that is never done. ``n_enough``: see Planner.
 
     A plan may be made while another is under way; its requests are not in it then.
     """
@@ -57,7 +57,7 @@ class Scheduler:
         filler: int | None = None,
         n_score_rows: int = 32,
         least_copy: int | None = 1,
-        n_short: int | None = None,
+        n_enough: int | None = None,
     ) -> None:
         if n_cells < n_ctx:
             raise ValueError(
@@ -67,7 +67,7 @@ class Scheduler:
         self.n_cells = n_cells
         self._least_copy = least_copy
         self.n_preempted = 0
-        self._planner = Planner(n_batch, n_ubatch, filler, n_score_rows, n_short)
+        self._planner = Planner(n_batch, n_ubatch, filler, n_score_rows, n_enough)
         self._slots = Slots(n_slots)
         self._scarce = n_cells < n_ctx * n_slots
         self._full = False  # a step found no cells: nobody comes in before somebody left

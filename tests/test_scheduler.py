@@ -46,9 +46,8 @@ class Bench:
         self.n_added = 0
         self.n_full = 0  # launches that found no cells
         self.n_held = 0  # requests in a slot at the last launch
-        self.n_ahead: dict[
-            Request, int
-        ] = {}  # of those that decode: prompt tokens computed since they were fed
+        # Of those that decode: tokens of prompts in steps since they were fed.
+        self.n_ahead: dict[Request, int] = {}
 
     def add(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
         """A new request with a prompt of its own."""
@@ -311,13 +310,10 @@ class TestSteps:
     @pytest.mark.parametrize(
         ("n_prompt", "n_prompts", "n_decode"),
         [
-            (
-                4,
-                [1] * 12,
-                [0, 0, 0, 0, 4, 0, 0, 0, 8, 0, 0, 11],
-            ),  # every 16 tokens; the last prompt has none behind it
-            (3, [2, 2, 2, 1, 2, 2, 1], [0, 0, 0, 6, 0, 0, 11]),  # every 15
-            (7, [1] * 8, [0, 0, 2, 0, 4, 0, 6, 7]),  # every 14
+            # Every 16 tokens, then 15, then 14. The last prompt has none behind it.
+            (4, [1] * 12, [0, 0, 0, 0, 4, 0, 0, 0, 8, 0, 0, 11]),
+            (3, [2, 2, 2, 1, 2, 2, 1], [0, 0, 0, 6, 0, 0, 11]),
+            (7, [1] * 8, [0, 0, 2, 0, 4, 0, 6, 7]),
             (9, [1] * 8, list(range(8))),
         ],
     )

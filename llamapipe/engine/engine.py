@@ -34,9 +34,8 @@ from llamapipe.pipeline.trace import Trace, check_trace_path
 
 _MAX_WINDOW_US = 1_000_000
 SCORE_ROWS = 32  # of a step, for tokens that are not generated: what they take is bounded by this
-ENOUGH_TOKENS = (
-    256  # of prompts, for a step of a CPU: they take hardly longer each than 512 (docs/decisions.md)
-)
+# Of prompts, for a step of a CPU: 256 take hardly longer each than 512 (docs/decisions.md).
+ENOUGH_TOKENS = 256
 
 
 class Engine:

@@ -57,8 +57,8 @@ class Planner:
         So it is if more of them wait, and the first of those still fits into the ubatch that what decodes waits for.
         """
         if self._filler is None or self.cohorts > 1:
-            # With unified KV it shares the prompts' pass over the weights: waiting saves nothing. A cohort would wait
-            # for the other one's prompts, too.
+            # With unified KV, where there is no filler, it shares the prompts' pass over the weights: waiting saves
+            # nothing. A cohort would wait for the other one's prompts, too.
             return False
         n_step = 0
         for request in running.prefilling:

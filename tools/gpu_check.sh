@@ -76,8 +76,8 @@ if [[ $stages == *compare* ]]; then
             "$bin/python" tools/compare "$model" $cuda --n ${N:-1 16 64} --json "$out/compare-$name-$1.json" "${@:2}" 2>&1 |
                 tee -a "$out/compare.txt"
         }
-        compare callers --prompt 64 --generate 128 --repeats "${REPEATS:-3}" --only "llamapipe whole" "llamapipe asyncio" \
+        compare callers --prompt 64 --generate 128 --repeats "${REPEATS:-3}" --processes 1 --only "llamapipe whole" "llamapipe asyncio" \
             "llama-server whole" "llama-server streaming" "llama-server backend-sampling" batched-bench
-        compare decoding --prompt 1 --generate 127 --repeats "${REPEATS:-3}" --only "llamapipe whole" batched-bench
+        compare decoding --prompt 1 --generate 127 --repeats "${REPEATS:-3}" --processes 1 --only "llamapipe whole" batched-bench
     done
 fi

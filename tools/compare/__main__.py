@@ -1,11 +1,12 @@
 """Compares llamapipe with its peers on the same model and the same work, in one run and in turns.
 
-    python tools/compare MODEL.gguf ... [--n 1 4 8 16 32] [--repeats 5] [--only NAME ...] [--json FILE] [--busy]
+    python tools/compare MODEL.gguf ... [--n 1 4 8 16 32] [--repeats 6] [--processes 3] [--only NAME ...] [--json FILE]
 
 Every side is a process of its own that loads the model once and then works when told to, so that only the work is
-timed; in each round it does its work once before. Prompts are given as tokens, no two begin alike, decoding is greedy,
-the end of generation is ignored and no prompt is cached. What is not on this machine is named with the reason and left
-out; `peers.py` says how each is had. The ceiling is llama-batched-bench in the better KV mode.
+timed; in each round it does its work once before. Two processes of one program may differ by a tenth for as long as
+they live, so the rounds are divided among several, one after another. Prompts are given as tokens, no two begin alike,
+decoding is greedy, the end of generation is ignored and no prompt is cached. What is not on this machine is named with
+the reason and left out; `peers.py` says how each is had. The ceiling is llama-batched-bench in the better KV mode.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed
 
 from ceiling import Ceiling
 from neighbour import busy_neighbour
-from peers import Missing, find_peers
+from peers import Missing, Peers, find_peers
 from sides import SIDES, Side
 from workload import Work
 
@@ -53,12 +54,20 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generate", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6, help="rounds in all")
+    parser.add_argument(
+        "--processes", type=int, help="of each side, one after another; 3, or --repeats if less"
+    )
     parser.add_argument("--only", nargs="+", choices=sorted(SIDES), help="these sides only")
     parser.add_argument("--busy", action="store_true", help="with a process beside that always computes")
     parser.add_argument("--cuda", action="store_true", help="the peers that were built with CUDA")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error(f"--repeats is {args.repeats}; it must be at least 1")
+    processes = min(3, args.repeats) if args.processes is None else args.processes
+    if not 1 <= processes <= args.repeats:
+        parser.error(f"--processes is {processes}; it must be from 1 to --repeats, {args.repeats}")
     peers = find_peers(args.cuda)
     results: dict[str, Any] = {"machine": machine(), "peers": peers.versions(), "works": []}
     for name, reason in peers.missing.items():
@@ -70,7 +79,7 @@ def main() -> int:
         for model in [demo_model_path() if name == "demo" else Path(name) for name in args.models]:
             for n in args.n:
                 work = Work(n, args.prompt, args.generate, args.threads)
-                figures = compare(model, work, peers, names, args.repeats)
+                figures = compare(model, work, peers, names, divide(args.repeats, processes))
                 report(model, work, figures)
                 results["works"].append(
                     {"model": model.name, **work._asdict(), "busy": args.busy, "sides": figures}
@@ -87,21 +96,44 @@ def machine() -> dict[str, Any]:
     return {"cpu": name or platform.processor(), "system": platform.platform(), "build": build_info()}
 
 
-def compare(model: Path, work: Work, peers: Any, names: list[str], repeats: int) -> dict[str, list[Any]]:
-    """Every round of every side, in turns; the first one warms up."""
+def divide(repeats: int, processes: int) -> list[int]:
+    """How many rounds each process does.
+
+    >>> divide(8, 3)
+    [3, 3, 2]
+    """
+    return [repeats // processes + (i < repeats % processes) for i in range(processes)]
+
+
+def compare(
+    model: Path, work: Work, peers: Peers, names: list[str], repeats: list[int]
+) -> dict[str, list[Any]]:
+    """Every round of every side, in turns; as many processes of each, one after another, as ``repeats`` has numbers."""
     figures: dict[str, list[Any]] = {}
+    names = [name for name in names if SIDES[name].fits(work)]
+    for process, n_rounds in enumerate(repeats):
+        in_order = names if process % 2 else names[::-1]
+        for name, rounds in in_turns(model, work, peers, in_order, n_rounds).items():
+            figures.setdefault(name, []).extend({**figure, "process": process} for figure in rounds)
+        names = [name for name in names if name in figures]  # what is missing was named once
+    return {name: figures[name] for name in names}
+
+
+def in_turns(
+    model: Path, work: Work, peers: Peers, names: list[str], n_rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Rounds of one process of each side; a first one warms up."""
+    figures: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         sides: dict[str, Side | Ceiling] = {}
         for name in names:
-            if not SIDES[name].fits(work):
-                continue
             try:
                 side: Side | Ceiling = SIDES[name].start(model, work, peers)
                 stack.callback(side.close)
                 sides[name] = side
             except Missing as e:
                 print(f"without {name}: {e}")
-        for i in range(repeats + 1):
+        for i in range(n_rounds + 1):
             for name in list(sides) if i % 2 else list(sides)[::-1]:
                 sleep(SETTLE_S)
                 figure = sides[name].run()
@@ -112,8 +144,9 @@ def compare(model: Path, work: Work, peers: Any, names: list[str], repeats: int)
 
 def report(model: Path, work: Work, figures: dict[str, list[Any]]) -> None:
     """Medians, and ratios of what was run in the same round."""
-    print(f"\n{model.name}: {work.n} at once, {work.n_prompt} + {work.n_generate} tokens, "
-          f"{work.n_threads} threads; medians of {max(map(len, figures.values()), default=0)} rounds")  # fmt: skip
+    n_rounds = max(map(len, figures.values()), default=0)
+    print(f"\n{model.name}: {work.n} at once, {work.n_prompt} + {work.n_generate} tokens, {work.n_threads} threads; "
+          f"medians of {n_rounds} rounds (lowest and highest of the processes)")  # fmt: skip
     ceiling = max(
         (rounds for name, rounds in figures.items() if name.startswith("batched-bench")),
         key=_rate,
@@ -121,7 +154,9 @@ def report(model: Path, work: Work, figures: dict[str, list[Any]]) -> None:
     )
     for name, rounds in figures.items():
         firsts = sorted(t for r in rounds for t in r.get("first_s", []))
-        of_ceiling = f"{_ratio(rounds, ceiling):6.3f} of the ceiling" if ceiling else ""
+        of_ceiling = (
+            f"{_ratio(rounds, ceiling):6.3f} {_by_process(rounds, ceiling)} of the ceiling" if ceiling else ""
+        )
         first = ""
         if firsts:
             late = firsts[min(int(len(firsts) * 0.95), len(firsts) - 1)]
@@ -129,7 +164,8 @@ def report(model: Path, work: Work, figures: dict[str, list[Any]]) -> None:
         print(f"  {name:<30}{_rate(rounds):9.0f} tok/s {of_ceiling}   {first}")
     for mine, theirs in RATIOS:
         if mine in figures and theirs in figures:
-            print(f"    {mine} / {theirs:<30}{_ratio(figures[mine], figures[theirs]):6.3f}")
+            mine_s, theirs_s = figures[mine], figures[theirs]
+            print(f"    {mine} / {theirs:<30}{_ratio(mine_s, theirs_s):6.3f} {_by_process(mine_s, theirs_s)}")
     sys.stdout.flush()
 
 
@@ -139,6 +175,15 @@ def _rate(rounds: list[Any]) -> float:
 
 def _ratio(rounds: list[Any], base: list[Any]) -> float:
     return float(statistics.median(r["rate"] / b["rate"] for r, b in zip(rounds, base, strict=True)))
+
+
+def _by_process(rounds: list[Any], base: list[Any]) -> str:
+    """The ratio of the lowest and of the highest process."""
+    ratios: dict[int, list[float]] = {}
+    for mine, theirs in zip(rounds, base, strict=True):
+        ratios.setdefault(mine["process"], []).append(mine["rate"] / theirs["rate"])
+    medians = [statistics.median(values) for values in ratios.values()]
+    return f"({min(medians):.2f} to {max(medians):.2f})"
 
 
 if __name__ == "__main__":

@@ -310,11 +310,13 @@ class TestSteps:
     @pytest.mark.parametrize(
         ("n_prompt", "n_prompts", "n_decode"),
         [
-            # Every 16 tokens, then 15, then 14. The last prompt has none behind it.
-            (4, [1] * 12, [0, 0, 0, 0, 4, 0, 0, 0, 8, 0, 0, 11]),
-            (3, [2, 2, 2, 1, 2, 2, 1], [0, 0, 0, 6, 0, 0, 11]),
-            (7, [1] * 8, [0, 0, 2, 0, 4, 0, 6, 7]),
-            (9, [1] * 8, list(range(8))),
+            # Every 16 tokens, then 15, then 14. Behind the last prompt nothing has to fit.
+            (4, [1] * 12, [0, 0, 0, 0, 4, 0, 0, 0, 8, 0, 0, 0]),
+            (3, [2, 2, 2, 1, 2, 2, 1], [0, 0, 0, 6, 0, 0, 0]),
+            (7, [1] * 8, [0, 0, 2, 0, 4, 0, 6, 0]),
+            (9, [1] * 8, [*range(7), 0]),
+            (4, [1] * 10, [0, 0, 0, 0, 4, 0, 0, 0, 8, 0]),
+            (4, [1] * 9, [0, 0, 0, 0, 4, 0, 0, 0, 0]),
         ],
     )
     def test_decoding_waits_for_short_steps_until_they_make_a_ubatch(
@@ -335,17 +337,41 @@ class TestSteps:
         bench.run()
         assert_done(*requests)
 
-    def test_decoding_does_not_wait_for_one_prompt_or_a_long_one(self) -> None:
+    def test_decoding_waits_for_one_prompt_but_not_for_one_after_another(self) -> None:
         bench = Bench(n_batch=32, n_ubatch=16, n_enough=8, filler=FILLER)
         a = bench.add(max_tokens=20)
         bench.step()
-        b = bench.add(n_prompt=8, limit=99)
-        assert fed(bench.step()) == [(a, 1), (b, 8)]
-        c, d = bench.add(n_prompt=13, limit=99), bench.add(n_prompt=4, limit=99)
-        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 13)]
-        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 1), (d, 4)]
+        b = bench.add(n_prompt=7, limit=99)
+        assert fed(bench.step()) == [(b, 7)]
+        c = bench.add(n_prompt=7, limit=99)
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 7)]
+        d = bench.add(n_prompt=8, limit=99)
+        assert fed(bench.step()) == [(d, 8)]
         bench.run()
         assert_done(a, b, c, d)
+
+    @pytest.mark.parametrize(("n_prompt", "n_fed"), [(16, [16]), (17, [15, 2]), (32, [15, 15, 2])])
+    def test_decoding_does_not_wait_for_a_prompt_of_more_than_a_ubatch(
+        self, n_prompt: int, n_fed: list[int]
+    ) -> None:
+        bench = Bench(n_batch=32, n_ubatch=16, n_enough=8, filler=FILLER)
+        a = bench.add(max_tokens=20)
+        bench.step()
+        b = bench.add(n_prompt=n_prompt, limit=99)
+        plans = bench.steps(len(n_fed))
+        assert [n for p in plans for r, n in p.fed if r is b] == n_fed
+        assert [p.n_decode for p in plans] == [1] * (len(n_fed) - 1) + [0]
+        bench.run()
+        assert_done(a, b)
+
+    def test_decoding_waits_for_nobody_where_steps_do_not_end_early(self) -> None:
+        bench = Bench(n_batch=32, n_ubatch=16, filler=FILLER)
+        a = bench.add(max_tokens=20)
+        bench.step()
+        b = bench.add(n_prompt=7, limit=99)
+        assert fed(bench.step()) == [(a, 1), (b, 7)]
+        bench.run()
+        assert_done(a, b)
 
     def test_nobody_waits_for_the_first_token_of_a_whole_completion(self) -> None:
         bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
@@ -358,7 +384,7 @@ class TestSteps:
         assert_done(*whole, stream, behind, late)
 
     def test_a_prompt_behind_short_steps_is_cut_only_if_it_would_be_anyway(self) -> None:
-        for n_prompt, expected in ((40, [0, 2, 2]), (12, [0, 2]), (13, [1, 2])):
+        for n_prompt, expected in ((40, [0, 2, 2]), (12, [0, 0]), (13, [1, 0])):
             bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
             a = bench.add(max_tokens=20)
             bench.step()

@@ -1,9 +1,9 @@
 """Puts together what a step feeds: tokens that decode, then prompts. Pure policy.
 
 Those that decode come first, then prompts in the order of arrival up to the token budget, cut into chunks: while
-streams are decoding a step takes at most ``n_ubatch`` tokens, so that a long prompt does not hold them up. Where
-streams' prompts wait behind each other, a step ends early with one of them, so that its first token need not wait for
-more; what decodes waits for some such steps then, for at most ``n_ubatch`` tokens of prompts.
+streams are decoding a step takes at most ``n_ubatch`` tokens, so that a long prompt does not hold them up. On a CPU,
+where streams' prompts wait behind each other, a step ends early with one of them, so that its first token need not wait
+for more; and what decodes waits for steps of streams' prompts, for at most ``n_ubatch`` tokens of them.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Planner:
         return plan
 
     def _decoding_waits(self, running: Running) -> bool:
-        """Whether the next step is a short one of prompts alone: what decodes would take a pass over the weights more.
+        """Whether the next step is one of streams' prompts alone: what decodes would take a pass over the weights more.
 
-        So it is if more of them wait, and the first of those still fits into the ubatch that what decodes waits for.
+        For those that decode the order of the two passes is no difference; for the prompts' first tokens it is.
         """
-        if self._filler is None or self.cohorts > 1:
+        if self._n_enough == UNLIMITED or self._filler is None or self.cohorts > 1:
             # With unified KV, where there is no filler, it shares the prompts' pass over the weights: waiting saves
             # nothing. A cohort would wait for the other one's prompts, too.
             return False
-        n_step = 0
+        n_step, n_next = 0, 0
         for request in running.prefilling:
             if request.flight is not None and request.flight.flying:
                 continue
@@ -69,9 +69,15 @@ class Planner:
                 return False
             if n_step >= self._n_enough:
                 n_next = n_left if n_left <= self._n_ubatch else self._n_enough
-                return self._n_waited + n_step + n_next <= self._n_ubatch
+                break
             n_step += n_left
-        return False
+        if n_step == 0:
+            return False
+        # The first of those behind this step still has to fit into the ubatch that what decodes waits for. Without any,
+        # not twice in a row for a few tokens: prompts may go on coming one by one.
+        if n_next == 0 and 0 < self._n_waited < self._n_enough:
+            return False
+        return self._n_waited + n_step + n_next <= self._n_ubatch
 
     def _decode(self, plan: StepPlan, running: Running) -> None:
         decoding, n_flying = running.decoding, 0

@@ -46,8 +46,9 @@ class Bench:
         self.n_added = 0
         self.n_full = 0  # launches that found no cells
         self.n_held = 0  # requests in a slot at the last launch
-        # Of those that decode: tokens of prompts in steps since they were fed.
-        self.n_ahead: dict[Request, int] = {}
+        self.most_waited = 0 if n_enough is None else 2 * (n_ubatch // n_enough) + 1
+        # Of those that decode: tokens of prompts in steps since they were fed, and those steps.
+        self.n_ahead: dict[Request, tuple[int, int]] = {}
 
     def add(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
         """A new request with a prompt of its own."""
@@ -94,14 +95,19 @@ class Bench:
         return plan
 
     def check_nobody_is_held_up(self, plan: StepPlan) -> None:
-        """Whoever decodes is fed at the latest with the prompt tokens that make a ubatch since the last time."""
+        """Whoever decodes is fed at the latest with the prompt tokens that make a ubatch since the last time.
+
+        Nor does it wait for many steps with few of them: at most one before each that has enough, and one behind.
+        """
         n_prompt = sum(n for _, n in plan.fed[plan.n_decode :])
         ahead, self.n_ahead = self.n_ahead, {}
         for request in {r for r, _ in plan.fed[: plan.n_decode]} | set(self.scheduler._running.decoding):
-            n = self.n_ahead[request] = ahead.get(request, 0) + n_prompt
-            assert n <= self.n_ubatch, (request, plan)
+            n_before, n_steps = ahead.get(request, (0, 0))
+            assert n_before + n_prompt <= self.n_ubatch, (request, plan)
+            assert n_steps <= self.most_waited, (request, plan)
+            self.n_ahead[request] = n_before + n_prompt, n_steps + 1
         for request, _ in plan.fed[: plan.n_decode]:
-            self.n_ahead[request] = 0
+            self.n_ahead[request] = 0, 0
 
     def remove(self) -> None:
         """Removes the cells that were given up; then they are what the requests say."""
@@ -363,6 +369,31 @@ class TestSteps:
         assert [p.n_decode for p in plans] == [1] * (len(n_fed) - 1) + [0]
         bench.run()
         assert_done(a, b)
+
+    def test_decoding_waits_for_few_passes_however_short_the_prompts_are(self) -> None:
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        a = bench.add(max_tokens=40)
+        bench.step()
+        n_decode = []
+        for n_prompt in (6, *[2] * 9):  # one comes with each step
+            bench.add(n_prompt=n_prompt, max_tokens=20, limit=99)
+            plan = bench.step()
+            assert plan is not None
+            n_decode.append(plan.n_decode)
+        assert n_decode == [0, 0, 3, 0, 5, 0, 7, 0, 9, 0]
+        bench.run()
+        assert_done(a)
+
+    def test_a_prompt_that_comes_while_decoding_has_waited_is_not_cut(self) -> None:
+        bench = Bench(n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        a = bench.add(max_tokens=20)
+        bench.step()
+        b = bench.add(n_prompt=9, limit=99)
+        assert fed(bench.step()) == [(b, 9)]
+        c = bench.add(n_prompt=9, limit=99)
+        assert [fed(plan) for plan in bench.steps(2)] == [[(a, 1), (b, 1)], [(c, 9)]]
+        bench.run()
+        assert_done(a, b, c)
 
     def test_decoding_waits_for_nobody_where_steps_do_not_end_early(self) -> None:
         bench = Bench(n_batch=32, n_ubatch=16, filler=FILLER)

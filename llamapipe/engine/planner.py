@@ -3,7 +3,8 @@
 Those that decode come first, then prompts in the order of arrival up to the token budget, cut into chunks: while
 streams are decoding a step takes at most ``n_ubatch`` tokens, so that a long prompt does not hold them up. On a CPU,
 where streams' prompts wait behind each other, a step ends early with one of them, so that its first token need not wait
-for more; and what decodes waits for steps of streams' prompts, for at most ``n_ubatch`` tokens of them.
+for more. With KV by sequence what decodes waits there for steps of streams' prompts that fit into a ubatch, and for at
+most ``n_ubatch`` tokens of them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Planner:
         self._n_batch = n_batch
         self._n_ubatch = n_ubatch
         self._n_enough = UNLIMITED if n_enough is None else n_enough
-        self._n_waited = 0  # tokens of prompts for which those that decode have waited
+        self._n_waited = 0  # tokens of prompts for which those that decode have waited,
+        self._n_last = 0  # and how many of them were in the last step
         self._filler = filler
         self._n_score_rows = n_score_rows
         self.depth = 1
@@ -46,7 +48,8 @@ class Planner:
             self._decode(plan, running)
         if running.prefilling:
             self._prefill(plan, running)
-        self._n_waited = self._n_waited + len(plan.tokens) if waits else 0
+        self._n_last = len(plan.tokens) if waits else 0
+        self._n_waited = self._n_waited + self._n_last if waits else 0
         for request, _ in plan.fed:
             request.flight = plan
         return plan
@@ -60,7 +63,7 @@ class Planner:
             # With unified KV, where there is no filler, it shares the prompts' pass over the weights: waiting saves
             # nothing. A cohort would wait for the other one's prompts, too.
             return False
-        n_step, n_next = 0, 0
+        n_step = n_next = 0
         for request in running.prefilling:
             if request.flight is not None and request.flight.flying:
                 continue
@@ -74,8 +77,8 @@ class Planner:
         if n_step == 0:
             return False
         # The first of those behind this step still has to fit into the ubatch that what decodes waits for. Without any,
-        # not twice in a row for a few tokens: prompts may go on coming one by one.
-        if n_next == 0 and 0 < self._n_waited < self._n_enough:
+        # not twice in a row for a few tokens: each step is a pass, and prompts may go on coming one by one.
+        if n_next == 0 and 0 < self._n_last < self._n_enough:
             return False
         return self._n_waited + n_step + n_next <= self._n_ubatch
 
@@ -142,7 +145,8 @@ class Planner:
             first, n_left = request.n_past, request.n_left
             if brings_first and len(plan.tokens) - begin_prompts >= self._n_enough:
                 return  # somebody waits for this step's token, and need not wait for more
-            if budget < n_left <= whole and len(plan.fed) > n_before and request.max_tokens != 0:
+            has_more = len(plan.fed) > n_before or self._n_waited > 0  # prompts, or had in the step before
+            if budget < n_left <= whole and has_more and request.max_tokens != 0:
                 return  # the next step has room for all of it; in parts it would take a pass over the weights more
             n = min(n_left, budget)
             scored = range(0)

@@ -324,7 +324,11 @@ class Scheduler:
                 if request.family is not None and request.family.waiting:
                     self._follow(request.family)
             self._running.sort()
-        elif plan.n_decode == len(plan.tokens) and len(plan.requests) == len(self._running.decoding):
+        elif (
+            plan.n_decode == len(plan.tokens)
+            and len(plan.requests) == len(self._running.decoding)
+            and not self._running.prefilling
+        ):
             self._last = plan  # of all: after a change from two cohorts it may be of half of them
         return taken
 

@@ -3,8 +3,8 @@
 Those that decode come first, then prompts in the order of arrival up to the token budget, cut into chunks: while
 streams are decoding a step takes at most ``n_ubatch`` tokens, so that a long prompt does not hold them up. On a CPU,
 where streams' prompts wait behind each other, a step ends early with one of them, so that its first token need not wait
-for more. With KV by sequence what decodes waits there for steps of streams' prompts that fit into a ubatch, and for at
-most ``n_ubatch`` tokens of them.
+for more. With KV by sequence what decodes waits there for steps of prompts that begin with a stream's and fit into a
+ubatch, and for at most ``n_ubatch`` tokens of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Planner:
         return plan
 
     def _decoding_waits(self, running: Running) -> bool:
-        """Whether the next step is one of streams' prompts alone: what decodes would take a pass over the weights more.
+        """Whether the next step is one of prompts alone, a stream's first: what decodes would take a pass of its own.
 
         For those that decode the order of the two passes is no difference; for the prompts' first tokens it is.
         """
@@ -76,10 +76,10 @@ class Planner:
             n_step += n_left
         if n_step == 0:
             return False
-        # The first of those behind this step still has to fit into the ubatch that what decodes waits for. Without any,
-        # not twice in a row for a few tokens: each step is a pass, and prompts may go on coming one by one.
-        if n_next == 0 and 0 < self._n_last < self._n_enough:
+        # Not twice in a row for a few tokens: each step is a pass, and prompts may go on coming one by one.
+        if n_step < self._n_enough and 0 < self._n_last < self._n_enough:
             return False
+        # The first of those behind this step still has to fit into the ubatch that what decodes waits for.
         return self._n_waited + n_step + n_next <= self._n_ubatch
 
     def _decode(self, plan: StepPlan, running: Running) -> None:

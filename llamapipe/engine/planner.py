@@ -57,7 +57,7 @@ class Planner:
     def _decoding_waits(self, running: Running) -> bool:
         """Whether the next step is one of prompts alone, a stream's first: what decodes would take a pass of its own.
 
-        For those that decode the order of the two passes is no difference; for the prompts' first tokens it is.
+        The order of the two passes makes little difference for those that decode, but much for the prompts' first tokens.
         """
         if self._n_enough == UNLIMITED or self._filler is None or self.cohorts > 1:
             # With unified KV, where there is no filler, it shares the prompts' pass over the weights: waiting saves
@@ -145,7 +145,7 @@ class Planner:
             first, n_left = request.n_past, request.n_left
             if brings_first and len(plan.tokens) - begin_prompts >= self._n_enough:
                 return  # somebody waits for this step's token, and need not wait for more
-            has_more = len(plan.fed) > n_before or self._n_waited > 0  # prompts, or had in the step before
+            has_more = len(plan.fed) > n_before or self._n_waited > 0  # or what decodes has waited for others
             if budget < n_left <= whole and has_more and request.max_tokens != 0:
                 return  # the next step has room for all of it; in parts it would take a pass over the weights more
             n = min(n_left, budget)

@@ -97,11 +97,7 @@ def machine() -> dict[str, Any]:
 
 
 def divide(repeats: int, processes: int) -> list[int]:
-    """How many rounds each process does.
-
-    >>> divide(8, 3)
-    [3, 3, 2]
-    """
+    """How many rounds each process does: 8 among 3 are 3, 3 and 2."""
     return [repeats // processes + (i < repeats % processes) for i in range(processes)]
 
 

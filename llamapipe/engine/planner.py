@@ -57,7 +57,7 @@ class Planner:
     def _decoding_waits(self, running: Running) -> bool:
         """Whether the next step is one of prompts alone, a stream's first: what decodes would take a pass of its own.
 
-        The order of the two passes makes little difference for those that decode, but much for the prompts' first tokens.
+        The order of the two passes makes little difference for those that decode, but much for prompts' first tokens.
         """
         if self._n_enough == UNLIMITED or self._filler is None or self.cohorts > 1:
             # With unified KV, where there is no filler, it shares the prompts' pass over the weights: waiting saves

@@ -100,8 +100,12 @@ def test_a_list_grows() -> None:
     wakes, waiters = WakeList(turns), [turns.waiter() for _ in range(100)]
     for i in range(0, 100, 20):
         wakes.add(waiters[i : i + 20])
-    wakes.set_files(range(2000, 2009))  # nobody has these
-    assert wakes.files == [*range(2000, 2009)]
+    for file in range(2000, 2011):  # nobody has these
+        wakes.add_file(file)
+    wakes.remove_file(2003)
+    wakes.remove_file(2010)
+    wakes.remove_file(1)
+    assert wakes.files == [2000, 2001, 2002, *range(2004, 2010)]
     wakes.begin()
     assert wakes.files == []
     assert all(turns.wait(waiter, FOREVER_S) for waiter in waiters)  # nobody slept: all were passed over

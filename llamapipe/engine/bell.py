@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import asyncio
 
+_MOST_RINGS = 64  # read at once; more would take memory from another allocator, and seldom are there two
+
 
 class Bell:
     """What waits for one loop, and the pipe that the loop watches.
@@ -26,6 +28,7 @@ class Bell:
         self._loop = loop
         self._take = take
         self._items: deque[Any] = deque()
+        self._rung = False  # a ring is due, or was not answered yet
         self._read_end, self.fd = os.pipe()
         self._open = True
         try:
@@ -38,14 +41,13 @@ class Bell:
             self.close()
             raise
 
-    @property
-    def waiting(self) -> bool:
-        """Whether the loop has not seen all that was put. Any thread."""
-        return bool(self._items)
-
-    def put(self, item: Any) -> None:
-        """Leaves something for the loop; a ring must follow, here or of ``fd``. Decoder thread."""
+    def put(self, item: Any) -> bool:
+        """Leaves something for the loop; True: a ring must follow, here or of ``fd``. Decoder thread."""
         self._items.append(item)
+        if self._rung:  # looked at behind the append: the answer that resets it takes all there is then
+            return False
+        self._rung = True
+        return True
 
     def ring(self) -> None:
         """Wakes the loop. Decoder thread."""
@@ -54,10 +56,15 @@ class Bell:
 
     def _answer(self) -> None:
         """Takes all there is. The loop's thread."""
-        with suppress(BlockingIOError):
-            os.read(self._read_end, 4096)
-        while self._items:
-            self._take(self._items.popleft())
+        try:
+            os.read(self._read_end, _MOST_RINGS)
+        except BlockingIOError:
+            pass
+        finally:  # behind the read, which would take the next ring, too; before the items, of which one may come now
+            self._rung = False
+        items, take = self._items, self._take
+        while items:
+            take(items.popleft())
 
     def dismiss(self) -> None:
         """Nothing more will come: has the loop take the rest and stop watching. Any thread."""

@@ -6,7 +6,6 @@ through mailboxes. Between two steps it takes every command that has come.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -49,6 +48,9 @@ class Decoder:
         left_queue: Callable[[Sequence[Request]], object],
     ) -> None:
         self.alone = False  # set by callers: no other thread or task could call while this one waits
+        self.forked = (
+            False  # this process was forked from the one that has the thread; readers ask once a token
+        )
         self.steps = StepRunner(scheduler, executor)
         self.outbox = self.steps.outbox
         self._scheduler = scheduler
@@ -60,7 +62,6 @@ class Decoder:
         self._n_skip = self._n_skipped = 0  # windows to skip after waiting in vain, and skipped since
         self._n_requests = 0
         self._idle_s = 0.0
-        self._pid = os.getpid()
         self._lock = threading.Lock()  # orders what callers submit before the command that ends the loop
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
@@ -72,11 +73,6 @@ class Decoder:
     def closing(self) -> bool:
         """Whether ``close`` was called."""
         return self._closing
-
-    @property
-    def forked(self) -> bool:
-        """Whether this process was forked from the one that has the thread."""
-        return self._pid != os.getpid()
 
     def check_process(self) -> None:
         """Raises EngineClosedError in a process that was forked from this one's."""
@@ -230,26 +226,27 @@ class Decoder:
 
     def _loop(self) -> None:
         scheduler, steps, inbox = self._scheduler, self.steps, self._inbox
+        flying, outbox = steps.flying, self.outbox
         started = perf_counter()
         while True:
             while not inbox.empty():
                 function, arguments = inbox.get()
                 function(*arguments)
-            if self.outbox.pending:  # whoever was cancelled need not wait for a step
+            if outbox.pending:  # whoever was cancelled need not wait for a step
                 steps.flush()
             if scheduler.memory_ops:
                 steps.apply_memory_ops()  # before the plan: what cannot be removed in part is computed again
             # After a change from two cohorts to one, a step may be under way that has to come back first.
-            plan = scheduler.plan() if steps.n_flying < scheduler.n_flights else None
+            plan = scheduler.plan() if len(flying) < scheduler.n_flights else None
             if scheduler.dequeued:
                 self._tell_dequeued()
             if plan is not None:
                 steps.launch(plan, started)
             steps.deliver()
-            if steps.n_flying and (plan is None or steps.n_flying >= scheduler.n_flights):
+            if flying and (plan is None or len(flying) >= scheduler.n_flights):
                 steps.sample()
                 started = perf_counter()
-                if scheduler.has_work or steps.n_flying:
+                if scheduler.has_work or flying:
                     continue
                 # All wait for their callers: the first one back must not run off without the others.
                 steps.apply_memory_ops()

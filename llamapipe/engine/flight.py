@@ -25,13 +25,16 @@ def draw(executor: Executor, flight: Flight) -> list[int]:
     Nothing is drawn for these: their samplers must not know of tokens that are thrown away.
     """
     plan, requests = flight.plan, flight.plan.requests
-    here = [i for i, request in enumerate(requests) if request.flight is plan]
-    if len(here) == len(requests):
+    for request in requests:
+        if request.flight is not plan:
+            break
+    else:
         if plan.again:
             return executor.sample_again(flight.step)
         if not requests and not executor.late_errors:
             return []
         return executor.sample(flight.step, plan.rows, flight.samplers)
+    here = [i for i, request in enumerate(requests) if request.flight is plan]
     samplers = [requests[i].sampler for i in here]
     drawn = executor.sample(flight.step, [plan.rows[i] for i in here], samplers)
     sampled = [0] * len(requests)

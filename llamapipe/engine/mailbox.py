@@ -40,6 +40,7 @@ class Outbox:
     def __init__(self, at_launch: bool = False) -> None:
         self._at_launch = at_launch
         self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
+        self._attached = False  # a loop has come since closed ones were looked for
         self._closed = False
         self._loops: dict[asyncio.AbstractEventLoop, list[tuple[AsyncMailbox, Any]]] = {}
         self._threads: list[ThreadMailbox] = []
@@ -71,25 +72,17 @@ class Outbox:
         if waiters and by_list:
             self.wakes.add(waiters)  # whatever becomes of the loops
         orphans = self._hand_over() if self._loops else []
-        if self._bells:
+        if self._attached or orphans or together:
             self._sweep()
         if waiters and not by_list:
             self._turns.add(waiters)
             self._turns.next()
         if together:
             self.wake()
-        elif self._bells:
-            bells = [bell for bell in list(self._bells.values()) if bell.waiting]
-            if self._at_launch:
-                self.wakes.set_files([bell.fd for bell in bells])
-            else:
-                for bell in bells:
-                    bell.ring()
         return orphans
 
     def wake(self) -> None:
         """Wakes all who were to be woken by the next launch: it is not that near. Decoder thread."""
-        self.wakes.set_files([bell.fd for bell in list(self._bells.values()) if bell.waiting])
         self.wakes.now()
 
     def _hand_over(self) -> list[Request]:
@@ -103,7 +96,11 @@ class Outbox:
                     loop.call_soon_threadsafe(_receive, items)
                     continue
                 if not loop.is_closed():
-                    bell.put(items)
+                    if bell.put(items):
+                        if self._at_launch:
+                            self.wakes.add_file(bell.fd)
+                        else:
+                            bell.ring()
                     continue
             except RuntimeError:  # the loop is closed
                 pass
@@ -112,18 +109,22 @@ class Outbox:
         return orphans
 
     def _sweep(self) -> None:
-        """Forgets the bells of closed loops; one that was dropped without ``close`` lives as long as the engine."""
-        closed = [loop for loop in list(self._bells) if loop.is_closed()]
-        if closed:
-            self.wakes.set_files([])  # their pipes' numbers will be other files'
-        for loop in closed:
-            self._bells.pop(loop).close()
+        """Forgets the bells of closed loops; one that was dropped without ``close`` lives as long as the engine.
+
+        When another loop comes, when a closed one is met, and when there is nothing to do: not once a step.
+        """
+        self._attached = False
+        for loop in [loop for loop in list(self._bells) if loop.is_closed()]:
+            bell = self._bells.pop(loop)
+            self.wakes.remove_file(bell.fd)  # its number will be another file's
+            bell.close()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Gives a loop a bell, if it can have one. The loop's thread."""
         if loop not in self._bells and not self._closed:
             with suppress(NotImplementedError, OSError, RuntimeError):  # it is woken the usual way, then
                 self._bells[loop] = Bell(loop, _receive)
+                self._attached = True
             if self._closed and (bell := self._bells.pop(loop, None)) is not None:  # meanwhile
                 bell.dismiss()
 
@@ -162,10 +163,8 @@ class ThreadMailbox:
         items, outbox = self._items, self._outbox
         deadline = None if timeout is None else perf_counter() + timeout
         while True:
-            try:
+            if items:
                 return items.popleft()
-            except IndexError:
-                pass
             left_s = _LOOK_AGAIN_S
             if deadline is not None:
                 left_s = min(deadline - perf_counter(), left_s)
@@ -195,18 +194,17 @@ class AsyncMailbox:
     def receive(self, item: Any) -> None:
         """Takes an item on the loop's thread."""
         self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():  # done: nobody waits any more, or is woken already
+            waiter.set_result(None)
 
     async def get(self) -> Any:
         """The next item, when there is one."""
-        while not self._items:
+        items = self._items
+        while not items:
             self._waiter = self.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._items.popleft()
+            await self._waiter
+        return items.popleft()
 
 
 def _receive(items: list[tuple[AsyncMailbox, Any]]) -> None:

@@ -118,7 +118,9 @@ class Scheduler:
     def n_flights(self) -> int:
         """How many steps may be under way: what decodes needs the last one's tokens, scores do not."""
         planner = self._planner
-        return max(planner.cohorts, planner.depth) if self._running.only_scores else planner.cohorts
+        if planner.depth <= planner.cohorts or not self._running.only_scores:  # the cheap question first
+            return planner.cohorts
+        return planner.depth
 
     @property
     def cohorts(self) -> int:
@@ -272,16 +274,17 @@ class Scheduler:
         """What the next step feeds, None when nothing can be done now."""
         if self._queue or self._ready:
             self._admit()
-        if not self._running.has_work:
+        running = self._running
+        if not running.has_work:
             return None
         if self._scarce:
             self._make_room()
         last, self._last = self._last, None
-        if last is not None and self._n_moves == self._running.n_moves and self.cohorts == 1:
+        if last is not None and self._n_moves == running.n_moves and self._planner.cohorts == 1:
             last.again = last.flying = True
             return last
-        self._n_moves = self._running.n_moves
-        plan = self._planner.plan(self._running)
+        self._n_moves = running.n_moves
+        plan = self._planner.plan(running)
         return plan if plan.tokens else None  # none: all that could be are in steps under way
 
     def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:

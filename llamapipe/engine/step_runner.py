@@ -36,7 +36,7 @@ class NoTrace:
 class StepRunner:
     """The steps of one context. Methods are for the decoder thread, unless they say otherwise.
 
-    ``open``: the requests whose end was not told yet.
+    ``open``: the requests whose end was not told yet. ``flying``: the steps under way, launched and not sampled.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
@@ -48,7 +48,7 @@ class StepRunner:
         self.trace: Trace | NoTrace = NoTrace()  # where plan and deliver are noted
         self._scheduler = scheduler
         self._executor = executor
-        self._flying: deque[Flight] = deque()  # launched and not sampled
+        self.flying: deque[Flight] = deque()
         self._retired: deque[tuple[int, Any]] = deque()  # samplers of steps under way, when those are sampled
         self._n_sampled = 0
         self._n_notes = 0  # open requests that want to know how probable their tokens are
@@ -61,12 +61,7 @@ class StepRunner:
         scheduler.depth = executor.depth if executor.overlaps else 1
 
     def __repr__(self) -> str:
-        return f"<StepRunner n_steps={self.n_steps} flying={self.n_flying} open={len(self.open)}>"
-
-    @property
-    def n_flying(self) -> int:
-        """How many steps are under way."""
-        return len(self._flying)
+        return f"<StepRunner n_steps={self.n_steps} flying={len(self.flying)} open={len(self.open)}>"
 
     def stats(self) -> dict[str, Any]:
         """Counters for EngineStats; any thread after the decoder thread's end."""
@@ -91,7 +86,7 @@ class StepRunner:
     # ---- any thread
     def abort_all(self) -> None:
         """Cancels whoever is in a step under way, so that it need not be computed."""
-        for plan in (self._computing, *(flight.plan for flight in list(self._flying))):
+        for plan in (self._computing, *(flight.plan for flight in list(self.flying))):
             for request, _ in plan.fed if plan is not None else ():
                 request.cancelled = True
         self.abort_for_nobody()
@@ -104,7 +99,7 @@ class StepRunner:
             step = self._executor.launching()
             if self._computing is plan:  # so it is this plan's step, or one of the past
                 self._executor.abort(step)
-        for flight in list(self._flying):
+        for flight in list(self.flying):
             if all(request.cancelled for request, _ in flight.plan.fed):
                 self._executor.abort(flight.step)
 
@@ -127,8 +122,8 @@ class StepRunner:
                 del self.open[request]
                 self._n_notes -= request.notes
             if request.sampler is not None:
-                if self._flying:  # perhaps with this request in it
-                    self._retired.append((self._n_sampled + len(self._flying), request.sampler))
+                if self.flying:  # perhaps with this request in it
+                    self._retired.append((self._n_sampled + len(self.flying), request.sampler))
                 else:
                     request.sampler.close()
                 request.sampler = None
@@ -165,7 +160,7 @@ class StepRunner:
                     targets,
                     n_top,
                 )
-            self._flying.append(Flight(plan, step, samplers))
+            self.flying.append(Flight(plan, step, samplers))
             # A request may have been cancelled when the step was neither being launched nor under way.
             if plan.fed[0][0].cancelled and all(request.cancelled for request, _ in plan.fed):
                 executor.abort(step)
@@ -173,14 +168,14 @@ class StepRunner:
             self._failed(plan, e)
         finally:
             self._computing = None
-        if self.trace.on and self._flying:
-            self.trace.add("plan", self._flying[-1].step, started, planned)
+        if self.trace.on and self.flying:
+            self.trace.add("plan", self.flying[-1].step, started, planned)
         self._plan_s += planned - started
         self._launch_s += perf_counter() - planned
 
     def sample(self) -> None:
         """Takes the tokens of the oldest step under way; waits for it if need be."""
-        flight = self._flying[0]
+        flight = self.flying[0]
         plan, executor, scheduler = flight.plan, self._executor, self._scheduler
         damaged: list[Request] = []
         launched = perf_counter()
@@ -222,7 +217,7 @@ class StepRunner:
 
     def _landed(self) -> None:
         """The oldest step is no longer under way, and nobody samples with what ended during it."""
-        self._flying.popleft()
+        self.flying.popleft()
         self._n_sampled += 1
         while self._retired and self._retired[0][0] <= self._n_sampled:
             self._retired.popleft()[1].close()

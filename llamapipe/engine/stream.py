@@ -14,6 +14,7 @@ from llamapipe.engine.request import Request, State
 from llamapipe.engine.results import Delta
 from llamapipe.engine.sink import Failure
 
+_RUNNING = State.RUNNING  # what is read once a token is not searched for in its class
 BUFFER_TOKENS = 64  # what a stream may be ahead of its reader before its sequence pauses
 
 
@@ -40,7 +41,8 @@ class _Reader:
         request.limit += len(delta.token_ids)
         # Waking the decoder for every token would cost it a command each: half a buffer at once is enough.
         if (
-            request.state in (State.PAUSED, State.WAITING)
+            request.state is not _RUNNING
+            and request.state in (State.PAUSED, State.WAITING)
             and request.limit - request.n_total >= BUFFER_TOKENS // 2
         ):
             self._decoder.call(self._decoder.resume, request)
@@ -88,8 +90,9 @@ class Stream(_Reader):
     def __next__(self) -> Delta:
         if self._done:
             raise StopIteration
-        self._decoder.check_process()
-        left_s = self._left_s()
+        if self._decoder.forked:
+            self._decoder.check_process()
+        left_s = None if self._deadline is None else self._left_s()
         if left_s == 0:  # what is in the mailbox does not put the end off
             raise self._expired()
         try:
@@ -141,27 +144,32 @@ class AsyncStream(_Reader):
     async def __anext__(self) -> Delta:
         if self._begin is None and self._done:
             raise StopAsyncIteration
-        self._decoder.check_process()
-        import asyncio
-
+        if self._decoder.forked:
+            self._decoder.check_process()
         try:
-            left_s = self._left_s()
-            if left_s is None:
-                item = await self._next()
+            if self._begin is not None or self._deadline is not None:
+                item = await self._next_in_time()
             else:
-                item = await asyncio.wait_for(self._next(), left_s)
-        except asyncio.TimeoutError:
-            raise self._expired() from None
+                item = await self._mailbox.get()
         except BaseException:
             self.cancel()
             raise
         return self._read(item)
 
-    def _left_s(self) -> float | None:
+    async def _next_in_time(self) -> Any:
+        """The next item, or TimeoutError; asks for the first one."""
+        import asyncio
+
         if self._begin is None:
-            return super()._left_s()
-        # There is no request yet.
-        return None if self._deadline is None else max(self._deadline - perf_counter(), 0.0)
+            left_s = self._left_s()
+        else:  # there is no request yet
+            left_s = None if self._deadline is None else max(self._deadline - perf_counter(), 0.0)
+        if left_s is None:
+            return await self._next()
+        try:
+            return await asyncio.wait_for(self._next(), left_s)
+        except asyncio.TimeoutError:
+            raise self._expired() from None
 
     async def _next(self) -> Any:
         if self._begin is not None:

@@ -1,14 +1,20 @@
-"""Ends what is still running when the interpreter exits, so that no thread is inside native code by then."""
+"""Ends what is still running when the interpreter exits, so that no thread is inside native code by then.
+
+A forked child has none of those threads: there, what was open is marked.
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from typing import Protocol
 
 
 class Closable(Protocol):
-    """Something with a thread of its own."""
+    """Something with a thread of its own. ``forked``: this process was forked from the one that has it."""
+
+    forked: bool
 
     def close(self, drain: bool) -> None:
         """Ends the thread and waits for it."""
@@ -25,6 +31,8 @@ def close_at_exit(item: Closable) -> None:
     with _lock:
         if not _registered:
             atexit.register(_close_all)
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=_mark_all)
             _registered = True
         _open.add(item)
 
@@ -33,6 +41,11 @@ def forget(item: Closable) -> None:
     """``item`` is closed already."""
     with _lock:
         _open.discard(item)
+
+
+def _mark_all() -> None:
+    for item in list(_open):  # without the lock: another thread may have held it in the parent
+        item.forked = True
 
 
 def _close_all() -> None:

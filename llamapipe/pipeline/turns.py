@@ -82,12 +82,22 @@ class WakeList:
         """Those that will get a byte."""
         return [self._fds[i] for i in range(self.handle.n_fds)]
 
-    def set_files(self, fds: Sequence[int]) -> None:
-        """Non-blocking pipes that get a byte, instead of those named before."""
-        if len(fds) > len(self._fds):
-            self._fds = self.handle.fds = self._native.ffi.new("int[]", 2 * len(fds))
-        self._fds[0 : len(fds)] = fds
-        self.handle.n_fds = len(fds)
+    def add_file(self, fd: int) -> None:
+        """A non-blocking pipe that gets a byte."""
+        handle = self.handle
+        n = handle.n_fds
+        if n == len(self._fds):
+            more = self._native.ffi.new("int[]", 2 * n)
+            more[0:n] = self._fds
+            self._fds = handle.fds = more
+        self._fds[n] = fd
+        handle.n_fds = n + 1
+
+    def remove_file(self, fd: int) -> None:
+        """One that gets none."""
+        kept = [other for other in self.files if other != fd]
+        self._fds[0 : len(kept)] = kept
+        self.handle.n_fds = len(kept)
 
     def add(self, waiters: Sequence[Waiter]) -> None:
         """Waiters that get a turn, behind those named before."""

@@ -120,6 +120,7 @@ class FakeContext:
         self.launches: list[Launch] = []  # those that succeeded
         self.n_launches = 0  # all
         self.n_samples = 0
+        self.n_rests = 0
         self.closed = False
         self._wake: Callable[[], object] = lambda: None  # whoever waits for a launch
         self._rows: dict[int, int] = {}  # of the last launch: output entry to what the model says
@@ -213,6 +214,10 @@ class FakeContext:
     def wake_at_launch(self, wakes: Any) -> None:
         """All at once: a launch takes no time."""
         self._wake = wakes.now
+
+    def rest(self) -> None:
+        """Its compute threads would sleep now."""
+        self.n_rests += 1
 
     def compute_s(self) -> float:
         """Nobody measures this one."""

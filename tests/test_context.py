@@ -11,17 +11,28 @@ from typing import Any
 import numpy as np
 import pytest
 from bad_values import CHOICES, FLAGS, INTEGERS, Bad, names
-from control import Worker
+from control import Worker, wait_until
 from gguf_models import Shape, make_model, not_causal_model
 from run_script import run_script
 
 import llamapipe as lp
+import llamapipe.llama.context as context_module
 from llamapipe.errors import BackendError, ContextFullError, EngineClosedError
 from llamapipe.llama import Batch, Context
 from llamapipe.llama.context import CACHE_TYPES
 from llamapipe.llama.memory_room import memory_limit
 
 MakeContext = Callable[..., Context]
+
+
+def cpu_ns(tid: str) -> int:
+    """What a thread of this process has computed."""
+    return int(Path(f"/proc/self/task/{tid}/schedstat").read_text().split()[0])
+
+
+def asleep(tid: str) -> bool:
+    """Whether a thread of this process sleeps."""
+    return Path(f"/proc/self/task/{tid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 @pytest.fixture
@@ -536,3 +547,26 @@ def test_a_model_that_is_not_causal_sees_the_whole_text(tmp_path: Path) -> None:
             assert not np.array_equal(seen, context.logits(0))
         with pytest.raises(ValueError, match=r"m\.gguf is not causal"):
             lp.Engine(model)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="tells what threads do on Linux only")
+def test_compute_threads_that_rest(make_context: MakeContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They spin for a while behind each graph, here for half a second; not at rest, and they work again when asked."""
+    monkeypatch.setattr(context_module, "_POLL", 100)
+    before = {path.name for path in Path("/proc/self/task").iterdir()}
+    context = make_context(n_threads=2)
+    (worker,) = {path.name for path in Path("/proc/self/task").iterdir()} - before
+
+    def logits() -> Any:
+        context.clear()
+        context.decode(Batch([1, 2, 3], [0, 1, 2], [0] * 3, [0, 0, 1]))
+        return context.logits(2)
+
+    expected = logits()
+    for _ in range(3):
+        worked = cpu_ns(worker)
+        context._native.lib.lp_context_rest(context.handle)
+        wait_until(lambda: asleep(worker))
+        assert cpu_ns(worker) - worked < 100_000_000
+        assert np.array_equal(logits(), expected)
+    context.close()

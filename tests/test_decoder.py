@@ -667,6 +667,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def test_compute_threads_rest_when_nothing_is_left_to_do(make_desk: MakeDesk) -> None:
+    """Who asks next needs a core, too. Not between steps, and not for a caller that is alone and can ask no sooner."""
+    desk = make_desk()
+    decoder, context = desk.decoder, desk.context
+    decoder.alone = True
+    decoder.ask(lambda: None)
+    n_rests = context.n_rests
+    desk.complete().check()
+    desk.idle()
+    assert context.n_rests == n_rests
+    decoder.alone = False
+    desk.complete().check()
+    desk.idle()
+    assert 1 <= context.n_rests - n_rests <= 3
+
+
 class TestWindow:
     """A window so long that a test which waits for its end fails."""
 

@@ -282,6 +282,8 @@ class Decoder:
 
     def _wait(self) -> None:
         """Blocks for a command, then a moment longer for those of its siblings, if that has paid lately."""
+        if not self.alone:
+            self.steps.rest()
         function, arguments = self._inbox.get()
         function(*arguments)
         if self.alone or self._window_s <= 0 or not self._scheduler.has_work:

@@ -272,6 +272,10 @@ class StepRunner:
             if not done:
                 self._scheduler.recompute(op.slot)
 
+    def rest(self) -> None:
+        """Nothing is left to do until somebody asks for it."""
+        self._executor.rest()
+
     def flush(self, together: bool = False) -> None:
         """Wakes callers; see ``Outbox.flush``."""
         for request in self.outbox.flush(together):

@@ -79,6 +79,9 @@ class Executor(Protocol):
         It holds no lock of the interpreter's, so whoever is woken can work at once.
         """
 
+    def rest(self) -> None:
+        """Nothing will be launched until somebody asks for it: threads that wait eagerly may sleep."""
+
     def compute_s(self) -> float:
         """Seconds spent computing steps so far, as far as they are known."""
 
@@ -306,6 +309,10 @@ class StepExecutor:
         if code == lib.LP_ERROR:
             raise RuntimeError(f"sampling failed: {last_error(self._native)}")
         self._fail(code)
+
+    def rest(self) -> None:
+        """Has the compute threads sleep, who would spin for some milliseconds: whoever asks next needs a core, too."""
+        self._native.lib.lp_context_rest(self._context.handle)
 
     def compute_s(self) -> float:
         """Seconds spent computing steps so far, as far as they are known."""

@@ -65,6 +65,13 @@ void lp_context_free(llama_context * ctx) {
     });
 }
 
+void lp_context_rest(llama_context * ctx) {
+    lp::guard(0, [&] {
+        lp::rest_threads(ctx);
+        return 0;
+    });
+}
+
 int64_t lp_context_scratch_bytes(llama_context * ctx) {
     return lp::guard((int64_t) LP_ERROR, [&] { return (int64_t) lp::scratch_bytes(ctx); });
 }

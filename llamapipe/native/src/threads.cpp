@@ -11,9 +11,17 @@ namespace {
 // Declared as in ggml-cpu.h; the module is opened at run time, so they are looked up by name.
 using new_pool  = ggml_threadpool_t (*)(ggml_threadpool_params *);
 using free_pool = void (*)(ggml_threadpool_t);
+using use_pool  = void (*)(ggml_backend_t, ggml_threadpool_t);
 
-std::mutex                                             mutex;
-std::unordered_map<llama_context *, ggml_threadpool_t> pools;
+// `user`: a backend that computes nothing. One that is given another pool pauses the one it had, and nothing else that
+// can be looked up does.
+struct Pool {
+    ggml_threadpool_t threads;
+    ggml_backend_t    user;
+};
+
+std::mutex                                mutex;
+std::unordered_map<llama_context *, Pool> pools;
 
 template <typename Function> Function of_cpu_backend(const char * name) {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
@@ -34,12 +42,22 @@ void lp::attach_threads(llama_context * ctx, int n_threads, int poll) {
         throw std::runtime_error("the threads could not be started");
     }
     const std::lock_guard<std::mutex> lock(mutex);
-    pools[ctx] = pool;
+    pools[ctx] = { pool, ggml_backend_dev_init(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), nullptr) };
     llama_attach_threadpool(ctx, pool, pool);
 }
 
+void lp::rest_threads(llama_context * ctx) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto                        found = pools.find(ctx);
+    if (found != pools.end() && found->second.user) {
+        static const auto use = of_cpu_backend<use_pool>("ggml_backend_cpu_set_threadpool");
+        use(found->second.user, found->second.threads);
+        use(found->second.user, nullptr);
+    }
+}
+
 void lp::free_threads(llama_context * ctx) {
-    ggml_threadpool_t pool = nullptr;
+    Pool pool = {};
     {
         const std::lock_guard<std::mutex> lock(mutex);
         const auto                        found = pools.find(ctx);
@@ -49,5 +67,8 @@ void lp::free_threads(llama_context * ctx) {
         pool = found->second;
         pools.erase(found);
     }
-    of_cpu_backend<free_pool>("ggml_threadpool_free")(pool);
+    of_cpu_backend<free_pool>("ggml_threadpool_free")(pool.threads);
+    if (pool.user) {
+        ggml_backend_free(pool.user);
+    }
 }

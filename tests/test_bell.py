@@ -77,6 +77,32 @@ def test_a_ring_that_comes_while_one_is_answered(monkeypatch: pytest.MonkeyPatch
     asyncio.run(main())
 
 
+def test_what_an_interrupted_answer_leaves_comes_when_the_loop_goes_on() -> None:
+    loop = asyncio.new_event_loop()
+    came: list[int] = []
+
+    def take(item: int) -> None:
+        if item == 1:
+            raise KeyboardInterrupt
+        came.append(item)
+
+    async def wait() -> None:
+        while not came:
+            await asyncio.sleep(0)
+
+    bell = Bell(loop, take)
+    assert bell.put(1)
+    assert not bell.put(2)
+    bell.ring()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(wait())
+    loop.run_until_complete(wait())
+    assert came == [2]
+    bell.dismiss()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
 def test_a_ring_at_launch_waits_for_it_and_no_longer() -> None:
     """Without a launch, those who wait are woken with the end of the work."""
 

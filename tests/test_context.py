@@ -555,7 +555,10 @@ def test_compute_threads_that_rest(make_context: MakeContext, monkeypatch: pytes
     monkeypatch.setattr(context_module, "_POLL", 100)
     before = {path.name for path in Path("/proc/self/task").iterdir()}
     context = make_context(n_threads=2)
-    (worker,) = {path.name for path in Path("/proc/self/task").iterdir()} - before
+    workers = {path.name for path in Path("/proc/self/task").iterdir()} - before
+    if not workers:
+        pytest.skip("OpenMP's threads are its own business")
+    (worker,) = workers
 
     def logits() -> Any:
         context.clear()

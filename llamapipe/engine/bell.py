@@ -41,6 +41,11 @@ class Bell:
             self.close()
             raise
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the loop has not seen all that was put. Any thread."""
+        return bool(self._items)
+
     def put(self, item: Any) -> bool:
         """Leaves something for the loop; True: a ring must follow, here or of ``fd``. Decoder thread."""
         self._items.append(item)
@@ -56,15 +61,19 @@ class Bell:
 
     def _answer(self) -> None:
         """Takes all there is. The loop's thread."""
-        try:
-            os.read(self._read_end, _MOST_RINGS)
-        except BlockingIOError:
-            pass
-        finally:  # behind the read, which would take the next ring, too; before the items, of which one may come now
-            self._rung = False
         items, take = self._items, self._take
-        while items:
-            take(items.popleft())
+        try:
+            try:
+                os.read(self._read_end, _MOST_RINGS)
+            except BlockingIOError:
+                pass
+            finally:  # behind the read, which would take the next ring, too; before the items: one may come just now
+                self._rung = False
+            while items:
+                take(items.popleft())
+        except BaseException:  # Ctrl-C: what is left is for whoever goes on with the loop
+            self.ring()
+            raise
 
     def dismiss(self) -> None:
         """Nothing more will come: has the loop take the rest and stop watching. Any thread."""

@@ -6,12 +6,14 @@ through mailboxes. Between two steps it takes every command that has come.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
+from weakref import WeakSet
 
 from llamapipe.engine.request import UNLIMITED, Request, State
 from llamapipe.engine.results import EngineStats
@@ -33,6 +35,18 @@ def alone() -> bool:
     return all(thread is mine or thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
+_decoders: WeakSet[Decoder] = WeakSet()
+
+
+def _mark_forked() -> None:
+    for decoder in list(_decoders):
+        decoder.forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_forked)
+
+
 class Decoder:
     """Runs steps on a thread of its own until it is told to stop; the thread closes the executor at its end.
 
@@ -48,9 +62,9 @@ class Decoder:
         left_queue: Callable[[Sequence[Request]], object],
     ) -> None:
         self.alone = False  # set by callers: no other thread or task could call while this one waits
-        self.forked = (
-            False  # this process was forked from the one that has the thread; readers ask once a token
-        )
+        self.forked = False  # whether this process has the thread no more; readers look once a token
+        self._pid = os.getpid()
+        _decoders.add(self)
         self.steps = StepRunner(scheduler, executor)
         self.outbox = self.steps.outbox
         self._scheduler = scheduler
@@ -76,7 +90,7 @@ class Decoder:
 
     def check_process(self) -> None:
         """Raises EngineClosedError in a process that was forked from this one's."""
-        if self.forked:
+        if self.forked or self._pid != os.getpid():  # programs that fork() in C need not tell Python
             raise EngineClosedError(
                 "the engine was made before fork(); make one in the child process, or use the spawn start method"
             )
@@ -282,7 +296,7 @@ class Decoder:
 
     def _wait(self) -> None:
         """Blocks for a command, then a moment longer for those of its siblings, if that has paid lately."""
-        if not self.alone:
+        if not self.alone and not self.steps.open and self._inbox.empty():
             self.steps.rest()
         function, arguments = self._inbox.get()
         function(*arguments)

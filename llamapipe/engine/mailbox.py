@@ -83,6 +83,10 @@ class Outbox:
 
     def wake(self) -> None:
         """Wakes all who were to be woken by the next launch: it is not that near. Decoder thread."""
+        files = self.wakes.files
+        for bell in list(self._bells.values()):
+            if bell.waiting and bell.fd not in files:  # after an interruption, here or there
+                bell.ring()
         self.wakes.now()
 
     def _hand_over(self) -> list[Request]:

@@ -1,7 +1,4 @@
-"""Ends what is still running when the interpreter exits, so that no thread is inside native code by then.
-
-A forked child has none of those threads: there, what was open is marked.
-"""
+"""Ends what is still running when the interpreter exits, so that no thread is inside native code by then."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    """Something with a thread of its own. ``forked``: this process was forked from the one that has it."""
-
-    forked: bool
+    """Something with a thread of its own."""
 
     def close(self, drain: bool) -> None:
         """Ends the thread and waits for it."""
@@ -31,8 +26,6 @@ def close_at_exit(item: Closable) -> None:
     with _lock:
         if not _registered:
             atexit.register(_close_all)
-            if hasattr(os, "register_at_fork"):
-                os.register_at_fork(after_in_child=_mark_all)
             _registered = True
         _open.add(item)
 
@@ -43,9 +36,13 @@ def forget(item: Closable) -> None:
         _open.discard(item)
 
 
-def _mark_all() -> None:
-    for item in list(_open):  # without the lock: another thread may have held it in the parent
-        item.forked = True
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread may have held it then, and is not in the child
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _close_all() -> None:

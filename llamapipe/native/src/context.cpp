@@ -59,8 +59,8 @@ llama_context * lp_context_new(llama_model * model, const llama_context_params *
 
 void lp_context_free(llama_context * ctx) {
     lp::guard(0, [&] {
+        const auto threads = lp::take_threads(ctx);  // first: another context may get this one's address
         llama_free(ctx);
-        lp::free_threads(ctx);
         return 0;
     });
 }

@@ -51,7 +51,7 @@ void           lp_collector_free(lp_collector * collector);           // after t
 struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll,
                                       lp_collector * collector);      // NULL for none
 void lp_context_free(struct llama_context * ctx);
-void lp_context_rest(struct llama_context * ctx);  // its compute threads sleep, as they would when they had spun for long enough
+void lp_context_rest(struct llama_context * ctx);  // its compute threads sleep until the next graph; not during one
 int64_t lp_context_scratch_bytes(struct llama_context * ctx);         // the buffers that graphs are computed in
 int  lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
                const int32_t * seq_ids, const int8_t * outputs);

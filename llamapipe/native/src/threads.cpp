@@ -13,16 +13,6 @@ using new_pool  = ggml_threadpool_t (*)(ggml_threadpool_params *);
 using free_pool = void (*)(ggml_threadpool_t);
 using use_pool  = void (*)(ggml_backend_t, ggml_threadpool_t);
 
-// `user`: a backend that computes nothing. One that is given another pool pauses the one it had, and nothing else that
-// can be looked up does.
-struct Pool {
-    ggml_threadpool_t threads;
-    ggml_backend_t    user;
-};
-
-std::mutex                                mutex;
-std::unordered_map<llama_context *, Pool> pools;
-
 template <typename Function> Function of_cpu_backend(const char * name) {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     void * found = cpu ? ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), name) : nullptr;
@@ -32,43 +22,74 @@ template <typename Function> Function of_cpu_backend(const char * name) {
     return (Function) found;
 }
 
+class Pool {
+public:
+    explicit Pool(ggml_threadpool_params params)
+        : free_(of_cpu_backend<free_pool>("ggml_threadpool_free")),
+          use_(of_cpu_backend<use_pool>("ggml_backend_cpu_set_threadpool")),
+          threads(of_cpu_backend<new_pool>("ggml_threadpool_new")(&params)) {
+        if (!threads) {
+            throw std::runtime_error("the threads could not be started");
+        }
+        other_ = ggml_backend_dev_init(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), nullptr);
+    }
+
+    ~Pool() {
+        free_(threads);
+        if (other_) {
+            ggml_backend_free(other_);
+        }
+    }
+
+    void rest() {
+        if (other_) {
+            use_(other_, threads);
+            use_(other_, nullptr);
+        }
+    }
+
+private:
+    free_pool free_;
+    use_pool  use_;
+    // Computes nothing. A backend that is given another pool pauses the one it had; the call for that cannot be looked up.
+    ggml_backend_t other_ = nullptr;
+
+public:
+    const ggml_threadpool_t threads;
+};
+
+std::mutex mutex;
+// Not destroyed when the process ends: a forked child has none of the threads that would be waited for.
+auto & pools = *new std::unordered_map<llama_context *, std::shared_ptr<Pool>>;
+
+std::shared_ptr<Pool> pool_of(llama_context * ctx) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto                        found = pools.find(ctx);
+    return found == pools.end() ? nullptr : found->second;
+}
+
 }  // namespace
 
 void lp::attach_threads(llama_context * ctx, int n_threads, int poll) {
     ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
     params.poll                   = (uint32_t) poll;
-    ggml_threadpool_t pool        = of_cpu_backend<new_pool>("ggml_threadpool_new")(&params);
-    if (!pool) {
-        throw std::runtime_error("the threads could not be started");
+    const auto pool               = std::make_shared<Pool>(params);
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        pools[ctx] = pool;
     }
-    const std::lock_guard<std::mutex> lock(mutex);
-    pools[ctx] = { pool, ggml_backend_dev_init(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), nullptr) };
-    llama_attach_threadpool(ctx, pool, pool);
+    llama_attach_threadpool(ctx, pool->threads, pool->threads);
 }
 
 void lp::rest_threads(llama_context * ctx) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto                        found = pools.find(ctx);
-    if (found != pools.end() && found->second.user) {
-        static const auto use = of_cpu_backend<use_pool>("ggml_backend_cpu_set_threadpool");
-        use(found->second.user, found->second.threads);
-        use(found->second.user, nullptr);
+    if (const auto pool = pool_of(ctx)) {
+        pool->rest();
     }
 }
 
-void lp::free_threads(llama_context * ctx) {
-    Pool pool = {};
-    {
-        const std::lock_guard<std::mutex> lock(mutex);
-        const auto                        found = pools.find(ctx);
-        if (found == pools.end()) {
-            return;
-        }
-        pool = found->second;
-        pools.erase(found);
-    }
-    of_cpu_backend<free_pool>("ggml_threadpool_free")(pool.threads);
-    if (pool.user) {
-        ggml_backend_free(pool.user);
-    }
+std::shared_ptr<void> lp::take_threads(llama_context * ctx) {
+    const auto                        pool = pool_of(ctx);
+    const std::lock_guard<std::mutex> lock(mutex);
+    pools.erase(ctx);
+    return pool;
 }

@@ -4,9 +4,10 @@
 
 Every side is a process of its own that loads the model once and then works when told to, so that only the work is
 timed; in each round it does its work once before. Two processes of one program may differ by a tenth for as long as
-they live, so the rounds are divided among several, one after another. Prompts are given as tokens, no two begin alike,
-decoding is greedy, the end of generation is ignored and no prompt is cached. What is not on this machine is named with
-the reason and left out; `peers.py` says how each is had. The ceiling is llama-batched-bench in the better KV mode.
+they live, so the rounds are divided among several, one after another, whose code is read into memory anew
+(`placement.py`). Prompts are given as tokens, no two begin alike, decoding is greedy, the end of generation is ignored
+and no prompt is cached. What is not on this machine is named with the reason and left out; `peers.py` says how each is
+had. The ceiling is llama-batched-bench in the better KV mode.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed
 from ceiling import Ceiling
 from neighbour import busy_neighbour
 from peers import Missing, Peers, find_peers
+from placement import forget_code
 from sides import SIDES, Side
 from workload import Work
 
@@ -109,6 +111,7 @@ def compare(
     names = [name for name in names if SIDES[name].fits(work)]
     for process, n_rounds in enumerate(repeats):
         in_order = names if process % 2 else names[::-1]
+        forget_code(peers.folder)
         for name, rounds in in_turns(model, work, peers, in_order, n_rounds).items():
             figures.setdefault(name, []).extend({**figure, "process": process} for figure in rounds)
         names = [name for name in names if name in figures]  # what is missing was named once

@@ -303,3 +303,24 @@ say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(tokens))
         tiny.path,
     )
     assert out == "True\n"
+
+
+def test_a_fork_that_python_was_not_told_of(tiny: lp.Model) -> None:
+    """By a program that forks in C."""
+    lines = run(
+        """
+import ctypes
+
+pid = ctypes.PyDLL(None).fork()
+if pid == 0:
+    try:
+        engine.generate([1, 2], SHORT)
+    except lp.errors.EngineClosedError:
+        engine.close()
+        os._exit(7)
+    os._exit(1)
+say(os.waitpid(pid, 0)[1] >> 8)
+""",
+        tiny.path,
+    )
+    assert lines == ["7"]

@@ -70,8 +70,11 @@ class Bell:
             finally:  # behind the read, which would take the next ring, too; before the items: one may come just now
                 self._rung = False
             while items:
-                take(items.popleft())
-        except BaseException:  # Ctrl-C: what is left is for whoever goes on with the loop
+                take(items[0])
+                items.popleft()
+        except (
+            BaseException
+        ):  # Ctrl-C: what is left, and what was begun, is for whoever goes on with the loop
             self.ring()
             raise
 

@@ -88,9 +88,13 @@ class Decoder:
         """Whether ``close`` was called."""
         return self._closing
 
+    def in_child(self) -> bool:
+        """Whether the thread is in another process: ``forked``, or forked in C, which tells nobody."""
+        return self.forked or self._pid != os.getpid()
+
     def check_process(self) -> None:
         """Raises EngineClosedError in a process that was forked from this one's."""
-        if self.forked or self._pid != os.getpid():  # programs that fork() in C need not tell Python
+        if self.in_child():
             raise EngineClosedError(
                 "the engine was made before fork(); make one in the child process, or use the spawn start method"
             )
@@ -154,7 +158,7 @@ class Decoder:
 
     def close(self, drain: bool) -> None:
         """Ends the thread and waits for it; the context is freed then. Does nothing in a forked child."""
-        if self.forked:
+        if self.in_child():
             return
         self._check_thread()
         with self._lock:

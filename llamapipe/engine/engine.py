@@ -406,7 +406,7 @@ class Engine:
         """
         was_open = not self.closed
         self._decoder.close(check_flag("drain", drain))
-        if was_open and self._trace_path is not None and not self._decoder.forked:
+        if was_open and self._trace_path is not None and not self._decoder.in_child():
             self.trace.save(self._trace_path)
 
     async def aclose(self, drain: bool = True) -> None:
@@ -433,7 +433,7 @@ class Engine:
 
     def __del__(self) -> None:
         decoder = getattr(self, "_decoder", None)
-        if decoder is not None and not decoder.closing and not decoder.forked:
+        if decoder is not None and not decoder.closing and not decoder.in_child():
             warnings.warn(
                 f"{self!r} was never closed; use `with` or close()",
                 ResourceWarning,

@@ -42,7 +42,7 @@ class Outbox:
         self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
         self._attached = False  # a loop has come since closed ones were looked for
         self._closed = False
-        self._loops: dict[asyncio.AbstractEventLoop, list[tuple[AsyncMailbox, Any]]] = {}
+        self._loops: dict[asyncio.AbstractEventLoop, deque[tuple[AsyncMailbox, Any]]] = {}
         self._threads: list[ThreadMailbox] = []
         self._turns = Turns()
         self.wakes = WakeList(self._turns)
@@ -51,7 +51,7 @@ class Outbox:
     def add(self, mailbox: AsyncMailbox, item: Any) -> None:
         """Notes an item until ``flush``. Decoder thread."""
         self.pending = True
-        self._loops.setdefault(mailbox.loop, []).append((mailbox, item))
+        self._loops.setdefault(mailbox.loop, deque()).append((mailbox, item))
 
     def add_thread(self, mailbox: ThreadMailbox) -> None:
         """Notes, until ``flush``, that a mailbox has an item. Decoder thread."""
@@ -211,6 +211,8 @@ class AsyncMailbox:
         return items.popleft()
 
 
-def _receive(items: list[tuple[AsyncMailbox, Any]]) -> None:
-    for mailbox, item in items:
+def _receive(items: deque[tuple[AsyncMailbox, Any]]) -> None:
+    """Hands out all of them; after Ctrl-C, those that are left."""
+    while items:
+        mailbox, item = items.popleft()
         mailbox.receive(item)

@@ -1,4 +1,4 @@
-"""Has the code of all sides read into memory anew, so that each process gets places of its own.
+"""Has the code of all sides read into memory anew, so that no program keeps its places from turn to turn.
 
 Files stay where they are in memory for as long as they are cached, whoever maps them, and where the code of llama.cpp's
 kernels lies makes up to 15 % of its speed: of byte-identical copies of one library, one stays slower than the others
@@ -14,14 +14,17 @@ from llamapipe.native.load import LIB_DIR
 
 
 def forget_code(peers: Path) -> None:
-    """Drops programs and libraries from the system's cache; does nothing to what is mapped, or not on Linux."""
+    """Drops programs and libraries from the system's cache; does nothing to what is mapped, or not on Linux.
+
+    Before each turn of processes: sides of one program share its places for that turn.
+    """
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in [*LIB_DIR.parent.rglob("*.so*"), *peers.glob("bin/*"), *peers.rglob("*.so*")]:
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            try:
+    found = [*LIB_DIR.parent.rglob("*.so*"), *peers.glob("bin/*"), *peers.rglob("*.so*")]
+    for path in filter(Path.is_file, found):
+        try:
+            with path.open("rb") as file:
                 os.fsync(file)  # what was just built is not written yet, and stays
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(file)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as e:
+            print(f"{path.name} stays where it is: {e}")

@@ -72,9 +72,7 @@ class Bell:
             while items:
                 take(items[0])
                 items.popleft()
-        except (
-            BaseException
-        ):  # Ctrl-C: what is left, and what was begun, is for whoever goes on with the loop
+        except BaseException:  # Ctrl-C: whoever goes on with the loop gets the rest, and what was begun
             self.ring()
             raise
 

@@ -167,8 +167,11 @@ class ThreadMailbox:
         items, outbox = self._items, self._outbox
         deadline = None if timeout is None else perf_counter() + timeout
         while True:
-            if items:
-                return items.popleft()
+            if items:  # asked first: the exception would cost more than the token
+                try:
+                    return items.popleft()
+                except IndexError:  # another reader, there by mistake, was quicker
+                    pass
             left_s = _LOOK_AGAIN_S
             if deadline is not None:
                 left_s = min(deadline - perf_counter(), left_s)

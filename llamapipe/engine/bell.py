@@ -55,7 +55,7 @@ class Bell:
         return True
 
     def ring(self) -> None:
-        """Wakes the loop. Decoder thread."""
+        """Wakes the loop. Decoder thread; the loop's own where an answer was interrupted."""
         with suppress(BlockingIOError):  # full: it has been woken often enough
             os.write(self.fd, b"\0")
 

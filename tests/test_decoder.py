@@ -124,6 +124,7 @@ class Desk:
         self.samplers: list[FakeSampler] = []
         self.make = make_sampler or self.make_sampler
         self.decoder = Decoder(self.scheduler, self.context, window_s, self.queue.leave)
+        self.decoder.start()
         self.n_asked = 0
 
     def make_sampler(self, request: Request) -> FakeSampler:

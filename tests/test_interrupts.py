@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import linecache
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -20,18 +21,23 @@ from control import wait_until
 import llamapipe as lp
 
 PACKAGE = str(Path(lp.__file__).parent)
+EVENT_WAIT = threading.Event.wait.__code__
 PARAMS = lp.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the ``n``-th line of our own code on this thread, if there is one (``reached``)."""
+    """Raises KeyboardInterrupt at the ``n``-th line of our own code on this thread, if there is one (``reached``).
+
+    Lines count, too, where Python waits for a thread to come up, which may run by then or not.
+    """
 
     def __init__(self, n: int) -> None:
         self._left = n
         self.reached = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE) or _dropping(frame):
+        code = frame.f_code
+        if not (code.co_filename.startswith(PACKAGE) or code is EVENT_WAIT) or _dropping(frame):
             return None
         if event == "line" and not _releases(frame):
             self._left -= 1
@@ -54,6 +60,20 @@ def _dropping(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def interrupted(n: int, use: Callable[[], object]) -> bool:
+    """Whether ``use`` has an ``n``-th line, at which it was then interrupted."""
+    interrupter = Interrupter(n)
+    sys.settrace(interrupter)
+    try:
+        use()
+        assert not interrupter.reached
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return interrupter.reached
 
 
 def generate(engine: lp.Engine) -> None:
@@ -129,16 +149,7 @@ def test_nothing_is_left_behind(engine: lp.Engine, use: Callable[[lp.Engine], No
     reached = True
     while reached:
         n += 1
-        interrupter = Interrupter(n)
-        sys.settrace(interrupter)
-        try:
-            use(engine)
-            assert not interrupter.reached
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        reached = interrupter.reached
+        reached = interrupted(n, lambda: use(engine))
         wait_until(lambda: _is_idle(engine))
     assert n > 50
     engine.check_integrity()
@@ -148,3 +159,29 @@ def test_nothing_is_left_behind(engine: lp.Engine, use: Callable[[lp.Engine], No
 def _is_idle(engine: lp.Engine) -> bool:
     stats = engine.stats()
     return (stats.n_active, stats.n_queued, engine._queue.n) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_that_is_half_made_leaves_nothing_behind(tiny: lp.Model, depth: int) -> None:
+    """No context of the model and no thread of ours; what a native call had just returned is not seen here."""
+    before = dict(tiny._children)
+    made: list[lp.Engine] = []
+    n = 0
+    reached = True
+    while reached:
+        n += 1
+        reached = interrupted(
+            n,
+            lambda: made.append(lp.Engine(tiny, n_ctx=64, n_seq_max=1, n_threads=1, pipeline_depth=depth)),
+        )
+        for engine in made:
+            assert len(engine.generate("a", PARAMS).token_ids) == 5
+            engine.close()
+        made.clear()
+        assert tiny._children == before
+        wait_until(lambda: not _decoder_threads())
+    assert n > 50
+
+
+def _decoder_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "llamapipe-decoder" and t.is_alive()]

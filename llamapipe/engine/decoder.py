@@ -48,7 +48,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Decoder:
-    """Runs steps on a thread of its own until it is told to stop; the thread closes the executor at its end.
+    """Runs steps on a thread of its own, from ``start`` to ``close``; the thread closes the executor at its end.
 
     ``window_s``: how long an idle decoder waits for siblings of the request that woke it. ``left_queue`` is told which
     requests wait no longer.
@@ -79,10 +79,13 @@ class Decoder:
         self._lock = threading.Lock()  # orders what callers submit before the command that ends the loop
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
-        self._thread.start()
-        close_at_exit(self)
 
     # ---- any thread
+    def start(self) -> None:
+        """Starts the thread. Whoever is interrupted here (Ctrl-C) closes decoder and executor: it may run or not."""
+        close_at_exit(self)
+        self._thread.start()
+
     @property
     def closing(self) -> bool:
         """Whether ``close`` was called."""

@@ -6,6 +6,7 @@ import math
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -90,7 +91,8 @@ class Engine:
         )
         # docs/decisions.md: per-sequence streams are faster where no cells are shared.
         unified = n_cells is not None if kv_unified is None else kv_unified
-        context = Context(
+        new_context = partial(
+            Context,
             model,
             n_ctx=n_ctx,
             n_seq_max=n_seq_max,
@@ -108,7 +110,9 @@ class Engine:
             n_ring_slots=ring_slots(model, ring, 2 if depth is None else depth + 1),
             graph_sampling=wants_graph_sampling(model, ring, graph_sampling),
         )
-        try:
+        # Bad sizes, or Ctrl-C: nobody will have this object to close. What is made is kept on the same line.
+        with ExitStack() as undo:
+            context = undo.enter_context(closing(new_context()))
             if not model.is_causal:
                 raise ValueError(
                     f"{model.path.name} is not causal: it reads whole texts and continues none; "
@@ -131,21 +135,22 @@ class Engine:
             self.n_seq_max = context.n_seq_max
             self.n_cells = context.n_cells
             self._context_repr = repr(context)
-            core = engine_core(context, ring, depth)
+            core = undo.enter_context(closing(engine_core(context, ring, depth)))
             self._intake = Intake(model, context.n_ctx)
-            self._decoder = Decoder(
+            decoder = Decoder(
                 scheduler,
                 StepExecutor(core),
                 window_us * 1e-6,
                 self._queue.leave,
             )
-            self._collector = Collector(self._decoder, self._queue)
-            self.trace = self._decoder.steps.trace = Trace(core)
+            undo.callback(decoder.close, drain=False)
+            self._decoder = decoder
+            self._collector = Collector(decoder, self._queue)
+            self.trace = decoder.steps.trace = Trace(core)
             if trace:
                 self.trace.start()
-        except BaseException:  # bad sizes, or Ctrl-C: nobody will have this object to close
-            context.close()
-            raise
+            decoder.start()
+            undo.pop_all()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"n_queued={self._queue.n}"

@@ -49,8 +49,10 @@ class Context:
     (models that are not causal get no smaller chunks). ``n_outputs_max``: most output rows of a decode (default
     n_batch, n_ubatch with a ring), and ``n_more_outputs`` on top of it; it bounds memory. ``type_k``/``type_v``: number
     format of the cache; ``flash_attn``: ``"auto"`` (off on software devices), ``"on"`` or ``"off"``. ``n_threads``
-    computes single tokens, ``n_threads_batch`` several. ``n_ring_slots``: stage output rows in a ring of so many times
-    ``n_outputs_max`` rows, for a pipeline (``collector`` is None where that cannot be); ``logits`` has nothing then.
+    compute single tokens (default: the cores this process may use; give fewer where other processes compute, since
+    threads wait for each other by spinning), ``n_threads_batch`` several tokens (default ``n_threads``).
+    ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``collector``
+    is None where that cannot be); ``logits`` has nothing then.
     ``graph_sampling``: with a ring, let the graph sample, too; the attribute tells whether it does, and
     ``graph_problem`` why not.
 
@@ -168,29 +170,28 @@ class Context:
         params.no_perf = False
         self._pid = os.getpid()
         self._owner: int | None = None
-        model.adopt(self)
         try:
+            model.adopt(self)
             drain_log(self._native)
-            new = self._create(params, n_ring_slots)
+            self._handle = self._create(params, n_ring_slots) or None
             problems = drain_log(self._native)
-            if new == ffi.NULL:
+            if self._handle is None:
                 reason = "; ".join(problems[-2:]) or last_error(self._native)
                 raise BackendError(
                     f"a context of {self.n_cells} cells for {self.n_seq_max} sequences could not be created "
                     f"({reason}); try a smaller n_ctx, n_seq_max or n_batch, or another cache type"
                 )
+            got = lib.llama_n_ctx(self._handle) if self.kv_unified else lib.llama_n_ctx_seq(self._handle)
+            wanted = self.n_cells if self.kv_unified else self.n_ctx
+            if got < wanted:
+                raise BackendError(
+                    f"llama.cpp gave {got} KV cells where {wanted} were asked for; set n_ctx to at most {got}"
+                )
+            self.n_batch = min(self.n_batch, lib.llama_n_batch(self._handle))
         except BaseException:
+            self.close()
             model.release(self)
             raise
-        self._handle = new
-        got = lib.llama_n_ctx(new) if self.kv_unified else lib.llama_n_ctx_seq(new)
-        wanted = self.n_cells if self.kv_unified else self.n_ctx
-        if got < wanted:
-            self.close()
-            raise BackendError(
-                f"llama.cpp gave {got} KV cells where {wanted} were asked for; set n_ctx to at most {got}"
-            )
-        self.n_batch = min(self.n_batch, lib.llama_n_batch(new))
 
     def _create(self, params: Any, n_ring_slots: int) -> Any:
         """The native context, with a collector of its output rows if one is wanted and can be attached."""

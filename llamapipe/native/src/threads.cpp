@@ -88,8 +88,7 @@ void lp::rest_threads(llama_context * ctx) {
 }
 
 std::shared_ptr<void> lp::take_threads(llama_context * ctx) {
-    const auto                        pool = pool_of(ctx);
     const std::lock_guard<std::mutex> lock(mutex);
-    pools.erase(ctx);
-    return pool;
+    auto                              taken = pools.extract(ctx);
+    return taken ? std::move(taken.mapped()) : nullptr;
 }

@@ -17,6 +17,7 @@ from typing import Any
 
 import llamapipe as lp
 from llamapipe.cli.terminal import Terminal
+from llamapipe.llama.cores import usable_cores
 from llamapipe.native.load import build_info
 
 _PROBE_LIMIT_S = 120
@@ -80,8 +81,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding("llamapipe", True, f"{lp.__version__} in {Path(lp.__file__).parent}")
     yield Finding("python", True, f"{platform.python_version()} on {platform.platform()}")
     yield from (_package(name) for name in ("numpy", "cffi"))
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("processor", True, f"{usable} of {os.cpu_count()} cores may be used")
+    yield Finding("processor", True, f"{usable_cores()} of {os.cpu_count()} cores may be used")
 
 
 def _package(name: str) -> Finding:

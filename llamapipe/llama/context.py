@@ -20,6 +20,7 @@ from llamapipe.errors import (
 )
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.check import check_choice, check_flag, check_int
+from llamapipe.llama.cores import usable_cores
 from llamapipe.llama.memory_room import check_room, head_size
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
@@ -34,11 +35,6 @@ _INT32_MAX = 2**31 - 1
 # How long idle compute threads spin for the next graph, 0 to 100: 2 is about ten milliseconds, longer than the pause
 # between two steps and short enough not to be in the way of others.
 _POLL = 2
-
-
-def default_n_threads() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Context:
@@ -123,9 +119,7 @@ class Context:
         )
         more = check_int("n_more_outputs", n_more_outputs, 0, 2**31 - 1)
         self.n_outputs_max = min(max(most, self.n_seq_max) + more, self.n_batch)
-        self.n_threads = check_int(
-            "n_threads", default_n_threads() if n_threads is None else n_threads, 1, 512
-        )
+        self.n_threads = check_int("n_threads", usable_cores() if n_threads is None else n_threads, 1, 512)
         self.n_threads_batch = check_int(
             "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch, 1, 512
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llamapipe.errors import BackendError
 from llamapipe.llama.backend import devices
+from llamapipe.llama.control_group import limit_files
 from llamapipe.llama.model import Model
 
 # Bytes a number takes, by cache type; the quantized ones pack blocks of 32.
@@ -36,7 +37,7 @@ def memory_limit() -> int | None:
         limits = [_memory_and_swap(Path("/proc/meminfo").read_text())]
     except (OSError, ValueError, KeyError):
         return None
-    for file in _limit_files():
+    for file in limit_files("memory", "memory.limit_in_bytes", "memory.max"):
         try:
             limits.append(int(file.read_text()))
         except (OSError, ValueError):  # not there, or "max"
@@ -47,25 +48,6 @@ def memory_limit() -> int | None:
 def _memory_and_swap(meminfo: str) -> int:
     values = dict(line.split(":", 1) for line in meminfo.splitlines())
     return 1024 * sum(int(values[key].split()[0]) for key in ("MemTotal", "SwapTotal"))
-
-
-def _limit_files() -> list[Path]:
-    """Where the limits of this process's control group and of those around it would be, in both versions."""
-    try:
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-    files = []
-    for _, controllers, path in lines:
-        if not controllers:
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        else:
-            continue
-        inner = root / path.lstrip("/")
-        files += [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
-    return files
 
 
 def _kv_bytes(model: Model, type_k: str, type_v: str) -> float:

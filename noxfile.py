@@ -23,17 +23,6 @@ nox.options.error_on_missing_interpreters = True
 
 BACKENDS = ("cpu", "vulkan", "cuda", "metal")
 GROUPS = nox.project.load_toml("pyproject.toml")
-# What computes on a device; the rest of the tests is the same whatever computes.
-DEVICE_TESTS = (
-    "pipeline",
-    "pipeline_rows",
-    "trace",
-    "device",
-    "engine_overlap",
-    "executor_contract",
-    "engine",
-    "graph_sampling",
-)
 
 
 @nox.session
@@ -61,7 +50,7 @@ def tests(session: nox.Session, backend: str) -> None:
         session.error(f"the {backend} build has no device; `llamapipe doctor` says why")
     with session.chdir(session.create_tmp()):
         session.run("llamapipe", "doctor")
-    _pytest(session, default=[f"tests/test_{name}.py" for name in DEVICE_TESTS])
+    _pytest(session, "-m", "device")
 
 
 @nox.session
@@ -69,8 +58,7 @@ def lm_eval(session: nox.Session) -> None:
     """Install the package with lm-evaluation-harness, and run the harness's command on the tasks in tests/."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session, "backend=cpu", extra="lm-eval")
-    names = ("lm_eval", "lm_eval_chat", "lm_eval_command", "lm_eval_startup")
-    _pytest(session, default=[f"tests/test_{name}.py" for name in names])
+    _pytest(session, default=["tests/lm_eval"])
 
 
 @nox.session
@@ -101,17 +89,17 @@ def bench(session: nox.Session) -> None:
 
     Peers are built where that is possible (some minutes, once).
 
-    Arguments are the comparison's (see tools/compare); without any, the shipped model.
+    Arguments are the comparison's (see benchmarks/compare); without any, the shipped model.
     """
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session)
     _run_pytest(session, "--benchmark-only", str(HERE / "tests" / "benchmarks"))
-    engine = ["python", str(HERE / "tools" / "bench_engine.py")]
+    engine = ["python", str(HERE / "benchmarks" / "bench_engine.py")]
     for n in (2, 4):
         session.run(*engine, "--contexts", "--n", str(n))
     for n, n_generate in ((3, 50), (10, 20)):
         session.run(*engine, "--n", str(n), "--prompt", "16", "--generate", str(n_generate))
-    compare = HERE / "tools" / "compare"
+    compare = HERE / "benchmarks" / "compare"
     session.run("python", str(compare / "peers.py"))
     session.run("python", str(compare), *(session.posargs or ["demo"]))
 
@@ -122,7 +110,7 @@ def instructions(session: nox.Session) -> None:
     if shutil.which("valgrind") is None:
         session.skip("valgrind is missing here; on Debian: apt-get install valgrind")
     session.install("numpy", "cffi")
-    session.run("python", str(HERE / "tools" / "count_instructions.py"), *session.posargs)
+    session.run("python", str(HERE / "benchmarks" / "count_instructions.py"), *session.posargs)
 
 
 @nox.session
@@ -136,16 +124,7 @@ def sanitize(session: nox.Session) -> None:
     # The interpreter is not instrumented, and does not free everything.
     session.env.update(LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc")
     session.env["UBSAN_OPTIONS"] = "print_stacktrace=1:halt_on_error=1"
-    names = (
-        "context",
-        "sampler",
-        "greedy_equality",
-        "decoder",
-        "pipeline",
-        "pipeline_rows",
-        "engine_overlap",
-    )
-    _pytest(session, default=[f"tests/test_{name}.py" for name in names])
+    _pytest(session, "-m", "native")
 
 
 @nox.session
@@ -196,10 +175,10 @@ def _require(session: nox.Session, backend: str) -> None:
     """Skip the session, saying what to do, unless ``backend`` can be built here and has a device to run on."""
     if backend == "cuda" and "GPU" not in _output(["nvidia-smi", "-L"]):
         session.skip(
-            "no NVIDIA GPU here (nvidia-smi lists none); on a machine with one, tools/gpu_check.sh needs no network"
+            "no NVIDIA GPU here (nvidia-smi lists none); on a machine with one, ci/gpu_check.sh needs no network"
         )
     if backend == "vulkan" and not _has_vulkan_driver():
-        session.skip("no Vulkan driver here; a software one, on Debian: sudo tools/setup_vulkan_debian.sh")
+        session.skip("no Vulkan driver here; a software one, on Debian: sudo ci/setup_vulkan_debian.sh")
     done = subprocess.run(
         [f"{session.bin}/python", str(HERE / "build_native.py"), "--check", "--backend", backend],
         capture_output=True,

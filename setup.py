@@ -8,7 +8,7 @@ from pathlib import Path
 from setuptools import Command, Distribution, setup
 from setuptools.command.build import build
 
-from native_build import backend
+from native_build import pep517
 from native_build.cli import say
 from native_build.install import build as build_native
 from native_build.module import file_name, free_threaded
@@ -38,7 +38,7 @@ class BuildNative(Command):
 
     def run(self) -> None:
         """Build."""
-        build_native(backend.options, self._target(), say)
+        build_native(pep517.options, self._target(), say)
 
     def _target(self) -> Path:
         return PACKAGE_NATIVE if self.editable_mode else Path(str(self.build_lib)) / "llamapipe" / "native"

@@ -6,8 +6,8 @@ from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion, Delta, EngineStats, Score, Timings, Token, TokenLogprob
 from llamapipe.engine.stream import AsyncStream, Stream
-from llamapipe.llama.backend import Device, devices
 from llamapipe.llama.batch import Batch
+from llamapipe.llama.devices import Device, devices
 from llamapipe.llama.model import Model, demo_model_path
 from llamapipe.pipeline.output import StepOutput
 from llamapipe.pipeline.pipeline import Pipeline, PipelineStats

@@ -118,7 +118,7 @@ def _vulkan(machine: Machine) -> Accelerator:
     sdk = os.environ.get("VULKAN_SDK", "")
     include = f"{sdk}/include" if sdk else ""
     version = _vulkan_headers(machine, include)
-    unpacked = cache_dir() / "vulkan-headers" / "include"  # by tools/setup_vulkan_debian.sh
+    unpacked = cache_dir() / "vulkan-headers" / "include"  # by ci/setup_vulkan_debian.sh
     if version is None and not sdk and unpacked.is_dir():
         include = str(unpacked)
         version = _vulkan_headers(machine, include)
@@ -132,7 +132,7 @@ def _vulkan(machine: Machine) -> Accelerator:
             "the Vulkan headers are too old: llama.cpp needs VK_EXT_layer_settings"
             f" (these are version {found} of theirs; 309 is new enough)",
             "install the SDK from https://vulkan.lunarg.com/sdk/home and set VULKAN_SDK=/path/to/its/x86_64;\n"
-            "on Debian, tools/setup_vulkan_debian.sh unpacks newer headers",
+            "on Debian, ci/setup_vulkan_debian.sh unpacks newer headers",
         )
     glslc = shutil.which("glslc", path=str(Path(sdk) / "bin")) if sdk else None
     glslc = glslc or shutil.which("glslc")

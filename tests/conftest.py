@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from plain import PlainLoop
+    from support.plain import PlainLoop
 
     import llamapipe as lp
 
@@ -34,7 +34,7 @@ def no_decoder_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
     """A model of random weights, F16: 512 pieces, bytes among them; a step takes a fraction of a millisecond."""
-    from gguf_models import tiny_model
+    from support.gguf_models import tiny_model
 
     import llamapipe as lp
 
@@ -46,7 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
 @pytest.fixture(scope="session")
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
     """A small model that keeps a state for each sequence instead of cells for each token."""
-    from gguf_models import recurrent_model
+    from support.gguf_models import recurrent_model
 
     import llamapipe as lp
 
@@ -98,7 +98,7 @@ def engine(make_engine: Callable[..., lp.Engine]) -> lp.Engine:
 @pytest.fixture(scope="module")
 def loop(tiny: lp.Model) -> Iterator[PlainLoop]:
     """The same tokens without an engine."""
-    from plain import plain_loop
+    from support.plain import plain_loop
 
     with plain_loop(tiny, n_ubatch=32) as loop:
         yield loop

@@ -1,4 +1,8 @@
-"""The ``llamapipe`` command: ``demo``, ``generate``, ``trace``, ``doctor``."""
+"""The ``llamapipe`` command: ``demo``, ``generate``, ``trace`` and ``doctor``.
+
+Each command is a module with its own options. ``main`` parses the command line, runs the command and turns errors into
+one message and an exit status.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import llamapipe as lp
 from llamapipe.cli.terminal import Terminal
-from llamapipe.llama.cores import usable_cores
+from llamapipe.host.cores import usable_cores
 from llamapipe.native.load import build_info
 
 _PROBE_LIMIT_S = 120

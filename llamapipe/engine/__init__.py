@@ -1,1 +1,6 @@
-"""Many callers, one context: requests, their scheduling, the decoder thread, and what callers hold in their hands."""
+"""The engine: what callers hold.
+
+``Engine`` serves any number of threads and asyncio tasks from one llama.cpp context. The subpackages
+follow a request: ``frontend`` checks and submits it, ``scheduler`` decides when it runs, ``worker`` runs it, and
+``delivery`` hands out its results.
+"""

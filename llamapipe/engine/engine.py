@@ -13,24 +13,24 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, overload
 
-from llamapipe.engine.collect import Collector, Make
-from llamapipe.engine.decoder import Decoder, alone
+from llamapipe.arguments import check_flag, check_float, check_int
+from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
+from llamapipe.engine.frontend.progress import progress_bar
+from llamapipe.engine.frontend.queue_limit import QueueLimit
+from llamapipe.engine.frontend.request_builder import Intake, Prompt
+from llamapipe.engine.frontend.score_jobs import Job, perplexity_job, score_job, tokens_job
+from llamapipe.engine.frontend.submission import Collector, Make
 from llamapipe.engine.generation import Generation
-from llamapipe.engine.intake import Intake, Prompt
-from llamapipe.engine.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.progress import progress_bar
-from llamapipe.engine.queue_limit import QueueLimit
-from llamapipe.engine.request import Request
 from llamapipe.engine.results import Completion, EngineStats
-from llamapipe.engine.scheduler import Scheduler
-from llamapipe.engine.scorer import Job, perplexity_job, score_job, tokens_job
+from llamapipe.engine.scheduler.request import Request
+from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
-from llamapipe.llama.check import check_flag, check_float, check_int
+from llamapipe.engine.worker.engine_loop import Decoder, alone
+from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
-from llamapipe.pipeline.core import engine_core, on_gpu, ring_slots, wants_graph_sampling
-from llamapipe.pipeline.executor import StepExecutor
+from llamapipe.llama.native_pipeline import engine_core, on_gpu, ring_slots, wants_graph_sampling
 from llamapipe.pipeline.trace import Trace, check_trace_path
 
 _MAX_WINDOW_US = 1_000_000

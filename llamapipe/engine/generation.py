@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import SupportsIndex
 
-from llamapipe.engine.decoder import Decoder, alone
-from llamapipe.engine.mailbox import ThreadMailbox
-from llamapipe.engine.request import Request, State
+from llamapipe.arguments import check_int, check_tokens
+from llamapipe.engine.delivery.mailbox import ThreadMailbox
+from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.results import FinishReason, Token
-from llamapipe.engine.sink import Failure
+from llamapipe.engine.scheduler.request import Request, State
+from llamapipe.engine.worker.engine_loop import Decoder, alone
 from llamapipe.errors import InvalidRequestError
-from llamapipe.llama.check import check_int, check_tokens
 
 
 class Generation:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from llamapipe.llama.check import check_flag, check_float, check_int
+from llamapipe.arguments import check_flag, check_float, check_int
 from llamapipe.llama.sampler import check_bias
 
 if TYPE_CHECKING:

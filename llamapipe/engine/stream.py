@@ -8,11 +8,11 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from llamapipe.engine.decoder import Decoder
-from llamapipe.engine.mailbox import AsyncMailbox, ThreadMailbox
-from llamapipe.engine.request import Request, State
+from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
+from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.results import Delta
-from llamapipe.engine.sink import Failure
+from llamapipe.engine.scheduler.request import Request, State
+from llamapipe.engine.worker.engine_loop import Decoder
 
 _RUNNING = State.RUNNING  # what is read once a token is not searched for in its class
 BUFFER_TOKENS = 64  # what a stream may be ahead of its reader before its sequence pauses

@@ -1,8 +1,8 @@
 """llama.cpp's objects as Python owners: synchronous, without threads or policy, usable on their own."""
 
-from llamapipe.llama.backend import Device, devices
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.context import Context
+from llamapipe.llama.devices import Device, devices
 from llamapipe.llama.model import Model, demo_model_path
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.llama.vocab import Vocab

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llamapipe.llama.check import check_flag, check_int
+from llamapipe.arguments import check_flag, check_int
 
 if TYPE_CHECKING:
     import numpy.typing as npt

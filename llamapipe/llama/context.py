@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llamapipe.arguments import check_choice, check_flag, check_int
 from llamapipe.errors import (
     BackendError,
     ContextFullError,
@@ -18,10 +19,9 @@ from llamapipe.errors import (
     EngineClosedError,
     InvalidRequestError,
 )
+from llamapipe.host.cores import usable_cores
 from llamapipe.llama.batch import Batch
-from llamapipe.llama.check import check_choice, check_flag, check_int
-from llamapipe.llama.cores import usable_cores
-from llamapipe.llama.memory_room import check_room, head_size
+from llamapipe.llama.kv_memory import check_room, head_size
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
 

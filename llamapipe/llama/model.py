@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsIndex
 
+from llamapipe.arguments import check_choice, check_flag, check_float, check_int
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
-from llamapipe.llama.backend import Device, device_handles
-from llamapipe.llama.check import check_choice, check_flag, check_float, check_int
+from llamapipe.llama.devices import Device, device_handles
 from llamapipe.llama.loading import Progress, load
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import native
@@ -74,7 +74,7 @@ class Model:
         gpu = check_int("main_gpu", main_gpu, 0, 1023)
         mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
         self.vocab_only = check_flag("vocab_only", vocab_only)
-        from llamapipe.llama.gguf_check import check_gguf
+        from llamapipe.gguf.check import check_gguf
 
         info = check_gguf(self.path)
         if info.is_vocab_only and not self.vocab_only:

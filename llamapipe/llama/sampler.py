@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex
 
 import numpy as np
 
+from llamapipe.arguments import check_float, check_int, check_tokens
 from llamapipe.errors import DecodeError, EngineClosedError
-from llamapipe.llama.check import check_float, check_int, check_tokens
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
 

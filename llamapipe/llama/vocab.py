@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, SupportsIndex
 
+from llamapipe.arguments import check_flag, check_int, check_tokens
 from llamapipe.errors import EngineClosedError, InvalidRequestError
-from llamapipe.llama.check import check_flag, check_int, check_tokens
 from llamapipe.native.load import last_error, native
 
 _CHUNK = 512  # pieces asked for at once

@@ -1,4 +1,7 @@
-"""The plug-in for lm-evaluation-harness; importing this module registers the model ``llamapipe`` there."""
+"""The plug-in for lm-evaluation-harness (extra ``lm-eval``).
+
+Importing this package registers the model ``llamapipe`` with the harness.
+"""
 
 try:
     # First: the harness fills its registry only while that is empty, so its own models have to be there already.

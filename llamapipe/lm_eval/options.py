@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from llamapipe.llama.check import check_flag, check_int
+from llamapipe.arguments import check_flag, check_int
 
 _INT32_MAX = 2**31 - 1
 _DEFAULT_SEQUENCES = 8  # Engine's

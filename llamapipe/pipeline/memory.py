@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llamapipe.arguments import check_int
 from llamapipe.errors import EngineClosedError, InvalidRequestError
-from llamapipe.llama.check import check_int
 from llamapipe.native.load import last_error
 
 if TYPE_CHECKING:
-    from llamapipe.pipeline.core import Core
+    from llamapipe.llama.native_pipeline import Core
 
 _INT32_MAX = 2**31 - 1
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llamapipe.arguments import check_float
 from llamapipe.errors import EngineClosedError
-from llamapipe.llama.check import check_float
 from llamapipe.native.load import last_error, native
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from llamapipe.llama.batch import Batch
     from llamapipe.llama.context import Context
-    from llamapipe.pipeline.core import Core
+    from llamapipe.llama.native_pipeline import Core
 
 _LONGEST_S = 10 * 365 * 24 * 3600.0
 

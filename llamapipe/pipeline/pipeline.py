@@ -6,13 +6,13 @@ import warnings
 from dataclasses import dataclass
 from types import TracebackType
 
+from llamapipe.arguments import check_flag, check_int
+from llamapipe.host.at_exit import close_at_exit, forget
 from llamapipe.llama.batch import Batch
-from llamapipe.llama.check import check_flag, check_int
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
+from llamapipe.llama.native_pipeline import Core, ring_slots
 from llamapipe.native.load import last_error
-from llamapipe.pipeline.at_exit import close_at_exit, forget
-from llamapipe.pipeline.core import Core, ring_slots
 from llamapipe.pipeline.memory import PipelineMemory
 from llamapipe.pipeline.output import StepOutput
 from llamapipe.pipeline.trace import Trace

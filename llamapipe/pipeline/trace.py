@@ -10,11 +10,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from llamapipe.llama.check import check_int
+from llamapipe.arguments import check_int
 from llamapipe.pipeline.span import Span
 
 if TYPE_CHECKING:
-    from llamapipe.pipeline.core import Core
+    from llamapipe.llama.native_pipeline import Core
 
 STAGES = ("launch", "compute", "copy", "wait", "sample", "memory")  # in the order of native.h's LP_STAGE_...
 # Top to bottom in a picture; stages of a caller's own come last.

@@ -1,4 +1,7 @@
-"""From token pieces to the text a caller sees: whole characters, and nothing of a stop string."""
+"""From token pieces to the text a caller sees.
+
+Pieces may split a UTF-8 character: text appears once a character is complete. A stop string is never partly shown.
+"""
 
 from llamapipe.text.detokenizer import Utf8Assembler
 from llamapipe.text.stop import StopChecker

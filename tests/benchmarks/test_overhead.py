@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from control import held
+from support.control import held
 
 import llamapipe as lp
 

@@ -1,0 +1,171 @@
+"""The peers on this machine: programs built from the pinned source, and Python bindings in environments of their own.
+
+    python benchmarks/compare/peers.py           # builds what is missing into the user's cache; ten minutes
+    python benchmarks/compare/peers.py --cuda    # llama.cpp's programs with CUDA, and nothing from a package index
+
+All are optimised for this machine, but for xllamacpp, which comes as a wheel for many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
+
+from native_build.paths import REQUIREMENTS, cache_dir
+from native_build.sources import find_source, read_pin
+from native_build.toolchain import find_cmake, find_compilers
+
+PROGRAMS = ("llama-server", "llama-batched-bench")
+BINDINGS = {  # what pip installs, one after another
+    "llama-cpp-python": [
+        ["numpy", "typing_extensions", "diskcache", "jinja2"],
+        [
+            "--no-binary",
+            "llama-cpp-python",
+            "--no-cache-dir",
+            "--no-deps",
+            "--requirement",
+            str(REQUIREMENTS),
+        ],
+    ],
+    "xllamacpp": [["xllamacpp>=2026.10"]],
+}
+HOW = "`python benchmarks/compare/peers.py` builds it"
+
+
+class Missing(Exception):  # noqa: N818
+    """A peer that is not here, and why."""
+
+
+class Peers:
+    """What was found, and why the rest was not."""
+
+    def __init__(self, folder: Path, cuda: bool) -> None:
+        self.folder = folder
+        self.cuda = cuda
+        self.missing: dict[str, str] = {}
+        for name in PROGRAMS:
+            if not (folder / "bin" / name).is_file():
+                self.missing[name] = HOW
+        for name in BINDINGS:
+            if cuda:
+                self.missing[name] = "only compared on the CPU"
+            elif not (folder / name / "complete").is_file():
+                self.missing[name] = HOW
+
+    def program(self, name: str) -> Path:
+        """A program of llama.cpp's. Raises Missing."""
+        self._check(name)
+        return self.folder / "bin" / name
+
+    def python(self, name: str) -> Path:
+        """The interpreter that has a binding. Raises Missing."""
+        self._check(name)
+        return self.folder / name / "bin" / "python"
+
+    def versions(self) -> dict[str, str]:
+        """Of the bindings; the programs are of the pinned source."""
+        ask = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+        found = dict.fromkeys(
+            [name for name in PROGRAMS if name not in self.missing], read_pin(REQUIREMENTS).requirement
+        )
+        for name in BINDINGS:
+            if name not in self.missing:
+                command = [str(self.python(name)), "-c", ask, name]
+                found[name] = subprocess.run(
+                    command, capture_output=True, text=True, check=True
+                ).stdout.strip()
+        return found
+
+    def _check(self, name: str) -> None:
+        if name in self.missing:
+            raise Missing(f"{name} is not here: {self.missing[name]}")
+
+
+def find_peers(cuda: bool = False) -> Peers:
+    """What was built before."""
+    folder = cache_dir() / "peers" / read_pin(REQUIREMENTS).sha256
+    return Peers(folder / ("cuda" if cuda else "native"), cuda)
+
+
+def build_peers(cuda: bool = False, say: Callable[[str], None] = print) -> Peers:
+    """Builds what is missing; what cannot be built is named with the reason."""
+    peers = find_peers(cuda)
+    failed = {}
+    for name in list(peers.missing):
+        say(f"building {name}")
+        try:
+            if name in PROGRAMS:
+                _build_programs(peers, say)
+            elif not cuda:
+                _build_binding(peers.folder / name, BINDINGS[name])
+        except (subprocess.CalledProcessError, OSError) as e:
+            output = getattr(e, "stderr", "") or getattr(e, "stdout", "") or ""
+            failed[name] = f"{e}\n{output[-2000:]}"
+    found = find_peers(cuda)
+    found.missing |= {name: reason for name, reason in failed.items() if name in found.missing}
+    return found
+
+
+def _build_programs(peers: Peers, say: Callable[[str], None]) -> None:
+    folder = peers.folder
+    if all((folder / "bin" / name).is_file() for name in PROGRAMS):
+        return
+    source = find_source(None, say).path
+    tree = folder / "build"
+    off = ("UI", "TESTS", "EXAMPLES", "APP")
+    options = [f"-DLLAMA_BUILD_{name}=OFF" for name in off]
+    options += [
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+        "-DLLAMA_OPENSSL=OFF",
+        "-DLLAMA_TOOLS_INSTALL=OFF",
+        "-DBUILD_SHARED_LIBS=OFF",
+        f"-DGGML_CUDA={'ON' if peers.cuda else 'OFF'}",
+    ]
+    options += [f"-DCMAKE_{language}_FLAGS={_flags()}" for language in ("C", "CXX")]
+    cmake = find_cmake()
+    _run([cmake, "-G", "Ninja", "-S", str(source), "-B", str(tree), "-DCMAKE_BUILD_TYPE=Release", *options])
+    _run([cmake, "--build", str(tree), "--target", *PROGRAMS])
+    (folder / "bin").mkdir(parents=True, exist_ok=True)
+    for name in PROGRAMS:
+        shutil.copy2(tree / "bin" / name, folder / "bin" / name)
+    shutil.rmtree(tree)
+
+
+def _build_binding(folder: Path, steps: Sequence[Sequence[str]]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin" / "python")
+    options = (
+        f"-DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF -DCMAKE_C_FLAGS='{_flags()}' -DCMAKE_CXX_FLAGS='{_flags()}'"
+    )
+    environment = os.environ | {"CMAKE_ARGS": options, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
+    for what in steps:
+        _run([python, "-m", "pip", "install", *what], environment)
+    (folder / "complete").touch()
+
+
+def _flags() -> str:
+    return " ".join(find_compilers().workarounds)
+
+
+def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cuda", action="store_true")
+    built = build_peers(parser.parse_args().cuda)
+    for name, reason in built.missing.items():
+        print(f"without {name}: {reason}")

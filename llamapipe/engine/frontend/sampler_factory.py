@@ -1,0 +1,259 @@
+"""From SamplingParams to the sampler chains of requests."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Generic, TypeVar
+
+from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
+from llamapipe.engine.scheduler.request import Request
+from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.sampler import Dry, Guide, SamplerChain
+from llamapipe.llama.vocab import Vocab
+
+_N_KEPT = 64
+T = TypeVar("T")
+
+
+def choose_seed(params: SamplingParams) -> int:
+    """The request's seed, drawn when none is given."""
+    return int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
+
+
+class Kept(Generic[T]):
+    """The values made last, by what they were made of. Any thread."""
+
+    def __init__(self, n: int = _N_KEPT) -> None:
+        self._n = n
+        self._lock = Lock()
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value kept for ``key``, or the one that ``make`` gives, which may be called twice by two threads."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        made = make()
+        with self._lock:
+            self._values[key] = made
+            if len(self._values) > self._n:
+                self._values.popitem(last=False)
+        return made
+
+
+class Recipe:
+    """What a SamplingParams asks for, looked up in a vocabulary once: makes the sampler chains of its requests.
+
+    Raises InvalidRequestError for what this vocabulary does not have and for constraints that cannot be compiled.
+    """
+
+    def __init__(self, params: SamplingParams, vocab: Vocab, n_ctx: int, dries: Kept[Dry]) -> None:
+        self.params = params
+        self._vocab = vocab
+        self._n_ctx = n_ctx
+        self._order = SAMPLER_ORDER if params.sampler_order is None else params.sampler_order
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            bad = [t for t in getattr(params, name) or () if t >= vocab.n_vocab]
+            if bad:
+                raise InvalidRequestError(
+                    f"{name} holds {bad[0]}; this vocabulary has the ids 0 to {vocab.n_vocab - 1}"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab.n_vocab:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(params, name)}; this vocabulary has {vocab.n_vocab} tokens"
+                )
+        self._biases = dict(params.logit_bias or {})
+        if params.ignore_eos:
+            self._biases.update(dict.fromkeys(vocab.eog_tokens, -math.inf))
+        self._ends = sorted(vocab.eog_tokens | set(params.stop_token_ids)) if params.min_tokens else []
+        self._bad_words = sorted(
+            {
+                tuple(tokens)
+                for word in params.bad_words
+                for text in (word, " " + word)
+                if (tokens := vocab.tokenize(text, add_special=False))
+            }
+        )
+        self._dry: Dry | None = None
+        if params.dry_multiplier > 0 and params.dry_penalty_last_n != 0:
+            last_n = n_ctx if params.dry_penalty_last_n < 0 else min(params.dry_penalty_last_n, n_ctx)
+            options = (params.dry_multiplier, params.dry_base, params.dry_allowed_length, last_n)
+            breakers = tuple(params.dry_sequence_breakers)
+            self._dry = dries.get((*options, breakers), lambda: Dry(vocab, *options, breakers))
+        self._guide: Callable[[], Guide] | None = None
+        for name in ("infill", "grammar"):
+            if getattr(params, name) and (params.ignore_eos or not vocab.eog_tokens):
+                raise InvalidRequestError(
+                    f"{name} needs a token that ends generation: "
+                    + ("leave ignore_eos off" if params.ignore_eos else "this vocabulary has none")
+                )
+        if params.infill and vocab.eos is None and vocab.eot is None:
+            raise InvalidRequestError("infill needs an EOT or EOS token; this vocabulary has neither")
+        for name, without in (
+            ("mirostat", "infill"),
+            ("mirostat", "adaptive_target"),
+            ("adaptive_target", "infill"),
+        ):
+            if _is_on(params, name) and _is_on(params, without):
+                raise InvalidRequestError(
+                    f"{name} and {without} are both given; each decides by itself: choose one"
+                )
+        if params.temperature == 0:
+            for name in ("mirostat", "adaptive_target", "infill"):
+                if _is_on(params, name):
+                    raise InvalidRequestError(
+                        f"{name} draws, but temperature is 0, which never does: leave one out"
+                    )
+        if params.grammar is not None:
+            self._check_grammar(params.grammar)
+        for name in ("json_schema", "regex", "lark"):
+            if getattr(params, name) is not None:
+                from llamapipe.structured.compile import compile_guide
+
+                self._guide = compile_guide(vocab, **{name: getattr(params, name)}).new
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the penalties change anything."""
+        p = self.params
+        return p.repeat_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+
+    def history(self, tokens: list[int]) -> list[int]:
+        """As many of a sequence's last tokens as penalties, DRY and bad words look at."""
+        p = self.params
+        if not self._bad_words and self._dry is None and not self.penalizes:
+            return []
+        n = max((len(word) for word in self._bad_words), default=0)
+        for last_n in [p.repeat_last_n] * self.penalizes + [p.dry_penalty_last_n] * (self._dry is not None):
+            n = max(n, len(tokens) if last_n < 0 else last_n)
+        return tokens[-n:] if n else []
+
+    def make(self, request: Request) -> SamplerChain:
+        """The sampler of a request when it gets its first slot; for the decoder thread."""
+        chain = SamplerChain(self._vocab, request.seed)
+        self._add_changes(chain)
+        self._add_stages(chain)
+        if self.params.logits_processors or self._guide is not None:
+            chain.set_python(self.params.logits_processors, None if self._guide is None else self._guide())
+        if self.params.logprobs is not None:
+            chain.set_logprobs(self.params.logprobs)
+        history = self.history(request.tokens)
+        if history:
+            chain.accept(history)
+        return chain
+
+    def again(self, chain: SamplerChain, request: Request) -> None:
+        """Tells a chain what its request's sequence is after a change. Raises ValueError if that is not allowed."""
+        chain.reset()
+        chain.finished = False
+        generated = request.tokens[request.n_prompt :]
+        chain.accept(self.history(request.tokens))
+        if self.params.grammar is not None:
+            chain.accept_grammar(generated)
+        if chain.guide is not None:
+            chain.guide.reset(generated)
+
+    def _check_grammar(self, text: str) -> None:
+        from llamapipe.structured.gbnf import check_gbnf
+
+        check_gbnf(text, self._vocab)
+        with SamplerChain(self._vocab) as chain:
+            try:
+                chain.set_grammar(text)
+            except ValueError as e:
+                raise InvalidRequestError(f"grammar: {e}") from None
+
+    def _penalties(self) -> tuple[int, float, float, float]:
+        p = self.params
+        last_n = self._n_ctx if p.repeat_last_n < 0 else min(p.repeat_last_n, self._n_ctx)
+        return last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty
+
+    def _add_changes(self, chain: SamplerChain) -> None:
+        p = self.params
+        if self._biases:
+            chain.set_bias(self._biases)
+        if p.allowed_token_ids is not None:
+            chain.set_allowed(p.allowed_token_ids)
+        for word in self._bad_words:
+            chain.add_bad_word(word)
+        if self._ends:
+            chain.set_min_tokens(p.min_tokens, self._ends)
+        if p.grammar is not None:
+            chain.set_grammar(p.grammar)
+
+    def _add_stages(self, chain: SamplerChain) -> None:
+        p, order = self.params, list(self._order)
+        greedy = p.temperature == 0
+        # In front they are changes of few logits; behind others they are stages over what is left. Nothing is cut off
+        # for a greedy draw, so there they are always in front.
+        for name in ("penalties", "dry"):
+            if name in order and (greedy or order[0] == name):
+                order.remove(name)
+                if name == "penalties" and self.penalizes:
+                    chain.set_penalties(*self._penalties())
+                elif name == "dry" and self._dry is not None:
+                    chain.set_dry(self._dry)
+        if greedy:
+            chain.add_temperature(0)
+            return
+        if p.mirostat:
+            order = [name for name in order if name in ("penalties", "dry", "temperature")]
+        for name in order:
+            self._add_stage(chain, name)
+        if p.mirostat:
+            chain.add_mirostat(p.mirostat, p.mirostat_tau, p.mirostat_eta)
+        elif p.adaptive_target >= 0:
+            chain.add_adaptive_p(p.adaptive_target, p.adaptive_decay)
+
+    def _add_stage(self, chain: SamplerChain, name: str) -> None:
+        p = self.params
+        if name == "penalties" and self.penalizes:
+            chain.add_penalties(*self._penalties())
+        elif name == "dry" and self._dry is not None:
+            chain.add_dry(self._dry)
+        elif name == "top_n_sigma" and p.top_n_sigma > 0:
+            chain.add_top_n_sigma(p.top_n_sigma)
+        elif name == "top_k":
+            chain.add_top_k(p.top_k)
+        elif name == "typical_p" and p.typical_p < 1.0:
+            chain.add_typical(p.typical_p)
+        elif name == "top_p" and p.top_p < 1.0:
+            chain.add_top_p(p.top_p)
+        elif name == "min_p" and p.min_p > 0.0:
+            chain.add_min_p(p.min_p)
+        elif name == "xtc" and p.xtc_probability > 0:
+            chain.add_xtc(p.xtc_probability, p.xtc_threshold)
+        elif name == "temperature" and p.temperature > 0:
+            if p.dynatemp_range > 0:
+                chain.add_dynamic_temperature(p.temperature, p.dynatemp_range, p.dynatemp_exponent)
+            else:
+                chain.add_temperature(p.temperature)
+        elif name == "infill" and p.infill:
+            chain.add_infill()
+
+
+def _is_on(params: SamplingParams, name: str) -> bool:
+    value = getattr(params, name)
+    return bool(value >= 0 if name == "adaptive_target" else value)
+
+
+class RecipeBook:
+    """The recipes of one engine, kept for requests with the same params. Any thread."""
+
+    def __init__(self, vocab: Vocab, n_ctx: int) -> None:
+        self._vocab = vocab
+        self._n_ctx = n_ctx
+        self._recipes: Kept[Recipe] = Kept()
+        self._dries: Kept[Dry] = Kept(8)
+
+    def recipe(self, params: SamplingParams) -> Recipe:
+        """The recipe for ``params``. Raises InvalidRequestError."""
+        if params.logits_processors:  # which may be equal and yet not the same, and are not ours to keep
+            return Recipe(params, self._vocab, self._n_ctx, self._dries)
+        return self._recipes.get(params, lambda: Recipe(params, self._vocab, self._n_ctx, self._dries))

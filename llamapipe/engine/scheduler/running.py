@@ -1,0 +1,100 @@
+"""The requests that have a slot: they decode, or have tokens to be fed, or wait for their reader."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from operator import attrgetter
+
+from llamapipe.engine.scheduler.request import Request
+
+_by_slot = attrgetter("slot")
+_by_arrival = attrgetter("arrival")
+
+
+class Running:
+    """Three lists, each request in one of them.
+
+    ``n_moves`` counts what comes and goes: while it stays, the same requests decode and prefill.
+    """
+
+    def __init__(self) -> None:
+        self.decoding: list[Request] = []  # by slot
+        self.prefilling: list[Request] = []  # by arrival
+        self.paused: OrderedDict[Request, None] = OrderedDict()  # longest paused first
+        self.n_moves = 0
+
+    def __repr__(self) -> str:
+        return f"<Running prefilling={len(self.prefilling)} decoding={len(self.decoding)} paused={len(self.paused)}>"
+
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self.prefilling) + len(self.paused)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.decoding
+        yield from self.prefilling
+        yield from self.paused
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could feed something."""
+        return bool(self.decoding or self.prefilling)
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether nothing that runs will ever decode."""
+        return not self.decoding and all(request.max_tokens == 0 for request in self.prefilling)
+
+    @property
+    def n_cells(self) -> int:
+        """Cells these hold, or will hold once their tokens are fed."""
+        running = sum(len(r.tokens) for r in self.decoding) + sum(len(r.tokens) for r in self.prefilling)
+        return running + sum(r.n_past for r in self.paused)
+
+    def add(self, request: Request) -> None:
+        """Lets a request with a slot run."""
+        self.n_moves += 1
+        if decodes(request):
+            insort(self.decoding, request, key=_by_slot)
+        else:
+            insort(self.prefilling, request, key=_by_arrival)
+
+    def take(self, request: Request) -> None:
+        """Takes out one that runs."""
+        self.n_moves += 1
+        if request in self.decoding:
+            self.decoding.remove(request)
+        else:
+            self.prefilling.remove(request)
+
+    def sort(self) -> None:
+        """Moves those whose prompt is fed to those that decode."""
+        for request in [r for r in self.prefilling if decodes(r)]:
+            self.prefilling.remove(request)
+            self.add(request)
+
+    def recompute(self, request: Request) -> None:
+        """Its cells are lost: it has all of its tokens to feed."""
+        request.n_past = 0
+        if request in self.decoding:
+            self.decoding.remove(request)
+            self.add(request)
+
+    def least(self) -> Request | None:
+        """Who gives way to the others: who paused first, else the newest; None when only one is here."""
+        if len(self) < 2:
+            return None
+        return next(iter(self.paused)) if self.paused else max(self, key=_by_arrival)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the lists are wrong."""
+        assert self.decoding == sorted(self.decoding, key=_by_slot)
+        for request in self.decoding:
+            assert len(request.tokens) - request.n_past == 1, request
+
+
+def decodes(request: Request) -> bool:
+    """Whether a token is left to feed and another to draw; who leads a family feeds its prompt first."""
+    leads = request.n_past == 0 and request.family is not None and request.family.waiting
+    return len(request.tokens) - request.n_past == 1 and request.max_tokens > 0 and not leads

@@ -1,0 +1,346 @@
+"""Runs an engine's steps on a pipeline: launch, then sample from the staged rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from llamapipe.engine.delivery.wake_queue import WakeList
+from llamapipe.engine.scheduler.logprob_targets import TokenScore
+from llamapipe.errors import DecodeError
+from llamapipe.llama.native_pipeline import Core
+from llamapipe.llama.sampler import SamplerChain
+from llamapipe.native.load import last_error
+
+
+class Executor(Protocol):
+    """What the decoder thread needs of a context.
+
+    ``overlaps``: a launch returns before its step is computed, so there is time for other work before ``sample``.
+    ``late_errors``: errors of a launch are raised by ``sample``. ``depth``: most steps launched and not sampled.
+    """
+
+    overlaps: bool
+    late_errors: bool
+    depth: int
+
+    def remove(self, seq_id: int, position: int) -> bool:
+        """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
+
+    def copy(self, source: int, seq_id: int, n: int) -> bool:
+        """Gives an empty sequence the first ``n`` cells of another; False when that cannot be done."""
+
+    def launch(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        rows: Sequence[int] = (),
+        samplers: Sequence[Any] = (),
+        targets: Mapping[int, Sequence[int]] | None = None,
+        n_top: int = 0,
+    ) -> int:
+        """Starts computing a batch and returns the step's number.
+
+        What will be asked of it may be told beforehand, for where the device can find it out: the ``samplers`` of
+        ``rows``, and for output entries the tokens that are to be scored, with the ``n_top`` most probable ones.
+
+        Raises ContextFullError (nothing changed) or DecodeError, here or in ``sample``.
+        """
+
+    def launch_again(self) -> int:
+        """Launches the last batch, every entry one position further and with the token that was sampled from it.
+
+        Only after a ``sample`` of all its entries in their order. Returns and raises as ``launch`` does.
+        """
+
+    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+        """Draws and accepts a token for each output entry of a step.
+
+        Where none can be drawn: -1 if no logit is finite, -2 if no token is allowed, -3 if the sampler has an
+        ``error``.
+        """
+
+    def sample_again(self, step: int) -> list[int]:
+        """``sample`` with the rows and samplers of the last one."""
+
+    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[Any]:
+        """What output entries of a step say of tokens: (logprob, is_greedy, the ``n_top`` most probable).
+
+        Entries may come several times in a row. Raises as ``sample`` does.
+        """
+
+    def wake_at_launch(self, wakes: WakeList) -> None:
+        """Has each launch wake those who are in this list then, threads one by one while it computes.
+
+        It holds no lock of the interpreter's, so whoever is woken can work at once.
+        """
+
+    def rest(self) -> None:
+        """Nothing will be launched until somebody asks for it: threads that wait eagerly may sleep."""
+
+    def compute_s(self) -> float:
+        """Seconds spent computing steps so far, as far as they are known."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for EngineStats; any thread."""
+
+    def launching(self) -> int:
+        """The number of the step that is being computed by a call of ``launch``; any thread."""
+
+    def abort(self, step: int) -> None:
+        """Ends a step early if it is still being computed, and where that is possible; any thread."""
+
+    def close(self) -> None:
+        """Frees the context."""
+
+
+class StepExecutor:
+    """An Executor over a pipeline; belongs to the thread that uses it first, like the context."""
+
+    def __init__(self, core: Core) -> None:
+        context = core.context
+        self.core = core
+        self.overlaps = core.threaded or core.mode in ("events", "sync")
+        self.late_errors = core.threaded
+        self.depth = core.depth
+        self._context = context
+        self._native = core.native
+        new, n = self._native.ffi.new, context.n_batch
+        self._tokens, self._positions, self._seq_ids = (new("int32_t[]", n) for _ in range(3))
+        self._outputs = new("int8_t[]", n)
+        self._rows, self._sampled = (new("int32_t[]", context.n_seq_max) for _ in range(2))
+        self._asked: tuple[Sequence[int], Sequence[SamplerChain]] = ((), ())
+        self._all_native = True
+        self._samplers = new("lp_sampler *[]", context.n_seq_max)
+        self._in_graph = context.graph_sampling
+        self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
+        self._handle = core.handle  # what calls go to
+        self._wakes: WakeList | None = None
+
+    def remove(self, seq_id: int, position: int) -> bool:
+        """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
+        self._context.claim()
+        lib = self._native.lib
+        removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, position, -1, 0)
+        if removed > 0:
+            return True
+        if removed < 0:
+            raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
+        lib.lp_memory(
+            self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0
+        )  # recurrent models keep no history to go back to
+        return False
+
+    def copy(self, source: int, seq_id: int, n: int) -> bool:
+        """Gives an empty sequence the first ``n`` cells of another; False when that cannot be done."""
+        self._context.claim()
+        lib = self._native.lib
+        if self._context.kv_unified:
+            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, n, 0)
+        else:  # between streams only whole ones
+            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, -1, 0)
+            if done > 0:
+                return self.remove(seq_id, n)
+        if done < 0:
+            raise DecodeError(f"copying sequence {source} failed ({last_error(self._native)})")
+        return bool(done > 0)
+
+    def launch(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        rows: Sequence[int] = (),
+        samplers: Sequence[SamplerChain] = (),
+        targets: Mapping[int, Sequence[int]] | None = None,
+        n_top: int = 0,
+    ) -> int:
+        """Starts computing a batch of at most ``n_batch`` entries; the step's number.
+
+        ``samplers`` of ``rows``, and ``targets`` and ``n_top`` of other output entries: for the graph, if it samples.
+
+        Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
+        """
+        self._context.claim()
+        n = self._n = len(tokens)
+        self._tokens[0:n] = tokens
+        self._positions[0:n] = positions
+        self._seq_ids[0:n] = seq_ids
+        self._outputs[0:n] = outputs
+        known = wanted = self._native.ffi.NULL
+        if self._in_graph and (samplers or targets):
+            known, wanted = self._for_graph(outputs, rows, samplers, targets or {})
+        step: int = self._native.lib.lp_launch(
+            self._handle, n, self._tokens, self._positions, self._seq_ids, self._outputs, known, wanted, n_top
+        )
+        if step < 0:
+            self._fail(step)
+        return step
+
+    def _for_graph(
+        self,
+        outputs: Sequence[int],
+        rows: Sequence[int],
+        samplers: Sequence[SamplerChain],
+        targets: Mapping[int, Sequence[int]],
+    ) -> tuple[Any, Any]:
+        """Samplers (or NULL) and targets (-1: none, or too many) of each output, in the order of the batch."""
+        ffi, n_targets = self._native.ffi, self._native.lib.LP_TARGETS
+        by_entry = dict(zip(rows, samplers, strict=True))  # of several of one row, one
+        entries = [i for i, output in enumerate(outputs) if output]
+        known = [by_entry[i].handle if i in by_entry else ffi.NULL for i in entries]
+        wanted: list[int] = []
+        for i in entries:
+            mine = list(targets.get(i, ()))
+            if len(mine) > n_targets:
+                mine = []
+            wanted += mine + [-1] * (n_targets - len(mine))
+        return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
+
+    def wake_at_launch(self, wakes: WakeList) -> None:
+        """Has each launch wake those who are in this list then."""
+        self._wakes = wakes  # the pipeline has its address
+        self._native.lib.lp_wake_at_launch(self._handle, wakes.handle)
+
+    def launch_again(self) -> int:
+        """Launches the last batch, every entry one position further and with the token sampled from it.
+
+        Returns and raises as ``launch`` does.
+        """
+        known = self._samplers if self._in_graph else self._native.ffi.NULL
+        step: int = self._native.lib.lp_launch_again(self._handle, self._sampled, known)
+        if step < 0:
+            self._fail(step)
+        return step
+
+    def _fail(self, code: int) -> NoReturn:
+        raise self.core.error(code, n_tokens=self._n)
+
+    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> list[int]:
+        """Draws and accepts a token for each output entry of a step; see ``Executor.sample``.
+
+        Its rows stay until ``depth`` more steps are launched.
+        """
+        self._context.claim()
+        self._asked = (rows, samplers)
+        self._n_rows = len(rows)
+        self._set_rows(rows, samplers)
+        self._all_native = all(s.is_native for s in samplers)
+        return self.sample_again(step)
+
+    def _set_rows(self, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> None:
+        n = len(rows)
+        if n > len(self._rows):  # requests that wait for a slot get their first tokens, too
+            new = self._native.ffi.new
+            self._rows, self._sampled = (new("int32_t[]", n) for _ in range(2))
+            self._samplers = new("lp_sampler *[]", n)
+        self._rows[0:n] = rows
+        self._samplers[0:n] = [s.handle for s in samplers]
+
+    def sample_again(self, step: int) -> list[int]:
+        """``sample`` with the rows and samplers of the last one."""
+        native, n = self._native, self._n_rows
+        if not self._all_native:
+            return self._sample_with_python(step)
+        code = native.lib.lp_sample_rows(self._handle, step, n, self._rows, self._samplers, self._sampled)
+        if code < 0:
+            self._sampling_failed(code)
+        return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
+
+    def _sample_with_python(self, step: int) -> list[int]:
+        """Asks guides for their masks and runs processors; each failure is its own row's."""
+        native, (rows, samplers) = self._native, self._asked
+        lib = native.lib
+        drawn = [0] * len(rows)
+        for i, sampler in enumerate(samplers):
+            if not sampler.ask_guide():
+                drawn[i] = -3
+        plain = [i for i, s in enumerate(samplers) if drawn[i] == 0 and not s.processors]
+        self._set_rows([rows[i] for i in plain], [samplers[i] for i in plain])
+        code = lib.lp_sample_rows(self._handle, step, len(plain), self._rows, self._samplers, self._sampled)
+        if code < 0:
+            self._sampling_failed(code)
+        for i, token in zip(plain, native.ffi.unpack(self._sampled, len(plain)), strict=True):
+            drawn[i] = token
+            if token == -3:
+                samplers[i].error = DecodeError(f"drawing a token failed: {last_error(native)}")
+        for i, sampler in enumerate(samplers):
+            if drawn[i] == 0 and sampler.processors:
+                row = lib.lp_step_row(self._handle, step, rows[i])
+                if row == native.ffi.NULL:
+                    self._sampling_failed(lib.LP_ERROR)
+                buffer = native.ffi.buffer(row, 4 * sampler.n_vocab)
+                drawn[i] = sampler.draw_processed(np.frombuffer(buffer, np.float32))
+            if drawn[i] >= 0 and not sampler.tell_guide(drawn[i]):
+                drawn[i] = -3
+        self._set_rows(rows, samplers)
+        self._sampled[0 : len(drawn)] = drawn
+        return drawn
+
+    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
+        """What output entries of a step say of tokens; see ``Executor.score``."""
+        self._context.claim()
+        native, n = self._native, len(rows)
+        new = native.ffi.new
+        logprobs, greedy = new("float[]", n), new("int8_t[]", n)
+        ids, values = new("int32_t[]", n * n_top), new("float[]", n * n_top)
+        code = native.lib.lp_score_rows(
+            self._handle, step, n, rows, targets, logprobs, greedy, n_top, ids, values
+        )
+        if code < 0:
+            self._sampling_failed(code)
+        unpack = native.ffi.unpack
+        tops: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+        if n_top:
+            pairs = list(zip(unpack(ids, n * n_top), unpack(values, n * n_top), strict=True))
+            tops = [pairs[i * n_top : (i + 1) * n_top] for i in range(n)]
+        return [
+            TokenScore(logprob, bool(is_greedy), top)
+            for logprob, is_greedy, top in zip(unpack(logprobs, n), unpack(greedy, n), tops, strict=True)
+        ]
+
+    def _sampling_failed(self, code: int) -> NoReturn:
+        lib = self._native.lib
+        if code == lib.LP_ERROR:
+            raise RuntimeError(f"sampling failed: {last_error(self._native)}")
+        self._fail(code)
+
+    def rest(self) -> None:
+        """Has the compute threads sleep, who would spin for some milliseconds: whoever asks next needs a core, too."""
+        self._native.lib.lp_context_rest(self._context.handle)
+
+    def compute_s(self) -> float:
+        """Seconds spent computing steps so far, as far as they are known."""
+        return float(self.core.counters().compute_ns) * 1e-9
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for EngineStats; any thread, also after ``close``."""
+        counters = self.core.counters()
+        return {
+            "n_waits": counters.n_waits,
+            "n_syncs": counters.n_syncs,
+            "n_copies": counters.n_copies,
+            "n_copied_bytes": counters.n_bytes,
+            "n_reused": self.core.n_reused,
+            "n_graph_sampled": counters.n_graph,
+            "compute_s": counters.compute_ns * 1e-9,
+            "wait_s": counters.wait_ns * 1e-9,
+        }
+
+    def launching(self) -> int:
+        """The number of the step that is being computed by a call of ``launch``; any thread."""
+        step: int = self._native.lib.lp_launching(self._handle)
+        return step
+
+    def abort(self, step: int) -> None:
+        """Ends a step within one node of its graph if it is still being computed, on a CPU; any thread."""
+        self._native.lib.lp_abort(self._handle, step)
+
+    def close(self) -> None:
+        """Frees pipeline and context."""
+        self.core.close()

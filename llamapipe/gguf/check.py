@@ -1,0 +1,201 @@
+"""Our own check of a GGUF file before llama.cpp loads it.
+
+llama.cpp refuses much damage with an error, but answers some with an abort, a crash or an endless loop, which would
+take the process with it. Everything before the tensor data is checked here; damage inside tensor data cannot be seen.
+Architectures and tensor types that this version does not know are let through to llama.cpp, and not all that a rarer
+architecture asserts of keys of its own is known here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from llamapipe.errors import ModelLoadError
+from llamapipe.gguf.reader import U16, Damage, Head, parse_head
+from llamapipe.gguf.shapes import check_shapes
+from llamapipe.gguf.tensors import check_tensors
+from llamapipe.gguf.vocab import check_vocabulary
+
+_PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+# What people give instead of a GGUF file, by its first bytes.
+_LOOKALIKES: Final = (
+    (rb".{7}\0\{\s*\"", "a safetensors file; convert it with llama.cpp's convert_hf_to_gguf.py"),
+    (rb"PK\x03\x04|\x80[\x02-\x05]", "a PyTorch checkpoint or zip archive; convert the model to GGUF"),
+    (
+        rb"lmgg|fmgg|tjgg|algg|ggml|ggmf|ggjt",
+        "a model of the format before GGUF; convert the original model again",
+    ),
+    (rb"version https://git-lfs", "a Git LFS pointer, not the file itself; run `git lfs pull`"),
+    (
+        rb"\s*<(?:!doctype|html|\?xml)",
+        "a web page, probably an error page of a download; download the file itself",
+    ),
+    (rb"\x1f\x8b|7z\xbc\xaf|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd", "a compressed archive; unpack it"),
+    (rb"\s*\{", "a JSON file; give the .gguf file"),
+    (rb"FUGG", "a GGUF file with its bytes swapped; convert the model for this machine's byte order"),
+)
+
+
+@dataclass(frozen=True)
+class GgufInfo:
+    """What the head of a checked file says.
+
+    `n_entries` counts the metadata, `n_parts` the files of a split model; `tokenizer` is None without a vocabulary;
+    `is_vocab_only` is set for a file without tensors; `is_causal` is False for models that see the whole text, such as
+    encoders; `n_layer`, `n_embd` and `n_ctx_train` are 0 where a vocabulary-only file does not say.
+    """
+
+    path: Path
+    version: int
+    architecture: str
+    tokenizer: str | None
+    n_vocab: int
+    n_entries: int
+    n_tensors: int
+    n_parts: int
+    n_layer: int
+    n_embd: int
+    n_ctx_train: int
+    is_causal: bool
+    is_vocab_only: bool
+    size_bytes: int
+
+
+def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
+    """Check a GGUF file and, for a split model, its other parts; the file is mapped, not copied. Any thread.
+
+    Raises:
+        ModelLoadError: the file is missing, no GGUF file, truncated or damaged; the message says what and where.
+    """
+    file = Path(path)
+    head = _head(file)
+    try:
+        n_tensors, parts = _parts(
+            file, head
+        )  # first: a later part has no architecture, and that is not what is wrong
+        shapes = check_shapes(head)
+        tokenizer, n_vocab = check_vocabulary(head)
+        check_tensors(head)
+    except Damage as damage:
+        raise ModelLoadError(f"{file}: {damage}") from None
+    return GgufInfo(
+        path=file,
+        version=head.version,
+        architecture=shapes.architecture,
+        tokenizer=tokenizer,
+        n_vocab=n_vocab,
+        n_entries=len(head.entries),
+        n_tensors=n_tensors,
+        n_parts=1 + len(parts),
+        n_layer=shapes.n_layer,
+        n_embd=shapes.n_embd,
+        n_ctx_train=shapes.n_ctx_train,
+        is_causal=shapes.is_causal,
+        is_vocab_only=n_tensors == 0,
+        size_bytes=len(head.buffer) + sum(len(part.buffer) for _, part in parts),
+    )
+
+
+def _head(path: Path) -> Head:
+    """Map a file and parse its head; ModelLoadError when that cannot be done."""
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise ModelLoadError(_directory(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelLoadError(f"{path} is not a regular file; give the path of a .gguf file")
+        with path.open("rb") as file:
+            first = file.read(64)
+            if not first:
+                raise ModelLoadError(f"{path} is empty; download or convert it again")
+            if first[:4] != b"GGUF":
+                raise ModelLoadError(_stranger(path, first))
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelLoadError(_missing(path)) from None
+    except PermissionError:
+        raise ModelLoadError(f"{path} cannot be read: no permission; change its mode or owner") from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    try:
+        return parse_head(buffer)
+    except Damage as damage:
+        raise ModelLoadError(f"{path}: {damage}") from None
+
+
+def _missing(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{path} does not exist, nor does its folder {folder}; check the path"
+    near = sorted(other.name for other in folder.glob("*.gguf"))[:5]
+    return f"{path} does not exist; " + (f"its folder has {', '.join(near)}" if near else "check the path")
+
+
+def _directory(path: Path) -> str:
+    found = sorted(other.name for other in path.glob("*.gguf"))[:5]
+    hint = f"give one of its files: {', '.join(found)}" if found else "give the path of a .gguf file"
+    return f"{path} is a directory; {hint}"
+
+
+def _stranger(path: Path, first: bytes) -> str:
+    for pattern, what in _LOOKALIKES:
+        if re.match(pattern, first, re.DOTALL | re.IGNORECASE):
+            return f"{path} is not a GGUF file: it looks like {what}"
+    return f"{path} is not a GGUF file: it begins with {first[:4]!r} instead of b'GGUF'"
+
+
+def _parts(path: Path, head: Head) -> tuple[int, list[tuple[Path, Head]]]:
+    """The number of tensors of all parts, and the further parts of a split model."""
+    n_parts = _split_value(head, "split.count")
+    if n_parts is None or n_parts <= 1:
+        return len(head.tensors), []
+    number = _split_value(head, "split.no")
+    if number is None:
+        raise Damage(f"it is one of {n_parts} parts, but does not say which: split.no is missing")
+    named = _PART.fullmatch(path.name)
+    if number != 0:
+        first = f"{named[1]}-00001-of-{named[3]}.gguf" if named else "…-00001-of-….gguf"
+        raise Damage(
+            f"it is part {number + 1} of {n_parts}; give the first part, {first}, beside which the others lie"
+        )
+    if named is None or int(named[2]) != 1 or int(named[3]) != n_parts:
+        raise Damage(
+            f"it is the first of {n_parts} parts, which are found by their names: it must be called "
+            f"NAME-00001-of-{n_parts:05d}.gguf"
+        )
+    parts = []
+    names = {tensor.name for tensor in head.tensors}
+    for i in range(1, n_parts):
+        part_path = path.with_name(f"{named[1]}-{i + 1:05d}-of-{n_parts:05d}.gguf")
+        part = _head(part_path)
+        if _split_value(part, "split.no") != i:
+            raise Damage(f"{part_path} does not say that it is part {i + 1} of the model")
+        for tensor in part.tensors:
+            if tensor.name in names:
+                raise Damage(f"{part_path}: the tensor {tensor.name!r} occurs in an earlier part too")
+            names.add(tensor.name)
+        _check_part(part_path, part)
+        parts.append((part_path, part))
+    return len(names), parts
+
+
+def _check_part(path: Path, part: Head) -> None:
+    try:
+        check_tensors(part)
+    except Damage as damage:
+        raise ModelLoadError(f"{path}: {damage}") from None
+
+
+def _split_value(head: Head, key: str) -> int | None:
+    entry = head.entries.get(key)
+    if entry is None:
+        return None
+    if entry.kind != U16 or not isinstance(entry.value, int):
+        raise Damage(f"{key} must be a u16")
+    return entry.value

@@ -1,0 +1,190 @@
+"""The native pipeline over a context: which way its outputs take, and its life."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from llamapipe.arguments import check_choice
+from llamapipe.errors import BackendError, ContextFullError, DecodeError, EngineClosedError
+from llamapipe.llama.context import Context
+from llamapipe.llama.model import Model
+from llamapipe.native.load import drain_log, last_error, native
+
+GRAPH_SAMPLING = ("auto", "on", "off")
+RINGS = ("auto", "events", "sync", "off")
+_MODES = ("host", "events", "sync", "stock")
+
+
+def ring_slots(model: Model, ring: str, n_slots: int) -> int:
+    """How many slots a context's ring gets: ``n_slots``, or none where outputs go through llama.cpp's own buffer."""
+    check_choice("ring", ring, RINGS)
+    return 0 if ring == "off" or not can_stage(model) else n_slots
+
+
+def can_stage(model: Model) -> bool:
+    """Whether this model's batches are cut into ubatches in a way that is known here.
+
+    Recurrent and sliding-window memories retry other ways by themselves, so their rows could not be told apart.
+    """
+    return not model.is_recurrent and not model.n_swa
+
+
+def wants_graph_sampling(model: Model, ring: str, choice: str) -> bool:
+    """Whether the graph shall sample: by itself only where a device computes that is more than software.
+
+    A CPU has better ways to find a row's candidates, and a software device is a CPU.
+    """
+    check_choice("graph_sampling", choice, GRAPH_SAMPLING)
+    if choice != "auto":
+        return choice == "on"
+    return ring_slots(model, ring, 1) > 0 and on_gpu(model)
+
+
+def on_gpu(model: Model) -> bool:
+    """Whether some of it is computed by a device that is more than software."""
+    return any(d.type in ("gpu", "igpu") and not d.is_software for d in model.devices)
+
+
+class Core:
+    """Owns a native pipeline and its context; ``close`` frees both, the pipeline first.
+
+    ``mode``: where rows are and who waits for what: ``"host"``, ``"events"``, ``"sync"`` or ``"stock"`` (see
+    ``docs/backends.md``). ``threaded``: it launches on a thread of its own, else on the caller's.
+    """
+
+    def __init__(self, context: Context, ring: str, depth: int, n_slots: int, threaded: bool) -> None:
+        self.context = context
+        self.native = native()
+        self.depth = depth
+        self.threaded = threaded
+        lib, ffi = self.native.lib, self.native.ffi
+        if context.collector is None:
+            modes = [lib.LP_STOCK]
+        elif lib.lp_collector_in_host_memory(context.collector):
+            modes = [lib.LP_HOST]
+        elif ring == "sync":
+            modes = [lib.LP_SYNC]
+        else:
+            modes = [lib.LP_EVENTS, lib.LP_SYNC]
+        self.handle: Any = ffi.NULL
+        for mode in modes:
+            self.handle = lib.lp_pipeline_new(
+                context.handle,
+                context.collector or ffi.NULL,
+                mode,
+                depth,
+                n_slots,
+                context.n_outputs_max,
+                context.n_ubatch if context.collector is not None else context.n_batch,
+                context.collector is not None and not context.kv_unified and context.n_seq_max > 1,
+                threaded,
+            )
+            if self.handle != ffi.NULL:
+                break
+            if ring == "events":
+                break
+            logging.getLogger("llamapipe").warning("no events: %s", last_error(self.native))
+        if self.handle == ffi.NULL:
+            raise BackendError(f"the pipeline could not be made ({last_error(self.native)})")
+        self.mode = _MODES[mode]
+        if context.graph_problem and not context.graph_sampling:
+            logging.getLogger("llamapipe").warning(
+                "%s cannot be sampled in the graph: %s", context.model.path.name, context.graph_problem
+            )
+        self._free = lib.lp_pipeline_free  # modules may be gone when the interpreter ends
+        self._closed = False
+        self._closing = threading.Lock()
+        self._n_reused = 0
+
+    def error(self, code: int, why: str | None = None, n_tokens: int | None = None) -> Exception:
+        """The exception for a negative code of a step."""
+        lib = self.native.lib
+        why = last_error(self.native) if why is None else why
+        if code == lib.LP_ERROR_FULL:
+            drain_log(self.native)
+            what = "this step" if n_tokens is None else f"a step of {n_tokens} tokens"
+            return ContextFullError(f"no KV cells are left for {what}")
+        if code == lib.LP_ERROR_ABORTED:
+            drain_log(self.native)
+            return StepAbortedError("the step was aborted: all who waited for it gave up")
+        if code == lib.LP_ERROR_CLOSED:
+            return EngineClosedError(why)
+        if code in (lib.LP_ERROR_POSITIONS, lib.LP_ERROR_ROWS):
+            return DecodeError(f"the step failed: {why}")
+        reason = "; ".join(drain_log(self.native)[-2:]) or why
+        return DecodeError(f"llama.cpp failed to compute this step (code {code}: {reason})")
+
+    def counters(self) -> Any:
+        """A copy of the native counters. Any thread."""
+        counters = self.native.ffi.new("lp_counters *")
+        self.native.lib.lp_get_counters(self.handle, counters)
+        return counters
+
+    @property
+    def n_reused(self) -> int:
+        """How often llama.cpp used its last compute graph again; what it was at the end, once closed."""
+        if self._closing.acquire(blocking=False):  # else it is being closed just now
+            try:
+                if not self.context.closed:
+                    self._n_reused = self.context.n_reused
+            finally:
+                self._closing.release()
+        return self._n_reused
+
+    def next_position(self, seq_id: int) -> int:
+        """Where a sequence goes on once all that is queued is done; of a pipeline with a thread of its own."""
+        position: int = self.native.lib.lp_next_position(self.handle, seq_id)
+        return position
+
+    def fail_next(self, stage: str, code: int = -3) -> None:
+        """For tests: the next ``"launch"``, ``"rows"`` or ``"copy"`` fails with this code."""
+        fault = getattr(self.native.lib, f"LP_FAULT_{stage.upper()}")
+        self.native.lib.lp_fail_next(self.handle, fault, code)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError when closed, or in a child process after fork()."""
+        if self.context.forked:
+            raise EngineClosedError("the pipeline was made before fork(); make one in the child process")
+        if self._closed:
+            raise EngineClosedError("the pipeline is closed; make another")
+
+    def close(self, drain: bool = True) -> None:
+        """Ends the pipeline's threads and frees its context; steps that are done can still be read. Any thread."""
+        self._closed = True
+        if self.context.forked:  # its threads are not in this process
+            return
+        if not drain:  # also when another thread is waiting for the drain
+            self.native.lib.lp_pipeline_stop(self.handle)
+        with self._closing:
+            if not self.context.closed:
+                self._n_reused = self.context.n_reused
+            self.native.lib.lp_pipeline_close(self.handle, drain)
+            self.context.close()
+
+    def __del__(self) -> None:
+        # Only now: another thread may have been about to use it when it was closed.
+        if getattr(self, "_closed", False) and not self.context.forked:
+            self._free(self.handle)
+
+
+def engine_core(context: Context, ring: str, depth: int | None) -> Core:
+    """The pipeline of an engine: on the CPU a thread of its own only if steps shall overlap."""
+    lib = native().lib
+    on_host = context.collector is None or lib.lp_collector_in_host_memory(context.collector)
+    if depth is None:
+        depth = 1 if on_host else 2
+    # A recurrent memory may refuse to forget a part: who asks has to learn of it at once.
+    threaded = depth > 1 and bool(on_host) and not context.model.is_recurrent
+    n_slots = context.n_ring_slots if context.collector is not None else depth + 1
+    return Core(context, ring, depth, n_slots, threaded=threaded)
+
+
+class StepAbortedError(DecodeError):
+    """A step ended early because everybody who waited for it gave up."""

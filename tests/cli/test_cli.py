@@ -1,0 +1,450 @@
+"""The command line, run for real in processes of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from support.screen import Screen, run_in_terminal
+
+import llamapipe as lp
+from llamapipe.cli.options import ENGINE, MODEL, SAMPLING
+
+PACKAGE = Path(lp.__file__).parent
+STORY = "Once upon a time, there was a little fox named Lily."
+GREEDY = ["--temperature", "0", "--max-tokens", "16"]
+
+
+def environment(package: Path = PACKAGE, **more: str) -> dict[str, str]:
+    """That of a user at a terminal who has `package` installed."""
+    unset = ("NO_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "PYTHONUTF8")
+    kept = {key: value for key, value in os.environ.items() if key not in unset}
+    return {
+        **kept,
+        "PYTHONPATH": str(package.parent),
+        "TERM": "xterm-256color",
+        "PYTHONWARNINGS": "error",
+        **more,
+    }
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "llamapipe", *map(str, arguments)]
+
+
+def run(
+    *arguments: str | Path,
+    cwd: Path,
+    stdin: str = "",
+    package: Path = PACKAGE,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(*arguments),
+        input=stdin,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=240,
+        cwd=cwd,
+        env=environment(package, **(variables or {})),
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def ok(*arguments: str | Path, cwd: Path, stdin: str = "", variables: Mapping[str, str] | None = None) -> str:
+    """The output of a command that must succeed in silence on stderr."""
+    done = run(*arguments, cwd=cwd, stdin=stdin, variables=variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+class TestUsage:
+    def test_version(self, tmp_path: Path) -> None:
+        assert ok("--version", cwd=tmp_path) == f"llamapipe {lp.__version__}\n"
+
+    def test_help_names_every_command(self, tmp_path: Path) -> None:
+        text = ok("--help", cwd=tmp_path)
+        assert all(
+            re.search(rf"^ +{name} ", text, re.MULTILINE) for name in ("demo", "generate", "trace", "doctor")
+        )
+
+    @pytest.mark.parametrize("name", ["demo", "generate", "trace", "doctor"])
+    def test_help_of_every_command(self, name: str, tmp_path: Path) -> None:
+        assert ok(name, "--help", cwd=tmp_path).startswith(f"usage: llamapipe {name} ")
+
+    def test_help_of_generate_names_every_option_with_its_default(self, tmp_path: Path) -> None:
+        text = ok("generate", "--help", cwd=tmp_path, variables={"COLUMNS": "200"})
+        for option in [*SAMPLING, *ENGINE, *MODEL]:
+            assert f"  {option.flag}" in text
+        assert re.search(rf"--temperature T +.*\({lp.SamplingParams().temperature}\)$", text, re.MULTILINE)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            (),
+            ("dance",),
+            ("demo", "--tempo"),
+            ("generate",),
+            ("demo", "--runs", "0"),
+            ("demo", "--pace", "-1"),
+        ],
+    )
+    def test_wrong_usage_is_2(self, arguments: tuple[str, ...], tmp_path: Path) -> None:
+        done = run(*arguments, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert "usage: llamapipe" in done.stderr
+
+    def test_every_sampling_parameter_has_an_option(self) -> None:
+        """But those whose results the command does not print, and what is a Python function."""
+        fields = {field.name for field in dataclasses.fields(lp.SamplingParams)}
+        fields -= {"n", "logprobs", "prompt_logprobs", "logits_processors"}
+        assert {option.name for option in SAMPLING} == fields
+
+
+class TestGenerate:
+    def test_streams_one_prompt(self, tmp_path: Path) -> None:
+        with subprocess.Popen(
+            command("generate", "--max-tokens", "none", "--ignore-eos", "--n-ctx", "512", STORY),
+            stdout=subprocess.PIPE,
+            cwd=tmp_path,
+            env=environment(),
+        ) as process:
+            assert process.stdout is not None
+            first = process.stdout.read(1)
+            ended = process.poll()
+            rest = process.stdout.read()
+        assert first
+        assert ended is None  # text came while the command was still at work
+        assert len(rest) > 500
+        assert rest.endswith(b"\n")
+
+    def test_says_what_the_library_says(self, tmp_path: Path) -> None:
+        with lp.Model.demo() as model, lp.Engine(model, n_seq_max=1) as engine:
+            text = engine.generate(STORY, lp.SamplingParams(temperature=0, max_tokens=16)).text
+        assert ok("generate", *GREEDY, STORY, cwd=tmp_path) == text.removesuffix("\n") + "\n"
+
+    def test_a_seed_repeats_and_another_differs(self, tmp_path: Path) -> None:
+        def text(seed: str) -> str:
+            return ok("generate", "--temperature", "1.5", "--top-k", "0", "--seed", seed, "A", cwd=tmp_path)
+
+        assert text("7") == text("7") != text("8")
+
+    def test_several_prompts_in_labelled_blocks(self, tmp_path: Path) -> None:
+        text = ok("generate", *GREEDY, STORY, "1, 2, 3,", cwd=tmp_path)
+        alone = ok("generate", *GREEDY, "1, 2, 3,", cwd=tmp_path)
+        assert re.fullmatch(rf"\[1\] {re.escape(STORY)}\n.+\n\n\[2\] 1, 2, 3,\n.+\n", text, re.DOTALL)
+        assert text.endswith(alone)
+
+    def test_json_lines(self, tmp_path: Path) -> None:
+        lines = ok("generate", *GREEDY, "--json", STORY, "1, 2, 3,", cwd=tmp_path).splitlines()
+        first, second = map(json.loads, lines)
+        assert (first["index"], second["index"]) == (0, 1)
+        assert (first["prompt"], second["prompt"]) == (STORY, "1, 2, 3,")
+        assert first["n_tokens"] == 16
+        assert first["finish_reason"] == "length"
+        assert first["n_tokens_prompt"] > 5
+        assert isinstance(first["seed"], int)
+        assert first["text"]
+
+    def test_prompts_from_files_and_stdin(self, tmp_path: Path) -> None:
+        (tmp_path / "one.txt").write_text("1, 2,\n3,\n")
+        text = ok("generate", *GREEDY, "--json", "-", "-f", "one.txt", cwd=tmp_path, stdin="A, B,\n")
+        assert [json.loads(line)["prompt"] for line in text.splitlines()] == ["A, B,", "1, 2,\n3,"]
+
+    def test_a_prompt_from_each_line(self, tmp_path: Path) -> None:
+        text = ok("generate", *GREEDY, "--json", "--lines", "-f", "-", cwd=tmp_path, stdin="A, B,\n\n1, 2,\n")
+        assert [json.loads(line)["prompt"] for line in text.splitlines()] == ["A, B,", "1, 2,"]
+
+    def test_stop_is_not_shown(self, tmp_path: Path) -> None:
+        whole = ok("generate", *GREEDY, "1, 2, 3,", cwd=tmp_path)
+        stop = whole[len(whole) // 2 :][:2]
+        shown = ok("generate", *GREEDY, "--stop", stop, "1, 2, 3,", cwd=tmp_path)
+        assert shown.removesuffix("\n") == whole[: whole.index(stop)]
+
+    def test_stats_are_on_stderr(self, tmp_path: Path) -> None:
+        done = run("generate", *GREEDY, "--stats", STORY, cwd=tmp_path)
+        assert done.returncode == 0
+        assert re.search(r"16 generated in .* tokens/s", done.stderr)
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (["--top-p", "7"], "top_p"),
+            (["--temperature", "nan"], "temperature"),
+            (["--temperature", "hot"], "--temperature"),
+            (["--max-tokens", "-3"], "max_tokens"),
+            (["--max-tokens", "few"], "none"),
+            (["--logit-bias", "x"], "ID=NUMBER"),
+            (["--logit-bias", "3=x"], "ID=NUMBER"),
+            (["--stop", ""], "stop"),
+            (["--n-seq-max", "0"], "n_seq_max"),
+            (["--n-ctx", "-5"], "n_ctx"),
+            (["--n-gpu-layers", "some"], "--n-gpu-layers"),
+        ],
+    )
+    def test_a_bad_value_is_wrong_usage(self, arguments: list[str], named: str, tmp_path: Path) -> None:
+        done = run("generate", *arguments, STORY, cwd=tmp_path)
+        assert done.returncode == 2
+        assert named in done.stderr
+        assert "usage: llamapipe generate" in done.stderr
+
+    def test_a_missing_model(self, tmp_path: Path) -> None:
+        done = run("generate", "-m", "nowhere.gguf", STORY, cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert "nowhere.gguf" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+    def test_files_that_are_no_models(self, tmp_path: Path) -> None:
+        (tmp_path / "text.gguf").write_text("hello")
+        whole = lp.demo_model_path().read_bytes()
+        (tmp_path / "half.gguf").write_bytes(whole[: len(whole) // 2])
+        for name in ("text.gguf", "half.gguf", "."):
+            done = run("generate", "-m", name, STORY, cwd=tmp_path)
+            assert done.returncode == 1
+            assert done.stderr.startswith("llamapipe: ")
+
+    def test_a_missing_prompt_file(self, tmp_path: Path) -> None:
+        done = run("generate", "-f", "nowhere.txt", cwd=tmp_path)
+        assert done.returncode == 1
+        assert "nowhere.txt" in done.stderr
+
+    def test_a_prompt_file_that_is_not_text(self, tmp_path: Path) -> None:
+        (tmp_path / "prompt").write_bytes(b"\xff\xfe")
+        done = run("generate", "-f", "prompt", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "UTF-8" in done.stderr
+
+    def test_a_prompt_longer_than_the_context(self, tmp_path: Path) -> None:
+        done = run("generate", "--n-ctx", "64", STORY * 50, cwd=tmp_path)
+        assert done.returncode == 1
+        assert "64" in done.stderr
+
+    def test_ctrl_c_is_130(self, tmp_path: Path) -> None:
+        with subprocess.Popen(
+            command("generate", "--max-tokens", "none", "--ignore-eos", STORY),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env=environment(),
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.read(1)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        assert errors == b"llamapipe: interrupted\n"
+        assert process.returncode == 130
+
+    def test_a_reader_that_goes_away_is_141_in_silence(self, tmp_path: Path) -> None:
+        with subprocess.Popen(
+            command("generate", "--max-tokens", "none", "--ignore-eos", STORY),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env=environment(),
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.read(1)
+            process.stdout.close()
+            errors = process.stderr.read()
+            process.wait(timeout=60)
+        assert errors == b""
+        assert process.returncode == 141
+
+    @pytest.mark.parametrize("arguments", [("--help",), ("generate", *GREEDY, STORY), ("doctor", "--json")])
+    def test_no_reader_from_the_start(self, arguments: tuple[str, ...], tmp_path: Path) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        try:
+            done = subprocess.run(
+                command(*arguments),
+                stdout=writer,
+                stderr=subprocess.PIPE,
+                timeout=240,
+                cwd=tmp_path,
+                env=environment(),
+                check=False,
+            )
+        finally:
+            os.close(writer)
+        assert (done.returncode, done.stderr) == (141, b"")
+
+    def test_a_closed_stdout(self, tmp_path: Path) -> None:
+        done = subprocess.run(
+            ["sh", "-c", 'exec "$@" >&-', "sh", *command("generate", *GREEDY, STORY)],
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env=environment(),
+            timeout=240,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+
+    def test_output_that_is_not_unicode(self, tmp_path: Path) -> None:
+        text = ok(
+            "generate",
+            *GREEDY,
+            STORY,
+            "é" * 80,
+            cwd=tmp_path,
+            variables={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        )
+        assert "[2] ??" in text
+
+
+class TestDemo:
+    def test_completes_in_plain_labelled_lines(self, tmp_path: Path) -> None:
+        text = ok("demo", "--runs", "1", cwd=tmp_path)
+        assert "\x1b" not in text
+        for title in ("a story", "counting", "a question"):
+            assert re.search(rf"^  {title} +[│|] .*\btokens$", text, re.MULTILINE)
+        assert re.search(r"^  counting +[│|] . cancelled at \d+ tokens$", text, re.MULTILINE)
+        assert "said exactly what they said before" in text
+        assert re.search(r"^ +16  Once upon a time", text, re.MULTILINE)
+        rows = [re.findall(r"\d+(?:\.\d+)?(?= x| ms| s\b|  )", line) for line in text.splitlines()[-6:]]
+        assert sum(len(row) >= 3 for row in rows) == 3  # one by one, concurrent, speed-up
+
+    def test_is_side_by_side_on_a_terminal(self, tmp_path: Path) -> None:
+        arguments = command("demo", "--runs", "1", "--pace", "200")
+        status, written = run_in_terminal(arguments, columns=80, lines=24, env=environment(), cwd=tmp_path)
+        assert status == 0
+        screen = Screen(80)
+        screen.feed(written)
+        assert screen.cursor_visible
+        assert screen.n_redraws > 10
+        assert screen.n_styled > 10
+        heads = [
+            i for i, line in enumerate(screen.lines) if re.fullmatch(r"a story +counting +a question", line)
+        ]
+        assert len(heads) == 2  # each picture was redrawn in its place
+        first, second = (screen.lines[head : head + 10] for head in heads)
+        assert len(re.findall(r"✓ \d+ tokens", first[9])) == 3
+        assert re.match(r"✓ \d+ tokens +■ cancelled at \d+ tokens +✓ \d+ tokens", second[9])
+        assert any(re.match(r"  speed-up( +\d+\.\d x){3}", line) for line in screen.lines)
+
+    def test_no_color_keeps_the_columns(self, tmp_path: Path) -> None:
+        arguments = command("demo", "--runs", "1", "--pace", "1000")
+        status, written = run_in_terminal(
+            arguments, columns=90, lines=40, env=environment(NO_COLOR="1"), cwd=tmp_path
+        )
+        assert status == 0
+        screen = Screen(90)
+        screen.feed(written)
+        assert screen.n_styled == 0
+        assert screen.n_redraws > 10
+
+    @pytest.mark.parametrize(("columns", "term"), [(50, "xterm"), (90, "dumb")])
+    def test_a_narrow_or_dumb_terminal_gets_lines(self, columns: int, term: str, tmp_path: Path) -> None:
+        arguments = command("demo", "--runs", "1", "--pace", "0")
+        _, written = run_in_terminal(
+            arguments, columns=columns, lines=40, env=environment(TERM=term), cwd=tmp_path
+        )
+        assert re.search(r"counting +│ . cancelled at \d+ tokens", written)
+
+    def test_ctrl_c_shows_the_cursor_again(self, tmp_path: Path) -> None:
+        status, written = run_in_terminal(
+            command("demo", "--pace", "5"),
+            columns=90,
+            lines=40,
+            env=environment(),
+            cwd=tmp_path,
+            interrupt_at="2 tokens",
+        )
+        assert status == 130
+        screen = Screen(90)
+        screen.feed(written)
+        assert screen.cursor_visible
+        assert screen.lines[-2] == "llamapipe: interrupted"
+
+
+class TestDoctor:
+    def test_all_is_well(self, tmp_path: Path) -> None:
+        text = ok("doctor", cwd=tmp_path)
+        for name in (
+            "llamapipe",
+            "python",
+            "numpy",
+            "cffi",
+            "build",
+            "llama.cpp",
+            "native module",
+            "device CPU",
+            "demo model",
+        ):
+            assert re.search(rf"^✓ {name} ", text, re.MULTILINE), name
+        assert text.endswith("all is well\n")
+
+    def test_json(self, tmp_path: Path) -> None:
+        report = json.loads(ok("doctor", "--json", cwd=tmp_path))
+        assert report["ok"] is True
+        assert report["build"]["llama_cpp_commit"]
+        assert [device["name"] for device in report["devices"]] == [device.name for device in lp.devices()]
+
+    @staticmethod
+    def copy(to: Path) -> Path:
+        """The package without its native module."""
+        return shutil.copytree(
+            PACKAGE, to / "llamapipe", ignore=shutil.ignore_patterns("_native*", "__pycache__")
+        )
+
+    def test_a_missing_native_module_and_how_to_build_it(self, tmp_path: Path) -> None:
+        done = run("doctor", cwd=tmp_path, package=self.copy(tmp_path))
+        assert done.returncode == 1
+        assert "■ native module" in done.stdout
+        assert "python build_native.py" in done.stdout
+        assert done.stdout.endswith("wrong: native module\n")
+
+    def test_a_native_module_that_ends_the_process(self, tmp_path: Path) -> None:
+        package = self.copy(tmp_path)
+        (package / "native" / "_native.py").write_text(
+            "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n"
+        )
+        done = run("doctor", "--json", cwd=tmp_path, package=package)
+        assert done.returncode == 1
+        wrong = [finding for finding in json.loads(done.stdout)["findings"] if not finding["ok"]]
+        assert [finding["name"] for finding in wrong] == ["native module"]
+        assert "another processor" in wrong[0]["detail"]
+        assert "build_native.py" in wrong[0]["fix"]
+
+    def test_a_damaged_demo_model(self, tmp_path: Path) -> None:
+        package = shutil.copytree(
+            PACKAGE, tmp_path / "llamapipe", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        for model in (package / "data").glob("*.gguf"):
+            model.write_bytes(b"GGUF")
+        done = run("doctor", cwd=tmp_path, package=package)
+        assert done.returncode == 1
+        assert done.stdout.endswith("wrong: demo model\n")
+
+
+class TestTrace:
+    def test_it_writes_both_kinds(self, tmp_path: Path) -> None:
+        text = ok("trace", "--requests", "3", "--max-tokens", "8", "--n-threads", "1", cwd=tmp_path)
+        assert all(stage in text for stage in ("plan", "launch", "compute", "sample", "deliver"))
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert (tmp_path / "trace.svg").read_text(encoding="utf-8").startswith("<svg")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("-o", "x.png"), "neither .json"),
+            (("--requests", "0"), "at least 1"),
+            (("--steps", "-1"), "at least 1"),
+        ],
+    )
+    def test_wrong_usage(self, arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+        done = run("trace", *arguments, cwd=tmp_path)
+        assert done.returncode == 2 and message in done.stderr

@@ -1,0 +1,998 @@
+"""The decoder thread on a fake context: what fails fails alone, what ends ends at once, and nobody waits forever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty
+from typing import Any
+
+import pytest
+from support.control import PATIENCE_S, Worker, all_results, wait_until
+from support.fakes import N_VOCAB, FakeContext, FakeSampler, continuation
+from support.run_script import run_script
+
+import llamapipe as lp
+from llamapipe.engine.delivery import mailbox as mailbox_module
+from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
+from llamapipe.engine.delivery.sink import CompletionSink, DeltaSink, Failure, TokenSink
+from llamapipe.engine.frontend.queue_limit import QueueLimit
+from llamapipe.engine.generation import Generation
+from llamapipe.engine.results import Completion, Token
+from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
+from llamapipe.engine.scheduler.scheduler import Scheduler
+from llamapipe.engine.stream import BUFFER_TOKENS, Stream
+from llamapipe.engine.worker import engine_loop as engine_loop_module
+from llamapipe.engine.worker.engine_loop import Decoder
+from llamapipe.errors import (
+    BackendError,
+    ContextFullError,
+    DecodeError,
+    EngineClosedError,
+    InvalidRequestError,
+    LlamapipeError,
+)
+
+pytestmark = pytest.mark.native
+
+N_CTX = 160
+
+
+def prompt_of(n: int, which: int = 0) -> list[int]:
+    """`n` tokens; other numbers give other prompts."""
+    return [(31 * which + 7 * i + 1) % N_VOCAB for i in range(n)]
+
+
+def piece(token: int) -> bytes:
+    return f"{token} ".encode()
+
+
+class Turnstile:
+    """Stands before each launch of a fake context until the test lets it through."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Semaphore(0)
+        self._pass = threading.Semaphore(0)
+        self._open = False
+
+    def __call__(self, n: int) -> None:
+        if not self._open:
+            self._arrived.release()
+            assert self._pass.acquire(timeout=PATIENCE_S), "the test let no step through"
+
+    def wait(self) -> None:
+        """Returns once a step stands here."""
+        assert self._arrived.acquire(timeout=PATIENCE_S), "no step came"
+
+    def step(self) -> None:
+        """Lets one step through and waits for the next."""
+        self._pass.release()
+        self.wait()
+
+    def open(self) -> None:
+        """Lets everything through."""
+        self._open = True
+        self._pass.release()
+
+
+class Answer:
+    """A completion that was asked for, and what came of it."""
+
+    def __init__(self, request: Request, mailbox: ThreadMailbox) -> None:
+        self.request = request
+        self.mailbox = mailbox
+
+    def result(self) -> Completion:
+        """Waits for the end; raises what the request failed with."""
+        try:
+            _, result = self.mailbox.get(timeout=PATIENCE_S)
+        except Empty:
+            raise AssertionError(f"no answer: {self.request!r}") from None
+        if isinstance(result, Failure):
+            raise result.error
+        assert isinstance(result, Completion)
+        return result
+
+    def check(self) -> None:
+        """The result is what the request would have given alone."""
+        r = self.request
+        result = self.result()
+        tokens, reason = continuation(r.tokens[: r.n_prompt], r.max_tokens, r.stop_tokens, N_CTX)
+        assert (result.token_ids, result.finish_reason) == (tokens, reason)
+        assert result.text == "".join(f"{t} " for t in tokens)
+        assert result.prompt_tokens == r.n_prompt
+
+
+class Desk:
+    """A decoder over a fake context, and the ways to ask something of it."""
+
+    def __init__(
+        self,
+        n_slots: int = 4,
+        window_s: float = 0.0,
+        max_queue: int | None = None,
+        make_sampler: Callable[[Request], Any] | None = None,
+        **context: Any,
+    ) -> None:
+        self.context = FakeContext(n_slots, N_CTX, **context)
+        self.scheduler = Scheduler(n_slots, N_CTX, N_CTX * n_slots, self.context.n_batch, 16)
+        self.queue = QueueLimit(max_queue)
+        self.samplers: list[FakeSampler] = []
+        self.make = make_sampler or self.make_sampler
+        self.decoder = Decoder(self.scheduler, self.context, window_s, self.queue.leave)
+        self.decoder.start()
+        self.n_asked = 0
+
+    def make_sampler(self, request: Request) -> FakeSampler:
+        self.samplers.append(FakeSampler())
+        return self.samplers[-1]
+
+    def again(self, sampler: FakeSampler, request: Request) -> None:
+        """As a recipe does after a change."""
+        sampler.reset()
+        sampler.accept(request.tokens)
+
+    def request(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
+        request = Request(prompt_of(n_prompt, self.n_asked), max_tokens, **options)
+        request.recipe = self
+        self.n_asked += 1
+        return request
+
+    def submit(self, request: Request) -> None:
+        """As the engine does with completions and streams."""
+        self.queue.enter(request, None)
+        try:
+            self.decoder.submit(request)
+        except BaseException:
+            self.queue.leave([request])
+            raise
+
+    def complete(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Answer:
+        request, mailbox = self.request(n_prompt, max_tokens, **options), ThreadMailbox(self.decoder.outbox)
+        request.sink = CompletionSink(mailbox, piece, (), 0, 0)
+        self.submit(request)
+        return Answer(request, mailbox)
+
+    def stream(self, n_prompt: int = 4, max_tokens: int | None = 5) -> Stream:
+        request, mailbox = (
+            self.request(n_prompt, max_tokens, limit=BUFFER_TOKENS),
+            ThreadMailbox(self.decoder.outbox),
+        )
+        request.sink = DeltaSink(mailbox, piece, ())
+        self.submit(request)
+        return Stream(self.decoder, request, mailbox, None)
+
+    def start(
+        self, n_prompt: int = 4, max_tokens: int | None = 5, stops: tuple[str, ...] = (), **options: Any
+    ) -> Generation:
+        request = self.request(n_prompt, max_tokens, limit=0, keep=True, **options)
+        mailbox = ThreadMailbox(self.decoder.outbox)
+        request.sink = TokenSink(mailbox, piece, stops)
+        self.decoder.submit(request)
+        return Generation(self.decoder, request, mailbox, N_VOCAB, self.context.n_ctx)
+
+    def cancel(self, request: Request) -> None:
+        request.cancelled = True
+        self.decoder.call(self.decoder.steps.cancel, request)
+
+    def finish_one(self) -> None:
+        """One request from an idle decoder to an idle decoder."""
+        self.complete(max_tokens=1).check()
+        self.idle()
+
+    def idle(self) -> None:
+        """Returns when the thread has nothing to do but to wait for commands."""
+        ident = self.decoder._thread.ident
+        assert ident is not None
+        wait_until(lambda: sys._current_frames()[ident].f_code.co_name == "_wait")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the thread between two steps: what is asked meanwhile comes to it all at once."""
+        reached, go_on = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            reached.set()
+            go_on.wait(PATIENCE_S)
+
+        self.decoder.call(stand)
+        assert reached.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def close(self, drain: bool = True) -> None:
+        """Closes within reason; then nothing is left of anybody."""
+        Worker(self.decoder.close, drain).result()
+        assert self.context.closed
+        assert self.queue.n == 0
+        assert all(sampler.closed for sampler in self.samplers)
+        assert self.scheduler.n_live == 0
+        self.decoder.check_integrity()
+
+
+@pytest.fixture
+def make_desk() -> Iterator[Callable[..., Desk]]:
+    """Makes desks, which are closed and checked after the test."""
+    desks: list[Desk] = []
+
+    def make(*arguments: Any, **options: Any) -> Desk:
+        desks.append(Desk(*arguments, **options))
+        return desks[-1]
+
+    yield make
+    for desk in desks:
+        desk.close(drain=False)
+
+
+MakeDesk = Callable[..., Desk]
+
+
+def paused_stream(desk: Desk) -> Stream:
+    """A stream of 20 tokens more than it may be ahead of its reader, who has not read any yet."""
+    stream = desk.stream(max_tokens=BUFFER_TOKENS + 20)
+    wait_until(lambda: stream._request.state is State.PAUSED)
+    assert desk.decoder.ask(lambda: stream._request.n_total) == BUFFER_TOKENS
+    return stream
+
+
+def rest_of(stream: Stream) -> list[int]:
+    """The tokens of a stream that are left; AssertionError when its end does not come."""
+    tokens: list[int] = Worker(lambda: [t for delta in stream for t in delta.token_ids]).result()
+    return tokens
+
+
+class TestWork:
+    def test_everyone_gets_what_they_would_get_alone(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(n_slots=3)
+        answers = [desk.complete(n_prompt=n, max_tokens=m) for n in (1, 5, 40) for m in (1, 2, 9, None)]
+        for answer in answers:
+            answer.check()
+        assert desk.queue.n == 0
+
+    def test_the_counters_say_what_was_done(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        with desk.held():
+            answers = [desk.complete(n_prompt=4, max_tokens=5), desk.complete(n_prompt=6, max_tokens=3)]
+        for answer in answers:
+            answer.check()
+        stats = desk.decoder.ask(desk.decoder.stats)
+        assert (stats.steps, stats.n_requests, stats.n_preempted) == (5, 2, 0)
+        assert (stats.n_tokens_prompt, stats.n_tokens_generated) == (10, 8)
+        assert (stats.n_active, stats.n_queued) == (0, 0)
+
+    def test_each_request_has_a_sampler_that_sees_its_tokens(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        answers = [desk.complete(max_tokens=n) for n in (3, 6)]
+        results = [answer.result() for answer in answers]
+        assert sorted(s.accepted for s in desk.samplers) == sorted(r.token_ids for r in results)
+        desk.decoder.ask(desk.decoder.check_integrity)
+        assert [s.closed for s in desk.samplers] == [True, True]
+
+    def test_cells_are_given_back_when_a_request_ends(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        desk.complete().check()
+        assert desk.decoder.ask(lambda: desk.context.n_used) == 0
+
+    def test_a_request_cancelled_before_it_arrived_costs_no_step(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        with desk.held():
+            answer = desk.complete()
+            answer.request.cancelled = True
+        result = answer.result()
+        assert (result.finish_reason, result.token_ids) == ("cancelled", [])
+        assert desk.context.n_launches == 0
+
+    def test_cancelling_what_never_arrived_does_nothing(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        desk.cancel(desk.request())
+        desk.complete().check()
+
+    def test_cancelled_within_a_step(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(n_slots=1, before_launch=gate)
+        running, queued = desk.complete(max_tokens=9), desk.complete()
+        gate.wait()
+        gate.step()
+        desk.cancel(running.request)
+        desk.cancel(queued.request)
+        gate.open()
+        result = running.result()
+        assert (result.finish_reason, len(result.token_ids)) == ("cancelled", 2)
+        assert queued.result().finish_reason == "cancelled"
+        assert desk.decoder.ask(lambda: desk.context.n_launches) == 2
+
+
+class TestFailedSteps:
+    def test_only_the_requests_of_the_step_fail(self, make_desk: MakeDesk) -> None:
+        error = DecodeError("injected")
+        desk = make_desk(n_slots=2, failures={3: error})
+        with desk.held():
+            a, b, c = desk.complete(max_tokens=9), desk.complete(max_tokens=2), desk.complete(max_tokens=4)
+        b.check()
+        for answer in (a, c):  # c has b's slot by then
+            with pytest.raises(DecodeError, match="injected"):
+                answer.result()
+        desk.complete().check()
+        assert desk.decoder.ask(lambda: desk.context.n_used) == 0
+
+    def test_one_that_waits_for_its_reader_goes_on(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        stream = paused_stream(desk)
+        desk.context.failures[desk.context.n_launches + 1] = DecodeError("injected")
+        with pytest.raises(DecodeError, match="injected"):
+            desk.complete().result()
+        assert rest_of(stream) == continuation(prompt_of(4), BUFFER_TOKENS + 20)[0]
+
+    def test_a_kept_request_that_failed_says_so_again(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(failures={1: DecodeError("injected")})
+        generation = desk.start()
+        assert generation.next() is not None
+        for _ in range(2):
+            with pytest.raises(DecodeError, match="injected"):
+                generation.next()
+        with pytest.raises(InvalidRequestError, match="start another"):
+            generation.trim(2)
+
+    def test_without_a_finite_logit_one_request_fails(self, make_desk: MakeDesk) -> None:
+        first = continuation(prompt_of(4, 0), 1)[0]
+        desk = make_desk(broken=first)
+        a, b = desk.complete(), desk.complete()
+        with pytest.raises(DecodeError, match="no logit of this request's row is finite"):
+            a.result()
+        b.check()
+
+    def test_no_cells_for_everyone_is_no_failure(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(failures={n: ContextFullError("injected") for n in (1, 2, 5)})
+        with desk.held():
+            answers = [desk.complete() for _ in range(6)]
+        for answer in answers:
+            answer.check()
+        assert desk.decoder.ask(desk.decoder.stats).n_preempted == 3
+
+    def test_who_gave_way_goes_on_when_the_other_has_finished(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(failures={1: ContextFullError("injected")})
+        with desk.held():
+            answers = [desk.complete() for _ in range(2)]
+        for answer in answers:
+            answer.check()
+
+    def test_no_cells_for_one_alone_is(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(failures={1: ContextFullError("injected")})
+        with pytest.raises(ContextFullError, match="injected"):
+            desk.complete().result()
+        desk.complete().check()
+
+
+class TestDefects:
+    """What should not happen: everyone is told, nobody hangs, and closing works."""
+
+    def everyone(self, desk: Desk) -> list[Callable[[], Any]]:
+        """Asks for one of each kind, more than there are slots; what then waits for each."""
+        return [
+            desk.complete().result,
+            desk.stream().__next__,
+            desk.start().next,
+            desk.complete().result,
+            desk.complete(limit=1).result,
+        ]
+
+    def assert_told(self, waits: list[Callable[[], Any]]) -> None:
+        for worker in [Worker(wait) for wait in waits]:
+            with pytest.raises(BackendError, match="the decoder thread failed") as caught:
+                worker.result()
+            assert caught.value.__cause__ is not None
+
+    def assert_dead(self, desk: Desk) -> None:
+        """Later requests fail too, questions are answered, and those who wait for room get it."""
+        self.assert_told([desk.complete().result, desk.start().next])
+        assert desk.decoder.ask(desk.decoder.stats).n_queued == 0
+        wait_until(lambda: desk.queue.n == 0)
+
+    def test_sampling_raises(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(n_slots=2, sample_failures={0: RuntimeError("sampling failed")})
+        with desk.held():
+            waits = self.everyone(desk)
+        self.assert_told(waits)
+        self.assert_dead(desk)
+
+    def test_launching_raises_something_else(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(n_slots=2, failures={0: RuntimeError("another thread")})
+        with desk.held():
+            waits = self.everyone(desk)
+        self.assert_told(waits)
+        self.assert_dead(desk)
+
+    def test_no_sampler_can_be_made(self, make_desk: MakeDesk) -> None:
+        def make_sampler(request: Request) -> FakeSampler:
+            raise MemoryError("no memory")
+
+        desk = make_desk(n_slots=2, make_sampler=make_sampler)
+        with desk.held():
+            waits = self.everyone(desk)
+        self.assert_told(waits)
+        self.assert_dead(desk)
+
+    def test_a_sink_raises_while_others_end_in_the_same_step(self, make_desk: MakeDesk) -> None:
+        class BadSink(CompletionSink):
+            def token(self, request: Request, token: int) -> bool:
+                raise ValueError("no piece")
+
+        desk = make_desk()
+        with desk.held():
+            bad = desk.complete(max_tokens=1)
+            bad.request.sink = BadSink(bad.mailbox, piece, (), 0, 0)
+            other = desk.complete(max_tokens=1)
+        self.assert_told([bad.result, other.result])
+        self.assert_dead(desk)
+
+    def test_a_sink_that_cannot_even_be_told(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        with desk.held():
+            bad, other = desk.complete(), desk.complete()
+            bad.request.sink = None
+        self.assert_told([other.result])
+        self.assert_dead(desk)
+
+    @pytest.mark.parametrize("method", ["plan", "commit", "take_dequeued", "add"])
+    def test_the_scheduler_raises(
+        self, make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch, method: str
+    ) -> None:
+        desk = make_desk(n_slots=2)
+
+        def broken(*arguments: Any) -> None:
+            desk.scheduler._running.decoding.clear()  # and whatever else it was in the middle of
+            raise KeyError("broken")
+
+        with desk.held():
+            waits = self.everyone(desk)
+            monkeypatch.setattr(desk.scheduler, method, broken)
+        self.assert_told(waits)
+        self.assert_told([desk.complete().result])
+        wait_until(lambda: desk.queue.n == 0)
+        monkeypatch.undo()
+        Worker(desk.decoder.close, True).result()
+        assert desk.context.closed
+        desk.scheduler.__init__(1, 1, 1, 1, 1)  # type: ignore[misc]  # for the fixture: nothing is left to check
+
+    def test_who_waits_for_room_gets_it_and_is_told(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(
+            n_slots=1, max_queue=1, sample_failures={0: RuntimeError("failed")}, before_launch=gate
+        )
+        running = desk.complete()
+        gate.wait()
+        queued = desk.complete()
+        waiting = [Worker(lambda: desk.complete().result()) for _ in range(3)]
+        gate.open()
+        self.assert_told([running.result, queued.result, *(w.result for w in waiting)])
+
+    def test_closing_without_drain_after_it(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(sample_failures={0: RuntimeError("failed")})
+        self.assert_told([desk.complete().result])
+        desk.close(drain=False)
+        with pytest.raises(EngineClosedError):
+            desk.complete()
+
+
+class TestClose:
+    def test_draining_finishes_what_callers_wait_for(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(n_slots=2, before_launch=gate)
+        with desk.held():
+            answers = [desk.complete(max_tokens=6) for _ in range(5)]
+        gate.wait()
+        closing = Worker(desk.decoder.close, True)
+        wait_until(lambda: desk.decoder.closing)
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
+            desk.complete()
+        assert not closing.is_alive() or not desk.context.closed
+        gate.open()
+        for answer in answers:
+            answer.check()
+        closing.result()
+        assert desk.context.closed
+
+    def test_without_draining_everything_is_cancelled(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(n_slots=2, before_launch=gate)
+        with desk.held():
+            answers = [desk.complete(max_tokens=6) for _ in range(5)]
+            generation = desk.start()
+        gate.wait()
+        closing = Worker(desk.decoder.close, False)
+        wait_until(lambda: desk.decoder.closing)
+        gate.open()
+        assert [a.result().finish_reason for a in answers] == ["cancelled"] * 5
+        closing.result()
+        assert generation.finish_reason == "cancelled"
+        assert (generation.next(), desk.context.n_launches) == (None, 1)
+
+    def test_a_stream_that_waits_for_its_reader_gets_the_rest(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        stream = paused_stream(desk)
+        desk.close()
+        assert rest_of(stream) == continuation(prompt_of(4), BUFFER_TOKENS + 20)[0]
+
+    def test_a_stream_whose_reader_reads_meanwhile_gets_the_rest_too(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(before_launch=gate)
+        stream = desk.stream(max_tokens=BUFFER_TOKENS + 20)
+        gate.wait()
+        closing = Worker(desk.decoder.close, True)
+        wait_until(lambda: desk.decoder.closing)
+        gate.step()  # the command to stop was taken before the step that stands here
+        assert stream._request.limit == UNLIMITED
+        stream._request.limit = (
+            BUFFER_TOKENS + 1
+        )  # what its reader makes of the limit that it read just before
+        gate.open()
+        closing.result()
+        assert rest_of(stream) == continuation(prompt_of(4), BUFFER_TOKENS + 20)[0]
+
+    def test_a_generation_gets_the_token_it_waits_for(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(before_launch=gate)
+        generation = desk.start()
+        waiting = Worker(generation.next)
+        gate.wait()
+        closing = Worker(desk.decoder.close, True)
+        wait_until(lambda: desk.decoder.closing)
+        gate.open()
+        assert waiting.result().id == continuation(prompt_of(4), 1)[0][0]
+        closing.result()
+        assert (generation.next(), generation.finish_reason) == (None, "cancelled")
+
+    def test_a_generation_that_nobody_waits_for_is_cancelled(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        open_one, ended = desk.start(), desk.start(max_tokens=1)
+        assert open_one.next() is not None
+        assert ended.next() is not None
+        desk.close()
+        assert (open_one.finish_reason, ended.finish_reason) == ("cancelled", "cancelled")
+        with pytest.raises(EngineClosedError):
+            ended.append([1])
+
+    def test_a_second_call_does_nothing(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        workers = [Worker(desk.decoder.close, n % 2 == 0) for n in range(6)]
+        all_results(workers)
+        desk.decoder.close(True)
+        assert desk.decoder.closing
+
+    def test_a_drain_can_still_be_cut_short(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(before_launch=gate)
+        answer = desk.complete(max_tokens=None)
+        gate.wait()
+        draining = Worker(desk.decoder.close, True)
+        wait_until(lambda: desk.decoder.closing)
+        gate.step()
+        cutting = Worker(desk.decoder.close, False)
+        wait_until(lambda: not desk.decoder._inbox.empty())
+        gate.open()
+        assert answer.result().finish_reason == "cancelled"
+        all_results([draining, cutting])
+
+    def test_what_comes_after_the_end_is_dropped(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        answer = desk.complete()
+        answer.check()
+        desk.close()
+        desk.cancel(answer.request)
+        desk.decoder.call(desk.decoder.resume, answer.request)
+        with pytest.raises(EngineClosedError, match="make another"):
+            desk.decoder.submit(desk.request())
+
+
+class TestAsk:
+    def test_answers_come_from_the_decoder_thread(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        assert desk.decoder.ask(lambda: threading.current_thread().name) == "llamapipe-decoder"
+
+    def test_what_the_question_raises_is_raised_here(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        with pytest.raises(ZeroDivisionError):
+            desk.decoder.ask(lambda: 1 // 0)
+        desk.complete().check()
+
+    def test_after_the_end_this_thread_answers(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        desk.complete().check()
+        desk.close()
+        assert desk.decoder.ask(threading.current_thread) is threading.current_thread()
+        assert desk.decoder.ask(desk.decoder.stats).steps == 5
+
+    def test_asked_while_it_closes(self, make_desk: MakeDesk) -> None:
+        for drain in (True, False) * 5:
+            desk = make_desk()
+            asked = threading.Semaphore(0)
+
+            def ask(desk: Desk = desk, asked: threading.Semaphore = asked) -> int:
+                n = 0
+                while not desk.context.closed:
+                    assert desk.decoder.ask(desk.decoder.stats).n_queued >= 0
+                    n += 1
+                    asked.release()
+                return n
+
+            workers = [Worker(ask) for _ in range(4)]
+            answers = [desk.complete() for _ in range(4)]
+            for _ in workers:
+                assert asked.acquire(timeout=PATIENCE_S)
+            desk.close(drain)
+            assert min(all_results(workers)) >= 0
+            assert {a.result().finish_reason for a in answers} <= {"length", "cancelled"}
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork()")
+    def test_in_a_forked_child_even_while_the_parent_was_asking(self, tiny: lp.Model) -> None:
+        """A lock that some thread of the parent held is held in the child for ever."""
+        program = """
+import os, signal, llamapipe as lp
+with lp.Model(sys.argv[1]) as model, lp.Engine(model, n_ctx=64, n_threads=1) as engine:
+    with engine._decoder._lock:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            try:
+                engine.stats()
+            except lp.errors.EngineClosedError:
+                os._exit(0)
+            os._exit(1)
+    say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+        # Newer Pythons warn at each fork of a process with threads.
+        assert run_script(program, tiny.path, flags=("-W", "ignore::DeprecationWarning")) == "0\n"
+
+
+class Clock:
+    """Jumps by a day at each look while ``fast``, so that every window is over when it begins; else it stands."""
+
+    fast = False
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 86400.0 if self.fast else 0.0
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The decoder's clock."""
+    clock = Clock()
+    monkeypatch.setattr(engine_loop_module, "perf_counter", clock)
+    return clock
+
+
+def test_compute_threads_rest_when_nothing_is_left_to_do(make_desk: MakeDesk) -> None:
+    """Who asks next needs a core, too. Not between steps, and not for a caller that is alone and can ask no sooner."""
+    desk = make_desk()
+    decoder, context = desk.decoder, desk.context
+    decoder.alone = True
+    decoder.ask(lambda: None)
+    n_rests = context.n_rests
+    desk.complete().check()
+    desk.idle()
+    assert context.n_rests == n_rests
+    decoder.alone = False
+    generation = desk.start()  # who takes one token at a time would wake them for each
+    for _ in range(3):
+        next_token(desk, generation)
+    desk.idle()
+    assert context.n_rests == n_rests
+    generation.cancel()
+    wait_until(lambda: context.n_rests > n_rests)
+    n_rests = context.n_rests
+    desk.complete().check()
+    wait_until(lambda: context.n_rests > n_rests)
+    assert context.n_rests <= n_rests + 2
+
+
+class TestWindow:
+    """A window so long that a test which waits for its end fails."""
+
+    HOUR_S = 3600.0
+
+    def waiting_desk(self, make_desk: MakeDesk) -> tuple[Desk, Generation]:
+        """A desk in a window, and a generation whose next token ends it: it shows that all known ones go on."""
+        desk = make_desk(window_s=self.HOUR_S)
+        desk.decoder.alone = True
+        generation = desk.start(max_tokens=50)
+        next_token(desk, generation)
+        desk.idle()
+        desk.decoder.alone = False
+        return desk, generation
+
+    def assert_waits(self, desk: Desk, generation: Generation, n: int) -> None:
+        """A request waits for siblings: it runs in the same step as `n` - 1 others and the generation."""
+        n_before = desk.context.n_launches
+        answers = [desk.complete(max_tokens=1) for _ in range(n)]
+        next_token(desk, generation)
+        for answer in answers:
+            answer.check()
+        assert len(set(desk.context.launches[n_before].seq_ids)) == 1 + n
+        desk.idle()
+
+    def test_siblings_share_the_first_step(self, make_desk: MakeDesk) -> None:
+        desk, generation = self.waiting_desk(make_desk)
+        self.assert_waits(desk, generation, 3)
+
+    def test_alone_there_is_nothing_to_wait_for(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(window_s=self.HOUR_S)
+        desk.decoder.alone = True
+        desk.complete().check()
+
+    def test_when_all_known_requests_may_go_on_nobody_waits(self, make_desk: MakeDesk) -> None:
+        desk, generation = self.waiting_desk(make_desk)
+        for _ in range(3):
+            next_token(desk, generation)
+
+    def test_questions_open_no_window(self, make_desk: MakeDesk, clock: Clock) -> None:
+        """A window in vain would keep the next one from opening."""
+        desk, generation = self.waiting_desk(make_desk)
+        clock.fast = True
+        for _ in range(3):
+            assert desk.decoder.ask(desk.decoder.stats).n_requests == 1
+            desk.idle()
+        clock.fast = False
+        self.assert_waits(desk, generation, 1)
+
+    @pytest.mark.parametrize("drain", [True, False])
+    def test_closing_does_not_wait_for_siblings(self, make_desk: MakeDesk, drain: bool) -> None:
+        desk = make_desk(window_s=self.HOUR_S)
+        answer = desk.complete()
+        desk.close(drain)
+        assert answer.result().finish_reason == ("length" if drain else "cancelled")
+        make_desk(window_s=self.HOUR_S).close(drain)
+
+    def test_waiting_in_vain_is_not_repeated_at_once(self, make_desk: MakeDesk, clock: Clock) -> None:
+        desk = make_desk(window_s=self.HOUR_S)
+        for n_skipped in (1, 3, 7, 7):
+            clock.fast = True
+            desk.finish_one()  # its window is in vain
+            clock.fast = False
+            for _ in range(n_skipped):
+                desk.finish_one()
+        clock.fast = True
+        generation = desk.start(max_tokens=50)
+        next_token(desk, generation)  # in vain again
+        desk.idle()
+        clock.fast = False
+        for _ in range(7):
+            desk.finish_one()
+        # The eighth waits; a sibling makes windows worth their time again.
+        self.assert_waits(desk, generation, 2)
+        self.assert_waits(desk, generation, 1)
+
+
+def next_token(desk: Desk, generation: Generation) -> Token:
+    """``generation.next`` as if others could come meanwhile."""
+    request = generation._request
+    request.limit = request.n_total + 1
+    desk.decoder.call(desk.decoder.resume, request)
+    token: Token = generation._mailbox.get(timeout=PATIENCE_S)
+    assert isinstance(token, Token)
+    generation._tokens.append(token.id)
+    return token
+
+
+class TestKept:
+    def test_cut_and_continued_at_once(self, make_desk: MakeDesk) -> None:
+        """Both commands come before the next step, also where only whole sequences can be removed."""
+        desk = make_desk(recurrent=True)
+        generation, other = desk.start(n_prompt=6), desk.complete(max_tokens=30)
+        for _ in range(3):
+            assert generation.next() is not None
+        with desk.held():
+            generation.trim(4)
+            waiting = Worker(generation.next)
+            wait_until(lambda: desk.decoder._inbox.qsize() >= 2)
+        base = prompt_of(6)[:4]
+        expected, _ = continuation(base, 5)
+        assert waiting.result().id == expected[0]
+        assert [t.id for t in generation] == expected[1:]
+        assert generation.token_ids == base + expected
+        other.check()
+
+    def test_the_sampler_sees_the_changed_sequence(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        generation = desk.start(n_prompt=6, max_tokens=3)
+        assert len(list(generation)) == 3
+        generation.trim(5)
+        generation.append([40, 41])
+        desk.decoder.ask(desk.decoder.check_integrity)
+        (sampler,) = desk.samplers
+        assert (sampler.accepted, sampler.n_resets) == ([*prompt_of(6)[:5], 40, 41], 2)
+        token = generation.next()
+        assert token is not None
+        assert sampler.accepted[-1] == token.id
+
+    def test_nothing_is_computed_ahead(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        generation = desk.start()
+        generation.append([3])
+        generation.trim(2)
+        desk.complete(max_tokens=1).check()
+        assert [len(launch.tokens) for launch in desk.context.launches] == [4]
+        assert generation.next() is not None
+        desk.decoder.ask(desk.decoder.check_integrity)
+        assert len(desk.context.launches) == 2
+
+    def test_the_end_is_known_with_the_last_token(self, make_desk: MakeDesk) -> None:
+        """By a stop string, by the number of tokens: whoever has the token may go on at once."""
+        desk = make_desk()
+        second = continuation(prompt_of(4), 2)[0][1]
+        for _ in range(50):
+            generation = desk.start(stops=(f"{second} ",))
+            desk.n_asked = 0
+            assert generation.next() is not None
+            assert generation.next() is not None
+            assert generation.finish_reason == "stop"
+            generation.trim(4)
+            assert generation.finish_reason is None
+            assert generation.next() is not None
+            generation.cancel()
+
+    def test_text_held_for_a_stop_string_goes_with_what_is_cut(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        first, second = continuation(prompt_of(4), 2)[0]
+        generation = desk.start(stops=(f"{first} {second} ",))
+        for _ in range(3):
+            token = generation.next()
+            assert token is not None
+            assert (token.id, token.text) == (first, "")
+            generation.trim(4)
+
+    def test_after_the_end_there_is_none(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        generation = desk.start(max_tokens=2)
+        assert len(list(generation)) == 2
+        n = desk.context.n_launches
+        assert [generation.next(), generation.next()] == [None, None]
+        assert (desk.context.n_launches, generation.finish_reason) == (n, "length")
+
+    def test_a_stop_token_gives_none(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        tokens, _ = continuation(prompt_of(4), 3)
+        generation = desk.start(stop_tokens=frozenset([tokens[2]]))
+        assert [t.id for t in generation] == tokens[:2]
+        assert generation.finish_reason == "stop"
+        generation.append([9])
+        assert generation.next() is not None
+
+    def test_a_full_context_must_be_cut_to_go_on(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        generation = desk.start(n_prompt=N_CTX - 2, max_tokens=None)
+        tokens = generation.token_ids + [t.id for t in generation]
+        assert (len(tokens), generation.finish_reason) == (N_CTX, "length")
+        with pytest.raises(InvalidRequestError, match=f"n_ctx is {N_CTX} .* keep at most {N_CTX - 1}"):
+            generation.trim(N_CTX)
+        assert (generation.n_tokens, generation.finish_reason, generation.next()) == (N_CTX, "length", None)
+        generation.trim(N_CTX - 1)
+        assert [t.id for t in generation] == tokens[-1:]
+
+    def test_cancelled_while_it_waits(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(n_slots=1, before_launch=gate)
+        desk.complete()
+        gate.wait()
+        generation = desk.start()
+        waiting = Worker(generation.next)
+        wait_until(lambda: desk.decoder._inbox.qsize() >= 2)
+        generation.cancel()
+        gate.open()
+        assert waiting.result() is None
+
+
+class TestQueueAccounting:
+    def test_generations_do_not_count(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(max_queue=2)
+        generations = [desk.start() for _ in range(5)]
+        for generation in generations:
+            assert generation.next() is not None
+        desk.complete().check()
+        assert desk.queue.n == 0
+
+    def test_a_stream_counts_until_it_has_a_slot(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(n_slots=1, before_launch=gate)
+        first = desk.stream()
+        gate.wait()
+        second = desk.stream()
+        assert desk.queue.n == 1
+        gate.open()
+        assert len(rest_of(first)) == len(rest_of(second)) == 5
+        assert desk.queue.n == 0
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_whatever_happens_it_comes_back_to_nothing(self, make_desk: MakeDesk, seed: int) -> None:
+        seeds = random.Random(seed)
+        failures: dict[int, Exception] = {n: DecodeError("injected") for n in range(11, 2000, 37)}
+        failures |= {n: ContextFullError("injected") for n in range(5, 2000, 13)}
+        desk = make_desk(n_slots=3, max_queue=4, failures=failures)
+
+        def call(seed: float) -> int:
+            chance, n_right = random.Random(seed), 0
+            for _ in range(25):
+                if chance.random() < 0.3:
+                    stream = desk.stream(chance.randint(1, 40), chance.randint(1, 9))
+                    try:
+                        for _ in range(chance.randint(0, 4)):
+                            next(stream, None)
+                    except LlamapipeError:
+                        pass
+                    stream.close()
+                    continue
+                answer = desk.complete(chance.randint(1, 40), chance.randint(1, 9))
+                if chance.random() < 0.3:
+                    desk.cancel(answer.request)
+                try:
+                    result = answer.result()
+                except (DecodeError, ContextFullError):
+                    continue
+                r = answer.request
+                expected, _ = continuation(r.tokens[: r.n_prompt], r.max_tokens)
+                assert result.token_ids == expected[: len(result.token_ids)]
+                n_right += result.finish_reason == "length" and result.token_ids == expected
+            return n_right
+
+        workers = [Worker(call, seeds.random()) for _ in range(8)]
+        assert sum(all_results(workers)) > 20
+        desk.close()
+
+
+class TestEventLoops:
+    def test_results_of_a_closed_loop_cancel_its_requests(self, make_desk: MakeDesk) -> None:
+        desk = make_desk(n_slots=1)
+        loop = asyncio.new_event_loop()
+        loop.close()
+        mailbox = AsyncMailbox(loop, desk.decoder.outbox)
+        request = desk.request(max_tokens=60)
+        request.sink = DeltaSink(mailbox, piece, ())
+        mailbox.requests.append(request)
+        desk.submit(request)
+        desk.complete().check()  # gets the slot when the other has lost it
+        assert (request.finish_reason, request.n_generated) == ("cancelled", 1)
+
+    @pytest.mark.parametrize("watches", [True, False])
+    def test_a_loop_is_woken_once_a_step(
+        self, make_desk: MakeDesk, watches: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whether or not it can watch files; some loops of Windows cannot."""
+        desk = make_desk()
+        receive = mailbox_module._receive
+
+        async def main() -> list[int]:
+            loop, woken = asyncio.get_running_loop(), []
+
+            def count(items: deque[Any]) -> None:
+                woken.append(len(items))
+                receive(items)
+
+            def watch_nothing(*arguments: Any) -> None:
+                raise NotImplementedError
+
+            monkeypatch.setattr(mailbox_module, "_receive", count)
+            if not watches:
+                monkeypatch.setattr(loop, "add_reader", watch_nothing)
+            mailboxes = [AsyncMailbox(loop, desk.decoder.outbox) for _ in range(3)]
+            assert bool(desk.decoder.outbox._bells) == watches
+            with desk.held():
+                for mailbox in mailboxes:
+                    request = desk.request(max_tokens=4)
+                    request.sink = DeltaSink(mailbox, piece, ())
+                    mailbox.requests.append(request)
+                    desk.submit(request)
+            for mailbox in mailboxes:
+                for _ in range(4):
+                    await mailbox.get()
+            return woken
+
+        assert asyncio.run(main()) == [3, 3, 3, 3]

@@ -1,0 +1,255 @@
+"""The pipe that wakes an asyncio loop: nothing is lost, nothing stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.run_script import run_script
+
+import llamapipe as lp
+from llamapipe.engine.delivery import mailbox as module
+from llamapipe.engine.delivery.loop_waker import Bell
+from llamapipe.engine.delivery.mailbox import AsyncMailbox, Outbox
+
+SHORT = lp.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its default loop cannot watch files")
+
+
+def n_open() -> int:
+    """Open files of this process."""
+    gc.collect()
+    return len(list(Path("/dev/fd").iterdir()))
+
+
+def test_what_was_put_comes_in_order_however_rarely_it_rings() -> None:
+    async def main() -> list[int]:
+        came: list[int] = []
+        bell = Bell(asyncio.get_running_loop(), came.append)
+        for i in range(100_000):  # more than a pipe holds
+            if bell.put(i) or i % 2:
+                bell.ring()
+        assert not came
+        while not came:
+            await asyncio.sleep(0)
+        assert came == [*range(100_000)]
+        assert bell.put(-1)
+        bell.dismiss()  # has the loop take the rest
+        while bell._open:
+            await asyncio.sleep(0)
+        return came
+
+    assert asyncio.run(main()) == [*range(100_000), -1]
+
+
+def test_a_ring_that_comes_while_one_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer's read takes both, so what comes behind it has to ring again."""
+    read = os.read
+
+    async def main() -> None:
+        came: list[int] = []
+        bell = Bell(asyncio.get_running_loop(), came.append)
+
+        def read_late(fd: int, n: int) -> bytes:
+            if fd == bell._read_end and bell.put(2):
+                bell.ring()
+            return read(fd, n)
+
+        monkeypatch.setattr(os, "read", read_late)
+        assert bell.put(1)
+        bell.ring()
+        while not came:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(os, "read", read)
+        assert came == [1, 2]
+        assert bell.put(3)
+        bell.dismiss()
+        while bell._open:
+            await asyncio.sleep(0)
+        assert came == [1, 2, 3]
+
+    asyncio.run(main())
+
+
+def test_what_an_interrupted_answer_leaves_comes_when_the_loop_goes_on() -> None:
+    loop = asyncio.new_event_loop()
+    came: list[int] = []
+    interruptions = [KeyboardInterrupt()]
+
+    def take(item: int) -> None:
+        if interruptions:
+            raise interruptions.pop()
+        came.append(item)
+
+    async def wait() -> None:
+        while not came:
+            await asyncio.sleep(0)
+
+    bell = Bell(loop, take)
+    assert bell.put(1)
+    assert not bell.put(2)
+    bell.ring()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(wait())
+    loop.run_until_complete(wait())
+    assert came == [1, 2]
+    bell.dismiss()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+def test_a_ring_at_launch_waits_for_it_and_no_longer() -> None:
+    """Without a launch, those who wait are woken with the end of the work."""
+
+    async def main() -> None:
+        outbox = Outbox(at_launch=True)
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), outbox)
+        (bell,) = outbox._bells.values()
+        for launched in (True, False):
+            mailbox.put("a")
+            outbox.flush()
+            assert outbox.wakes.files == [bell.fd]
+            reading = asyncio.ensure_future(mailbox.get())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not reading.done()
+            if launched:
+                outbox.wakes.begin()
+            else:
+                outbox.flush(together=True)
+            assert await reading == "a"
+            assert outbox.wakes.files == []
+        outbox.flush()
+        assert outbox.wakes.files == []  # it has seen all
+        outbox.close()
+
+    asyncio.run(main())
+
+
+def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) -> None:
+    before = n_open()
+    with lp.Engine(demo, n_ctx=64, n_seq_max=2, n_threads=1) as engine:
+        alone = engine.generate("a", SHORT).token_ids
+        for _ in range(20):
+            assert asyncio.run(engine.agenerate("a", SHORT)).token_ids == alone
+        engine.generate("a", SHORT)  # the decoder looks for closed loops where it has nothing to do
+        assert n_open() <= before + 4  # at most the last loop's
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            async with lp.Engine(demo, n_ctx=64, n_threads=1) as other:
+                await other.agenerate("a", SHORT)
+                (bell,) = other._decoder.outbox._bells.values()
+            while bell._open:
+                await asyncio.sleep(0)
+            assert not loop.remove_reader(bell._read_end)  # not watched any more
+            assert (await engine.agenerate("a", SHORT)).token_ids == alone
+
+        asyncio.run(main())
+    assert n_open() <= before
+
+
+def test_the_next_launch_does_not_write_to_files_of_closed_loops() -> None:
+    """Others may have their numbers by then."""
+    outbox = Outbox(at_launch=True)
+
+    async def visit() -> None:
+        AsyncMailbox(asyncio.get_running_loop(), outbox).put("unread")
+        outbox.flush()
+
+    asyncio.run(visit())
+    assert len(outbox.wakes.files) == 1
+    outbox.flush(together=True)  # there is nothing to do
+    assert outbox.wakes.files == []
+    assert not outbox._bells
+
+    asyncio.run(visit())
+    assert len(outbox.wakes.files) == 1
+
+    async def another() -> None:
+        AsyncMailbox(asyncio.get_running_loop(), outbox)
+        outbox.flush()
+
+    asyncio.run(another())
+    assert outbox.wakes.files == []
+    assert len(outbox._bells) == 1
+
+
+def test_closed_loops_are_forgotten_while_others_work() -> None:
+    """An engine that always has something to do never comes to look for them."""
+    outbox = Outbox(at_launch=True)
+    before = n_open()
+
+    async def visit() -> None:
+        AsyncMailbox(asyncio.get_running_loop(), outbox).put("unread")
+        outbox.flush()
+
+    async def main() -> None:
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), outbox)
+        for _ in range(10):
+            await asyncio.to_thread(asyncio.run, visit())
+            mailbox.put("a")
+            outbox.flush()
+            assert len(outbox._bells) <= 2  # the last one is forgotten when another comes
+        outbox.close()
+        assert [await mailbox.get() for _ in range(10)] == ["a"] * 10
+
+    asyncio.run(main())
+    assert n_open() <= before
+
+
+def test_an_engine_that_ends_while_a_loop_gets_its_bell(monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = Outbox()
+
+    class Late(Bell):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            outbox.close()
+
+    monkeypatch.setattr(module, "Bell", Late)
+
+    async def main() -> None:
+        before = n_open()
+        AsyncMailbox(asyncio.get_running_loop(), outbox)
+        assert not outbox._bells
+        while n_open() > before:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_loops_of_several_threads(demo: lp.Model) -> None:
+    with lp.Engine(demo, n_ctx=64, n_seq_max=4, n_threads=1) as engine:
+        alone = engine.generate("a", SHORT).token_ids
+
+        async def read() -> list[int]:
+            return [token async for delta in engine.astream("a", SHORT) for token in delta.token_ids]
+
+        async def main() -> None:
+            ways = [asyncio.to_thread(asyncio.run, read()) for _ in range(4)]
+            assert await asyncio.gather(read(), *ways) == [alone] * 5
+
+        asyncio.run(main())
+
+
+def test_a_loop_that_stops_for_good_holds_up_nobody(demo: lp.Model) -> None:
+    """Its pipe fills up; the others' streams go on, and the process ends."""
+    program = """
+import asyncio
+import llamapipe as lp
+with lp.Model(sys.argv[1]) as model, lp.Engine(model, n_ctx=64, n_seq_max=2, n_threads=1) as engine:
+    params = lp.SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    loop = asyncio.new_event_loop()
+    stream = engine.astream("a", params)
+    loop.run_until_complete(stream.__anext__())
+    say(len(engine.generate("a", params).token_ids))
+say("closed")
+loop.close()
+"""
+    assert run_script(program, demo.path) == "40\nclosed\n"

@@ -1,0 +1,313 @@
+"""Which threads are woken when a step has delivered: one after another, and all of them if that takes long."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import pytest
+from support.control import wait_until
+from support.run_script import Script
+
+from llamapipe.engine.delivery import mailbox as module
+from llamapipe.engine.delivery import wake_queue as turns_module
+from llamapipe.engine.delivery.mailbox import Outbox, ThreadMailbox
+
+N = 8
+
+
+class Reader:
+    """A thread that waits for items and, with each, stops until it is told to go on."""
+
+    def __init__(self, outbox: Outbox, n_items: int = 1, then: Callable[[], object] = lambda: None) -> None:
+        self.mailbox = ThreadMailbox(outbox)
+        self._turns = outbox._turns
+        self.came: list[object] = []
+        self._n_items = n_items
+        self._then = then
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        for _ in range(self._n_items):
+            self.came.append(self.mailbox.get())
+            self._then()
+
+    def asleep(self) -> bool:
+        waiter = self.mailbox.waiter
+        return waiter is not None and self._turns.asleep(waiter)
+
+    def has_come(self) -> bool:
+        return bool(self.came)
+
+    def join(self) -> None:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for what came without being woken: that would hide a lost wake-up."""
+    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 1000.0)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are woken one by one for as long as it takes."""
+    monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0)
+
+
+def asleep(outbox: Outbox, n_items: int, n: int = N, **options: Any) -> list[Reader]:
+    """Readers that sleep."""
+    readers = [Reader(outbox, n_items, **options) for _ in range(n)]
+    for reader in readers:
+        wait_until(reader.asleep)
+    return readers
+
+
+@pytest.mark.usefixtures("patient")
+def test_each_wakes_the_next_before_its_own_work() -> None:
+    """What a reader does with its item holds up nobody."""
+    outbox, go_on = Outbox(), threading.Event()
+    readers = [Reader(outbox, then=go_on.wait) for _ in range(N)]
+    for i, reader in enumerate(readers):
+        wait_until(reader.asleep)
+        reader.mailbox.put(i)
+    assert [reader.came for reader in readers] == [[]] * N  # nobody before the step's end
+    outbox.flush()
+    wait_until(lambda: all(reader.came for reader in readers))
+    assert [reader.came for reader in readers] == [[i] for i in range(N)]
+    go_on.set()
+    for reader in readers:
+        reader.join()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_launch_wakes_the_first_and_each_the_next_when_it_waits_again() -> None:
+    """So that who is woken finds the interpreter's lock free."""
+    outbox, go_on = Outbox(at_launch=True), threading.Semaphore(0)
+    readers = asleep(outbox, 2, then=go_on.acquire)
+    for i, reader in enumerate(readers):
+        reader.mailbox.put(i)
+    outbox.flush()
+    assert [reader.came for reader in readers] == [[]] * N  # nobody before the launch
+    outbox.wakes.begin()  # what a launch does
+    for i, reader in enumerate(readers):
+        wait_until(reader.has_come)
+        assert [reader.asleep() for reader in readers[i + 1 :]] == [True] * (N - i - 1)
+        go_on.release()
+        wait_until(reader.asleep)
+    assert [reader.came for reader in readers] == [[i] for i in range(N)]
+    for reader in readers:
+        reader.mailbox.put("last")
+        go_on.release()
+    outbox.flush(together=True)
+    for reader in readers:
+        reader.join()
+
+
+def test_whoever_keeps_its_turn_for_long_is_not_waited_for() -> None:
+    """A launch asks again and again while it computes."""
+    outbox, go_on = Outbox(at_launch=True), threading.Event()
+    readers = asleep(outbox, 1, then=go_on.wait)
+    for reader in readers:
+        reader.mailbox.put(1)
+    outbox.flush()
+    outbox.wakes.begin()
+
+    def all_came() -> bool:
+        outbox._turns.hurry()
+        return all(reader.came for reader in readers)
+
+    wait_until(all_came)
+    go_on.set()
+    for reader in readers:
+        reader.join()
+
+
+@pytest.mark.usefixtures("patient")
+def test_turns_that_have_not_come_stay_before_those_of_the_next_step() -> None:
+    outbox, go_on = Outbox(at_launch=True), threading.Event()
+    slow, *waiting = asleep(outbox, 1, 3, then=go_on.wait)
+    for reader in (slow, waiting[0]):
+        reader.mailbox.put(1)
+    outbox.flush()
+    outbox.wakes.begin()
+    wait_until(slow.has_come)
+    outbox._turns.hurry()  # not that long
+    waiting[1].mailbox.put(1)
+    outbox.flush()
+    assert [reader.asleep() for reader in waiting] == [True, True]
+    for reader in waiting:
+        outbox.wakes.begin()
+        wait_until(reader.has_come)
+    go_on.set()
+    for reader in (slow, *waiting):
+        reader.join()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_long_wait_for_the_launch_wakes_at_once() -> None:
+    """Before a grammar is compiled, say."""
+    outbox, go_on = Outbox(at_launch=True), threading.Event()
+    readers = asleep(outbox, 1, then=go_on.wait)
+    for reader in readers:
+        reader.mailbox.put(1)
+    outbox.flush()
+    outbox.wake()
+    wait_until(lambda: all(reader.came for reader in readers))
+    go_on.set()
+    for reader in readers:
+        reader.join()
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_does_not_wait_is_passed_over() -> None:
+    outbox = Outbox()
+    busy, waiting = ThreadMailbox(outbox), Reader(outbox)
+    with pytest.raises(Empty):
+        busy.get(0.001)  # it could be woken from now on
+    wait_until(waiting.asleep)
+    for item in "ab":
+        busy.put(item)
+    waiting.mailbox.put("c")
+    outbox.flush()
+    waiting.join()
+    assert waiting.came == ["c"]
+    assert [busy.get(), busy.get()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_all_at_once_where_one_by_one_takes_long(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """However slowly the first one comes round to waking the next."""
+    monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0 if together else -1000.0)
+    outbox, go_on = Outbox(at_launch=together), threading.Event()
+    readers = asleep(outbox, 1, then=go_on.wait)
+    for reader in readers:
+        reader.mailbox.put(1)
+    # None of them may wake another here.
+    pass_on = outbox._turns.next
+    monkeypatch.setattr(outbox._turns, "next", lambda: pass_on() if in_main() else None)
+    outbox.flush(together)
+    wait_until(lambda: all(reader.came for reader in readers))
+    go_on.set()
+    for reader in readers:
+        reader.join()
+
+
+def in_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def test_timeouts() -> None:
+    outbox = Outbox()
+    mailbox = ThreadMailbox(outbox)
+    for timeout in (0, 0.01):
+        with pytest.raises(Empty):
+            mailbox.get(timeout)
+    assert mailbox.waiter is not None
+    assert not outbox._turns.asleep(mailbox.waiter)
+    mailbox.put("late")
+    assert mailbox.get(0) == "late"  # what is there needs no time
+    with pytest.raises(Empty):
+        mailbox.get(0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_whoever_waits_passes_the_turn_on_first() -> None:
+    """Also one that will give up."""
+    outbox = Outbox(at_launch=True)
+    slow, waiting = asleep(outbox, 1, 2)
+    for reader in (slow, waiting):
+        reader.mailbox.put(1)
+    outbox.flush()
+    outbox.wakes.begin()
+    slow.join()
+    assert waiting.asleep()
+    with pytest.raises(Empty):
+        ThreadMailbox(outbox).get(0.01)
+    waiting.join()
+
+
+def test_whoever_was_to_be_woken_by_an_interrupted_thread_looks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A Ctrl-C may come between two of its steps."""
+    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.01)
+    outbox = Outbox()
+    reader = Reader(outbox)
+    wait_until(reader.asleep)
+    reader.mailbox._items.append("a")  # and nobody wakes it
+    reader.join()
+    assert reader.came == ["a"]
+
+
+def test_items_come_whole_and_in_order() -> None:
+    """Many steps for many readers, who come and go as they like."""
+    outbox, n_steps = Outbox(), 3000
+    readers = [Reader(outbox, n_steps) for _ in range(N)]
+    for step in range(n_steps):
+        for reader in readers:
+            reader.mailbox.put(step)
+        outbox.flush(together=step == n_steps - 1)
+    for reader in readers:
+        reader.join()
+        assert reader.came == list(range(n_steps))
+
+
+def test_two_threads_at_one_mailbox() -> None:
+    """It is for one at a time, but a mistake must not hurt the thread that delivers."""
+    outbox = Outbox()
+    mailbox, came = ThreadMailbox(outbox), SimpleQueue[int]()
+
+    def read() -> None:
+        for _ in range(500):
+            came.put(mailbox.get())
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for i in range(1000):
+        mailbox.put(i)
+        outbox.flush(together=True)
+    for thread in threads:
+        thread.join(20)
+    assert sorted(came.get(timeout=1) for _ in range(1000)) == list(range(1000))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals to send to one process")
+def test_ctrl_c_ends_the_wait() -> None:
+    program = """
+import os, signal, threading
+from llamapipe.engine.delivery import mailbox as module
+from llamapipe.engine.delivery.mailbox import Outbox, ThreadMailbox
+module._LOOK_AGAIN_S = 1000.0
+outbox = Outbox()
+mailbox, ended = ThreadMailbox(outbox), threading.Event()
+def interrupt(*_):
+    if not ended.is_set():
+        ended.set()
+        raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupt)
+def press():
+    while mailbox.waiter is None or not outbox._turns.asleep(mailbox.waiter):
+        pass
+    while not ended.wait(0.01):  # one that comes just before the wait does not end it
+        os.kill(os.getpid(), signal.SIGINT)
+thread = threading.Thread(target=press)
+thread.start()
+try:
+    mailbox.get()
+except KeyboardInterrupt:
+    say(outbox._turns.asleep(mailbox.waiter))
+thread.join()
+mailbox.put("there")
+say(mailbox.get())
+"""
+    with Script(program) as script:
+        script.expect("False")
+        script.expect("there")
+        assert script.end() == ("", "")

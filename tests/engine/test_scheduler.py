@@ -1,0 +1,1425 @@
+"""The scheduler alone: who is fed what and when, on a fake context that would notice any wrong position or token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.fakes import N_VOCAB, FakeContext, continuation
+
+from llamapipe.engine.scheduler.batch_plan import Copy, StepPlan
+from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
+from llamapipe.engine.scheduler.scheduler import Scheduler
+from llamapipe.engine.scheduler.slots import Slots
+from llamapipe.errors import ContextFullError, DecodeError
+
+FILLER = 0
+
+
+def prompt_of(n: int, which: int = 0) -> list[int]:
+    """`n` tokens; other numbers give other prompts."""
+    return [(31 * which + 7 * i + 1) % N_VOCAB for i in range(n)]
+
+
+class Bench:
+    """A scheduler on a fake context, and the order in which the decoder thread does things."""
+
+    def __init__(
+        self,
+        n_slots: int = 4,
+        n_ctx: int = 64,
+        n_cells: int | None = None,
+        n_batch: int = 32,
+        n_ubatch: int = 16,
+        filler: int | None = None,
+        recurrent: bool = False,
+        n_enough: int | None = None,
+    ) -> None:
+        n_cells = n_ctx * n_slots if n_cells is None else n_cells
+        self.n_ubatch = n_ubatch
+        self.scheduler = Scheduler(n_slots, n_ctx, n_cells, n_batch, n_ubatch, filler, n_enough=n_enough)
+        self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
+        self.n_added = 0
+        self.n_full = 0  # launches that found no cells
+        self.n_held = 0  # requests in a slot at the last launch
+        self.n_enough = None if filler is None else n_enough
+        # Of those that decode: tokens of prompts in steps since they were fed, and in the last of these.
+        self.n_ahead: dict[Request, tuple[int, int | None]] = {}
+
+    def add(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
+        """A new request with a prompt of its own."""
+        request = Request(prompt_of(n_prompt, self.n_added), max_tokens, **options)
+        self.n_added += 1
+        self.scheduler.add(request)
+        return request
+
+    def allow(self, request: Request, n: int = 1) -> None:
+        """Lets a request generate `n` more tokens."""
+        request.limit = request.n_total + n
+        self.scheduler.resume(request)
+
+    def step(self) -> StepPlan | None:
+        """One turn of the decoder's loop; the plan, if there was something to do."""
+        self.remove()
+        plan = self.scheduler.plan()
+        self.scheduler.check_integrity()
+        self.remove()
+        self.n_held = self.scheduler.n_active
+        if plan is None:
+            return None
+        self.check_nobody_is_held_up(plan)
+        try:
+            if plan.again:
+                step = self.context.launch_again()
+            else:
+                step = self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
+        except ContextFullError as error:
+            self.n_full += 1
+            if self.scheduler.relieve(plan) is None:
+                self.scheduler.abort(plan, error)
+        except DecodeError as error:
+            self.scheduler.abort(plan, error)
+        else:
+            nobody = [None] * len(plan.rows)
+            sampled = (
+                self.context.sample_again(step)
+                if plan.again
+                else self.context.sample(step, plan.rows, nobody)
+            )
+            self.scheduler.commit(plan, sampled)
+        self.scheduler.check_integrity()
+        return plan
+
+    def check_nobody_is_held_up(self, plan: StepPlan) -> None:
+        """Whoever decodes is fed at the latest with the prompt tokens that make a ubatch since the last time.
+
+        Nor does it wait where steps do not end early, or twice in a row for a step with less than enough.
+        """
+        n_prompt = sum(n for _, n in plan.fed[plan.n_decode :])
+        ahead, self.n_ahead = self.n_ahead, {}
+        now = {r for r, _ in plan.fed[: plan.n_decode]}
+        for request in now | set(self.scheduler._running.decoding):
+            n_before, n_last = ahead.get(request, (0, None))
+            assert n_before + n_prompt <= self.n_ubatch, (request, plan)
+            self.n_ahead[request] = n_before + n_prompt, n_prompt
+            if request in ahead and request not in now and self.scheduler.cohorts == 1:
+                assert self.n_enough is not None, (request, plan)
+                assert n_last is None or max(n_last, n_prompt) >= self.n_enough, (request, plan)
+        for request in now:
+            self.n_ahead[request] = 0, None
+
+    def remove(self) -> None:
+        """Removes the cells that were given up; then they are what the requests say."""
+        for op in self.scheduler.take_memory_ops():
+            if not (self.context.copy(*op) if isinstance(op, Copy) else self.context.remove(*op)):
+                self.scheduler.recompute(op.slot)
+        expected: list[list[int]] = [[] for _ in range(self.context.n_seq_max)]
+        for request in self.scheduler.live():
+            if request.slot >= 0:
+                expected[request.slot] = request.tokens[: request.n_past]
+        assert self.context.sequences == expected
+
+    def steps(self, n: int) -> list[StepPlan]:
+        """`n` steps, each with something to do."""
+        plans = [self.step() for _ in range(n)]
+        assert None not in plans
+        return plans  # type: ignore[return-value]
+
+    def run(self) -> int:
+        """Steps until nothing can be done; how many it took."""
+        for n in range(10_000):
+            if self.step() is None:
+                return n
+        raise AssertionError(f"no end: {self.scheduler!r}")
+
+
+def generated(request: Request) -> list[int]:
+    return request.tokens[request.n_prompt :]
+
+
+def alone(request: Request, n_ctx: int = 64) -> tuple[list[int], str]:
+    """What `request` generates when nobody else is there."""
+    return continuation(request.tokens[: request.n_prompt], request.max_tokens, request.stop_tokens, n_ctx)
+
+
+def assert_done(*requests: Request, n_ctx: int = 64) -> None:
+    for request in requests:
+        assert request.state is State.FINISHED
+        assert request.error is None
+        assert (generated(request), request.finish_reason) == alone(request, n_ctx)
+
+
+def fed(plan: StepPlan | None) -> list[tuple[Request, int]]:
+    assert plan is not None
+    return plan.fed
+
+
+class TestSlots:
+    def test_gives_the_lowest_free_one(self) -> None:
+        slots = Slots(3)
+        assert [slots.take(), slots.take(), slots.take()] == [0, 1, 2]
+        slots.give(1)
+        slots.give(0)
+        assert (slots.n_free, slots.free, repr(slots)) == (2, frozenset({0, 1}), "<Slots 1/3 taken>")
+        assert slots.take() == 0
+
+    def test_there_may_be_none(self) -> None:
+        slots = Slots(1)
+        slots.take()
+        with pytest.raises(IndexError):
+            slots.take()
+
+
+class TestAdmission:
+    def test_in_order_of_arrival_each_in_the_lowest_free_slot(self) -> None:
+        bench = Bench(n_slots=2)
+        a, b, c, d = (bench.add(max_tokens=n) for n in (3, 1, 2, 2))
+        assert (bench.scheduler.n_queued, bench.scheduler.n_active) == (4, 0)
+        bench.step()
+        assert (a.slot, c.slot, b.state) == (0, -1, State.FINISHED)
+        bench.step()
+        assert (a.slot, c.slot, d.slot) == (0, 1, -1)  # b left slot 1
+        bench.step()
+        bench.step()
+        assert d.slot == 0
+        bench.run()
+        assert_done(a, b, c, d)
+
+    def test_the_queue_is_counted_until_a_slot_is_found(self) -> None:
+        bench = Bench(n_slots=1)
+        requests = [bench.add() for _ in range(3)]
+        bench.step()
+        scheduler = bench.scheduler
+        assert (scheduler.n_queued, scheduler.n_live, scheduler.take_dequeued()) == (2, 3, requests[:1])
+        scheduler.cancel(requests[2])
+        assert (scheduler.n_queued, scheduler.n_live, scheduler.take_dequeued()) == (1, 2, requests[2:])
+        bench.run()
+        assert (scheduler.n_queued, scheduler.n_live) == (0, 0)
+        assert set(scheduler.take_dequeued()) == set(requests[:2])
+
+    def test_nobody_overtakes_under_a_steady_stream_of_arrivals(self) -> None:
+        bench = Bench(n_slots=2, n_ctx=24, n_cells=30)
+        requests, order = [], []
+        for _ in range(60):
+            requests.append(bench.add(n_prompt=5, max_tokens=6))
+            bench.step()
+            order += [r for r in requests if r.state is State.FINISHED and r not in order]
+        assert len(order) >= 15
+        assert order == requests[: len(order)]
+        assert_done(*order, n_ctx=24)
+
+    def test_cells_for_one_request_are_required(self) -> None:
+        with pytest.raises(ValueError, match="n_cells is 63 and n_ctx 64"):
+            Scheduler(4, 64, 63, 32, 16)
+
+    def test_reprs(self) -> None:
+        bench = Bench(n_slots=1)
+        a = bench.add(n_prompt=3, max_tokens=1)
+        bench.add()
+        assert "queued=2" in repr(bench.scheduler)
+        assert repr(bench.step()) == "<StepPlan n_tokens=3 n_outputs=1 fed 0: 3>"
+        assert repr(a) == "<Request 0 finished length slot=-1 n_prompt=3 n_tokens=4 n_past=3>"
+
+
+class TestSteps:
+    def test_the_first_token_comes_from_the_prompts_own_last_row(self) -> None:
+        bench = Bench()
+        a = bench.add(n_prompt=6, max_tokens=4)
+        plan = bench.step()
+        assert plan is not None
+        assert (plan.tokens, plan.positions, plan.seq_ids) == (prompt_of(6), [0, 1, 2, 3, 4, 5], [0] * 6)
+        assert (plan.outputs, plan.rows, plan.requests) == ([0, 0, 0, 0, 0, 1], [5], [a])
+        assert len(generated(a)) == 1
+        assert bench.run() == 3  # as many steps as tokens
+        assert_done(a)
+
+    def test_decoding_requests_come_first_by_slot(self) -> None:
+        bench = Bench()
+        a, b = bench.add(), bench.add()
+        bench.step()
+        c = bench.add(n_prompt=3)
+        plan = bench.step()
+        assert plan is not None
+        assert plan.fed == [(a, 1), (b, 1), (c, 3)]
+        assert (plan.n_decode, plan.seq_ids, plan.rows) == (2, [0, 1, 2, 2, 2], [0, 1, 4])
+        assert plan.requests == [a, b, c]
+
+    def test_a_slot_taken_late_is_decoded_in_its_place(self) -> None:
+        bench = Bench(n_slots=3)
+        a, b, c = bench.add(max_tokens=2), bench.add(max_tokens=9), bench.add(max_tokens=9)
+        bench.steps(2)
+        d = bench.add(max_tokens=9)
+        bench.step()
+        assert (a.state, d.slot) == (State.FINISHED, 0)
+        assert fed(bench.step()) == [(d, 1), (b, 1), (c, 1)]
+
+    def test_a_long_prompt_is_cut_to_the_batch(self) -> None:
+        bench = Bench(n_batch=20, n_ubatch=8)
+        a = bench.add(n_prompt=50, max_tokens=3)
+        plans = bench.steps(3)
+        assert [p.fed for p in plans] == [[(a, 20)], [(a, 20)], [(a, 10)]]
+        assert [p.rows for p in plans] == [[], [], [9]]
+        assert [sum(p.outputs) for p in plans] == [0, 0, 1]
+        bench.run()
+        assert_done(a)
+
+    def test_prompts_share_a_step_in_order_of_arrival(self) -> None:
+        bench = Bench(n_batch=32, n_ubatch=16)
+        a, b, c = (bench.add(n_prompt=n) for n in (6, 6, 6))
+        assert fed(bench.step()) == [
+            (a, 6),
+            (b, 6),
+        ]  # not the first four of c: in parts it would take two passes
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 6)]
+        bench.run()
+        assert_done(a, b, c)
+
+    def test_a_prompt_longer_than_a_ubatch_fills_what_others_leave(self) -> None:
+        bench = Bench(n_batch=32, n_ubatch=8)
+        a, b, c = (bench.add(n_prompt=n) for n in (4, 12, 12))
+        assert fed(bench.step()) == [(a, 4), (b, 4)]
+        assert fed(bench.step()) == [(a, 1), (b, 7)]
+        # While two decode, a step takes n_ubatch tokens: theirs, b's last one, and what there is room for of c.
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 6)]
+        bench.run()
+        assert_done(a, b, c)
+
+    def test_one_prompt_alone_takes_whole_batches(self) -> None:
+        bench = Bench(n_batch=20, n_ubatch=8)
+        a = bench.add(n_prompt=30)
+        assert [p.fed for p in bench.steps(2)] == [[(a, 20)], [(a, 10)]]
+        bench.run()
+        assert_done(a)
+
+    def test_a_long_prompt_does_not_hold_up_streams(self) -> None:
+        bench = Bench(n_batch=32, n_ubatch=8)
+        a = bench.add(max_tokens=12)
+        bench.step()
+        b = bench.add(n_prompt=50, max_tokens=2)
+        plans = bench.steps(8)
+        assert [p.fed for p in plans] == [*([[(a, 1), (b, 7)]] * 7), [(a, 1), (b, 1)]]
+        bench.run()
+        assert_done(a, b)
+
+    def test_a_step_with_enough_ends_so_that_a_first_token_need_not_wait(self) -> None:
+        bench = Bench(n_slots=6, n_batch=32, n_ubatch=32, n_enough=8)
+        a, b, c, d, e = (bench.add(n_prompt=n, limit=99) for n in (4, 4, 6, 20, 4))
+        assert [p.fed for p in bench.steps(3)] == [
+            [(a, 4), (b, 4)],
+            [(a, 1), (b, 1), (c, 6), (d, 20)],
+            [(a, 1), (b, 1), (c, 1), (d, 1), (e, 4)],
+        ]
+        bench.run()
+        assert_done(a, b, c, d, e)
+
+    @pytest.mark.parametrize(
+        ("n_prompt", "n_prompts", "n_decode"),
+        [
+            # Every 16 tokens, then 15, then 14. Behind the last prompt nothing has to fit.
+            (4, [1] * 12, [0, 0, 0, 0, 4, 0, 0, 0, 8, 0, 0, 0]),
+            (3, [2, 2, 2, 1, 2, 2, 1], [0, 0, 0, 6, 0, 0, 0]),
+            (7, [1] * 8, [0, 0, 2, 0, 4, 0, 6, 0]),
+            (9, [1] * 8, [*range(7), 0]),
+            (4, [1] * 10, [0, 0, 0, 0, 4, 0, 0, 0, 8, 0]),
+            (4, [1] * 9, [0, 0, 0, 0, 4, 0, 0, 0, 0]),
+        ],
+    )
+    def test_decoding_waits_for_short_steps_until_they_make_a_ubatch(
+        self, n_prompt: int, n_prompts: list[int], n_decode: list[int]
+    ) -> None:
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        requests = [bench.add(n_prompt=n_prompt, max_tokens=20, limit=99) for _ in range(sum(n_prompts))]
+        plans = bench.steps(len(n_prompts))
+        assert [p.n_decode for p in plans] == n_decode
+        assert [[n for _, n in p.fed[p.n_decode :]] for p in plans] == [[n_prompt] * n for n in n_prompts]
+        bench.run()
+        assert_done(*requests)
+
+    def test_decoding_does_not_wait_where_it_shares_the_prompts_pass(self) -> None:
+        bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, n_enough=4)
+        requests = [bench.add(n_prompt=4, max_tokens=9, limit=99) for _ in range(4)]
+        assert [p.n_decode for p in bench.steps(4)] == [0, 1, 2, 3]
+        bench.run()
+        assert_done(*requests)
+
+    def test_decoding_waits_for_one_prompt_but_not_for_one_after_another(self) -> None:
+        bench = Bench(n_slots=5, n_batch=32, n_ubatch=16, n_enough=8, filler=FILLER)
+        a = bench.add(max_tokens=20)
+        bench.step()
+        b = bench.add(n_prompt=7, limit=99)
+        assert fed(bench.step()) == [(b, 7)]
+        c = bench.add(n_prompt=7, limit=99)
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 7)]
+        d = bench.add(n_prompt=7, limit=99)
+        assert fed(bench.step()) == [(d, 7)]
+        e = bench.add(n_prompt=8, limit=99)
+        assert fed(bench.step()) == [(e, 8)]  # enough
+        bench.run()
+        assert_done(a, b, c, d, e)
+
+    @pytest.mark.parametrize(("n_prompt", "n_fed"), [(16, [16]), (17, [15, 2]), (32, [15, 15, 2])])
+    def test_decoding_does_not_wait_for_a_prompt_of_more_than_a_ubatch(
+        self, n_prompt: int, n_fed: list[int]
+    ) -> None:
+        bench = Bench(n_batch=32, n_ubatch=16, n_enough=8, filler=FILLER)
+        a = bench.add(max_tokens=20)
+        bench.step()
+        b = bench.add(n_prompt=n_prompt, limit=99)
+        plans = bench.steps(len(n_fed))
+        assert [n for p in plans for r, n in p.fed if r is b] == n_fed
+        assert [p.n_decode for p in plans] == [1] * (len(n_fed) - 1) + [0]
+        bench.run()
+        assert_done(a, b)
+
+    def test_decoding_waits_for_few_passes_however_short_the_prompts_are(self) -> None:
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        a = bench.add(max_tokens=40)
+        bench.step()
+        n_decode = []
+        for n_prompt in (6, *[2] * 9):  # one comes with each step
+            bench.add(n_prompt=n_prompt, max_tokens=20, limit=99)
+            plan = bench.step()
+            assert plan is not None
+            n_decode.append(plan.n_decode)
+        assert n_decode == [0, 0, 3, 0, 5, 0, 7, 0, 9, 0]
+        bench.run()
+        assert_done(a)
+
+    def test_a_prompt_that_comes_while_decoding_has_waited_is_not_cut(self) -> None:
+        bench = Bench(n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        a = bench.add(max_tokens=20)
+        bench.step()
+        b = bench.add(n_prompt=9, limit=99)
+        assert fed(bench.step()) == [(b, 9)]
+        c = bench.add(n_prompt=9, limit=99)
+        assert [fed(plan) for plan in bench.steps(2)] == [[(a, 1), (b, 1)], [(c, 9)]]
+        bench.run()
+        assert_done(a, b, c)
+
+    def test_decoding_waits_for_nobody_where_steps_do_not_end_early(self) -> None:
+        bench = Bench(n_batch=32, n_ubatch=16, filler=FILLER)
+        a = bench.add(max_tokens=20)
+        bench.step()
+        b = bench.add(n_prompt=7, limit=99)
+        assert fed(bench.step()) == [(a, 1), (b, 7)]
+        bench.run()
+        assert_done(a, b)
+
+    def test_nobody_waits_for_the_first_token_of_a_whole_completion(self) -> None:
+        bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        whole = [bench.add(n_prompt=4) for _ in range(3)]
+        stream, behind = bench.add(n_prompt=4, limit=99), bench.add(n_prompt=4)
+        assert fed(bench.step()) == [*((r, 4) for r in whole), (stream, 4)]
+        late = bench.add(n_prompt=4, limit=99)
+        assert fed(bench.step()) == [*((r, 1) for r in (*whole, stream)), (behind, 4), (late, 4)]
+        bench.run()
+        assert_done(*whole, stream, behind, late)
+
+    def test_a_prompt_behind_short_steps_is_cut_only_if_it_would_be_anyway(self) -> None:
+        for n_prompt, expected in ((40, [0, 2, 2]), (12, [0, 0]), (13, [1, 0])):
+            bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+            a = bench.add(max_tokens=20)
+            bench.step()
+            b, c = bench.add(n_prompt=4, limit=99), bench.add(n_prompt=n_prompt, limit=99)
+            plans = bench.steps(len(expected))
+            assert [p.n_decode for p in plans] == expected
+            assert [n for p in plans for r, n in p.fed if r is c and n > 1] == (
+                [12, 14] if n_prompt == 40 else [n_prompt]
+            )
+            bench.run()
+            assert_done(a, b, c)
+
+    def test_with_cohorts_each_is_fed_beside_the_prompts(self) -> None:
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        decoding = [bench.add(max_tokens=50) for _ in range(4)]
+        bench.steps(2)
+        scheduler = bench.scheduler
+        scheduler.cohorts = 2
+        prompts = [bench.add(n_prompt=4, limit=99) for _ in range(8)]
+        before = [r.n_total for r in decoding]
+        flying = [scheduler.plan(), scheduler.plan()]
+        for _ in range(6):
+            plan = flying.pop(0)
+            assert plan is not None and plan.n_decode >= 2
+            scheduler.commit(plan, [7] * len(plan.requests))
+            flying.append(scheduler.plan())
+        assert [r.n_total - n for r, n in zip(decoding, before, strict=True)] == [3] * 4
+        assert prompts[0].n_total > 0
+
+    def test_prompts_go_on_even_when_decoding_fills_the_ubatch(self) -> None:
+        bench = Bench(n_slots=4, n_batch=4, n_ubatch=3)
+        streams = [bench.add(n_prompt=1, max_tokens=20) for _ in range(3)]
+        bench.step()
+        late = bench.add(n_prompt=4, max_tokens=1)
+        assert fed(bench.step()) == [*((s, 1) for s in streams), (late, 1)]
+        bench.run()
+        assert_done(*streams, late)
+
+    def test_a_prompt_of_which_one_token_is_left_counts_as_decoding(self) -> None:
+        bench = Bench(n_batch=4, n_ubatch=4)
+        a = bench.add(n_prompt=5, max_tokens=2)
+        assert fed(bench.step()) == [(a, 4)]
+        plan = bench.step()
+        assert plan is not None
+        assert (plan.fed, plan.n_decode, plan.rows) == ([(a, 1)], 1, [0])
+        bench.run()
+        assert_done(a)
+
+    def test_an_older_request_with_new_tokens_goes_before_newer_prompts(self) -> None:
+        bench = Bench(n_batch=16)
+        a = bench.add(max_tokens=1, keep=True)
+        bench.step()
+        b = bench.add(n_prompt=40)
+        bench.step()
+        bench.scheduler.append(a, [3] * 10)
+        bench.allow(a)
+        assert fed(bench.step()) == [(a, 11), (b, 5)]
+
+    def test_nothing_to_do_is_no_step(self) -> None:
+        bench = Bench()
+        assert bench.step() is None
+        a = bench.add(limit=0)
+        assert bench.step() is None
+        assert bench.scheduler.live() == [a]
+
+
+class TestAgain:
+    """Where nobody comes or goes, the same plan is given again."""
+
+    def test_from_the_second_decoding_step_on(self) -> None:
+        bench = Bench()
+        a, b = bench.add(max_tokens=6), bench.add(max_tokens=6)
+        assert [bench.steps(1)[0].again for _ in range(6)] == [False, False, True, True, True, True]
+        assert_done(a, b)
+
+    def test_not_with_a_prompt_beside(self) -> None:
+        bench = Bench(n_ubatch=4)
+        a = bench.add(max_tokens=20)
+        bench.steps(3)
+        b = bench.add(n_prompt=9)
+        again = []
+        while b.n_generated < 3:
+            again.append(bench.steps(1)[0].again)
+        assert again == [False, False, False, False, True]
+        bench.run()
+        assert_done(a, b)
+
+    @pytest.mark.parametrize("event", ["an end", "a cancel", "a pause", "a new one"])
+    def test_not_after(self, event: str) -> None:
+        bench = Bench()
+        a = bench.add(max_tokens=20)
+        b = bench.add(max_tokens=3 if event == "an end" else 20, limit=3 if event == "a pause" else UNLIMITED)
+        assert [bench.steps(1)[0].again for _ in range(3)] == [False, False, True]
+        if event == "a cancel":
+            bench.scheduler.cancel(b)
+        if event == "a new one":
+            bench.add(n_prompt=1)
+        assert not bench.steps(1)[0].again
+        assert bench.steps(1)[0].again
+        bench.allow(b, 99)
+        bench.run()
+        assert_done(a)
+
+    def test_not_of_half_of_them_after_two_cohorts_became_one(self) -> None:
+        """The second half's step comes back when there is one cohort again: the first half must not be left out."""
+        bench = Bench()
+        requests = [bench.add(max_tokens=12) for _ in range(4)]
+        bench.steps(2)
+        scheduler = bench.scheduler
+        scheduler.cohorts = 2
+        first, second = scheduler.plan(), scheduler.plan()
+        assert first is not None and second is not None
+        scheduler.commit(first, [7] * len(first.requests))
+        scheduler.cohorts = 1
+        scheduler.commit(second, [7] * len(second.requests))
+        plan = scheduler.plan()
+        assert plan is not None and set(plan.requests) == set(requests)
+
+    def test_not_after_a_step_that_found_no_cells(self) -> None:
+        """Even if only somebody who paused had to give way."""
+        bench = Bench()
+        a, paused = bench.add(max_tokens=20), bench.add(limit=2)
+        bench.steps(5)
+        plan = bench.scheduler.plan()
+        assert plan is not None and plan.again
+        assert bench.scheduler.relieve(plan) is paused
+        assert not bench.steps(1)[0].again
+        bench.run()
+        assert_done(a)
+
+
+class TestEnd:
+    @pytest.mark.parametrize("max_tokens", [1, 2, 7])
+    def test_max_tokens(self, max_tokens: int) -> None:
+        bench = Bench()
+        a = bench.add(max_tokens=max_tokens)
+        assert bench.run() == max_tokens
+        assert (len(generated(a)), a.finish_reason) == (max_tokens, "length")
+        assert_done(a)
+
+    @pytest.mark.parametrize("n_prompt", [1, 10, 15])
+    def test_the_end_of_the_context(self, n_prompt: int) -> None:
+        bench = Bench(n_ctx=16)
+        a = bench.add(n_prompt=n_prompt, max_tokens=None)
+        bench.run()
+        assert (len(a.tokens), a.finish_reason) == (16, "length")
+        assert_done(a, n_ctx=16)
+
+    def test_stop_tokens_end_it_and_are_not_part_of_it(self) -> None:
+        bench = Bench()
+        whole, _ = continuation(prompt_of(4), 5)
+        a = bench.add(stop_tokens=frozenset([whole[3], N_VOCAB + 5]))
+        assert bench.run() == 4
+        assert (generated(a), a.finish_reason) == (whole[:3], "stop")
+        assert_done(a)
+
+    def test_a_stop_token_at_once(self) -> None:
+        bench = Bench()
+        whole, _ = continuation(prompt_of(4), 1)
+        a = bench.add(stop_tokens=frozenset(whole))
+        bench.run()
+        assert (generated(a), a.finish_reason, a.slot) == ([], "stop", -1)
+
+    def test_a_row_without_a_finite_logit_fails_its_own_request(self) -> None:
+        bench = Bench()
+        a, b = bench.add(), bench.add()
+        bench.context.broken = [generated_next(a)]
+        bench.run()
+        assert isinstance(a.error, DecodeError)
+        assert (a.state, a.finish_reason, len(generated(a))) == (State.FINISHED, "cancelled", 1)
+        assert_done(b)
+
+    def test_a_finished_request_stays_as_it_is(self) -> None:
+        bench = Bench()
+        a = bench.add(max_tokens=1)
+        bench.run()
+        bench.scheduler.cancel(a)
+        bench.scheduler.fail(a, DecodeError("late"))
+        bench.scheduler.resume(a)
+        assert (a.finish_reason, a.error) == ("length", None)
+
+    def test_states_change_only_as_allowed(self) -> None:
+        request = Request([1])
+        with pytest.raises(AssertionError, match="cannot become paused"):
+            request.move(State.PAUSED)
+        request.move(State.FINISHED)
+        with pytest.raises(AssertionError, match="cannot become running"):
+            request.move(State.RUNNING)
+
+
+def generated_next(request: Request) -> int:
+    """The first token a request is going to generate."""
+    return continuation(request.tokens, 1)[0][0]
+
+
+class TestCancel:
+    def cancelled(self, bench: Bench, request: Request, other: Request) -> None:
+        """`request` is cancelled; it is out at once, its cells are free, and `other` goes on as if alone."""
+        bench.scheduler.cancel(request)
+        assert (request.state, request.finish_reason) == (State.FINISHED, "cancelled")
+        assert (request.slot, request.error) == (-1, None)
+        assert request not in bench.scheduler.live()
+        bench.scheduler.check_integrity()
+        bench.run()
+        assert_done(other)
+        assert bench.context.n_used == 0
+
+    def test_in_the_queue(self) -> None:
+        bench = Bench(n_slots=1)
+        other, request = bench.add(), bench.add()
+        bench.step()
+        self.cancelled(bench, request, other)
+
+    def test_before_anything_happened(self) -> None:
+        bench = Bench()
+        request, other = bench.add(), bench.add()
+        self.cancelled(bench, request, other)
+
+    def test_in_its_prompt(self) -> None:
+        bench = Bench(n_batch=8)
+        other, request = bench.add(), bench.add(n_prompt=30)
+        bench.step()
+        assert 0 < request.n_past < 30
+        self.cancelled(bench, request, other)
+
+    def test_while_it_decodes(self) -> None:
+        bench = Bench()
+        request, other = bench.add(), bench.add()
+        bench.steps(2)
+        self.cancelled(bench, request, other)
+
+    def test_paused(self) -> None:
+        bench = Bench()
+        request, other = bench.add(limit=2), bench.add()
+        bench.steps(3)
+        assert request.state is State.PAUSED
+        self.cancelled(bench, request, other)
+
+    def test_preempted_and_parked(self) -> None:
+        bench = Bench(n_slots=1)
+        request, other = bench.add(limit=2), bench.add()
+        bench.steps(3)
+        assert (request.state, other.state) == (State.WAITING, State.RUNNING)
+        self.cancelled(bench, request, other)
+
+    def test_preempted_and_ready(self) -> None:
+        bench = Bench()
+        other, request = bench.add(), bench.add()
+        bench.steps(2)
+        bench.scheduler.preempt(request)
+        assert bench.scheduler.n_queued == 1
+        self.cancelled(bench, request, other)
+
+    def test_before_its_first_leave(self) -> None:
+        bench = Bench()
+        request, other = bench.add(limit=0, keep=True), bench.add()
+        self.cancelled(bench, request, other)
+
+
+class TestPause:
+    def test_a_request_pauses_at_its_limit_and_goes_on_where_it_was(self) -> None:
+        bench = Bench()
+        a = bench.add(max_tokens=6, limit=2)
+        assert bench.run() == 2
+        assert (a.state, a.slot, len(generated(a))) == (State.PAUSED, 0, 2)
+        assert (bench.scheduler.n_active, bench.scheduler.all_ready) == (1, False)
+        bench.scheduler.resume(a)  # without more leave, nothing happens
+        assert bench.step() is None
+        bench.allow(a, 3)
+        assert bench.run() == 3
+        bench.allow(a, 100)
+        assert bench.run() == 1
+        assert_done(a)
+
+    def test_others_go_on_meanwhile(self) -> None:
+        bench = Bench()
+        a, b = bench.add(limit=1), bench.add()
+        bench.run()
+        assert a.state is State.PAUSED
+        assert_done(b)
+
+    def test_without_leave_nothing_is_computed(self) -> None:
+        bench = Bench()
+        a = bench.add(limit=0)
+        assert (bench.step(), a.state) == (None, State.WAITING)
+        assert (bench.scheduler.n_live, bench.scheduler.n_queued, bench.scheduler.all_ready) == (1, 0, False)
+        bench.allow(a, 9)
+        bench.run()
+        assert_done(a)
+
+    def test_the_end_comes_before_the_pause(self) -> None:
+        bench = Bench()
+        a = bench.add(max_tokens=2, limit=2)
+        bench.run()
+        assert_done(a)
+
+
+class TestPreemption:
+    def test_a_paused_request_gives_its_slot_to_one_that_waits(self) -> None:
+        bench = Bench(n_slots=1)
+        a, b = bench.add(limit=2), bench.add()
+        bench.steps(2)
+        assert a.state is State.PAUSED
+        bench.step()
+        assert (a.state, a.slot, a.n_past, b.slot) == (State.WAITING, -1, 0, 0)
+        assert (bench.scheduler.n_preempted, bench.scheduler.n_queued) == (1, 0)
+        bench.run()
+        assert_done(b)
+        assert len(generated(a)) == 2  # what it had generated is kept
+        bench.allow(a, 9)
+        bench.run()
+        assert_done(a)
+
+    def test_the_one_paused_longest_goes_first(self) -> None:
+        bench = Bench(n_slots=2)
+        a, b = bench.add(limit=2), bench.add(limit=1)
+        bench.run()
+        c = bench.add()
+        bench.step()
+        assert (b.state, a.state, c.slot) == (State.WAITING, State.PAUSED, 1)
+
+    def test_nobody_waits_for_slots_that_running_requests_have(self) -> None:
+        bench = Bench(n_slots=1)
+        a, b = bench.add(), bench.add()
+        bench.steps(3)
+        assert (a.slot, b.slot, bench.scheduler.n_preempted) == (0, -1, 0)
+
+    def test_a_preempted_request_comes_before_new_ones(self) -> None:
+        bench = Bench(n_slots=1)
+        a, b = bench.add(limit=1), bench.add(max_tokens=2)
+        bench.steps(2)
+        c = bench.add()
+        bench.allow(a, 9)
+        assert bench.scheduler.n_queued == 2
+        bench.steps(2)
+        assert (b.state, a.slot, c.slot) == (State.FINISHED, 0, -1)
+        bench.run()
+        assert_done(a, b, c)
+
+    def test_preempted_requests_go_on_in_order_of_arrival(self) -> None:
+        bench = Bench(n_slots=1)
+        a, b, c = (bench.add(limit=1) for _ in range(3))
+        bench.run()
+        bench.add(max_tokens=1)  # takes the slot that c pauses in
+        bench.run()
+        for request in (c, b, a):
+            bench.allow(request, 9)
+        finished = []
+        while bench.step() is not None:
+            finished += [r for r in (a, b, c) if r.state is State.FINISHED and r not in finished]
+        assert finished == [a, b, c]
+        assert_done(a, b, c)
+
+    def test_a_slow_reader_does_not_keep_others_waiting(self) -> None:
+        """Its reader takes a token now and then, never enough to be worth going on for."""
+        bench = Bench(n_slots=1)
+        a = bench.add(n_prompt=20, max_tokens=30, limit=4)
+        bench.run()
+        a.limit += 1
+        b = bench.add(max_tokens=3)
+        bench.step()
+        assert (a.state, b.slot) == (State.WAITING, 0)
+        bench.run()
+        assert_done(b)
+        assert len(generated(a)) == 4
+
+    def test_when_cells_run_out_the_newest_gives_way(self) -> None:
+        bench = Bench(n_slots=3, n_ctx=32, n_cells=40, n_ubatch=32)
+        a, b, c = (bench.add(n_prompt=8, max_tokens=20) for _ in range(3))
+        bench.steps(6)
+        assert [r.state for r in (a, b, c)] == [State.RUNNING] * 3
+        assert sum(len(r.tokens) for r in (a, b, c)) == 42  # all but three in cells, 39 of them
+        bench.step()
+        assert [r.state for r in (a, b, c)] == [State.RUNNING, State.RUNNING, State.WAITING]
+        bench.run()
+        assert bench.scheduler.n_preempted >= 2
+        assert bench.n_full == 0  # it is known before it happens
+        assert_done(a, b, c, n_ctx=32)
+
+    def test_paused_requests_give_their_cells_up_before_running_ones(self) -> None:
+        bench = Bench(n_slots=3, n_ctx=32, n_cells=40, n_ubatch=32)
+        a = bench.add(n_prompt=12, limit=1)
+        b, c = (bench.add(n_prompt=10, max_tokens=12) for _ in range(2))
+        bench.steps(6)
+        assert [r.state for r in (a, b, c)] == [State.WAITING, State.RUNNING, State.RUNNING]
+        bench.run()
+        assert_done(b, c, n_ctx=32)
+
+    def test_a_prompt_waits_until_its_cells_are_free(self) -> None:
+        bench = Bench(n_slots=3, n_ctx=32, n_cells=40)
+        a = bench.add(n_prompt=20, max_tokens=5)
+        b = bench.add(n_prompt=25, max_tokens=5)
+        bench.steps(5)
+        assert (a.state, b.slot) == (State.FINISHED, -1)
+        bench.run()
+        assert_done(a, b, n_ctx=32)
+        assert bench.scheduler.n_preempted == 0
+
+    def test_a_prompt_takes_the_cells_of_paused_requests(self) -> None:
+        bench = Bench(n_slots=3, n_ctx=32, n_cells=40)
+        a = bench.add(n_prompt=20, limit=1)
+        bench.run()
+        b = bench.add(n_prompt=25)
+        bench.step()
+        assert (a.state, b.slot) == (State.WAITING, 0)
+        bench.run()
+        assert_done(b, n_ctx=32)
+
+    def test_one_alone_always_has_enough(self) -> None:
+        bench = Bench(n_slots=3, n_ctx=32, n_cells=32)
+        requests = [bench.add(n_prompt=n, max_tokens=None) for n in (31, 1, 16)]
+        bench.run()
+        assert_done(*requests, n_ctx=32)
+
+    def test_relief_takes_the_newest_and_leaves_the_last(self) -> None:
+        bench = Bench()
+        a, b = bench.add(), bench.add()
+        plan = bench.step()
+        assert plan is not None
+        assert bench.scheduler.relieve(plan) is b
+        assert bench.scheduler.relieve(plan) is None
+        bench.run()
+        assert_done(a, b)
+
+    def test_a_prompt_may_take_the_last_cell(self) -> None:
+        bench = Bench(n_slots=2, n_ctx=32, n_cells=40, n_batch=64, n_ubatch=64)
+        a, b = bench.add(n_prompt=20), bench.add(n_prompt=20)
+        assert fed(bench.step()) == [(a, 20), (b, 20)]
+        assert fed(bench.step()) == [(a, 1)]  # there is none left for the newer one
+        bench.run()
+        assert_done(a, b, n_ctx=32)
+
+    def test_after_relief_by_a_paused_one_others_may_come(self) -> None:
+        bench = Bench(n_slots=3)
+        a, b = bench.add(limit=1), bench.add(max_tokens=20)
+        bench.step()
+        bench.context.failures[bench.context.n_launches] = ContextFullError("injected")
+        bench.step()
+        assert (a.state, b.state) == (State.WAITING, State.RUNNING)
+        c = bench.add()
+        assert fed(bench.step()) == [(b, 1), (c, 4)]
+        bench.run()
+        assert_done(b, c)
+
+    def test_after_relief_by_a_running_one_somebody_must_leave_first(self) -> None:
+        bench = Bench(n_slots=3)
+        a, b = bench.add(), bench.add()
+        bench.context.failures[1] = ContextFullError("injected")
+        bench.steps(2)
+        c = bench.add()
+        for _ in range(4):
+            assert fed(bench.step()) == [(a, 1)]
+        assert fed(bench.step()) == [(b, 5), (c, 4)]
+        bench.run()
+        assert_done(a, b, c)
+
+    def test_fewer_cells_than_promised_still_serve_everyone(self) -> None:
+        """Some memories (sliding windows) run out earlier than their size says; nothing may turn in circles then."""
+        bench = Bench(n_slots=4, n_ctx=32)
+        bench.context.n_cells = 40
+        requests = [bench.add(n_prompt=12, max_tokens=10) for _ in range(6)]
+        n_steps = bench.run()
+        assert_done(*requests, n_ctx=32)
+        assert n_steps < 120
+
+    def test_one_request_that_finds_no_cells_fails(self) -> None:
+        bench = Bench(n_slots=2, n_ctx=32)
+        bench.context.n_cells = 10
+        a, b = bench.add(n_prompt=12), bench.add(n_prompt=4)
+        bench.run()
+        assert isinstance(a.error, ContextFullError)
+        assert_done(b, n_ctx=32)
+
+
+class TestKept:
+    def test_it_keeps_its_slot_at_the_end_and_goes_on_after_more_tokens(self) -> None:
+        bench = Bench()
+        a = bench.add(max_tokens=2, keep=True)
+        bench.run()
+        assert (a.state, a.finish_reason, a.slot) == (State.PAUSED, "length", 0)
+        first = list(a.tokens)
+        assert first == prompt_of(4) + continuation(prompt_of(4), 2)[0]
+        bench.scheduler.append(a, [7, 8, 9])
+        assert (a.finish_reason, a.n_generated) == (None, 0)
+        bench.allow(a, 9)
+        plan = bench.step()
+        assert plan is not None
+        assert (plan.tokens, plan.positions) == ([first[-1], 7, 8, 9], [5, 6, 7, 8])  # nothing twice
+        bench.run()
+        assert a.tokens == [*first, 7, 8, 9, *continuation([*first, 7, 8, 9], 2)[0]]
+        assert a.finish_reason == "length"
+
+    def test_trim_continues_from_the_last_kept_token(self) -> None:
+        bench = Bench()
+        a = bench.add(n_prompt=6, max_tokens=3, keep=True)
+        bench.run()
+        bench.scheduler.trim(a, 4)
+        assert bench.step() is None  # not before it is allowed to
+        bench.allow(a, 9)
+        plan = bench.step()
+        assert plan is not None
+        assert (plan.tokens, plan.positions) == (prompt_of(6)[3:4], [3])
+        bench.run()
+        assert a.tokens == prompt_of(6)[:4] + continuation(prompt_of(6)[:4], 3)[0]
+
+    def test_trim_after_a_stop_token(self) -> None:
+        bench = Bench()
+        whole, _ = continuation(prompt_of(4), 5)
+        a = bench.add(keep=True, stop_tokens=frozenset([whole[2]]))
+        bench.run()
+        assert (a.finish_reason, a.n_past, len(a.tokens)) == ("stop", 6, 6)
+        bench.scheduler.trim(a, 6)  # nothing less: the last token is computed again
+        a.stop_tokens = frozenset()
+        bench.allow(a, 1)
+        assert bench.run() == 1
+        assert a.tokens == prompt_of(4) + whole[:3]
+
+    def test_a_stopped_one_does_not_go_on_unchanged(self) -> None:
+        bench = Bench()
+        a = bench.add(max_tokens=1, keep=True)
+        bench.run()
+        bench.allow(a, 5)
+        assert bench.step() is None
+
+    @pytest.mark.parametrize("recurrent", [False, True])
+    def test_trim_then_append(self, recurrent: bool) -> None:
+        bench = Bench(recurrent=recurrent)
+        a = bench.add(n_prompt=6, max_tokens=3, keep=True)
+        bench.run()
+        bench.scheduler.trim(a, 3)
+        bench.scheduler.append(a, [50, 51])
+        bench.allow(a, 9)
+        bench.run()
+        base = [*prompt_of(6)[:3], 50, 51]
+        assert a.tokens == base + continuation(base, 3)[0]
+
+    def test_changes_while_it_has_no_slot(self) -> None:
+        bench = Bench(n_slots=1)
+        a, b = bench.add(n_prompt=6, max_tokens=3, keep=True), bench.add()
+        bench.run()
+        assert_done(b)
+        assert (a.state, a.finish_reason) == (State.WAITING, "length")
+        bench.scheduler.trim(a, 5)
+        bench.scheduler.append(a, [50])
+        bench.allow(a, 9)
+        bench.run()
+        base = [*prompt_of(6)[:5], 50]
+        assert a.tokens == base + continuation(base, 3)[0]
+
+    def test_changes_before_the_first_step(self) -> None:
+        bench = Bench()
+        a = bench.add(n_prompt=6, max_tokens=3, keep=True, limit=0)
+        bench.scheduler.append(a, [50])
+        bench.scheduler.trim(a, 2)
+        bench.allow(a, 9)
+        bench.run()
+        assert a.tokens == prompt_of(6)[:2] + continuation(prompt_of(6)[:2], 3)[0]
+
+    def test_losing_its_slot_after_a_change_computes_nothing_ahead(self) -> None:
+        """It had leave for a token when it stopped; that leave is gone with its end."""
+        bench = Bench(n_slots=1)
+        whole, _ = continuation(prompt_of(4), 5)
+        a = bench.add(keep=True, stop_tokens=frozenset([whole[1]]), limit=0)
+        for _ in range(2):
+            bench.allow(a)
+            bench.run()
+        assert a.finish_reason == "stop"
+        bench.scheduler.trim(a, 3)
+        b = bench.add()
+        bench.run()
+        assert_done(b)
+        assert (len(a.tokens), a.state) == (3, State.WAITING)
+
+    def test_cancelled_it_gives_everything_up(self) -> None:
+        bench = Bench()
+        a = bench.add(max_tokens=1, keep=True)
+        bench.run()
+        bench.scheduler.cancel(a)
+        assert (a.state, a.finish_reason, bench.scheduler.n_live) == (State.FINISHED, "cancelled", 0)
+        bench.step()
+        assert bench.context.n_used == 0
+
+
+class TestFillers:
+    def bench(self, n_slots: int = 4, **options: Any) -> Bench:
+        return Bench(n_slots, filler=FILLER, **options)
+
+    def test_a_gap_is_filled_and_the_filler_forgotten(self) -> None:
+        bench = self.bench()
+        a, b, c = bench.add(), bench.add(max_tokens=1), bench.add()
+        bench.step()
+        plan = bench.step()
+        assert plan is not None
+        assert b.state is State.FINISHED
+        assert (plan.tokens[1], plan.seq_ids, plan.positions) == (FILLER, [0, 1, 2], [4, 0, 4])
+        assert (plan.outputs, plan.rows, plan.requests) == ([1, 0, 1], [0, 2], [a, c])
+        assert (plan.fed, plan.n_decode, plan.fillers) == ([(a, 1), (c, 1)], 2, [(1, 0)])
+        bench.run()
+        assert_done(a, c)
+
+    def test_there_is_none_without_a_gap(self) -> None:
+        bench = self.bench()
+        requests = [bench.add(max_tokens=n) for n in (5, 5, 1)]
+        plans = []
+        while (plan := bench.step()) is not None:
+            plans.append(plan)
+        assert [p.fillers for p in plans] == [[]] * 5
+        assert_done(*requests)
+
+    def test_a_paused_sequence_in_the_gap_gets_it_behind_its_own(self) -> None:
+        bench = self.bench()
+        a, b, c = bench.add(), bench.add(max_tokens=4, limit=2), bench.add()
+        bench.steps(2)
+        plan = bench.step()
+        assert plan is not None
+        assert b.state is State.PAUSED
+        assert plan.fillers == [(1, b.n_past)] == [(1, 5)]
+        bench.allow(b, 9)
+        bench.run()
+        assert_done(a, b, c)
+
+    def test_a_paused_sequence_at_the_end_of_its_context_still_has_a_cell_for_it(self) -> None:
+        bench = self.bench(n_ctx=8)
+        a = bench.add(n_prompt=2, max_tokens=6)
+        b = bench.add(n_prompt=7, max_tokens=9, keep=True)
+        c = bench.add(n_prompt=2, max_tokens=6)
+        bench.step()
+        assert (b.finish_reason, len(b.tokens)) == ("length", 8)
+        plan = bench.step()
+        assert plan is not None
+        assert plan.fillers == [(1, 7)]
+        bench.run()
+        assert_done(a, c, n_ctx=8)
+
+    def test_a_prefilling_sequence_in_the_gap_has_tokens_of_its_own(self) -> None:
+        bench = self.bench(n_slots=5, n_batch=16, n_ubatch=6)
+        requests = [bench.add(n_prompt=1, max_tokens=n) for n in (9, 1, 1, 9)]
+        bench.step()
+        b = bench.add(n_prompt=20, max_tokens=2)
+        plan = bench.step()
+        assert plan is not None
+        assert b.slot == 1
+        assert plan.fed == [(requests[0], 1), (requests[3], 1), (b, 3)]
+        assert (plan.seq_ids, plan.fillers) == ([0, 2, 3, 1, 1, 1], [(2, 0)])
+        assert (plan.rows, plan.outputs) == ([0, 2], [1, 0, 1, 0, 0, 0])
+        bench.run()
+        assert_done(*requests, b)
+
+    def test_the_row_of_a_finishing_prompt_follows_those_of_filled_decoding(self) -> None:
+        bench = self.bench(n_batch=12, n_ubatch=8)
+        a, b, c = bench.add(n_prompt=2), bench.add(n_prompt=2, max_tokens=2), bench.add(n_prompt=2)
+        bench.step()
+        d = bench.add(n_prompt=9)
+        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 1), (d, 5)]
+        plan = bench.step()
+        assert plan is not None
+        assert plan.fed == [(a, 1), (c, 1), (d, 4)]
+        assert (plan.fillers, plan.rows, plan.requests) == ([(1, 0)], [0, 2, 6], [a, c, d])
+        bench.run()
+        assert_done(a, b, c, d)
+
+    def test_never_more_fillers_than_requests(self) -> None:
+        bench = self.bench(n_slots=8, n_ubatch=32)
+        keep = (0, 7)
+        requests = [bench.add(max_tokens=9 if i in keep else 1) for i in range(8)]
+        bench.step()
+        plan = bench.step()
+        assert plan is not None
+        assert (plan.seq_ids, plan.fillers) == ([0, 7], [])  # six gaps for two requests: not worth it
+        bench.run()
+        assert_done(*requests)
+
+    def test_as_many_fillers_as_requests(self) -> None:
+        bench = self.bench()
+        a, _, _, d = (bench.add(max_tokens=n) for n in (5, 1, 1, 5))
+        bench.step()
+        plan = bench.step()
+        assert plan is not None
+        assert plan.seq_ids == [0, 1, 2, 3]
+        assert plan.fillers == [(1, 0), (2, 0)]
+        bench.run()
+        assert_done(a, d)
+
+    def test_a_request_takes_over_a_filled_slot(self) -> None:
+        bench = self.bench()
+        a, b, c = bench.add(max_tokens=9), bench.add(max_tokens=1), bench.add(max_tokens=9)
+        bench.steps(2)
+        d = bench.add()
+        bench.step()
+        assert d.slot == 1
+        bench.run()
+        assert_done(a, b, c, d)
+
+    def test_a_failed_step_leaves_no_filler_behind(self) -> None:
+        bench = self.bench(n_slots=5)
+        for max_tokens in (5, 1, 5, 5):
+            bench.add(max_tokens=max_tokens)
+        bench.step()
+        bench.context.failures[bench.context.n_launches] = DecodeError("injected")
+        plan = bench.step()
+        assert plan is not None
+        assert plan.seq_ids == [0, 1, 2, 3]
+        assert bench.context.sequences[1] == [FILLER]  # of the half that was computed
+        d = bench.add()
+        bench.run()
+        assert_done(d)
+        assert bench.context.n_used == 0
+
+
+class TestRecompute:
+    def test_a_memory_that_forgets_all_is_filled_again(self) -> None:
+        bench = Bench(recurrent=True)
+        a, b = bench.add(n_prompt=6, max_tokens=3, keep=True), bench.add(max_tokens=9)
+        bench.run()
+        bench.scheduler.trim(a, 4)
+        bench.step()
+        assert a.n_past == 0
+        bench.allow(a, 9)
+        bench.run()
+        assert a.tokens == prompt_of(6)[:4] + continuation(prompt_of(6)[:4], 3)[0]
+        assert_done(b)
+
+    def test_also_when_it_was_allowed_to_go_on_before(self) -> None:
+        bench = Bench(recurrent=True)
+        a, b = bench.add(n_prompt=6, max_tokens=3, keep=True), bench.add(max_tokens=9)
+        bench.steps(3)
+        bench.scheduler.trim(a, 4)
+        bench.allow(a, 9)
+        bench.run()
+        assert a.tokens == prompt_of(6)[:4] + continuation(prompt_of(6)[:4], 3)[0]
+        assert_done(b)
+
+    def test_a_single_token_is_fed_again_as_before(self) -> None:
+        bench = Bench(recurrent=True)
+        a = bench.add(n_prompt=2, max_tokens=3, keep=True)
+        bench.run()
+        bench.scheduler.trim(a, 1)
+        bench.allow(a, 9)
+        bench.run()
+        assert a.tokens == prompt_of(2)[:1] + continuation(prompt_of(2)[:1], 3)[0]
+
+
+class TestAbort:
+    def test_only_the_requests_of_the_step_fail(self) -> None:
+        bench = Bench(n_slots=3, n_batch=8, n_ubatch=8)
+        a, b, c, d = bench.add(), bench.add(limit=1), bench.add(n_prompt=20), bench.add()
+        bench.step()
+        error = DecodeError("injected")
+        bench.context.failures[bench.context.n_launches] = error
+        assert {r for r, _ in fed(bench.step())} == {a, c}
+        assert (a.error, a.state, a.finish_reason, c.error) == (error, State.FINISHED, "cancelled", error)
+        assert (b.error, d.error) == (None, None)
+        bench.allow(b, 9)
+        bench.run()
+        assert_done(b, d)
+        assert bench.context.n_used == 0
+
+    def test_a_kept_request_is_given_up(self) -> None:
+        bench = Bench()
+        a = bench.add(keep=True)
+        bench.context.failures[0] = DecodeError("injected")
+        bench.step()
+        assert (a.state, bench.scheduler.n_live) == (State.FINISHED, 0)
+
+
+class TestIntegrity:
+    def test_what_is_wrong_is_found(self) -> None:
+        bench = Bench()
+        a, b = bench.add(), bench.add()
+        bench.step()
+        a.slot = b.slot
+        with pytest.raises(AssertionError, match="two requests in one slot"):
+            bench.scheduler.check_integrity()
+        a.slot = 3
+        with pytest.raises(AssertionError, match="a used slot counts as free"):
+            bench.scheduler.check_integrity()
+        a.slot = 0
+        a.n_past = 1
+        with pytest.raises(AssertionError):
+            bench.scheduler.check_integrity()
+
+
+BUFFER = 4  # tokens a stream may be ahead of its reader
+
+
+class Caller:
+    """Somebody with a request, who behaves as the engine's streams and generations do."""
+
+    def __init__(self, bench: Bench, request: Request) -> None:
+        self.bench = bench
+        self.request = request
+        self.base = list(request.tokens)  # what the next tokens follow from
+        self.n_read = 0
+        self.granted = request.limit
+        self.waiting, self.n_before = False, 0
+        self.failed = self.cancelled = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether this is a generation whose caller is not waiting for a token."""
+        r = self.request
+        if r.n_total > self.n_before or r.finish_reason is not None:
+            self.waiting = False
+        return r.keep and r.state is not State.FINISHED and not self.waiting
+
+    def next(self) -> None:
+        if self.request.finish_reason is None:
+            self.waiting, self.n_before = True, self.request.n_total
+            self.granted = self.request.n_total + 1
+            self.bench.allow(self.request)
+
+    def changed(self, base: list[int]) -> None:
+        """The generation goes on from `base`, but not by itself."""
+        self.base = base
+        self.granted = self.request.n_total
+
+    def read(self) -> None:
+        """Takes one token of a stream."""
+        r = self.request
+        if r.keep or r.limit == UNLIMITED or self.n_read >= r.n_total:
+            return
+        self.n_read += 1
+        r.limit += 1
+        self.granted += 1
+        if r.state in (State.PAUSED, State.WAITING) and r.limit - r.n_total >= BUFFER // 2:
+            self.bench.scheduler.resume(r)
+
+    def check(self, n_ctx: int) -> None:
+        """The tokens and the end are those the request would have had alone."""
+        r = self.request
+        assert r.n_total <= self.granted, f"computed without leave: {r!r}"
+        expected, reason = continuation(self.base, r.max_tokens, r.stop_tokens, n_ctx)
+        assert r.tokens[: len(self.base)] == self.base
+        got = r.tokens[len(self.base) :]
+        assert got == expected[: len(got)]
+        if r.finish_reason in ("stop", "length"):
+            assert (got, r.finish_reason) == (expected, reason)
+        elif r.state is State.FINISHED:
+            assert r.finish_reason == "cancelled"
+            assert self.cancelled or self.failed
+        assert (r.error is not None) == self.failed
+
+
+class Machine(RuleBasedStateMachine):
+    """Random events in random order; every request gets what it would have got alone."""
+
+    @initialize(
+        n_slots=st.integers(1, 4),
+        n_ctx=st.integers(6, 24),
+        scarcity=st.none() | st.integers(0, 24),
+        n_batch=st.integers(4, 20),
+        n_ubatch=st.integers(1, 20),
+        kind=st.sampled_from(["unified", "streams", "recurrent"]),
+        n_enough=st.none() | st.integers(1, 10),
+    )
+    def start(
+        self,
+        n_slots: int,
+        n_ctx: int,
+        scarcity: int | None,
+        n_batch: int,
+        n_ubatch: int,
+        kind: str,
+        n_enough: int | None,
+    ) -> None:
+        self.n_ctx = n_ctx
+        n_cells = (
+            min(n_ctx + scarcity, n_ctx * n_slots) if scarcity is not None and kind == "unified" else None
+        )
+        self.bench = Bench(
+            n_slots,
+            n_ctx,
+            n_cells,
+            n_batch,
+            min(n_ubatch, n_batch),
+            FILLER if kind == "streams" else None,
+            recurrent=kind == "recurrent",
+            n_enough=n_enough,
+        )
+        self.callers: list[Caller] = []
+        self.n_injected = 0
+
+    def choose(self, data: st.DataObject, callers: Sequence[Caller]) -> Caller:
+        return callers[data.draw(st.integers(0, len(callers) - 1))]
+
+    @property
+    def live(self) -> list[Caller]:
+        return [c for c in self.callers if c.request.state is not State.FINISHED]
+
+    @property
+    def idle(self) -> list[Caller]:
+        return [c for c in self.callers if c.idle]
+
+    # ---- what callers do
+    @rule(
+        tokens=st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=23),
+        max_tokens=st.none() | st.integers(1, 12),
+        stop=st.frozensets(st.integers(0, N_VOCAB - 1), max_size=20),
+        kind=st.sampled_from(["completion", "stream", "generation"]),
+    )
+    def add(self, tokens: list[int], max_tokens: int | None, stop: frozenset[int], kind: str) -> None:
+        if len(self.live) >= 10:
+            return
+        limit = {"completion": UNLIMITED, "stream": BUFFER, "generation": 0}[kind]
+        tokens = tokens[: self.n_ctx - 1]
+        request = Request(tokens, max_tokens, stop, limit, keep=kind == "generation")
+        self.bench.scheduler.add(request)
+        self.callers.append(Caller(self.bench, request))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        self.choose(data, self.live).read()
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data())
+    def next(self, data: st.DataObject) -> None:
+        self.choose(data, self.idle).next()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        caller = self.choose(data, self.live)
+        caller.cancelled = True
+        self.bench.scheduler.cancel(caller.request)
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data())
+    def trim(self, data: st.DataObject) -> None:
+        caller = self.choose(data, self.idle)
+        n_keep = data.draw(st.integers(1, min(len(caller.request.tokens), self.n_ctx - 1)))
+        caller.changed(caller.request.tokens[:n_keep])
+        self.bench.scheduler.trim(caller.request, n_keep)
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=6))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        caller = self.choose(data, self.idle)
+        if len(caller.request.tokens) + len(tokens) < self.n_ctx:
+            caller.changed(caller.request.tokens + tokens)
+            self.bench.scheduler.append(caller.request, tokens)
+
+    # ---- what the decoder thread does
+    @rule(n=st.integers(1, 6))
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.bench.step()
+
+    @rule()
+    def fail(self) -> None:
+        self.step_with(DecodeError("injected"))
+
+    @rule()
+    def full(self) -> None:
+        self.step_with(ContextFullError("injected"))
+
+    def step_with(self, error: Exception) -> None:
+        context = self.bench.context
+        context.failures[context.n_launches] = error
+        plan = self.bench.step()
+        self.n_injected += isinstance(error, ContextFullError) and plan is not None
+        context.failures.clear()
+        for caller in self.callers:
+            if plan is not None and caller.request in [r for r, _ in plan.fed]:
+                # Running out of cells fails nobody who is not alone.
+                caller.failed |= isinstance(error, DecodeError) or self.bench.n_held == 1
+
+    @invariant()
+    def check(self) -> None:
+        if not hasattr(self, "callers"):
+            return
+        self.bench.scheduler.check_integrity()
+        assert set(self.bench.scheduler.live()) == {c.request for c in self.live}
+        assert self.bench.n_full == self.n_injected  # no step is planned for which cells are missing
+        for caller in self.callers:
+            caller.check(self.n_ctx)
+
+    def teardown(self) -> None:
+        """Whatever happened before, everyone who is still there gets to the end of it."""
+        if not hasattr(self, "callers"):
+            return
+        for _ in range(400):
+            if not self.live:
+                break
+            for caller in self.live:
+                if caller.request.keep and caller.request.finish_reason is not None:
+                    caller.cancelled = True
+                    self.bench.scheduler.cancel(caller.request)
+                elif caller.idle:
+                    caller.next()
+                for _ in range(BUFFER):
+                    caller.read()
+            for _ in range(8):
+                self.bench.step()
+            self.check()
+        assert not self.live, self.bench.scheduler
+        self.bench.remove()
+        assert self.bench.context.n_used == 0
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

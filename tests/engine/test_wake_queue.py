@@ -1,0 +1,120 @@
+"""Threads that sleep in native code: a launch wakes them one by one while it computes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from support.control import wait_until
+
+import llamapipe as lp
+from llamapipe.engine.delivery import wake_queue as module
+from llamapipe.engine.delivery.wake_queue import Turns, WakeList
+from llamapipe.engine.worker.executor import StepExecutor
+from llamapipe.llama.context import Context
+from llamapipe.llama.native_pipeline import engine_core
+
+N_TOKENS = 512  # a tenth of a second
+FOREVER_S = 1000.0
+
+
+class Sleeper:
+    """A thread that, once woken, looks whether a launch computes; then it keeps its turn."""
+
+    def __init__(self, turns: Turns, executor: StepExecutor, go_on: threading.Event) -> None:
+        self.waiter = turns.waiter()
+        self.woken: bool | None = None
+        self.while_computing = False
+        self._turns, self._executor, self._go_on = turns, executor, go_on
+        self.launched = threading.Event()
+        self.thread = threading.Thread(target=self._sleep, daemon=True)
+        self.thread.start()
+        wait_until(lambda: turns.asleep(self.waiter))
+
+    def _sleep(self) -> None:
+        self.woken = self._turns.wait(self.waiter, FOREVER_S)
+        while not self.while_computing and not self.launched.is_set():
+            self.while_computing = self._executor.launching() >= 0
+        self._go_on.wait()
+
+
+@pytest.fixture
+def executor(demo: lp.Model) -> Iterator[StepExecutor]:
+    context = Context(demo, n_ctx=N_TOKENS, n_batch=N_TOKENS, n_ubatch=N_TOKENS, n_threads=1)
+    with closing(StepExecutor(engine_core(context, "auto", 1))) as executor:
+        if executor.overlaps:
+            pytest.skip("its launches do not compute")
+        yield executor
+
+
+def launch(executor: StepExecutor, sleepers: list[Sleeper], turns: Turns) -> None:
+    """One step, long enough to be seen, with these turns."""
+    wakes = WakeList(turns)
+    executor.wake_at_launch(wakes)
+    wakes.add([sleeper.waiter for sleeper in sleepers])
+    executor.launch([5] * N_TOKENS, list(range(N_TOKENS)), [0] * N_TOKENS, [0] * (N_TOKENS - 1) + [1])
+    for sleeper in sleepers:
+        sleeper.launched.set()
+
+
+def end(sleepers: list[Sleeper], go_on: threading.Event) -> None:
+    go_on.set()
+    for sleeper in sleepers:
+        sleeper.thread.join(20)
+        assert not sleeper.thread.is_alive()
+        assert sleeper.woken is True
+
+
+def test_those_who_keep_their_turn_do_not_hold_up_the_others(executor: StepExecutor) -> None:
+    turns, go_on = Turns(), threading.Event()
+    sleepers = [Sleeper(turns, executor, go_on) for _ in range(4)]
+    launch(executor, sleepers, turns)
+    end(sleepers, go_on)
+    assert [sleeper.while_computing for sleeper in sleepers] == [True] * 4
+
+
+def test_a_launch_wakes_the_first_and_leaves_nobody(
+    executor: StepExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", FOREVER_S)
+    turns, go_on = Turns(), threading.Event()
+    sleepers = [Sleeper(turns, executor, go_on) for _ in range(3)]
+    launch(executor, sleepers, turns)
+    end(sleepers, go_on)
+    assert [sleeper.while_computing for sleeper in sleepers] == [True, False, False]
+
+
+def test_a_wake_that_finds_nobody_is_kept_for_one_wait() -> None:
+    turns = Turns()
+    waiter = turns.waiter()
+    turns.add([waiter, waiter])
+    turns.all()
+    assert turns.wait(waiter, FOREVER_S)
+    assert not turns.wait(waiter, 0.001)
+
+
+def test_a_list_grows() -> None:
+    turns = Turns()
+    wakes, waiters = WakeList(turns), [turns.waiter() for _ in range(100)]
+    for i in range(0, 100, 20):
+        wakes.add(waiters[i : i + 20])
+    for file in range(2000, 2011):  # nobody has these
+        wakes.add_file(file)
+    wakes.remove_file(2003)
+    wakes.remove_file(2010)
+    wakes.remove_file(1)
+    assert wakes.files == [2000, 2001, 2002, *range(2004, 2010)]
+    wakes.begin()
+    assert wakes.files == []
+    assert all(turns.wait(waiter, FOREVER_S) for waiter in waiters)  # nobody slept: all were passed over
+    wakes.add(waiters[:1])
+    wakes.now()
+    assert [turns.wait(waiter, 0.001) for waiter in waiters[:2]] == [True, False]
+
+
+@pytest.mark.parametrize("timeout", [0.0, 1e-9, -1.0, float("-inf")])
+def test_no_time_to_wait(timeout: float) -> None:
+    turns = Turns()
+    assert not turns.wait(turns.waiter(), timeout)

@@ -1,0 +1,87 @@
+"""The vocabularies that llama.cpp ships for its own tests: the same ids from the same texts, and back."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.gguf_models import find_source
+
+from llamapipe.llama import Model
+
+SEPARATOR = "\n__ggml_vocab_test__\n"
+# Those with texts and ids, and what is left of a text when its pieces are joined: all of it, all of it after one
+# space (SentencePiece), or less (BERT drops case, accents and white space).
+VOCABULARIES = {
+    "bert-bge": "lossy",
+    "command-r": "same",
+    "deepseek-coder": "same",
+    "deepseek-llm": "same",
+    "falcon": "same",
+    "gemma-4": "same",
+    "gpt-2": "same",
+    "llama-bpe": "same",
+    "llama-spm": "space",
+    "mpt": "same",
+    "phi-3": "space",
+    "qwen2": "same",
+    "qwen35": "same",
+    "refact": "same",
+    "starcoder": "same",
+}
+
+
+@pytest.fixture(scope="session")
+def folder() -> Path:
+    return find_source() / "models"
+
+
+@pytest.fixture(params=sorted(VOCABULARIES), scope="module")
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, name: str) -> Iterator[Model]:
+    with Model(folder / f"ggml-vocab-{name}.gguf", vocab_only=True) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path, name: str) -> list[tuple[str, list[int]]]:
+    # No newline translation: some texts hold a carriage return.
+    with (folder / f"ggml-vocab-{name}.gguf.inp").open(encoding="utf-8", newline="") as file:
+        texts = file.read().split(SEPARATOR)
+    lines = (folder / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
+    if not texts[-1]:
+        texts.pop()  # what follows the last separator
+    assert len(texts) == len(lines) >= 40
+    return [(text, [int(number) for number in line.split()]) for text, line in zip(texts, lines, strict=True)]
+
+
+def test_none_is_forgotten(folder: Path) -> None:
+    found = {path.name for path in folder.glob("ggml-vocab-*.gguf.inp")}
+    assert found == {f"ggml-vocab-{name}.gguf.inp" for name in VOCABULARIES}
+
+
+def test_ids(model: Model, cases: list[tuple[str, list[int]]]) -> None:
+    for text, ids in cases:
+        assert model.tokenize(text, add_special=False, parse_special=False) == ids, repr(text)
+
+
+def test_round_trip(model: Model, name: str, cases: list[tuple[str, list[int]]]) -> None:
+    kind = VOCABULARIES[name]
+    for text, ids in cases:
+        joined = b"".join(model.piece(token) for token in ids).decode("utf-8", "replace")
+        if kind == "same":
+            assert joined == text
+        elif kind == "space":
+            assert joined == (" " + text if text else "")
+            assert model.detokenize(ids) == text
+        else:
+            # Unknown words become [UNK]; the ASCII letters and digits stay, accents go.
+            plain = unicodedata.normalize("NFD", text.lower())
+            assert re.sub(r"\[UNK\]|[^a-z0-9]", "", joined) == re.sub(r"[^a-z0-9]", "", plain)

@@ -1,0 +1,95 @@
+"""What ``import llamapipe`` does: nothing but define names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.run_script import run_script
+
+import llamapipe
+
+
+def test_import_has_no_side_effects() -> None:
+    out = run_script(
+        """
+import atexit, logging, os, signal, threading, warnings
+import numpy, cffi  # what llamapipe needs may do what it likes
+
+def state():
+    names = ("", "llamapipe", "llamapipe.native")
+    loggers = {name: logging.getLogger(name) for name in names}
+    return {
+        "threads": threading.active_count(),
+        "exit hooks": atexit._ncallbacks(),
+        "signal handlers": [signal.getsignal(s) for s in signal.valid_signals()],
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "warning filters": list(warnings.filters),
+        "log handlers": {name: list(logger.handlers) for name, logger in loggers.items()},
+        "log levels": {name: logger.level for name, logger in loggers.items()},
+        "open files": sorted(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None,
+    }
+
+before = state()
+import llamapipe
+after = state()
+say([name for name in before if before[name] != after[name]])
+"""
+    )
+    assert out == "[]\n"
+
+
+def test_import_loads_nothing_native_and_no_event_loop() -> None:
+    out = run_script(
+        """
+import llamapipe
+unwanted = ("llamapipe.native._native", "asyncio", "llguidance", "llama_cpp", "torch")
+say([name for name in unwanted if name in sys.modules])
+try:
+    with open("/proc/self/maps") as maps:
+        say([line for line in maps if "ggml" in line or "llamapipe" in line])
+except FileNotFoundError:
+    say([])
+"""
+    )
+    assert out == "[]\n[]\n"
+
+
+def test_import_warns_of_nothing() -> None:
+    run_script("import llamapipe", flags=("-W", "error", "-bb"))
+
+
+def test_every_public_name_is_there() -> None:
+    for name in llamapipe.__all__:
+        assert getattr(llamapipe, name) is not None
+    assert len(set(llamapipe.__all__)) == len(llamapipe.__all__)
+
+
+@pytest.fixture
+def unbuilt(tmp_path: Path) -> Path:
+    """A folder with a copy of the package as it is before ``build_native.py`` ran."""
+    package = Path(llamapipe.__file__).parent
+    left_out = shutil.ignore_patterns("_native*", "lib", "__pycache__", "*.gguf")
+    shutil.copytree(package, tmp_path / "llamapipe", ignore=left_out)
+    return tmp_path
+
+
+def test_without_the_native_module_the_first_use_says_how_to_build_it(unbuilt: Path) -> None:
+    program = """
+sys.path.insert(0, sys.argv[1])
+import llamapipe
+say(llamapipe.__file__)
+for _ in range(2):
+    try:
+        llamapipe.devices()
+    except llamapipe.errors.BackendError as e:
+        say(e)
+"""
+    where, *messages = run_script(program, unbuilt).splitlines()
+    assert Path(where).is_relative_to(unbuilt)
+    assert len(messages) == 2
+    for message in messages:
+        assert "native module cannot be loaded" in message
+        assert "python build_native.py --backend cpu" in message

@@ -1,0 +1,293 @@
+"""An executor in pure Python that checks what it is given, with a model whose tokens anyone can predict."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from llamapipe.engine.scheduler.logprob_targets import TokenScore
+from llamapipe.errors import ContextFullError, EngineClosedError
+
+N_VOCAB = 101
+
+
+def next_token(tokens: Sequence[int], n_vocab: int = N_VOCAB) -> int:
+    """What the fake model continues `tokens` with: a hash of all of them, so a wrong or missing one shows."""
+    return crc32(struct.pack(f"<{len(tokens)}i", *tokens)) % n_vocab
+
+
+def continuation(
+    tokens: Sequence[int],
+    max_tokens: int,
+    stop: Container[int] = (),
+    n_ctx: int = 2**31,
+    n_vocab: int = N_VOCAB,
+) -> tuple[list[int], str]:
+    """What a request generates when it is alone, and why it ends: ``stop`` or ``length``."""
+    whole = list(tokens)
+    while len(whole) - len(tokens) < max_tokens and len(whole) < n_ctx:
+        token = next_token(whole, n_vocab)
+        if token in stop:
+            return whole[len(tokens) :], "stop"
+        whole.append(token)
+    return whole[len(tokens) :], "length"
+
+
+def score_of(said: int, target: int, n_top: int, n_vocab: int = N_VOCAB) -> TokenScore:
+    """What the fake model's row that says a token says of another one."""
+    top = [((said + i) % n_vocab, -float(i)) for i in range(n_top)]
+    return TokenScore(-float((target - said) % n_vocab), target == said, top)
+
+
+class Launch(NamedTuple):
+    """A batch as it was launched."""
+
+    tokens: list[int]
+    positions: list[int]
+    seq_ids: list[int]
+    outputs: list[int]
+
+
+class FakeSampler:
+    """Takes what the model says and notes it; nobody may use it once it is closed."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+        self.n_resets = 0
+        self.closed = False
+
+    def draw(self, token: int) -> int:
+        """The token of a row; -1 goes through without being accepted."""
+        assert not self.closed, "a closed sampler was used"
+        if token >= 0:
+            self.accepted.append(token)
+        return token
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        assert not self.closed, "a closed sampler was used"
+        self.accepted += tokens
+
+    def reset(self) -> None:
+        assert not self.closed, "a closed sampler was used"
+        self.accepted.clear()
+        self.n_resets += 1
+
+    def close(self) -> None:
+        assert not self.closed, "a sampler was closed twice"
+        self.closed = True
+
+
+class FakeContext:
+    """An Executor over lists of tokens: ``n_seq_max`` sequences of ``n_ctx`` cells each, ``n_cells`` in all.
+
+    What a real context would compute wrongly or end the process for is an AssertionError here: gaps in positions,
+    sequences that do not exist, too many tokens, rows of entries that are no outputs.
+
+    ``failures``: what the launch of that number (from 0) raises instead; a ContextFullError leaves everything as it
+    was, any other error leaves half of the batch in the cells, as llama.cpp may. ``sample_failures``: the same for
+    ``sample``. ``broken``: tokens after which no logit is finite. ``recurrent``: only whole sequences can be removed.
+    ``before_launch``: called with the number of each launch, on the thread that launches.
+    """
+
+    overlaps = late_errors = False
+    depth = 1
+    n_score_rows = 32
+
+    def __init__(
+        self,
+        n_seq_max: int = 4,
+        n_ctx: int = 64,
+        n_cells: int | None = None,
+        n_batch: int = 32,
+        n_vocab: int = N_VOCAB,
+        failures: Mapping[int, Exception] | None = None,
+        sample_failures: Mapping[int, Exception] | None = None,
+        broken: Container[int] = (),
+        recurrent: bool = False,
+        before_launch: Callable[[int], object] = lambda n: None,
+    ) -> None:
+        self.n_seq_max, self.n_ctx, self.n_batch, self.n_vocab = n_seq_max, n_ctx, n_batch, n_vocab
+        self.n_cells = n_ctx * n_seq_max if n_cells is None else n_cells
+        self.failures = dict(failures or {})
+        self.sample_failures = dict(sample_failures or {})
+        self.broken = broken
+        self.recurrent = recurrent
+        self.before_launch = before_launch
+        self.sequences: list[list[int]] = [[] for _ in range(n_seq_max)]  # the tokens in each one's cells
+        self.launches: list[Launch] = []  # those that succeeded
+        self.n_launches = 0  # all
+        self.n_samples = 0
+        self.n_rests = 0
+        self.closed = False
+        self._wake: Callable[[], object] = lambda: None  # whoever waits for a launch
+        self._rows: dict[int, int] = {}  # of the last launch: output entry to what the model says
+        self._asked: tuple[Sequence[int], Sequence[Any]] = ((), ())  # of the last sample
+        self._sampled: list[int] | None = None  # from the last launch
+        self._owner: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<FakeContext {self.n_used}/{self.n_cells} cells in {[len(s) for s in self.sequences]}>"
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use."""
+        return sum(map(len, self.sequences))
+
+    def remove(self, seq_id: int, position: int) -> bool:
+        """Forgets a sequence's cells from ``position`` on; a recurrent one all of them, False then."""
+        self._claim()
+        assert 0 <= seq_id < self.n_seq_max, f"there is no sequence {seq_id}"
+        assert position >= 0, f"there is no position {position}"
+        cells = self.sequences[seq_id]
+        if self.recurrent and 0 < position < len(cells):
+            cells.clear()
+            return False
+        del cells[position:]
+        return True
+
+    def copy(self, source: int, seq_id: int, n: int) -> bool:
+        """Gives an empty sequence the first `n` cells of another."""
+        self._claim()
+        assert source != seq_id and not self.sequences[seq_id], f"sequence {seq_id} is not empty"
+        assert 0 < n <= len(self.sequences[source]), f"{n} cells of {len(self.sequences[source])}"
+        if self.recurrent:
+            return False
+        self.sequences[seq_id] = self.sequences[source][:n]
+        return True
+
+    def launch(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        outputs: Sequence[int],
+        rows: Sequence[int] = (),
+        samplers: Sequence[Any] = (),
+        targets: Mapping[int, Sequence[int]] | None = None,
+        n_top: int = 0,
+    ) -> int:
+        """Stores a batch and computes its output rows; its number."""
+        self._claim()
+        self._wake()
+        n = self.n_launches
+        self.n_launches += 1
+        self._rows = {}
+        self._sampled = None
+        self.before_launch(n)
+        batch = Launch(list(tokens), list(positions), list(seq_ids), list(outputs))
+        self._check(batch)
+        failure = self.failures.get(n)
+        if isinstance(failure, ContextFullError):
+            raise failure
+        if failure is not None:
+            self._store(batch, len(tokens) // 2)
+            raise failure
+        if self.n_used + len(tokens) > self.n_cells:
+            raise ContextFullError(f"{len(tokens)} tokens and {self.n_used} of {self.n_cells} cells in use")
+        self._rows = self._store(batch, len(tokens))
+        self.launches.append(batch)
+        return n
+
+    def launch_again(self) -> int:
+        """The last batch with what was sampled from it, one position further."""
+        rows, _ = self._asked
+        last = self.launches[-1]
+        assert self._sampled is not None and list(rows) == list(range(len(last.tokens))), (
+            "not all was sampled"
+        )
+        return self.launch(self._sampled, [p + 1 for p in last.positions], last.seq_ids, last.outputs)
+
+    def sample_again(self, step: int) -> list[int]:
+        """What the model says to those whom `sample` was asked for."""
+        return self.sample(step, *self._asked)
+
+    def launching(self) -> int:
+        """A launch is over at once."""
+        return -1
+
+    def abort(self, step: int) -> None:
+        """A launch is over at once."""
+
+    def wake_at_launch(self, wakes: Any) -> None:
+        """All at once: a launch takes no time."""
+        self._wake = wakes.now
+
+    def rest(self) -> None:
+        """Its compute threads would sleep now."""
+        self.n_rests += 1
+
+    def compute_s(self) -> float:
+        """Nobody measures this one."""
+        return 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """Nobody measures this one."""
+        return {}
+
+    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+        """What the model says after each of the output entries, through its sampler (None: as it is)."""
+        self._claim()
+        assert step == self.n_launches - 1, f"step {step} is sampled after {self.n_launches} launches"
+        n = self.n_samples
+        self.n_samples += 1
+        if n in self.sample_failures:
+            raise self.sample_failures[n]
+        assert len(rows) == len(samplers)
+        assert self._rows.keys() >= set(rows), f"{rows} are not all outputs of the last batch: {self._rows}"
+        said = [self._rows[row] for row in rows]
+        self._asked = (rows, samplers)
+        self._sampled = [t if s is None else s.draw(t) for t, s in zip(said, samplers, strict=True)]
+        return self._sampled.copy()
+
+    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
+        """The token the model says is certain, the others are less so the further they are from it."""
+        self._claim()
+        assert step == self.n_launches - 1, f"step {step} is scored after {self.n_launches} launches"
+        assert self._rows.keys() >= set(rows), f"{rows} are not all outputs of the last batch: {self._rows}"
+        assert len(rows) == len(targets)
+        return [
+            score_of(self._rows[row], target, n_top, self.n_vocab)
+            for row, target in zip(rows, targets, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Nothing can be done with it any more."""
+        self.closed = True
+
+    def _claim(self) -> None:
+        if self.closed:
+            raise EngineClosedError("the context is closed; create another")
+        me = threading.get_ident()
+        if self._owner is None:
+            self._owner = me
+        if self._owner != me:
+            raise RuntimeError("this context belongs to another thread")
+
+    def _check(self, batch: Launch) -> None:
+        n = len(batch.tokens)
+        assert 0 < n <= self.n_batch, f"{n} tokens in a batch; n_batch is {self.n_batch}"
+        assert n == len(batch.positions) == len(batch.seq_ids) == len(batch.outputs), batch
+        assert set(batch.outputs) <= {0, 1} and sum(batch.outputs) <= self.n_seq_max + self.n_score_rows, (
+            batch
+        )
+        lengths = [len(s) for s in self.sequences]
+        for token, position, seq_id in zip(batch.tokens, batch.positions, batch.seq_ids, strict=True):
+            assert 0 <= token < self.n_vocab, f"there is no token {token}"
+            assert 0 <= seq_id < self.n_seq_max, f"there is no sequence {seq_id}"
+            assert position == lengths[seq_id], (
+                f"position {position} of sequence {seq_id}, which has {lengths[seq_id]} cells: {batch}"
+            )
+            assert position < self.n_ctx, f"position {position} and n_ctx {self.n_ctx}"
+            lengths[seq_id] += 1
+
+    def _store(self, batch: Launch, n: int) -> dict[int, int]:
+        rows = {}
+        for i in range(n):
+            cells = self.sequences[batch.seq_ids[i]]
+            cells.append(batch.tokens[i])
+            if batch.outputs[i]:
+                rows[i] = -1 if cells[-1] in self.broken else next_token(cells, self.n_vocab)
+        return rows

@@ -1,0 +1,113 @@
+"""Small models for tests, made by tools/make_model.py, and the llama.cpp tree with its vocabularies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+from support.gguf_document import ARRAY, BOOL, STRING, unpack
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+sys.path.append(str(TOOLS))
+
+from make_model import PRESETS, Shape, find_source, make_model  # noqa: E402
+
+__all__ = ["PRESETS", "Shape", "find_source", "make_model", "tiny_model"]
+
+
+def tiny_model(path: Path, vocab: str = "builtin-spm", type_name: str = "f16") -> Path:
+    """A model of about 200 kB that computes in milliseconds."""
+    return make_model(path, shape=PRESETS["tiny"].shape, type_name=type_name, vocab=vocab)
+
+
+def not_causal_model(path: Path) -> Path:
+    """A tiny model whose tokens also look at those after them, as embedding models' do."""
+    document, _ = unpack(tiny_model(path, type_name="f32").read_bytes())
+    document.put("llama.attention.causal", BOOL, 0)
+    path.write_bytes(document.pack())
+    return path
+
+
+def tiny_variant(path: Path, tokenizer: str) -> Path:
+    """A tiny model with one of llama.cpp's other tokenizers: ``bert``, ``t5``, ``rwkv``, ``plamo2`` or ``gemma4``."""
+    document, _ = unpack(tiny_model(path).read_bytes())
+    tokens = document.entry("tokenizer.ggml.tokens").value
+    document.put("tokenizer.ggml.model", STRING, tokenizer.encode())
+    if tokenizer == "bert":
+        kinds = document.entry("tokenizer.ggml.token_type").value
+        kinds[:] = [1 if kind == 6 else kind for kind in kinds]
+        document.put("tokenizer.ggml.seperator_token_id", 4, 2)
+    elif tokenizer == "t5":
+        # Replaces nothing: a root without children in a table of 256 entries, and one empty string.
+        document.put(
+            "tokenizer.ggml.precompiled_charsmap", ARRAY, [*(1024).to_bytes(4, "little"), *bytes(1025)], 0
+        )
+    elif tokenizer == "rwkv":
+        tokens[3:259] = [b"\\x%02x" % i for i in range(256)]
+        tokens[259:] = [b"z%d" % i for i in range(len(tokens) - 259)]
+    elif tokenizer == "gemma4":
+        merges = [b"t h", b"h e", "\u2581 t".encode(), b"\n \n"]
+        document.put("tokenizer.ggml.merges", ARRAY, merges, STRING)
+    path.write_bytes(document.pack())
+    return path
+
+
+def recurrent_model(path: Path, n_embd: int = 32, n_state: int = 4, n_rank: int = 2, n_conv: int = 4) -> Path:
+    """A mamba model of random weights: it keeps a state for each sequence instead of cells for each token."""
+    writer = gguf.GGUFWriter(path, "mamba")
+    n_vocab, n_inner = 128, 2 * n_embd
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(n_conv)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_rank)
+    writer.add_vocab_size(n_vocab)
+    writer.add_tokenizer_model("llama")
+    pieces = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(n_vocab - 3))]
+    writer.add_token_list(pieces)
+    writer.add_token_scores([-float(i) for i in range(n_vocab)])
+    writer.add_token_types([2, 3, 3] + [1] * (n_vocab - 3))
+    rng = np.random.default_rng(1)
+
+    def put(name: str, *shape: int, scale: float = 1.0) -> None:
+        values = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale / np.sqrt(shape[-1]))
+        writer.add_tensor(name, values)
+
+    put("token_embd.weight", n_vocab, n_embd)
+    writer.add_tensor("output_norm.weight", np.ones(n_embd, np.float32))
+    for i in range(2):
+        writer.add_tensor(f"blk.{i}.attn_norm.weight", np.ones(n_embd, np.float32))
+        put(f"blk.{i}.ssm_in.weight", 2 * n_inner, n_embd)
+        put(f"blk.{i}.ssm_conv1d.weight", n_inner, n_conv)
+        put(f"blk.{i}.ssm_conv1d.bias", n_inner)
+        put(f"blk.{i}.ssm_x.weight", n_rank + 2 * n_state, n_inner)
+        put(f"blk.{i}.ssm_dt.weight", n_inner, n_rank)
+        put(f"blk.{i}.ssm_dt.bias", n_inner)
+        decay = -np.exp(rng.standard_normal((n_inner, n_state), dtype=np.float32))
+        writer.add_tensor(f"blk.{i}.ssm_a", decay)
+        put(f"blk.{i}.ssm_d", n_inner)
+        put(f"blk.{i}.ssm_out.weight", n_embd, n_inner, scale=3.0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+BROKEN = 99  # the token after which the damaged model has no finite logit
+
+
+def damaged_model(path: Path) -> Path:
+    """A tiny model one of whose tokens is embedded as not-a-number."""
+    make_model(path, shape=PRESETS["tiny"].shape, type_name="f32")
+    reader = gguf.GGUFReader(path, "r+")
+    embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
+    embedding.data[BROKEN] = np.nan
+    return path

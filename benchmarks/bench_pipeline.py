@@ -27,7 +27,7 @@ import llamapipe as lp
 from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.llama import Batch
 from llamapipe.llama.context import Context
-from llamapipe.llama.native_pipeline import engine_core, ring_slots
+from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
 
 Result = dict[str, Any]
 
@@ -92,7 +92,7 @@ class Steps:
             n_threads=n_threads,
             n_ring_slots=ring_slots(model, ring, 1),
         )
-        self.executor = StepExecutor(engine_core(context, ring, 1))
+        self.executor = StepExecutor(engine_pipeline(context, ring, 1))
         stack.callback(self.executor.close)
         from llamapipe.llama import SamplerChain
 
@@ -113,7 +113,7 @@ class Steps:
         times = []
         for _ in range(n_steps):
             began = perf_counter()
-            executor.sample_again(executor.launch_again())
+            executor.sample_repeat(executor.launch_repeat())
             times.append(perf_counter() - began)
         return median(times)
 
@@ -215,7 +215,7 @@ def engine(model: lp.Model, args: argparse.Namespace) -> Result:
         ratios = [a / b for a, b in zip(times[1], times[2], strict=True)]
         print(f"engine, {n_seq:3} streams: depth 1 {median(times[1]) * 1e3:8.1f} ms, depth 2 "
               f"{median(times[2]) * 1e3:8.1f} ms, speed of depth 2 {median(ratios):.3f} "
-              f"(quartiles {_quartiles(ratios)}; cohorts {stats[2].n_cohorts})")  # fmt: skip
+              f"(quartiles {_quartiles(ratios)}; micro-batches {stats[2].n_micro_batches})")  # fmt: skip
         found[n_seq] = {"depth_1_s": median(times[1]), "depth_2_s": median(times[2]), "ratio": median(ratios)}
     return found
 
@@ -292,7 +292,7 @@ def memory(model: lp.Model, args: argparse.Namespace) -> Result:
                         pipe.submit(Batch(tokens, np.arange(n), np.full(n, seq_id), np.zeros(n, bool))).wait()
                     pipe.trace.start()
                     operation(pipe)
-                    past = pipe._core.next_position(0)
+                    past = pipe._pipeline.next_position(0)
                     began = perf_counter()
                     pipe.submit(Batch([5], [past], [0], [1])).wait()
                     elapsed = perf_counter() - began

@@ -18,7 +18,7 @@ from time import perf_counter
 import numpy as np
 
 import llamapipe as lp
-from llamapipe.engine.frontend.sampler_factory import RecipeBook
+from llamapipe.engine.frontend.sampler_factory import SamplerFactoryCache
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.llama.devices import device_handles
 from llamapipe.native.load import last_error, native
@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def start(model: lp.Model, args: argparse.Namespace) -> int:
     """A request's start: its sampler with the default stages, and whether the graph can do them, as a launch asks."""
-    recipe = RecipeBook(model.vocab, model.n_ctx_train).recipe(lp.SamplingParams(seed=7))
+    sampler_factory = SamplerFactoryCache(model.vocab, model.n_ctx_train).sampler_factory(
+        lp.SamplingParams(seed=7)
+    )
     in_graph = native().lib.lp_in_graph
     request = Request([1])
     request.seed = 7
@@ -56,7 +58,7 @@ def start(model: lp.Model, args: argparse.Namespace) -> int:
         began = perf_counter()
         made = []
         for _ in range(n):
-            chain = recipe.make(request)
+            chain = sampler_factory.make(request)
             in_graph(chain.handle)
             made.append(chain)
         times.append((perf_counter() - began) / n * 1e6)

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 # Nothing native is imported here: tests of the build run before there is a library.
 
 
-def _decoder_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "llamapipe-decoder"}
+def _engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "llamapipe-engine"}
 
 
 @pytest.fixture(autouse=True)
-def no_decoder_left() -> Iterator[None]:
+def no_engine_thread_left() -> Iterator[None]:
     """Every engine made in a test is closed in it, and its thread has ended."""
-    before = _decoder_threads()
+    before = _engine_threads()
     yield
-    left = _decoder_threads() - before
+    left = _engine_threads() - before
     assert not left, f"{len(left)} decoder threads outlived the test"
 
 

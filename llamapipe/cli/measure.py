@@ -61,7 +61,7 @@ def compare(
     """Medians of `n_runs` runs each way, in turns so that a busy moment hits both; and how many runs it were.
 
     Each run has a new engine, warmed up before its time is taken, and no other engine beside it: OpenMP keeps threads
-    for every decoder thread, and slows all of them down once there are more than cores. Ends early, after at least
+    for every engine thread, and slows all of them down once there are more than cores. Ends early, after at least
     one run, when another would exceed `limit_s` seconds.
     """
     slow: list[Measured] = []

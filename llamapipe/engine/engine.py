@@ -1,4 +1,4 @@
-"""The engine: what callers use. Hands checked requests to the decoder thread and waits for answers."""
+"""The engine: what callers use. Hands checked requests to the engine thread and waits for answers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from llamapipe.arguments import check_flag, check_float, check_int
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.frontend.progress import progress_bar
 from llamapipe.engine.frontend.queue_limit import QueueLimit
-from llamapipe.engine.frontend.request_builder import Intake, Prompt
-from llamapipe.engine.frontend.score_jobs import Job, perplexity_job, score_job, tokens_job
-from llamapipe.engine.frontend.submission import Collector, Make
+from llamapipe.engine.frontend.request_builder import Prompt, RequestBuilder
+from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score_job, tokens_job
+from llamapipe.engine.frontend.submission import Make, Submission
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion, EngineStats
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
-from llamapipe.engine.worker.engine_loop import Decoder, alone
+from llamapipe.engine.worker.engine_loop import EngineLoop, single_caller
 from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
-from llamapipe.llama.native_pipeline import engine_core, on_gpu, ring_slots, wants_graph_sampling
+from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
 from llamapipe.pipeline.trace import Trace, check_trace_path
 
 _MAX_WINDOW_US = 1_000_000
 SCORE_ROWS = 32  # of a step, for tokens that are not generated: what they take is bounded by this
 # Of prompts, for a step of a CPU: 256 take hardly longer each than 512 (docs/decisions.md).
-ENOUGH_TOKENS = 256
+PREFILL_CUTOFF_TOKENS = 256
 
 
 class Engine:
@@ -118,38 +118,38 @@ class Engine:
                     f"{model.path.name} is not causal: it reads whole texts and continues none; "
                     "give a model that generates"
                 )
-            filler = None if unified or model.is_recurrent else 0
+            padding_token = None if unified or model.is_recurrent else 0
             scheduler = Scheduler(
                 context.n_seq_max,
                 context.n_ctx,
                 context.n_cells,
                 context.n_batch,
                 context.n_ubatch,
-                filler,
+                padding_token,
                 n_score_rows=max(context.n_outputs_max - context.n_seq_max, 1),
-                least_copy=least_copy(context),
-                n_enough=enough_tokens(context),
+                min_prefix_copy=min_prefix_copy(context),
+                prefill_cutoff=prefill_cutoff(context),
             )
             self.model = model
             self.n_ctx = context.n_ctx
             self.n_seq_max = context.n_seq_max
             self.n_cells = context.n_cells
             self._context_repr = repr(context)
-            core = undo.enter_context(closing(engine_core(context, ring, depth)))
-            self._intake = Intake(model, context.n_ctx)
-            decoder = Decoder(
+            pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
+            self._request_builder = RequestBuilder(model, context.n_ctx)
+            engine_loop = EngineLoop(
                 scheduler,
-                StepExecutor(core),
+                StepExecutor(pipeline),
                 window_us * 1e-6,
                 self._queue.leave,
             )
-            undo.callback(decoder.close, drain=False)
-            self._decoder = decoder
-            self._collector = Collector(decoder, self._queue)
-            self.trace = decoder.steps.trace = Trace(core)
+            undo.callback(engine_loop.close, drain=False)
+            self._engine_loop = engine_loop
+            self._submission = Submission(engine_loop, self._queue)
+            self.trace = engine_loop.steps.trace = Trace(pipeline)
             if trace:
                 self.trace.start()
-            decoder.start()
+            engine_loop.start()
             undo.pop_all()
 
     def __repr__(self) -> str:
@@ -198,14 +198,14 @@ class Engine:
         Ctrl-C, a timeout and any error cancel what this call started. Raises InvalidRequestError, TypeError or
         ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
         """
-        self._decoder.check_open()
+        self._engine_loop.check_open()
         deadline = _deadline(timeout)
         check_flag("block", block)
         check_flag("progress", progress)
-        items, single = self._intake.items(prompt, params)
-        bar = progress_bar(progress, sum(recipe.params.n for _, recipe in items))
-        results = self._collector.collect(
-            lambda mailbox: self._intake.completions(items, mailbox), deadline, block, timeout, bar
+        items, single = self._request_builder.items(prompt, params)
+        bar = progress_bar(progress, sum(sampler_factory.params.n for _, sampler_factory in items))
+        results = self._submission.collect(
+            lambda mailbox: self._request_builder.completions(items, mailbox), deadline, block, timeout, bar
         )
         return results[0] if single and len(results) == 1 else results
 
@@ -218,21 +218,23 @@ class Engine:
         block: bool = True,
     ) -> Stream:
         """Starts a completion and returns an iterator over its deltas; see ``Stream``. Raises as ``generate`` does."""
-        self._decoder.check_open()
+        self._engine_loop.check_open()
         deadline = _deadline(timeout)
         check_flag("block", block)
-        mailbox = ThreadMailbox(self._decoder.outbox)
-        request = self._intake.stream(self._intake.item(prompt, params), mailbox, BUFFER_TOKENS)
-        stream = Stream(self._decoder, request, mailbox, deadline)
+        mailbox = ThreadMailbox(self._engine_loop.dispatcher)
+        request = self._request_builder.stream(
+            self._request_builder.item(prompt, params), mailbox, BUFFER_TOKENS
+        )
+        stream = Stream(self._engine_loop, request, mailbox, deadline)
         try:
             if block:
                 self._queue.enter(request, deadline)
             else:
                 self._queue.enter_at_once(request)
-            self._decoder.alone = alone()
-            self._decoder.submit(request)
+            self._engine_loop.single_caller = single_caller()
+            self._engine_loop.submit(request)
         except BaseException:
-            self._collector.cancel([request])
+            self._submission.cancel([request])
             raise
         return stream
 
@@ -241,15 +243,15 @@ class Engine:
 
         Raises as ``generate`` does.
         """
-        self._decoder.check_open()
-        item = self._intake.item(prompt, params)
-        mailbox = ThreadMailbox(self._decoder.outbox)
-        request = self._intake.generation(item, mailbox)
-        generation = Generation(self._decoder, request, mailbox, self.model.n_vocab, self.n_ctx)
+        self._engine_loop.check_open()
+        item = self._request_builder.item(prompt, params)
+        mailbox = ThreadMailbox(self._engine_loop.dispatcher)
+        request = self._request_builder.generation(item, mailbox)
+        generation = Generation(self._engine_loop, request, mailbox, self.model.n_vocab, self.n_ctx)
         try:
-            self._decoder.submit(request)
+            self._engine_loop.submit(request)
         except BaseException:
-            self._collector.cancel([request])
+            self._submission.cancel([request])
             raise
         return generation
 
@@ -310,12 +312,14 @@ class Engine:
         )
         return perplexity
 
-    def _score(self, job: Job, timeout: float | None, block: bool, progress: bool) -> Any:
-        self._decoder.check_open()
+    def _score(self, job: ScoreJob, timeout: float | None, block: bool, progress: bool) -> Any:
+        self._engine_loop.check_open()
         deadline = _deadline(timeout)
         check_flag("block", block)
         bar = progress_bar(check_flag("progress", progress), job.n_requests)
-        answers = self._collector.collect(partial(job.requests, self._intake), deadline, block, timeout, bar)
+        answers = self._submission.collect(
+            partial(job.requests, self._request_builder), deadline, block, timeout, bar
+        )
         return job.result(answers)
 
     # ---- asyncio
@@ -331,28 +335,30 @@ class Engine:
 
         Cancelling the task cancels its requests. Raises as ``generate`` does.
         """
-        self._decoder.check_open()
+        self._engine_loop.check_open()
         _deadline(timeout)
         check_flag("block", block)
-        items, single = self._intake.items(prompt, params)
-        results = await self._finish(lambda mailbox: self._intake.completions(items, mailbox), block, timeout)
+        items, single = self._request_builder.items(prompt, params)
+        results = await self._finish(
+            lambda mailbox: self._request_builder.completions(items, mailbox), block, timeout
+        )
         return results[0] if single and len(results) == 1 else results
 
     async def ascore(
         self, prompt: Any, continuation: Any, *, timeout: float | None = None, block: bool = True
     ) -> Any:
         """``score`` for asyncio. Cancelling the task cancels its requests."""
-        self._decoder.check_open()
+        self._engine_loop.check_open()
         _deadline(timeout)
         job = score_job(self.model, prompt, continuation)
-        make = partial(job.requests, self._intake)
+        make = partial(job.requests, self._request_builder)
         return job.result(await self._finish(make, check_flag("block", block), timeout))
 
     async def _finish(self, make: Make, block: bool, timeout: float | None) -> list[Any]:
         # The coroutine is made where it is awaited: Ctrl-C may come between any two lines.
         if timeout is None:
-            return await self._collector.acollect(make, block)
-        results: list[Any] = await _with_timeout(self._collector.acollect(make, block), float(timeout))
+            return await self._submission.acollect(make, block)
+        results: list[Any] = await _with_timeout(self._submission.acollect(make, block), float(timeout))
         return results
 
     def astream(
@@ -364,45 +370,45 @@ class Engine:
         block: bool = True,
     ) -> AsyncStream:
         """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
-        self._decoder.check_open()
+        self._engine_loop.check_open()
         deadline = _deadline(timeout)
         check_flag("block", block)
-        item = self._intake.item(prompt, params)
+        item = self._request_builder.item(prompt, params)
 
         async def begin() -> tuple[Request, AsyncMailbox]:
             import asyncio
 
-            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
-            request = self._intake.stream(item, mailbox, BUFFER_TOKENS)
+            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_loop.dispatcher)
+            request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
             mailbox.requests.append(request)
             try:
                 if block:
                     await self._queue.aenter(request)
                 else:
                     self._queue.enter_at_once(request)
-                self._decoder.alone = False
-                self._decoder.submit(request)
+                self._engine_loop.single_caller = False
+                self._engine_loop.submit(request)
             except BaseException:
-                self._collector.cancel([request])
+                self._submission.cancel([request])
                 raise
             return request, mailbox
 
-        return AsyncStream(self._decoder, begin, deadline)
+        return AsyncStream(self._engine_loop, begin, deadline)
 
     # ---- state
     def stats(self) -> EngineStats:
         """A consistent copy of the counters; waits for the end of the running step."""
-        stats: EngineStats = self._decoder.ask(self._decoder.stats)
+        stats: EngineStats = self._engine_loop.ask(self._engine_loop.stats)
         return stats
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
-        self._decoder.ask(self._decoder.check_integrity)
+        self._engine_loop.ask(self._engine_loop.check_integrity)
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._decoder.closing
+        return self._engine_loop.closing
 
     def close(self, drain: bool = True) -> None:
         """Ends the engine and frees its native memory before it returns; a second call does nothing.
@@ -410,8 +416,8 @@ class Engine:
         ``drain``: finish what callers wait for, else cancel it. New requests are refused from now on. Any thread.
         """
         was_open = not self.closed
-        self._decoder.close(check_flag("drain", drain))
-        if was_open and self._trace_path is not None and not self._decoder.in_child():
+        self._engine_loop.close(check_flag("drain", drain))
+        if was_open and self._trace_path is not None and not self._engine_loop.in_child():
             self.trace.save(self._trace_path)
 
     async def aclose(self, drain: bool = True) -> None:
@@ -437,8 +443,8 @@ class Engine:
         await self.aclose(drain=kind is None)
 
     def __del__(self) -> None:
-        decoder = getattr(self, "_decoder", None)
-        if decoder is not None and not decoder.closing and not decoder.in_child():
+        engine_loop = getattr(self, "_engine_loop", None)
+        if engine_loop is not None and not engine_loop.closing and not engine_loop.in_child():
             warnings.warn(
                 f"{self!r} was never closed; use `with` or close()",
                 ResourceWarning,
@@ -449,7 +455,7 @@ class Engine:
     # ---- inside
 
 
-def least_copy(context: Context) -> int | None:
+def min_prefix_copy(context: Context) -> int | None:
     """How many cells of a prompt it pays to copy for another completion of it; None: none."""
     if context.model.is_recurrent:
         return None  # only whole sequences can be copied
@@ -457,10 +463,10 @@ def least_copy(context: Context) -> int | None:
     return 1 if context.kv_unified else 32
 
 
-def enough_tokens(context: Context) -> int | None:
+def prefill_cutoff(context: Context) -> int | None:
     """After how many tokens of prompts a step ends so that streams get their first tokens; None: by itself never."""
     # A GPU reads the weights for each step, however few tokens it has.
-    return None if on_gpu(context.model) else ENOUGH_TOKENS
+    return None if on_gpu(context.model) else PREFILL_CUTOFF_TOKENS
 
 
 def _trace_path(trace: bool | str | Path | None) -> Path | None:

@@ -99,11 +99,11 @@ class Score:
 class EngineStats:
     """Counters since the engine was made, and what it holds now; a consistent copy between two steps.
 
-    ``n_tokens_prompt``: prompt tokens fed, again for what was preempted. Stage times are seconds of the decoder thread;
+    ``n_tokens_prompt``: prompt tokens fed, again for what was preempted. Stage times are seconds of the engine thread;
     ``compute_s`` is what steps took to compute and ``wait_s`` how long it was waited for them, as far as that is known.
     ``n_waits``: waits for a step; ``n_syncs``: waits for all that was launched; ``n_copies``, ``n_copied_bytes``: rows
-    brought to host memory; ``n_reused``: compute graphs that llama.cpp used again; ``n_cohorts``: parts that decoding
-    requests are split into now; ``n_graph_sampled``: tokens that the graph itself sampled.
+    brought to host memory; ``n_reused``: compute graphs that llama.cpp used again; ``n_micro_batches``: parts that
+    decoding requests are split into now; ``n_graph_sampled``: tokens that the graph itself sampled.
     """
 
     steps: int
@@ -118,7 +118,7 @@ class EngineStats:
     sample_s: float
     deliver_s: float
     idle_s: float
-    n_cohorts: int = 1
+    n_micro_batches: int = 1
     n_waits: int = 0
     n_syncs: int = 0
     n_copies: int = 0

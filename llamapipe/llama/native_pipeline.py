@@ -47,7 +47,7 @@ def on_gpu(model: Model) -> bool:
     return any(d.type in ("gpu", "igpu") and not d.is_software for d in model.devices)
 
 
-class Core:
+class NativePipeline:
     """Owns a native pipeline and its context; ``close`` frees both, the pipeline first.
 
     ``mode``: where rows are and who waits for what: ``"host"``, ``"events"``, ``"sync"`` or ``"stock"`` (see
@@ -174,7 +174,7 @@ class Core:
             self._free(self.handle)
 
 
-def engine_core(context: Context, ring: str, depth: int | None) -> Core:
+def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePipeline:
     """The pipeline of an engine: on the CPU a thread of its own only if steps shall overlap."""
     lib = native().lib
     on_host = context.collector is None or lib.lp_collector_in_host_memory(context.collector)
@@ -183,7 +183,7 @@ def engine_core(context: Context, ring: str, depth: int | None) -> Core:
     # A recurrent memory may refuse to forget a part: who asks has to learn of it at once.
     threaded = depth > 1 and bool(on_host) and not context.model.is_recurrent
     n_slots = context.n_ring_slots if context.collector is not None else depth + 1
-    return Core(context, ring, depth, n_slots, threaded=threaded)
+    return NativePipeline(context, ring, depth, n_slots, threaded=threaded)
 
 
 class StepAbortedError(DecodeError):

@@ -130,7 +130,7 @@ class Vocab:
         """The bytes a token stands for; they may split a UTF-8 character. Control tokens have none."""
         if type(token) is not int or not 0 <= token < self.n_vocab:
             token = check_int("token", token, 0, self.n_vocab - 1)
-        # By chunks: a native call lets other threads have the interpreter, and the decoder thread then waits for them.
+        # By chunks: a native call lets other threads have the interpreter, and the engine thread then waits for them.
         chunk = self._pieces.get(token // _CHUNK)
         if chunk is None:
             first = token - token % _CHUNK

@@ -9,7 +9,7 @@ from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.native.load import last_error
 
 if TYPE_CHECKING:
-    from llamapipe.llama.native_pipeline import Core
+    from llamapipe.llama.native_pipeline import NativePipeline
 
 _INT32_MAX = 2**31 - 1
 
@@ -20,13 +20,13 @@ class PipelineMemory:
     ``p0`` and ``p1`` are positions, ``p1`` exclusive and -1 for the end. Any thread.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        context = core.context
+    def __init__(self, pipeline: NativePipeline) -> None:
+        self._pipeline = pipeline
+        context = pipeline.context
         self._n_seq_max = context.n_seq_max
         self._whole_only = context.model.is_recurrent
-        self._streams = not context.kv_unified and context.n_seq_max > 1
-        lib = core.native.lib
+        self._kv_streams = not context.kv_unified and context.n_seq_max > 1
+        lib = pipeline.native.lib
         self._can_shift = bool(lib.llama_memory_can_shift(lib.llama_get_memory(context.handle)))
 
     def remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
@@ -54,7 +54,7 @@ class PipelineMemory:
         first, end = self._range(p0, p1)
         if src == dst:
             return
-        if (self._streams or self._whole_only) and (first > 0 or end >= 0):
+        if (self._kv_streams or self._whole_only) and (first > 0 or end >= 0):
             raise InvalidRequestError(
                 f"positions {first} to {end} of sequence {src} cannot be copied alone; copy all and remove the rest, "
                 "or use kv_unified=True"
@@ -79,9 +79,9 @@ class PipelineMemory:
             raise InvalidRequestError("the positions of this model cannot be shifted")
         if first + delta < 0:
             raise InvalidRequestError(f"position {first} cannot be shifted by {delta}: it would be negative")
-        if end > 0 and end - 1 + delta >= self._core.context.n_ctx:
+        if end > 0 and end - 1 + delta >= self._pipeline.context.n_ctx:
             raise InvalidRequestError(
-                f"position {end - 1} cannot be shifted by {delta}: n_ctx is {self._core.context.n_ctx}"
+                f"position {end - 1} cannot be shifted by {delta}: n_ctx is {self._pipeline.context.n_ctx}"
             )
         self._queue("SHIFT", seq_id, p0=first, p1=end, delta=delta)
 
@@ -96,10 +96,10 @@ class PipelineMemory:
         return check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX)
 
     def _queue(self, op: str, seq_id: int, other: int = 0, p0: int = 0, p1: int = -1, delta: int = 0) -> None:
-        self._core.check_open()
-        native = self._core.native
+        self._pipeline.check_open()
+        native = self._pipeline.native
         code = native.lib.lp_memory(
-            self._core.handle, getattr(native.lib, f"LP_{op}"), seq_id, other, p0, p1, delta
+            self._pipeline.handle, getattr(native.lib, f"LP_{op}"), seq_id, other, p0, p1, delta
         )
         if code == native.lib.LP_ERROR_POSITIONS:
             raise InvalidRequestError(last_error(native))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from llamapipe.llama.batch import Batch
     from llamapipe.llama.context import Context
-    from llamapipe.llama.native_pipeline import Core
+    from llamapipe.llama.native_pipeline import NativePipeline
 
 _LONGEST_S = 10 * 365 * 24 * 3600.0
 
@@ -103,9 +103,9 @@ class StepOutput:
     ContextFullError, or EngineClosedError where the pipeline was closed before the step was launched.
     """
 
-    def __init__(self, core: Core, native: Any, batch: Batch) -> None:
-        self._core = core
-        self._handle: _Handle | None = _Handle(native, core.native.lib.lp_step_free, core.context)
+    def __init__(self, pipeline: NativePipeline, native: Any, batch: Batch) -> None:
+        self._pipeline = pipeline
+        self._handle: _Handle | None = _Handle(native, pipeline.native.lib.lp_step_free, pipeline.context)
         self._lock = threading.Lock()
         self._rows: npt.NDArray[np.float32] | None = None
         self.n_tokens = len(batch)
@@ -123,17 +123,17 @@ class StepOutput:
     @property
     def logits(self) -> Logits:
         """The rows, float32 ``(n_outputs, n_vocab)``, read when they are used."""
-        return Logits(self, (self.n_outputs, self._core.context.model.n_vocab))
+        return Logits(self, (self.n_outputs, self._pipeline.context.model.n_vocab))
 
     @property
     def number(self) -> int:
         """Which step of its pipeline this is, from 0."""
-        return int(self._core.native.lib.lp_step_number(self._held().native))
+        return int(self._pipeline.native.lib.lp_step_number(self._held().native))
 
     @property
     def ready(self) -> bool:
         """Whether reading would not wait; also True for a step that failed. Never blocks."""
-        return bool(self._core.native.lib.lp_step_ready(self._held().native))
+        return bool(self._pipeline.native.lib.lp_step_ready(self._held().native))
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns once the outputs can be read without waiting.
@@ -144,7 +144,7 @@ class StepOutput:
         timeout_ns = -1
         if timeout is not None:
             timeout_ns = int(min(check_float("timeout", timeout, 0, float("inf")), _LONGEST_S) * 1e9)
-        if not self._core.native.lib.lp_step_wait(handle.native, timeout_ns):
+        if not self._pipeline.native.lib.lp_step_wait(handle.native, timeout_ns):
             raise TimeoutError(f"the step was not done within {timeout} s; it goes on")
         self._check(handle)
 
@@ -159,7 +159,7 @@ class StepOutput:
             handle, self._handle = self._handle, None
             self._rows = None
         if handle is not None and not handle.forked:
-            self._core.native.lib.lp_step_release(handle.native)
+            self._pipeline.native.lib.lp_step_release(handle.native)
 
     def __enter__(self) -> StepOutput:
         return self
@@ -179,18 +179,18 @@ class StepOutput:
         return handle
 
     def _check(self, handle: _Handle) -> None:
-        lib, ffi = self._core.native.lib, self._core.native.ffi
+        lib, ffi = self._pipeline.native.lib, self._pipeline.native.ffi
         code = lib.lp_step_code(handle.native)
         if code != 0:
             why = ffi.string(lib.lp_step_error(handle.native)).decode("utf-8", "replace")
-            raise self._core.error(code, why, self.n_tokens)
+            raise self._pipeline.error(code, why, self.n_tokens)
 
     def _read(self) -> npt.NDArray[np.float32]:
         rows = self._rows
         if rows is not None:
             return rows
         handle = self._held()
-        lib, ffi = self._core.native.lib, self._core.native.ffi
+        lib, ffi = self._pipeline.native.lib, self._pipeline.native.ffi
         lib.lp_step_wait(handle.native, -1)
         self._check(handle)
         with self._lock:
@@ -207,7 +207,7 @@ class StepOutput:
         in_place = ffi.new("bool *")
         data = lib.lp_step_expose(handle.native, in_place)
         if data == ffi.NULL:
-            raise MemoryError(f"there is no memory for {shape} logits ({last_error(self._core.native)})")
+            raise MemoryError(f"there is no memory for {shape} logits ({last_error(self._pipeline.native)})")
         unexpose = lib.lp_step_unexpose if in_place[0] else None
         return np.asarray(_Rows(handle, int(ffi.cast("uintptr_t", data)), shape, unexpose))
 

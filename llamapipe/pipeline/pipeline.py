@@ -11,7 +11,7 @@ from llamapipe.host.at_exit import close_at_exit, forget
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
-from llamapipe.llama.native_pipeline import Core, ring_slots
+from llamapipe.llama.native_pipeline import NativePipeline, ring_slots
 from llamapipe.native.load import last_error
 from llamapipe.pipeline.memory import PipelineMemory
 from llamapipe.pipeline.output import StepOutput
@@ -96,23 +96,23 @@ class Pipeline:
             n_ring_slots=ring_slots(model, ring, depth + 1),
         )
         try:
-            self._core = Core(context, ring, depth, depth + 1, threaded=True)
+            self._pipeline = NativePipeline(context, ring, depth, depth + 1, threaded=True)
         except BaseException:
             context.close()
             raise
         self.model = model
         self.depth = depth
-        self.mode = self._core.mode
+        self.mode = self._pipeline.mode
         self.n_ctx = context.n_ctx
         self.n_seq_max = context.n_seq_max
         self.n_batch = context.n_batch
-        self.memory = PipelineMemory(self._core)
-        self.trace = Trace(self._core)
-        close_at_exit(self._core)
+        self.memory = PipelineMemory(self._pipeline)
+        self.trace = Trace(self._pipeline)
+        close_at_exit(self._pipeline)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"mode={self.mode}"
-        return f"<Pipeline {state} depth={self.depth} {self._core.context!r}>"
+        return f"<Pipeline {state} depth={self.depth} {self._pipeline.context!r}>"
 
     def submit(self, batch: Batch) -> StepOutput:
         """Queues a batch and returns its output, which is computed behind those submitted before.
@@ -123,13 +123,13 @@ class Pipeline:
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
-        core = self._core
-        core.check_open()
+        pipeline = self._pipeline
+        pipeline.check_open()
         self._check(batch)
-        native, ffi = core.native, core.native.ffi
+        native, ffi = pipeline.native, pipeline.native.ffi
         code = ffi.new("int *")
         step = native.lib.lp_submit(
-            core.handle,
+            pipeline.handle,
             len(batch),
             ffi.from_buffer("int32_t[]", batch.tokens),
             ffi.from_buffer("int32_t[]", batch.positions),
@@ -140,8 +140,8 @@ class Pipeline:
         if step == ffi.NULL:
             if code[0] == native.lib.LP_ERROR_POSITIONS:
                 raise ValueError(last_error(native))
-            raise core.error(code[0], last_error(native), len(batch))
-        return StepOutput(core, step, batch)
+            raise pipeline.error(code[0], last_error(native), len(batch))
+        return StepOutput(pipeline, step, batch)
 
     def _check(self, batch: Batch) -> None:
         n = len(batch)
@@ -160,8 +160,8 @@ class Pipeline:
 
     def stats(self) -> PipelineStats:
         """A copy of the counters. Any thread."""
-        core = self._core
-        counters = core.counters()
+        pipeline = self._pipeline
+        counters = pipeline.counters()
         return PipelineStats(
             steps=counters.n_steps,
             n_decodes=counters.n_decodes,
@@ -171,22 +171,22 @@ class Pipeline:
             n_bytes=counters.n_bytes,
             n_moved=counters.n_moved,
             n_memory_ops=counters.n_memory_ops,
-            n_reused=core.n_reused,
+            n_reused=pipeline.n_reused,
             compute_s=counters.compute_ns * 1e-9,
         )
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._core.closed
+        return self._pipeline.closed
 
     def close(self, drain: bool = True) -> None:
         """Frees the native memory; a second call does nothing. Outputs that are computed can still be read.
 
         ``drain``: compute what was submitted first; else it fails, a running step too where it can be aborted (CPU).
         """
-        self._core.close(check_flag("drain", drain))
-        forget(self._core)
+        self._pipeline.close(check_flag("drain", drain))
+        forget(self._pipeline)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -197,8 +197,8 @@ class Pipeline:
         self.close(drain=kind is None)
 
     def __del__(self) -> None:
-        core = getattr(self, "_core", None)
-        if core is not None and not core.closed and not core.context.forked:
+        pipeline = getattr(self, "_pipeline", None)
+        if pipeline is not None and not pipeline.closed and not pipeline.context.forked:
             warnings.warn(
                 f"{self!r} was never closed; use `with` or close()",
                 ResourceWarning,

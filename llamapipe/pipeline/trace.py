@@ -14,7 +14,7 @@ from llamapipe.arguments import check_int
 from llamapipe.pipeline.span import Span
 
 if TYPE_CHECKING:
-    from llamapipe.llama.native_pipeline import Core
+    from llamapipe.llama.native_pipeline import NativePipeline
 
 STAGES = ("launch", "compute", "copy", "wait", "sample", "memory")  # in the order of native.h's LP_STAGE_...
 # Top to bottom in a picture; stages of a caller's own come last.
@@ -29,8 +29,8 @@ class Trace:
     ``wait`` of a reader, ``sample``, and whatever is marked with ``span``. Off, it costs one comparison a stage.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, pipeline: NativePipeline) -> None:
+        self._pipeline = pipeline
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._max = 1
@@ -47,14 +47,14 @@ class Trace:
             self._spans = []
             self._max = most
             self.on = True
-            self._core.native.lib.lp_trace(self._core.handle, most)
+            self._pipeline.native.lib.lp_trace(self._pipeline.handle, most)
 
     def stop(self) -> None:
         """Records no more; what was recorded stays."""
         with self._lock:
             self._drain()
             self.on = False
-            self._core.native.lib.lp_trace(self._core.handle, 0)
+            self._pipeline.native.lib.lp_trace(self._pipeline.handle, 0)
 
     def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
         """Records a stage that somebody else measured, in seconds of ``time.perf_counter``."""
@@ -142,12 +142,12 @@ class Trace:
 
     def _drain(self) -> None:
         """Takes what the native side recorded, on its own clock."""
-        native = self._core.native
+        native = self._pipeline.native
         ffi, lib = native.ffi, native.lib
         # Read one right after the other: both count on from a fixed moment.
         offset_s = perf_counter() - lib.lp_now_ns() * 1e-9
         span = ffi.new("lp_span *")
-        while lib.lp_next_span(self._core.handle, span):
+        while lib.lp_next_span(self._pipeline.handle, span):
             self._spans.append(
                 Span(
                     STAGES[span.stage],

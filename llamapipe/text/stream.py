@@ -15,7 +15,7 @@ class TextStream:
     stop string, without it. See `Utf8Assembler` and `StopChecker` for what is kept back and until when.
 
     One object serves one request; it has no lock and belongs to whichever thread feeds it (in the engine, the
-    decoder thread, once a token).
+    engine thread, once a token).
 
     Raises: what `StopChecker` raises for bad stop strings.
     """

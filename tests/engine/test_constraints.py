@@ -239,7 +239,7 @@ class TestProcessors:
 
         out = engine.generate(START, wild(logits_processors=[only_300], max_tokens=4))
         assert out.token_ids == [300] * 4
-        assert set(seen) == {("float32", (engine.model.n_vocab,), True, "llamapipe-decoder")}
+        assert set(seen) == {("float32", (engine.model.n_vocab,), True, "llamapipe-engine")}
 
     def test_one_after_another_on_a_copy(self, engine: lp.Engine) -> None:
         def add(row: Row) -> None:

@@ -20,7 +20,7 @@ import llamapipe as lp
 from llamapipe.engine.worker.executor import Executor, StepExecutor
 from llamapipe.errors import ContextFullError, EngineClosedError
 from llamapipe.llama import Batch, Context, Model, SamplerChain
-from llamapipe.llama.native_pipeline import engine_core, ring_slots
+from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
 
 pytestmark = pytest.mark.device
 
@@ -137,7 +137,7 @@ def steps(
         n_ring_slots=ring_slots(model, ring, depth + 1),
         **options,
     )
-    with closing(StepExecutor(engine_core(context, ring, depth))) as executor, Alone(model) as alone:
+    with closing(StepExecutor(engine_pipeline(context, ring, depth))) as executor, Alone(model) as alone:
         yield Kit(executor, partial(greedy, model), alone, model.is_recurrent)
 
 
@@ -246,8 +246,8 @@ class TestAgain:
                 for said, tokens in zip(sampled, sequences, strict=True):
                     assert said == kit.says(tokens) or kit.says(tokens) is None
                     tokens.append(said)
-                kit.step = kit.executor.launch_again()
-                sampled = kit.executor.sample_again(kit.step)
+                kit.step = kit.executor.launch_repeat()
+                sampled = kit.executor.sample_repeat(kit.step)
             # and afterwards as if it had been said at length
             for said, tokens in zip(sampled, sequences, strict=True):
                 tokens.append(said)
@@ -263,7 +263,7 @@ class TestAgain:
             scarce.launch((0, len(first), [5], True), (1, len(second), [6], True))
             scarce.executor.sample(scarce.step, scarce.rows, [a, b])
             with pytest.raises(ContextFullError):
-                scarce.executor.sample_again(scarce.executor.launch_again())
+                scarce.executor.sample_repeat(scarce.executor.launch_repeat())
         assert scarce.executor.remove(2, 0)
         scarce.launch((0, len(first) + 1, [8], True), (1, len(second) + 1, [9], True))
         scarce.assert_says([*first, 5, 8], [*second, 6, 9])

@@ -30,14 +30,14 @@ from support.sampler_definitions import (
 from support.sampler_definitions import Stages as Definition
 
 import llamapipe as lp
-from llamapipe.engine.frontend.sampler_factory import RecipeBook
+from llamapipe.engine.frontend.sampler_factory import SamplerFactoryCache
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.errors import DecodeError
 from llamapipe.llama import Model, SamplerChain, Vocab
 from llamapipe.llama.context import Context
 from llamapipe.llama.devices import device_handles
-from llamapipe.llama.native_pipeline import engine_core, ring_slots
+from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
 from llamapipe.native.load import drain_log, last_error, native
 
 pytestmark = pytest.mark.device
@@ -285,8 +285,8 @@ class TestWhatIsInTheGraph:
         ],
     )
     def test_of_requests(self, vocabs: dict[int, Vocab], options: dict[str, Any], inside: bool) -> None:
-        recipe = RecipeBook(vocabs[500], 64).recipe(lp.SamplingParams(**options))
-        with recipe.make(Request([1])) as chain:
+        sampler_factory = SamplerFactoryCache(vocabs[500], 64).sampler_factory(lp.SamplingParams(**options))
+        with sampler_factory.make(Request([1])) as chain:
             assert native().lib.lp_in_graph(chain.handle) == inside
 
     def test_a_small_vocabulary_needs_no_top_k(self, vocabs: dict[int, Vocab]) -> None:
@@ -462,12 +462,12 @@ class TestCosts:
         """Neither graphs, as llama.cpp's log tells, nor memory, whatever requests ask for."""
         lib = native().lib
         engine = make_engine(demo, n_seq_max=N_SEQ, graph_sampling="on")
-        executor = engine._decoder.steps._executor
+        executor = engine._engine_loop.steps._executor
         assert isinstance(executor, StepExecutor)
-        core = executor.core
+        pipeline = executor.pipeline
 
         def n_bytes() -> tuple[int, int]:
-            context = core.context
+            context = pipeline.context
             return lib.lp_context_scratch_bytes(context.handle), lib.lp_collector_bytes(context.collector)
 
         with caplog.at_level(logging.DEBUG, "llamapipe.native"):
@@ -476,7 +476,7 @@ class TestCosts:
             assert "reserving" not in caplog.text  # all of it was said before this block
             n = 3 if ON_DEVICE else 12
             engine.generate(PROMPTS[:N_SEQ], longer(*PARAMS[:N_SEQ], n=n))
-            before = engine._decoder.ask(n_bytes)
+            before = engine._engine_loop.ask(n_bytes)
             for i in range(2 if ON_DEVICE else 20):
                 params = [
                     lp.SamplingParams(
@@ -489,7 +489,7 @@ class TestCosts:
                     for j in range(N_SEQ + 1)
                 ]
                 engine.generate(PROMPTS[: N_SEQ + 1], params)
-            after = engine._decoder.ask(n_bytes)
+            after = engine._engine_loop.ask(n_bytes)
             drain_log(native())
         assert lib.lp_log_dropped() == n_dropped
         assert "reserv" not in caplog.text
@@ -514,8 +514,8 @@ class Steps:
             n_ring_slots=ring_slots(model, ring, 2), graph_sampling=True, **options,
         )  # fmt: skip
         assert context.graph_sampling, context.graph_problem
-        self.executor = StepExecutor(engine_core(context, ring, None))
-        self.core = self.executor.core
+        self.executor = StepExecutor(engine_pipeline(context, ring, None))
+        self.pipeline = self.executor.pipeline
 
     def __enter__(self) -> Steps:
         return self
@@ -537,7 +537,7 @@ class Steps:
         )
 
     def n_graph(self) -> int:
-        return int(self.core.counters().n_graph)
+        return int(self.pipeline.counters().n_graph)
 
 
 @pytest.mark.parametrize("ring", RINGS)
@@ -554,7 +554,7 @@ class TestSteps:
             # one row, however often it was looked at
             row = 4 * demo.n_vocab if ON_DEVICE else 0
             result = 4 * native().lib.LP_GRAPH_RESULTS if ON_DEVICE else 0
-            assert steps.core.counters().n_bytes == row + result
+            assert steps.pipeline.counters().n_bytes == row + result
             step = steps.launch({1: [5, 6, 7]}, [])
             assert first + again == [steps.executor.sample(step, steps.rows, [b])[0] for _ in range(4)]
             assert steps.n_graph() == 1
@@ -580,7 +580,7 @@ class TestSteps:
                     {1: [7, 8 + i, 9], 2: [10 + i]},
                 ]
                 launched = []
-                if steps.core.depth > 1:
+                if steps.pipeline.depth > 1:
                     for run in runs:
                         step = steps.launch(run, [chains[s] for s in run])
                         launched.append((step, steps.rows, run))
@@ -598,14 +598,14 @@ class TestSteps:
                     for seq_id in run:
                         steps.executor.remove(seq_id, 0)
             assert steps.n_graph() == 3 * (3 if ON_DEVICE else 12)
-            assert steps.core.counters().n_moved == 0
+            assert steps.pipeline.counters().n_moved == 0
 
     def test_a_launch_that_repeats_has_fresh_numbers(self, demo: lp.Model, ring: str) -> None:
         with Steps(demo, ring) as steps, steps.chain(1) as a, steps.chain(1) as b:
             step = steps.launch({0: [5]}, [a])
             said = steps.executor.sample(step, [0], [a])
             for _ in range(3 if ON_DEVICE else 9):
-                said += steps.executor.sample_again(steps.executor.launch_again())
+                said += steps.executor.sample_repeat(steps.executor.launch_repeat())
             assert steps.n_graph() == len(said)
             assert len(set(said)) > 1
             step = steps.launch({1: [5, *said[:-1]]}, [])
@@ -617,7 +617,7 @@ class TestSteps:
     @pytest.mark.parametrize("stage", ["launch", "rows", *(["copy"] if ON_DEVICE else [])])
     def test_a_step_that_fails_uses_no_number(self, demo: lp.Model, ring: str, stage: str) -> None:
         with Steps(demo, ring) as steps, steps.chain(1) as a, steps.chain(1) as b:
-            steps.core.fail_next(stage)
+            steps.pipeline.fail_next(stage)
             with pytest.raises(DecodeError):
                 steps.executor.sample(steps.launch({0: [5, 6]}, [a]), steps.rows, [a])
             for i in range(4):  # no slot of the ring is lost
@@ -632,7 +632,7 @@ class TestSteps:
         with Steps(demo, ring) as steps, steps.chain(1) as a, steps.chain(1) as b:
             step = steps.launch({0: [5, 6]}, [a])
             first, rows = steps.executor.sample(step, steps.rows, [a]), steps.rows
-            if steps.core.depth > 1:
+            if steps.pipeline.depth > 1:
                 steps.launch({1: [7]}, [a])
             with steps.chain(1) as c:
                 assert steps.executor.sample(step, rows, [c]) == first
@@ -665,7 +665,7 @@ class TestSteps:
                 some = 4 * 2 * 64 if n_top else 0
                 whole = n_top == 64 or (n_top > 0 and n > N_SEQ)
                 n_bytes = n * row if whole else row + n * (result + some)  # one row has too many targets
-                assert steps.core.counters().n_bytes == n_bytes
+                assert steps.pipeline.counters().n_bytes == n_bytes
         with Context(demo, 64, n_threads=1) as context:
             batch = lp.Batch(np.array(text[:-1]), np.array(places), np.zeros(n, int), np.ones(n, bool))
             context.decode(batch)

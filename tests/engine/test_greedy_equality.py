@@ -40,7 +40,7 @@ STORY = (
 )
 
 
-class Job(NamedTuple):
+class ScoreJob(NamedTuple):
     """A request: a prompt's tokens, and how many are to be generated."""
 
     prompt: list[int]
@@ -52,7 +52,7 @@ class Known(NamedTuple):
 
     name: str
     model: lp.Model
-    jobs: list[Job]
+    jobs: list[ScoreJob]
     alone: dict[int, list[list[int]]]
 
     def part(self, indices: Iterable[int]) -> Known:
@@ -62,14 +62,14 @@ class Known(NamedTuple):
         return Known(self.name, self.model, [self.jobs[i] for i in order], alone)
 
 
-def make_jobs(model: lp.Model) -> list[Job]:
+def make_jobs(model: lp.Model) -> list[ScoreJob]:
     """32 parts of the story, of 1 to 150 tokens; numbers 3, 9, 17 and 28 are the same."""
     rng = np.random.default_rng(5)
     bos, *story = model.tokenize(STORY * 2)
     jobs = []
     for n_tokens in rng.permutation(np.linspace(1, 150, 32).astype(int)).tolist():
         first = int(rng.integers(0, len(story) - n_tokens))
-        jobs.append(Job([bos, *story[first : first + n_tokens - 1]], int(rng.integers(4, 48))))
+        jobs.append(ScoreJob([bos, *story[first : first + n_tokens - 1]], int(rng.integers(4, 48))))
     for i in (9, 17, 28):
         jobs[i] = jobs[3]
     return jobs
@@ -118,24 +118,24 @@ def check(known: Known, outputs: Sequence[list[int]], exact: bool, n_ubatch: int
     assert n_near <= MOST_NEAR * sum(map(len, outputs))
 
 
-def run_mixed(engine: lp.Engine, jobs: Sequence[Job]) -> list[list[int]]:
+def run_mixed(engine: lp.Engine, jobs: Sequence[ScoreJob]) -> list[list[int]]:
     """All jobs at once: by turns from threads with `generate`, `stream` and `start`, and from tasks of one loop."""
 
-    def generated(job: Job) -> list[int]:
+    def generated(job: ScoreJob) -> list[int]:
         out: lp.Completion = engine.generate(job.prompt, greedy(job.max_tokens))
         return out.token_ids
 
-    def streamed(job: Job) -> list[int]:
+    def streamed(job: ScoreJob) -> list[int]:
         return [t for delta in engine.stream(job.prompt, greedy(job.max_tokens)) for t in delta.token_ids]
 
-    def stepped(job: Job) -> list[int]:
+    def stepped(job: ScoreJob) -> list[int]:
         with engine.start(job.prompt, greedy(job.max_tokens)) as generation:
             return [token.id for token in generation]
 
-    async def astreamed(job: Job) -> list[int]:
+    async def astreamed(job: ScoreJob) -> list[int]:
         return [t async for d in engine.astream(job.prompt, greedy(job.max_tokens)) for t in d.token_ids]
 
-    async def in_tasks(some: Sequence[Job]) -> list[list[int]]:
+    async def in_tasks(some: Sequence[ScoreJob]) -> list[list[int]]:
         return await asyncio.gather(*map(astreamed, some))
 
     tasks = Worker(lambda: asyncio.run(in_tasks(jobs[3::4])))
@@ -230,7 +230,7 @@ def test_gaps_between_slots(known: Known, shapes_matter: bool, make_engine: Make
         params = [greedy(n) for n in lengths]
         outputs = engine.generate([job.prompt] * 8, params)
     shapes = [(sum(launch.outputs), len(launch.tokens)) for launch in gate.launches[1:]]
-    # Five gaps beside three requests are not worth a filler each.
+    # Five gaps beside three requests are not worth a padding token each.
     assert shapes[:7] == [(8, 8), (8, 8), (7, 8), (6, 8), (6, 8), (5, 8), (4, 8)]
     assert shapes[7:] == [(3, 3)] * (job.max_tokens - 8)
     assert all(launch.seq_ids == list(range(8)) for launch in gate.launches[1:8])

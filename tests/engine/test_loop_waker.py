@@ -14,8 +14,8 @@ from support.run_script import run_script
 
 import llamapipe as lp
 from llamapipe.engine.delivery import mailbox as module
-from llamapipe.engine.delivery.loop_waker import Bell
-from llamapipe.engine.delivery.mailbox import AsyncMailbox, Outbox
+from llamapipe.engine.delivery.loop_waker import LoopWaker
+from llamapipe.engine.delivery.mailbox import AsyncMailbox, ResultDispatcher
 
 SHORT = lp.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -31,17 +31,17 @@ def n_open() -> int:
 def test_what_was_put_comes_in_order_however_rarely_it_rings() -> None:
     async def main() -> list[int]:
         came: list[int] = []
-        bell = Bell(asyncio.get_running_loop(), came.append)
+        waker = LoopWaker(asyncio.get_running_loop(), came.append)
         for i in range(100_000):  # more than a pipe holds
-            if bell.put(i) or i % 2:
-                bell.ring()
+            if waker.put(i) or i % 2:
+                waker.ring()
         assert not came
         while not came:
             await asyncio.sleep(0)
         assert came == [*range(100_000)]
-        assert bell.put(-1)
-        bell.dismiss()  # has the loop take the rest
-        while bell._open:
+        assert waker.put(-1)
+        waker.dismiss()  # has the loop take the rest
+        while waker._open:
             await asyncio.sleep(0)
         return came
 
@@ -54,23 +54,23 @@ def test_a_ring_that_comes_while_one_is_answered(monkeypatch: pytest.MonkeyPatch
 
     async def main() -> None:
         came: list[int] = []
-        bell = Bell(asyncio.get_running_loop(), came.append)
+        waker = LoopWaker(asyncio.get_running_loop(), came.append)
 
         def read_late(fd: int, n: int) -> bytes:
-            if fd == bell._read_end and bell.put(2):
-                bell.ring()
+            if fd == waker._read_end and waker.put(2):
+                waker.ring()
             return read(fd, n)
 
         monkeypatch.setattr(os, "read", read_late)
-        assert bell.put(1)
-        bell.ring()
+        assert waker.put(1)
+        waker.ring()
         while not came:
             await asyncio.sleep(0)
         monkeypatch.setattr(os, "read", read)
         assert came == [1, 2]
-        assert bell.put(3)
-        bell.dismiss()
-        while bell._open:
+        assert waker.put(3)
+        waker.dismiss()
+        while waker._open:
             await asyncio.sleep(0)
         assert came == [1, 2, 3]
 
@@ -91,15 +91,15 @@ def test_what_an_interrupted_answer_leaves_comes_when_the_loop_goes_on() -> None
         while not came:
             await asyncio.sleep(0)
 
-    bell = Bell(loop, take)
-    assert bell.put(1)
-    assert not bell.put(2)
-    bell.ring()
+    waker = LoopWaker(loop, take)
+    assert waker.put(1)
+    assert not waker.put(2)
+    waker.ring()
     with pytest.raises(KeyboardInterrupt):
         loop.run_until_complete(wait())
     loop.run_until_complete(wait())
     assert came == [1, 2]
-    bell.dismiss()
+    waker.dismiss()
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
 
@@ -108,26 +108,26 @@ def test_a_ring_at_launch_waits_for_it_and_no_longer() -> None:
     """Without a launch, those who wait are woken with the end of the work."""
 
     async def main() -> None:
-        outbox = Outbox(at_launch=True)
-        mailbox = AsyncMailbox(asyncio.get_running_loop(), outbox)
-        (bell,) = outbox._bells.values()
+        dispatcher = ResultDispatcher(at_launch=True)
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), dispatcher)
+        (waker,) = dispatcher._wakers.values()
         for launched in (True, False):
             mailbox.put("a")
-            outbox.flush()
-            assert outbox.wakes.files == [bell.fd]
+            dispatcher.flush()
+            assert dispatcher.wakes.files == [waker.fd]
             reading = asyncio.ensure_future(mailbox.get())
             for _ in range(10):
                 await asyncio.sleep(0)
             assert not reading.done()
             if launched:
-                outbox.wakes.begin()
+                dispatcher.wakes.begin()
             else:
-                outbox.flush(together=True)
+                dispatcher.flush(together=True)
             assert await reading == "a"
-            assert outbox.wakes.files == []
-        outbox.flush()
-        assert outbox.wakes.files == []  # it has seen all
-        outbox.close()
+            assert dispatcher.wakes.files == []
+        dispatcher.flush()
+        assert dispatcher.wakes.files == []  # it has seen all
+        dispatcher.close()
 
     asyncio.run(main())
 
@@ -145,10 +145,10 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
             loop = asyncio.get_running_loop()
             async with lp.Engine(demo, n_ctx=64, n_threads=1) as other:
                 await other.agenerate("a", SHORT)
-                (bell,) = other._decoder.outbox._bells.values()
-            while bell._open:
+                (waker,) = other._engine_loop.dispatcher._wakers.values()
+            while waker._open:
                 await asyncio.sleep(0)
-            assert not loop.remove_reader(bell._read_end)  # not watched any more
+            assert not loop.remove_reader(waker._read_end)  # not watched any more
             assert (await engine.agenerate("a", SHORT)).token_ids == alone
 
         asyncio.run(main())
@@ -157,47 +157,47 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
 
 def test_the_next_launch_does_not_write_to_files_of_closed_loops() -> None:
     """Others may have their numbers by then."""
-    outbox = Outbox(at_launch=True)
+    dispatcher = ResultDispatcher(at_launch=True)
 
     async def visit() -> None:
-        AsyncMailbox(asyncio.get_running_loop(), outbox).put("unread")
-        outbox.flush()
+        AsyncMailbox(asyncio.get_running_loop(), dispatcher).put("unread")
+        dispatcher.flush()
 
     asyncio.run(visit())
-    assert len(outbox.wakes.files) == 1
-    outbox.flush(together=True)  # there is nothing to do
-    assert outbox.wakes.files == []
-    assert not outbox._bells
+    assert len(dispatcher.wakes.files) == 1
+    dispatcher.flush(together=True)  # there is nothing to do
+    assert dispatcher.wakes.files == []
+    assert not dispatcher._wakers
 
     asyncio.run(visit())
-    assert len(outbox.wakes.files) == 1
+    assert len(dispatcher.wakes.files) == 1
 
     async def another() -> None:
-        AsyncMailbox(asyncio.get_running_loop(), outbox)
-        outbox.flush()
+        AsyncMailbox(asyncio.get_running_loop(), dispatcher)
+        dispatcher.flush()
 
     asyncio.run(another())
-    assert outbox.wakes.files == []
-    assert len(outbox._bells) == 1
+    assert dispatcher.wakes.files == []
+    assert len(dispatcher._wakers) == 1
 
 
 def test_closed_loops_are_forgotten_while_others_work() -> None:
     """An engine that always has something to do never comes to look for them."""
-    outbox = Outbox(at_launch=True)
+    dispatcher = ResultDispatcher(at_launch=True)
     before = n_open()
 
     async def visit() -> None:
-        AsyncMailbox(asyncio.get_running_loop(), outbox).put("unread")
-        outbox.flush()
+        AsyncMailbox(asyncio.get_running_loop(), dispatcher).put("unread")
+        dispatcher.flush()
 
     async def main() -> None:
-        mailbox = AsyncMailbox(asyncio.get_running_loop(), outbox)
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), dispatcher)
         for _ in range(10):
             await asyncio.to_thread(asyncio.run, visit())
             mailbox.put("a")
-            outbox.flush()
-            assert len(outbox._bells) <= 2  # the last one is forgotten when another comes
-        outbox.close()
+            dispatcher.flush()
+            assert len(dispatcher._wakers) <= 2  # the last one is forgotten when another comes
+        dispatcher.close()
         assert [await mailbox.get() for _ in range(10)] == ["a"] * 10
 
     asyncio.run(main())
@@ -205,19 +205,19 @@ def test_closed_loops_are_forgotten_while_others_work() -> None:
 
 
 def test_an_engine_that_ends_while_a_loop_gets_its_bell(monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox = Outbox()
+    dispatcher = ResultDispatcher()
 
-    class Late(Bell):
+    class Late(LoopWaker):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            outbox.close()
+            dispatcher.close()
 
-    monkeypatch.setattr(module, "Bell", Late)
+    monkeypatch.setattr(module, "LoopWaker", Late)
 
     async def main() -> None:
         before = n_open()
-        AsyncMailbox(asyncio.get_running_loop(), outbox)
-        assert not outbox._bells
+        AsyncMailbox(asyncio.get_running_loop(), dispatcher)
+        assert not dispatcher._wakers
         while n_open() > before:
             await asyncio.sleep(0)
 

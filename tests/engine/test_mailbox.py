@@ -14,7 +14,7 @@ from support.run_script import Script
 
 from llamapipe.engine.delivery import mailbox as module
 from llamapipe.engine.delivery import wake_queue as turns_module
-from llamapipe.engine.delivery.mailbox import Outbox, ThreadMailbox
+from llamapipe.engine.delivery.mailbox import ResultDispatcher, ThreadMailbox
 
 N = 8
 
@@ -22,9 +22,11 @@ N = 8
 class Reader:
     """A thread that waits for items and, with each, stops until it is told to go on."""
 
-    def __init__(self, outbox: Outbox, n_items: int = 1, then: Callable[[], object] = lambda: None) -> None:
-        self.mailbox = ThreadMailbox(outbox)
-        self._turns = outbox._turns
+    def __init__(
+        self, dispatcher: ResultDispatcher, n_items: int = 1, then: Callable[[], object] = lambda: None
+    ) -> None:
+        self.mailbox = ThreadMailbox(dispatcher)
+        self._wake_queue = dispatcher._wake_queue
         self.came: list[object] = []
         self._n_items = n_items
         self._then = then
@@ -38,7 +40,7 @@ class Reader:
 
     def asleep(self) -> bool:
         waiter = self.mailbox.waiter
-        return waiter is not None and self._turns.asleep(waiter)
+        return waiter is not None and self._wake_queue.asleep(waiter)
 
     def has_come(self) -> bool:
         return bool(self.came)
@@ -51,7 +53,7 @@ class Reader:
 @pytest.fixture(autouse=True)
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks for what came without being woken: that would hide a lost wake-up."""
-    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 1000.0)
+    monkeypatch.setattr(module, "_RECHECK_S", 1000.0)
 
 
 @pytest.fixture
@@ -60,9 +62,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0)
 
 
-def asleep(outbox: Outbox, n_items: int, n: int = N, **options: Any) -> list[Reader]:
+def asleep(dispatcher: ResultDispatcher, n_items: int, n: int = N, **options: Any) -> list[Reader]:
     """Readers that sleep."""
-    readers = [Reader(outbox, n_items, **options) for _ in range(n)]
+    readers = [Reader(dispatcher, n_items, **options) for _ in range(n)]
     for reader in readers:
         wait_until(reader.asleep)
     return readers
@@ -71,13 +73,13 @@ def asleep(outbox: Outbox, n_items: int, n: int = N, **options: Any) -> list[Rea
 @pytest.mark.usefixtures("patient")
 def test_each_wakes_the_next_before_its_own_work() -> None:
     """What a reader does with its item holds up nobody."""
-    outbox, go_on = Outbox(), threading.Event()
-    readers = [Reader(outbox, then=go_on.wait) for _ in range(N)]
+    dispatcher, go_on = ResultDispatcher(), threading.Event()
+    readers = [Reader(dispatcher, then=go_on.wait) for _ in range(N)]
     for i, reader in enumerate(readers):
         wait_until(reader.asleep)
         reader.mailbox.put(i)
     assert [reader.came for reader in readers] == [[]] * N  # nobody before the step's end
-    outbox.flush()
+    dispatcher.flush()
     wait_until(lambda: all(reader.came for reader in readers))
     assert [reader.came for reader in readers] == [[i] for i in range(N)]
     go_on.set()
@@ -88,13 +90,13 @@ def test_each_wakes_the_next_before_its_own_work() -> None:
 @pytest.mark.usefixtures("patient")
 def test_a_launch_wakes_the_first_and_each_the_next_when_it_waits_again() -> None:
     """So that who is woken finds the interpreter's lock free."""
-    outbox, go_on = Outbox(at_launch=True), threading.Semaphore(0)
-    readers = asleep(outbox, 2, then=go_on.acquire)
+    dispatcher, go_on = ResultDispatcher(at_launch=True), threading.Semaphore(0)
+    readers = asleep(dispatcher, 2, then=go_on.acquire)
     for i, reader in enumerate(readers):
         reader.mailbox.put(i)
-    outbox.flush()
+    dispatcher.flush()
     assert [reader.came for reader in readers] == [[]] * N  # nobody before the launch
-    outbox.wakes.begin()  # what a launch does
+    dispatcher.wakes.begin()  # what a launch does
     for i, reader in enumerate(readers):
         wait_until(reader.has_come)
         assert [reader.asleep() for reader in readers[i + 1 :]] == [True] * (N - i - 1)
@@ -104,22 +106,22 @@ def test_a_launch_wakes_the_first_and_each_the_next_when_it_waits_again() -> Non
     for reader in readers:
         reader.mailbox.put("last")
         go_on.release()
-    outbox.flush(together=True)
+    dispatcher.flush(together=True)
     for reader in readers:
         reader.join()
 
 
 def test_whoever_keeps_its_turn_for_long_is_not_waited_for() -> None:
     """A launch asks again and again while it computes."""
-    outbox, go_on = Outbox(at_launch=True), threading.Event()
-    readers = asleep(outbox, 1, then=go_on.wait)
+    dispatcher, go_on = ResultDispatcher(at_launch=True), threading.Event()
+    readers = asleep(dispatcher, 1, then=go_on.wait)
     for reader in readers:
         reader.mailbox.put(1)
-    outbox.flush()
-    outbox.wakes.begin()
+    dispatcher.flush()
+    dispatcher.wakes.begin()
 
     def all_came() -> bool:
-        outbox._turns.hurry()
+        dispatcher._wake_queue.wake_all_if_stalled()
         return all(reader.came for reader in readers)
 
     wait_until(all_came)
@@ -130,19 +132,19 @@ def test_whoever_keeps_its_turn_for_long_is_not_waited_for() -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_turns_that_have_not_come_stay_before_those_of_the_next_step() -> None:
-    outbox, go_on = Outbox(at_launch=True), threading.Event()
-    slow, *waiting = asleep(outbox, 1, 3, then=go_on.wait)
+    dispatcher, go_on = ResultDispatcher(at_launch=True), threading.Event()
+    slow, *waiting = asleep(dispatcher, 1, 3, then=go_on.wait)
     for reader in (slow, waiting[0]):
         reader.mailbox.put(1)
-    outbox.flush()
-    outbox.wakes.begin()
+    dispatcher.flush()
+    dispatcher.wakes.begin()
     wait_until(slow.has_come)
-    outbox._turns.hurry()  # not that long
+    dispatcher._wake_queue.wake_all_if_stalled()  # not that long
     waiting[1].mailbox.put(1)
-    outbox.flush()
+    dispatcher.flush()
     assert [reader.asleep() for reader in waiting] == [True, True]
     for reader in waiting:
-        outbox.wakes.begin()
+        dispatcher.wakes.begin()
         wait_until(reader.has_come)
     go_on.set()
     for reader in (slow, *waiting):
@@ -152,12 +154,12 @@ def test_turns_that_have_not_come_stay_before_those_of_the_next_step() -> None:
 @pytest.mark.usefixtures("patient")
 def test_a_long_wait_for_the_launch_wakes_at_once() -> None:
     """Before a grammar is compiled, say."""
-    outbox, go_on = Outbox(at_launch=True), threading.Event()
-    readers = asleep(outbox, 1, then=go_on.wait)
+    dispatcher, go_on = ResultDispatcher(at_launch=True), threading.Event()
+    readers = asleep(dispatcher, 1, then=go_on.wait)
     for reader in readers:
         reader.mailbox.put(1)
-    outbox.flush()
-    outbox.wake()
+    dispatcher.flush()
+    dispatcher.wake()
     wait_until(lambda: all(reader.came for reader in readers))
     go_on.set()
     for reader in readers:
@@ -166,15 +168,15 @@ def test_a_long_wait_for_the_launch_wakes_at_once() -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_who_does_not_wait_is_passed_over() -> None:
-    outbox = Outbox()
-    busy, waiting = ThreadMailbox(outbox), Reader(outbox)
+    dispatcher = ResultDispatcher()
+    busy, waiting = ThreadMailbox(dispatcher), Reader(dispatcher)
     with pytest.raises(Empty):
         busy.get(0.001)  # it could be woken from now on
     wait_until(waiting.asleep)
     for item in "ab":
         busy.put(item)
     waiting.mailbox.put("c")
-    outbox.flush()
+    dispatcher.flush()
     waiting.join()
     assert waiting.came == ["c"]
     assert [busy.get(), busy.get()] == ["a", "b"]
@@ -184,14 +186,14 @@ def test_who_does_not_wait_is_passed_over() -> None:
 def test_all_at_once_where_one_by_one_takes_long(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """However slowly the first one comes round to waking the next."""
     monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0 if together else -1000.0)
-    outbox, go_on = Outbox(at_launch=together), threading.Event()
-    readers = asleep(outbox, 1, then=go_on.wait)
+    dispatcher, go_on = ResultDispatcher(at_launch=together), threading.Event()
+    readers = asleep(dispatcher, 1, then=go_on.wait)
     for reader in readers:
         reader.mailbox.put(1)
     # None of them may wake another here.
-    pass_on = outbox._turns.next
-    monkeypatch.setattr(outbox._turns, "next", lambda: pass_on() if in_main() else None)
-    outbox.flush(together)
+    pass_on = dispatcher._wake_queue.next
+    monkeypatch.setattr(dispatcher._wake_queue, "next", lambda: pass_on() if in_main() else None)
+    dispatcher.flush(together)
     wait_until(lambda: all(reader.came for reader in readers))
     go_on.set()
     for reader in readers:
@@ -203,13 +205,13 @@ def in_main() -> bool:
 
 
 def test_timeouts() -> None:
-    outbox = Outbox()
-    mailbox = ThreadMailbox(outbox)
+    dispatcher = ResultDispatcher()
+    mailbox = ThreadMailbox(dispatcher)
     for timeout in (0, 0.01):
         with pytest.raises(Empty):
             mailbox.get(timeout)
     assert mailbox.waiter is not None
-    assert not outbox._turns.asleep(mailbox.waiter)
+    assert not dispatcher._wake_queue.asleep(mailbox.waiter)
     mailbox.put("late")
     assert mailbox.get(0) == "late"  # what is there needs no time
     with pytest.raises(Empty):
@@ -219,16 +221,16 @@ def test_timeouts() -> None:
 @pytest.mark.usefixtures("patient")
 def test_whoever_waits_passes_the_turn_on_first() -> None:
     """Also one that will give up."""
-    outbox = Outbox(at_launch=True)
-    slow, waiting = asleep(outbox, 1, 2)
+    dispatcher = ResultDispatcher(at_launch=True)
+    slow, waiting = asleep(dispatcher, 1, 2)
     for reader in (slow, waiting):
         reader.mailbox.put(1)
-    outbox.flush()
-    outbox.wakes.begin()
+    dispatcher.flush()
+    dispatcher.wakes.begin()
     slow.join()
     assert waiting.asleep()
     with pytest.raises(Empty):
-        ThreadMailbox(outbox).get(0.01)
+        ThreadMailbox(dispatcher).get(0.01)
     waiting.join()
 
 
@@ -236,9 +238,9 @@ def test_whoever_was_to_be_woken_by_an_interrupted_thread_looks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A Ctrl-C may come between two of its steps."""
-    monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.01)
-    outbox = Outbox()
-    reader = Reader(outbox)
+    monkeypatch.setattr(module, "_RECHECK_S", 0.01)
+    dispatcher = ResultDispatcher()
+    reader = Reader(dispatcher)
     wait_until(reader.asleep)
     reader.mailbox._items.append("a")  # and nobody wakes it
     reader.join()
@@ -247,12 +249,12 @@ def test_whoever_was_to_be_woken_by_an_interrupted_thread_looks_again(
 
 def test_items_come_whole_and_in_order() -> None:
     """Many steps for many readers, who come and go as they like."""
-    outbox, n_steps = Outbox(), 3000
-    readers = [Reader(outbox, n_steps) for _ in range(N)]
+    dispatcher, n_steps = ResultDispatcher(), 3000
+    readers = [Reader(dispatcher, n_steps) for _ in range(N)]
     for step in range(n_steps):
         for reader in readers:
             reader.mailbox.put(step)
-        outbox.flush(together=step == n_steps - 1)
+        dispatcher.flush(together=step == n_steps - 1)
     for reader in readers:
         reader.join()
         assert reader.came == list(range(n_steps))
@@ -260,8 +262,8 @@ def test_items_come_whole_and_in_order() -> None:
 
 def test_two_threads_at_one_mailbox() -> None:
     """It is for one at a time, but a mistake must not hurt the thread that delivers."""
-    outbox = Outbox()
-    mailbox, came = ThreadMailbox(outbox), SimpleQueue[int]()
+    dispatcher = ResultDispatcher()
+    mailbox, came = ThreadMailbox(dispatcher), SimpleQueue[int]()
 
     def read() -> None:
         for _ in range(500):
@@ -272,7 +274,7 @@ def test_two_threads_at_one_mailbox() -> None:
         thread.start()
     for i in range(1000):
         mailbox.put(i)
-        outbox.flush(together=True)
+        dispatcher.flush(together=True)
     for thread in threads:
         thread.join(20)
     assert sorted(came.get(timeout=1) for _ in range(1000)) == list(range(1000))
@@ -283,17 +285,17 @@ def test_ctrl_c_ends_the_wait() -> None:
     program = """
 import os, signal, threading
 from llamapipe.engine.delivery import mailbox as module
-from llamapipe.engine.delivery.mailbox import Outbox, ThreadMailbox
+from llamapipe.engine.delivery.mailbox import ResultDispatcher, ThreadMailbox
 module._LOOK_AGAIN_S = 1000.0
-outbox = Outbox()
-mailbox, ended = ThreadMailbox(outbox), threading.Event()
+dispatcher = ResultDispatcher()
+mailbox, ended = ThreadMailbox(dispatcher), threading.Event()
 def interrupt(*_):
     if not ended.is_set():
         ended.set()
         raise KeyboardInterrupt
 signal.signal(signal.SIGINT, interrupt)
 def press():
-    while mailbox.waiter is None or not outbox._turns.asleep(mailbox.waiter):
+    while mailbox.waiter is None or not dispatcher._wake_queue.asleep(mailbox.waiter):
         pass
     while not ended.wait(0.01):  # one that comes just before the wait does not end it
         os.kill(os.getpid(), signal.SIGINT)
@@ -302,7 +304,7 @@ thread.start()
 try:
     mailbox.get()
 except KeyboardInterrupt:
-    say(outbox._turns.asleep(mailbox.waiter))
+    say(dispatcher._wake_queue.asleep(mailbox.waiter))
 thread.join()
 mailbox.put("there")
 say(mailbox.get())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fakes import N_VOCAB, FakeContext, continuation
 
-from llamapipe.engine.scheduler.batch_plan import Copy, StepPlan
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy
 from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.scheduler.slots import Slots
@@ -26,7 +26,7 @@ def prompt_of(n: int, which: int = 0) -> list[int]:
 
 
 class Bench:
-    """A scheduler on a fake context, and the order in which the decoder thread does things."""
+    """A scheduler on a fake context, and the order in which the engine thread does things."""
 
     def __init__(
         self,
@@ -35,18 +35,20 @@ class Bench:
         n_cells: int | None = None,
         n_batch: int = 32,
         n_ubatch: int = 16,
-        filler: int | None = None,
+        padding_token: int | None = None,
         recurrent: bool = False,
-        n_enough: int | None = None,
+        prefill_cutoff: int | None = None,
     ) -> None:
         n_cells = n_ctx * n_slots if n_cells is None else n_cells
         self.n_ubatch = n_ubatch
-        self.scheduler = Scheduler(n_slots, n_ctx, n_cells, n_batch, n_ubatch, filler, n_enough=n_enough)
+        self.scheduler = Scheduler(
+            n_slots, n_ctx, n_cells, n_batch, n_ubatch, padding_token, prefill_cutoff=prefill_cutoff
+        )
         self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
         self.n_added = 0
         self.n_full = 0  # launches that found no cells
         self.n_held = 0  # requests in a slot at the last launch
-        self.n_enough = None if filler is None else n_enough
+        self.prefill_cutoff = None if padding_token is None else prefill_cutoff
         # Of those that decode: tokens of prompts in steps since they were fed, and in the last of these.
         self.n_ahead: dict[Request, tuple[int, int | None]] = {}
 
@@ -59,10 +61,10 @@ class Bench:
 
     def allow(self, request: Request, n: int = 1) -> None:
         """Lets a request generate `n` more tokens."""
-        request.limit = request.n_total + n
+        request.token_budget = request.n_total + n
         self.scheduler.resume(request)
 
-    def step(self) -> StepPlan | None:
+    def step(self) -> BatchPlan | None:
         """One turn of the decoder's loop; the plan, if there was something to do."""
         self.remove()
         plan = self.scheduler.plan()
@@ -73,8 +75,8 @@ class Bench:
             return None
         self.check_nobody_is_held_up(plan)
         try:
-            if plan.again:
-                step = self.context.launch_again()
+            if plan.repeats:
+                step = self.context.launch_repeat()
             else:
                 step = self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
         except ContextFullError as error:
@@ -86,29 +88,29 @@ class Bench:
         else:
             nobody = [None] * len(plan.rows)
             sampled = (
-                self.context.sample_again(step)
-                if plan.again
+                self.context.sample_repeat(step)
+                if plan.repeats
                 else self.context.sample(step, plan.rows, nobody)
             )
             self.scheduler.commit(plan, sampled)
         self.scheduler.check_integrity()
         return plan
 
-    def check_nobody_is_held_up(self, plan: StepPlan) -> None:
+    def check_nobody_is_held_up(self, plan: BatchPlan) -> None:
         """Whoever decodes is fed at the latest with the prompt tokens that make a ubatch since the last time.
 
         Nor does it wait where steps do not end early, or twice in a row for a step with less than enough.
         """
-        n_prompt = sum(n for _, n in plan.fed[plan.n_decode :])
+        n_prompt = sum(n for _, n in plan.scheduled[plan.n_decode :])
         ahead, self.n_ahead = self.n_ahead, {}
-        now = {r for r, _ in plan.fed[: plan.n_decode]}
+        now = {r for r, _ in plan.scheduled[: plan.n_decode]}
         for request in now | set(self.scheduler._running.decoding):
             n_before, n_last = ahead.get(request, (0, None))
             assert n_before + n_prompt <= self.n_ubatch, (request, plan)
             self.n_ahead[request] = n_before + n_prompt, n_prompt
-            if request in ahead and request not in now and self.scheduler.cohorts == 1:
-                assert self.n_enough is not None, (request, plan)
-                assert n_last is None or max(n_last, n_prompt) >= self.n_enough, (request, plan)
+            if request in ahead and request not in now and self.scheduler.n_micro_batches == 1:
+                assert self.prefill_cutoff is not None, (request, plan)
+                assert n_last is None or max(n_last, n_prompt) >= self.prefill_cutoff, (request, plan)
         for request in now:
             self.n_ahead[request] = 0, None
 
@@ -123,7 +125,7 @@ class Bench:
                 expected[request.slot] = request.tokens[: request.n_past]
         assert self.context.sequences == expected
 
-    def steps(self, n: int) -> list[StepPlan]:
+    def steps(self, n: int) -> list[BatchPlan]:
         """`n` steps, each with something to do."""
         plans = [self.step() for _ in range(n)]
         assert None not in plans
@@ -153,9 +155,9 @@ def assert_done(*requests: Request, n_ctx: int = 64) -> None:
         assert (generated(request), request.finish_reason) == alone(request, n_ctx)
 
 
-def fed(plan: StepPlan | None) -> list[tuple[Request, int]]:
+def scheduled(plan: BatchPlan | None) -> list[tuple[Request, int]]:
     assert plan is not None
-    return plan.fed
+    return plan.scheduled
 
 
 class TestSlots:
@@ -221,7 +223,7 @@ class TestAdmission:
         a = bench.add(n_prompt=3, max_tokens=1)
         bench.add()
         assert "queued=2" in repr(bench.scheduler)
-        assert repr(bench.step()) == "<StepPlan n_tokens=3 n_outputs=1 fed 0: 3>"
+        assert repr(bench.step()) == "<BatchPlan n_tokens=3 n_outputs=1 fed 0: 3>"
         assert repr(a) == "<Request 0 finished length slot=-1 n_prompt=3 n_tokens=4 n_past=3>"
 
 
@@ -244,7 +246,7 @@ class TestSteps:
         c = bench.add(n_prompt=3)
         plan = bench.step()
         assert plan is not None
-        assert plan.fed == [(a, 1), (b, 1), (c, 3)]
+        assert plan.scheduled == [(a, 1), (b, 1), (c, 3)]
         assert (plan.n_decode, plan.seq_ids, plan.rows) == (2, [0, 1, 2, 2, 2], [0, 1, 4])
         assert plan.requests == [a, b, c]
 
@@ -255,13 +257,13 @@ class TestSteps:
         d = bench.add(max_tokens=9)
         bench.step()
         assert (a.state, d.slot) == (State.FINISHED, 0)
-        assert fed(bench.step()) == [(d, 1), (b, 1), (c, 1)]
+        assert scheduled(bench.step()) == [(d, 1), (b, 1), (c, 1)]
 
     def test_a_long_prompt_is_cut_to_the_batch(self) -> None:
         bench = Bench(n_batch=20, n_ubatch=8)
         a = bench.add(n_prompt=50, max_tokens=3)
         plans = bench.steps(3)
-        assert [p.fed for p in plans] == [[(a, 20)], [(a, 20)], [(a, 10)]]
+        assert [p.scheduled for p in plans] == [[(a, 20)], [(a, 20)], [(a, 10)]]
         assert [p.rows for p in plans] == [[], [], [9]]
         assert [sum(p.outputs) for p in plans] == [0, 0, 1]
         bench.run()
@@ -270,28 +272,28 @@ class TestSteps:
     def test_prompts_share_a_step_in_order_of_arrival(self) -> None:
         bench = Bench(n_batch=32, n_ubatch=16)
         a, b, c = (bench.add(n_prompt=n) for n in (6, 6, 6))
-        assert fed(bench.step()) == [
+        assert scheduled(bench.step()) == [
             (a, 6),
             (b, 6),
         ]  # not the first four of c: in parts it would take two passes
-        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 6)]
+        assert scheduled(bench.step()) == [(a, 1), (b, 1), (c, 6)]
         bench.run()
         assert_done(a, b, c)
 
     def test_a_prompt_longer_than_a_ubatch_fills_what_others_leave(self) -> None:
         bench = Bench(n_batch=32, n_ubatch=8)
         a, b, c = (bench.add(n_prompt=n) for n in (4, 12, 12))
-        assert fed(bench.step()) == [(a, 4), (b, 4)]
-        assert fed(bench.step()) == [(a, 1), (b, 7)]
+        assert scheduled(bench.step()) == [(a, 4), (b, 4)]
+        assert scheduled(bench.step()) == [(a, 1), (b, 7)]
         # While two decode, a step takes n_ubatch tokens: theirs, b's last one, and what there is room for of c.
-        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 6)]
+        assert scheduled(bench.step()) == [(a, 1), (b, 1), (c, 6)]
         bench.run()
         assert_done(a, b, c)
 
     def test_one_prompt_alone_takes_whole_batches(self) -> None:
         bench = Bench(n_batch=20, n_ubatch=8)
         a = bench.add(n_prompt=30)
-        assert [p.fed for p in bench.steps(2)] == [[(a, 20)], [(a, 10)]]
+        assert [p.scheduled for p in bench.steps(2)] == [[(a, 20)], [(a, 10)]]
         bench.run()
         assert_done(a)
 
@@ -301,14 +303,14 @@ class TestSteps:
         bench.step()
         b = bench.add(n_prompt=50, max_tokens=2)
         plans = bench.steps(8)
-        assert [p.fed for p in plans] == [*([[(a, 1), (b, 7)]] * 7), [(a, 1), (b, 1)]]
+        assert [p.scheduled for p in plans] == [*([[(a, 1), (b, 7)]] * 7), [(a, 1), (b, 1)]]
         bench.run()
         assert_done(a, b)
 
     def test_a_step_with_enough_ends_so_that_a_first_token_need_not_wait(self) -> None:
-        bench = Bench(n_slots=6, n_batch=32, n_ubatch=32, n_enough=8)
-        a, b, c, d, e = (bench.add(n_prompt=n, limit=99) for n in (4, 4, 6, 20, 4))
-        assert [p.fed for p in bench.steps(3)] == [
+        bench = Bench(n_slots=6, n_batch=32, n_ubatch=32, prefill_cutoff=8)
+        a, b, c, d, e = (bench.add(n_prompt=n, token_budget=99) for n in (4, 4, 6, 20, 4))
+        assert [p.scheduled for p in bench.steps(3)] == [
             [(a, 4), (b, 4)],
             [(a, 1), (b, 1), (c, 6), (d, 20)],
             [(a, 1), (b, 1), (c, 1), (d, 1), (e, 4)],
@@ -331,33 +333,37 @@ class TestSteps:
     def test_decoding_waits_for_short_steps_until_they_make_a_ubatch(
         self, n_prompt: int, n_prompts: list[int], n_decode: list[int]
     ) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
-        requests = [bench.add(n_prompt=n_prompt, max_tokens=20, limit=99) for _ in range(sum(n_prompts))]
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
+        requests = [
+            bench.add(n_prompt=n_prompt, max_tokens=20, token_budget=99) for _ in range(sum(n_prompts))
+        ]
         plans = bench.steps(len(n_prompts))
         assert [p.n_decode for p in plans] == n_decode
-        assert [[n for _, n in p.fed[p.n_decode :]] for p in plans] == [[n_prompt] * n for n in n_prompts]
+        assert [[n for _, n in p.scheduled[p.n_decode :]] for p in plans] == [
+            [n_prompt] * n for n in n_prompts
+        ]
         bench.run()
         assert_done(*requests)
 
     def test_decoding_does_not_wait_where_it_shares_the_prompts_pass(self) -> None:
-        bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, n_enough=4)
-        requests = [bench.add(n_prompt=4, max_tokens=9, limit=99) for _ in range(4)]
+        bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, prefill_cutoff=4)
+        requests = [bench.add(n_prompt=4, max_tokens=9, token_budget=99) for _ in range(4)]
         assert [p.n_decode for p in bench.steps(4)] == [0, 1, 2, 3]
         bench.run()
         assert_done(*requests)
 
     def test_decoding_waits_for_one_prompt_but_not_for_one_after_another(self) -> None:
-        bench = Bench(n_slots=5, n_batch=32, n_ubatch=16, n_enough=8, filler=FILLER)
+        bench = Bench(n_slots=5, n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=FILLER)
         a = bench.add(max_tokens=20)
         bench.step()
-        b = bench.add(n_prompt=7, limit=99)
-        assert fed(bench.step()) == [(b, 7)]
-        c = bench.add(n_prompt=7, limit=99)
-        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 7)]
-        d = bench.add(n_prompt=7, limit=99)
-        assert fed(bench.step()) == [(d, 7)]
-        e = bench.add(n_prompt=8, limit=99)
-        assert fed(bench.step()) == [(e, 8)]  # enough
+        b = bench.add(n_prompt=7, token_budget=99)
+        assert scheduled(bench.step()) == [(b, 7)]
+        c = bench.add(n_prompt=7, token_budget=99)
+        assert scheduled(bench.step()) == [(a, 1), (b, 1), (c, 7)]
+        d = bench.add(n_prompt=7, token_budget=99)
+        assert scheduled(bench.step()) == [(d, 7)]
+        e = bench.add(n_prompt=8, token_budget=99)
+        assert scheduled(bench.step()) == [(e, 8)]  # enough
         bench.run()
         assert_done(a, b, c, d, e)
 
@@ -365,23 +371,23 @@ class TestSteps:
     def test_decoding_does_not_wait_for_a_prompt_of_more_than_a_ubatch(
         self, n_prompt: int, n_fed: list[int]
     ) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, n_enough=8, filler=FILLER)
+        bench = Bench(n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=FILLER)
         a = bench.add(max_tokens=20)
         bench.step()
-        b = bench.add(n_prompt=n_prompt, limit=99)
+        b = bench.add(n_prompt=n_prompt, token_budget=99)
         plans = bench.steps(len(n_fed))
-        assert [n for p in plans for r, n in p.fed if r is b] == n_fed
+        assert [n for p in plans for r, n in p.scheduled if r is b] == n_fed
         assert [p.n_decode for p in plans] == [1] * (len(n_fed) - 1) + [0]
         bench.run()
         assert_done(a, b)
 
     def test_decoding_waits_for_few_passes_however_short_the_prompts_are(self) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
         a = bench.add(max_tokens=40)
         bench.step()
         n_decode = []
         for n_prompt in (6, *[2] * 9):  # one comes with each step
-            bench.add(n_prompt=n_prompt, max_tokens=20, limit=99)
+            bench.add(n_prompt=n_prompt, max_tokens=20, token_budget=99)
             plan = bench.step()
             assert plan is not None
             n_decode.append(plan.n_decode)
@@ -390,63 +396,63 @@ class TestSteps:
         assert_done(a)
 
     def test_a_prompt_that_comes_while_decoding_has_waited_is_not_cut(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        bench = Bench(n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
         a = bench.add(max_tokens=20)
         bench.step()
-        b = bench.add(n_prompt=9, limit=99)
-        assert fed(bench.step()) == [(b, 9)]
-        c = bench.add(n_prompt=9, limit=99)
-        assert [fed(plan) for plan in bench.steps(2)] == [[(a, 1), (b, 1)], [(c, 9)]]
+        b = bench.add(n_prompt=9, token_budget=99)
+        assert scheduled(bench.step()) == [(b, 9)]
+        c = bench.add(n_prompt=9, token_budget=99)
+        assert [scheduled(plan) for plan in bench.steps(2)] == [[(a, 1), (b, 1)], [(c, 9)]]
         bench.run()
         assert_done(a, b, c)
 
     def test_decoding_waits_for_nobody_where_steps_do_not_end_early(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, filler=FILLER)
+        bench = Bench(n_batch=32, n_ubatch=16, padding_token=FILLER)
         a = bench.add(max_tokens=20)
         bench.step()
-        b = bench.add(n_prompt=7, limit=99)
-        assert fed(bench.step()) == [(a, 1), (b, 7)]
+        b = bench.add(n_prompt=7, token_budget=99)
+        assert scheduled(bench.step()) == [(a, 1), (b, 7)]
         bench.run()
         assert_done(a, b)
 
     def test_nobody_waits_for_the_first_token_of_a_whole_completion(self) -> None:
-        bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
         whole = [bench.add(n_prompt=4) for _ in range(3)]
-        stream, behind = bench.add(n_prompt=4, limit=99), bench.add(n_prompt=4)
-        assert fed(bench.step()) == [*((r, 4) for r in whole), (stream, 4)]
-        late = bench.add(n_prompt=4, limit=99)
-        assert fed(bench.step()) == [*((r, 1) for r in (*whole, stream)), (behind, 4), (late, 4)]
+        stream, behind = bench.add(n_prompt=4, token_budget=99), bench.add(n_prompt=4)
+        assert scheduled(bench.step()) == [*((r, 4) for r in whole), (stream, 4)]
+        late = bench.add(n_prompt=4, token_budget=99)
+        assert scheduled(bench.step()) == [*((r, 1) for r in (*whole, stream)), (behind, 4), (late, 4)]
         bench.run()
         assert_done(*whole, stream, behind, late)
 
     def test_a_prompt_behind_short_steps_is_cut_only_if_it_would_be_anyway(self) -> None:
         for n_prompt, expected in ((40, [0, 2, 2]), (12, [0, 0]), (13, [1, 0])):
-            bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+            bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
             a = bench.add(max_tokens=20)
             bench.step()
-            b, c = bench.add(n_prompt=4, limit=99), bench.add(n_prompt=n_prompt, limit=99)
+            b, c = bench.add(n_prompt=4, token_budget=99), bench.add(n_prompt=n_prompt, token_budget=99)
             plans = bench.steps(len(expected))
             assert [p.n_decode for p in plans] == expected
-            assert [n for p in plans for r, n in p.fed if r is c and n > 1] == (
+            assert [n for p in plans for r, n in p.scheduled if r is c and n > 1] == (
                 [12, 14] if n_prompt == 40 else [n_prompt]
             )
             bench.run()
             assert_done(a, b, c)
 
     def test_with_cohorts_each_is_fed_beside_the_prompts(self) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, n_enough=4, filler=FILLER)
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
         decoding = [bench.add(max_tokens=50) for _ in range(4)]
         bench.steps(2)
         scheduler = bench.scheduler
-        scheduler.cohorts = 2
-        prompts = [bench.add(n_prompt=4, limit=99) for _ in range(8)]
+        scheduler.n_micro_batches = 2
+        prompts = [bench.add(n_prompt=4, token_budget=99) for _ in range(8)]
         before = [r.n_total for r in decoding]
-        flying = [scheduler.plan(), scheduler.plan()]
+        in_flight = [scheduler.plan(), scheduler.plan()]
         for _ in range(6):
-            plan = flying.pop(0)
+            plan = in_flight.pop(0)
             assert plan is not None and plan.n_decode >= 2
             scheduler.commit(plan, [7] * len(plan.requests))
-            flying.append(scheduler.plan())
+            in_flight.append(scheduler.plan())
         assert [r.n_total - n for r, n in zip(decoding, before, strict=True)] == [3] * 4
         assert prompts[0].n_total > 0
 
@@ -455,34 +461,34 @@ class TestSteps:
         streams = [bench.add(n_prompt=1, max_tokens=20) for _ in range(3)]
         bench.step()
         late = bench.add(n_prompt=4, max_tokens=1)
-        assert fed(bench.step()) == [*((s, 1) for s in streams), (late, 1)]
+        assert scheduled(bench.step()) == [*((s, 1) for s in streams), (late, 1)]
         bench.run()
         assert_done(*streams, late)
 
     def test_a_prompt_of_which_one_token_is_left_counts_as_decoding(self) -> None:
         bench = Bench(n_batch=4, n_ubatch=4)
         a = bench.add(n_prompt=5, max_tokens=2)
-        assert fed(bench.step()) == [(a, 4)]
+        assert scheduled(bench.step()) == [(a, 4)]
         plan = bench.step()
         assert plan is not None
-        assert (plan.fed, plan.n_decode, plan.rows) == ([(a, 1)], 1, [0])
+        assert (plan.scheduled, plan.n_decode, plan.rows) == ([(a, 1)], 1, [0])
         bench.run()
         assert_done(a)
 
     def test_an_older_request_with_new_tokens_goes_before_newer_prompts(self) -> None:
         bench = Bench(n_batch=16)
-        a = bench.add(max_tokens=1, keep=True)
+        a = bench.add(max_tokens=1, resumable=True)
         bench.step()
         b = bench.add(n_prompt=40)
         bench.step()
         bench.scheduler.append(a, [3] * 10)
         bench.allow(a)
-        assert fed(bench.step()) == [(a, 11), (b, 5)]
+        assert scheduled(bench.step()) == [(a, 11), (b, 5)]
 
     def test_nothing_to_do_is_no_step(self) -> None:
         bench = Bench()
         assert bench.step() is None
-        a = bench.add(limit=0)
+        a = bench.add(token_budget=0)
         assert bench.step() is None
         assert bench.scheduler.live() == [a]
 
@@ -493,7 +499,7 @@ class TestAgain:
     def test_from_the_second_decoding_step_on(self) -> None:
         bench = Bench()
         a, b = bench.add(max_tokens=6), bench.add(max_tokens=6)
-        assert [bench.steps(1)[0].again for _ in range(6)] == [False, False, True, True, True, True]
+        assert [bench.steps(1)[0].repeats for _ in range(6)] == [False, False, True, True, True, True]
         assert_done(a, b)
 
     def test_not_with_a_prompt_beside(self) -> None:
@@ -503,7 +509,7 @@ class TestAgain:
         b = bench.add(n_prompt=9)
         again = []
         while b.n_generated < 3:
-            again.append(bench.steps(1)[0].again)
+            again.append(bench.steps(1)[0].repeats)
         assert again == [False, False, False, False, True]
         bench.run()
         assert_done(a, b)
@@ -512,29 +518,31 @@ class TestAgain:
     def test_not_after(self, event: str) -> None:
         bench = Bench()
         a = bench.add(max_tokens=20)
-        b = bench.add(max_tokens=3 if event == "an end" else 20, limit=3 if event == "a pause" else UNLIMITED)
-        assert [bench.steps(1)[0].again for _ in range(3)] == [False, False, True]
+        b = bench.add(
+            max_tokens=3 if event == "an end" else 20, token_budget=3 if event == "a pause" else UNLIMITED
+        )
+        assert [bench.steps(1)[0].repeats for _ in range(3)] == [False, False, True]
         if event == "a cancel":
             bench.scheduler.cancel(b)
         if event == "a new one":
             bench.add(n_prompt=1)
-        assert not bench.steps(1)[0].again
-        assert bench.steps(1)[0].again
+        assert not bench.steps(1)[0].repeats
+        assert bench.steps(1)[0].repeats
         bench.allow(b, 99)
         bench.run()
         assert_done(a)
 
     def test_not_of_half_of_them_after_two_cohorts_became_one(self) -> None:
-        """The second half's step comes back when there is one cohort again: the first half must not be left out."""
+        """The second half's step comes back when there is one micro-batch again: the first half must not be left out."""
         bench = Bench()
         requests = [bench.add(max_tokens=12) for _ in range(4)]
         bench.steps(2)
         scheduler = bench.scheduler
-        scheduler.cohorts = 2
+        scheduler.n_micro_batches = 2
         first, second = scheduler.plan(), scheduler.plan()
         assert first is not None and second is not None
         scheduler.commit(first, [7] * len(first.requests))
-        scheduler.cohorts = 1
+        scheduler.n_micro_batches = 1
         scheduler.commit(second, [7] * len(second.requests))
         plan = scheduler.plan()
         assert plan is not None and set(plan.requests) == set(requests)
@@ -542,12 +550,12 @@ class TestAgain:
     def test_not_after_a_step_that_found_no_cells(self) -> None:
         """Even if only somebody who paused had to give way."""
         bench = Bench()
-        a, paused = bench.add(max_tokens=20), bench.add(limit=2)
+        a, paused = bench.add(max_tokens=20), bench.add(token_budget=2)
         bench.steps(5)
         plan = bench.scheduler.plan()
-        assert plan is not None and plan.again
+        assert plan is not None and plan.repeats
         assert bench.scheduler.relieve(plan) is paused
-        assert not bench.steps(1)[0].again
+        assert not bench.steps(1)[0].repeats
         bench.run()
         assert_done(a)
 
@@ -654,14 +662,14 @@ class TestCancel:
 
     def test_paused(self) -> None:
         bench = Bench()
-        request, other = bench.add(limit=2), bench.add()
+        request, other = bench.add(token_budget=2), bench.add()
         bench.steps(3)
         assert request.state is State.PAUSED
         self.cancelled(bench, request, other)
 
     def test_preempted_and_parked(self) -> None:
         bench = Bench(n_slots=1)
-        request, other = bench.add(limit=2), bench.add()
+        request, other = bench.add(token_budget=2), bench.add()
         bench.steps(3)
         assert (request.state, other.state) == (State.WAITING, State.RUNNING)
         self.cancelled(bench, request, other)
@@ -676,14 +684,14 @@ class TestCancel:
 
     def test_before_its_first_leave(self) -> None:
         bench = Bench()
-        request, other = bench.add(limit=0, keep=True), bench.add()
+        request, other = bench.add(token_budget=0, resumable=True), bench.add()
         self.cancelled(bench, request, other)
 
 
 class TestPause:
     def test_a_request_pauses_at_its_limit_and_goes_on_where_it_was(self) -> None:
         bench = Bench()
-        a = bench.add(max_tokens=6, limit=2)
+        a = bench.add(max_tokens=6, token_budget=2)
         assert bench.run() == 2
         assert (a.state, a.slot, len(generated(a))) == (State.PAUSED, 0, 2)
         assert (bench.scheduler.n_active, bench.scheduler.all_ready) == (1, False)
@@ -697,14 +705,14 @@ class TestPause:
 
     def test_others_go_on_meanwhile(self) -> None:
         bench = Bench()
-        a, b = bench.add(limit=1), bench.add()
+        a, b = bench.add(token_budget=1), bench.add()
         bench.run()
         assert a.state is State.PAUSED
         assert_done(b)
 
     def test_without_leave_nothing_is_computed(self) -> None:
         bench = Bench()
-        a = bench.add(limit=0)
+        a = bench.add(token_budget=0)
         assert (bench.step(), a.state) == (None, State.WAITING)
         assert (bench.scheduler.n_live, bench.scheduler.n_queued, bench.scheduler.all_ready) == (1, 0, False)
         bench.allow(a, 9)
@@ -713,7 +721,7 @@ class TestPause:
 
     def test_the_end_comes_before_the_pause(self) -> None:
         bench = Bench()
-        a = bench.add(max_tokens=2, limit=2)
+        a = bench.add(max_tokens=2, token_budget=2)
         bench.run()
         assert_done(a)
 
@@ -721,7 +729,7 @@ class TestPause:
 class TestPreemption:
     def test_a_paused_request_gives_its_slot_to_one_that_waits(self) -> None:
         bench = Bench(n_slots=1)
-        a, b = bench.add(limit=2), bench.add()
+        a, b = bench.add(token_budget=2), bench.add()
         bench.steps(2)
         assert a.state is State.PAUSED
         bench.step()
@@ -736,7 +744,7 @@ class TestPreemption:
 
     def test_the_one_paused_longest_goes_first(self) -> None:
         bench = Bench(n_slots=2)
-        a, b = bench.add(limit=2), bench.add(limit=1)
+        a, b = bench.add(token_budget=2), bench.add(token_budget=1)
         bench.run()
         c = bench.add()
         bench.step()
@@ -750,7 +758,7 @@ class TestPreemption:
 
     def test_a_preempted_request_comes_before_new_ones(self) -> None:
         bench = Bench(n_slots=1)
-        a, b = bench.add(limit=1), bench.add(max_tokens=2)
+        a, b = bench.add(token_budget=1), bench.add(max_tokens=2)
         bench.steps(2)
         c = bench.add()
         bench.allow(a, 9)
@@ -762,7 +770,7 @@ class TestPreemption:
 
     def test_preempted_requests_go_on_in_order_of_arrival(self) -> None:
         bench = Bench(n_slots=1)
-        a, b, c = (bench.add(limit=1) for _ in range(3))
+        a, b, c = (bench.add(token_budget=1) for _ in range(3))
         bench.run()
         bench.add(max_tokens=1)  # takes the slot that c pauses in
         bench.run()
@@ -777,9 +785,9 @@ class TestPreemption:
     def test_a_slow_reader_does_not_keep_others_waiting(self) -> None:
         """Its reader takes a token now and then, never enough to be worth going on for."""
         bench = Bench(n_slots=1)
-        a = bench.add(n_prompt=20, max_tokens=30, limit=4)
+        a = bench.add(n_prompt=20, max_tokens=30, token_budget=4)
         bench.run()
-        a.limit += 1
+        a.token_budget += 1
         b = bench.add(max_tokens=3)
         bench.step()
         assert (a.state, b.slot) == (State.WAITING, 0)
@@ -802,7 +810,7 @@ class TestPreemption:
 
     def test_paused_requests_give_their_cells_up_before_running_ones(self) -> None:
         bench = Bench(n_slots=3, n_ctx=32, n_cells=40, n_ubatch=32)
-        a = bench.add(n_prompt=12, limit=1)
+        a = bench.add(n_prompt=12, token_budget=1)
         b, c = (bench.add(n_prompt=10, max_tokens=12) for _ in range(2))
         bench.steps(6)
         assert [r.state for r in (a, b, c)] == [State.WAITING, State.RUNNING, State.RUNNING]
@@ -821,7 +829,7 @@ class TestPreemption:
 
     def test_a_prompt_takes_the_cells_of_paused_requests(self) -> None:
         bench = Bench(n_slots=3, n_ctx=32, n_cells=40)
-        a = bench.add(n_prompt=20, limit=1)
+        a = bench.add(n_prompt=20, token_budget=1)
         bench.run()
         b = bench.add(n_prompt=25)
         bench.step()
@@ -848,20 +856,20 @@ class TestPreemption:
     def test_a_prompt_may_take_the_last_cell(self) -> None:
         bench = Bench(n_slots=2, n_ctx=32, n_cells=40, n_batch=64, n_ubatch=64)
         a, b = bench.add(n_prompt=20), bench.add(n_prompt=20)
-        assert fed(bench.step()) == [(a, 20), (b, 20)]
-        assert fed(bench.step()) == [(a, 1)]  # there is none left for the newer one
+        assert scheduled(bench.step()) == [(a, 20), (b, 20)]
+        assert scheduled(bench.step()) == [(a, 1)]  # there is none left for the newer one
         bench.run()
         assert_done(a, b, n_ctx=32)
 
     def test_after_relief_by_a_paused_one_others_may_come(self) -> None:
         bench = Bench(n_slots=3)
-        a, b = bench.add(limit=1), bench.add(max_tokens=20)
+        a, b = bench.add(token_budget=1), bench.add(max_tokens=20)
         bench.step()
         bench.context.failures[bench.context.n_launches] = ContextFullError("injected")
         bench.step()
         assert (a.state, b.state) == (State.WAITING, State.RUNNING)
         c = bench.add()
-        assert fed(bench.step()) == [(b, 1), (c, 4)]
+        assert scheduled(bench.step()) == [(b, 1), (c, 4)]
         bench.run()
         assert_done(b, c)
 
@@ -872,8 +880,8 @@ class TestPreemption:
         bench.steps(2)
         c = bench.add()
         for _ in range(4):
-            assert fed(bench.step()) == [(a, 1)]
-        assert fed(bench.step()) == [(b, 5), (c, 4)]
+            assert scheduled(bench.step()) == [(a, 1)]
+        assert scheduled(bench.step()) == [(b, 5), (c, 4)]
         bench.run()
         assert_done(a, b, c)
 
@@ -898,7 +906,7 @@ class TestPreemption:
 class TestKept:
     def test_it_keeps_its_slot_at_the_end_and_goes_on_after_more_tokens(self) -> None:
         bench = Bench()
-        a = bench.add(max_tokens=2, keep=True)
+        a = bench.add(max_tokens=2, resumable=True)
         bench.run()
         assert (a.state, a.finish_reason, a.slot) == (State.PAUSED, "length", 0)
         first = list(a.tokens)
@@ -915,7 +923,7 @@ class TestKept:
 
     def test_trim_continues_from_the_last_kept_token(self) -> None:
         bench = Bench()
-        a = bench.add(n_prompt=6, max_tokens=3, keep=True)
+        a = bench.add(n_prompt=6, max_tokens=3, resumable=True)
         bench.run()
         bench.scheduler.trim(a, 4)
         assert bench.step() is None  # not before it is allowed to
@@ -929,7 +937,7 @@ class TestKept:
     def test_trim_after_a_stop_token(self) -> None:
         bench = Bench()
         whole, _ = continuation(prompt_of(4), 5)
-        a = bench.add(keep=True, stop_tokens=frozenset([whole[2]]))
+        a = bench.add(resumable=True, stop_tokens=frozenset([whole[2]]))
         bench.run()
         assert (a.finish_reason, a.n_past, len(a.tokens)) == ("stop", 6, 6)
         bench.scheduler.trim(a, 6)  # nothing less: the last token is computed again
@@ -940,7 +948,7 @@ class TestKept:
 
     def test_a_stopped_one_does_not_go_on_unchanged(self) -> None:
         bench = Bench()
-        a = bench.add(max_tokens=1, keep=True)
+        a = bench.add(max_tokens=1, resumable=True)
         bench.run()
         bench.allow(a, 5)
         assert bench.step() is None
@@ -948,7 +956,7 @@ class TestKept:
     @pytest.mark.parametrize("recurrent", [False, True])
     def test_trim_then_append(self, recurrent: bool) -> None:
         bench = Bench(recurrent=recurrent)
-        a = bench.add(n_prompt=6, max_tokens=3, keep=True)
+        a = bench.add(n_prompt=6, max_tokens=3, resumable=True)
         bench.run()
         bench.scheduler.trim(a, 3)
         bench.scheduler.append(a, [50, 51])
@@ -959,7 +967,7 @@ class TestKept:
 
     def test_changes_while_it_has_no_slot(self) -> None:
         bench = Bench(n_slots=1)
-        a, b = bench.add(n_prompt=6, max_tokens=3, keep=True), bench.add()
+        a, b = bench.add(n_prompt=6, max_tokens=3, resumable=True), bench.add()
         bench.run()
         assert_done(b)
         assert (a.state, a.finish_reason) == (State.WAITING, "length")
@@ -972,7 +980,7 @@ class TestKept:
 
     def test_changes_before_the_first_step(self) -> None:
         bench = Bench()
-        a = bench.add(n_prompt=6, max_tokens=3, keep=True, limit=0)
+        a = bench.add(n_prompt=6, max_tokens=3, resumable=True, token_budget=0)
         bench.scheduler.append(a, [50])
         bench.scheduler.trim(a, 2)
         bench.allow(a, 9)
@@ -983,7 +991,7 @@ class TestKept:
         """It had leave for a token when it stopped; that leave is gone with its end."""
         bench = Bench(n_slots=1)
         whole, _ = continuation(prompt_of(4), 5)
-        a = bench.add(keep=True, stop_tokens=frozenset([whole[1]]), limit=0)
+        a = bench.add(resumable=True, stop_tokens=frozenset([whole[1]]), token_budget=0)
         for _ in range(2):
             bench.allow(a)
             bench.run()
@@ -996,7 +1004,7 @@ class TestKept:
 
     def test_cancelled_it_gives_everything_up(self) -> None:
         bench = Bench()
-        a = bench.add(max_tokens=1, keep=True)
+        a = bench.add(max_tokens=1, resumable=True)
         bench.run()
         bench.scheduler.cancel(a)
         assert (a.state, a.finish_reason, bench.scheduler.n_live) == (State.FINISHED, "cancelled", 0)
@@ -1006,7 +1014,7 @@ class TestKept:
 
 class TestFillers:
     def bench(self, n_slots: int = 4, **options: Any) -> Bench:
-        return Bench(n_slots, filler=FILLER, **options)
+        return Bench(n_slots, padding_token=FILLER, **options)
 
     def test_a_gap_is_filled_and_the_filler_forgotten(self) -> None:
         bench = self.bench()
@@ -1017,7 +1025,7 @@ class TestFillers:
         assert b.state is State.FINISHED
         assert (plan.tokens[1], plan.seq_ids, plan.positions) == (FILLER, [0, 1, 2], [4, 0, 4])
         assert (plan.outputs, plan.rows, plan.requests) == ([1, 0, 1], [0, 2], [a, c])
-        assert (plan.fed, plan.n_decode, plan.fillers) == ([(a, 1), (c, 1)], 2, [(1, 0)])
+        assert (plan.scheduled, plan.n_decode, plan.padding) == ([(a, 1), (c, 1)], 2, [(1, 0)])
         bench.run()
         assert_done(a, c)
 
@@ -1027,17 +1035,17 @@ class TestFillers:
         plans = []
         while (plan := bench.step()) is not None:
             plans.append(plan)
-        assert [p.fillers for p in plans] == [[]] * 5
+        assert [p.padding for p in plans] == [[]] * 5
         assert_done(*requests)
 
     def test_a_paused_sequence_in_the_gap_gets_it_behind_its_own(self) -> None:
         bench = self.bench()
-        a, b, c = bench.add(), bench.add(max_tokens=4, limit=2), bench.add()
+        a, b, c = bench.add(), bench.add(max_tokens=4, token_budget=2), bench.add()
         bench.steps(2)
         plan = bench.step()
         assert plan is not None
         assert b.state is State.PAUSED
-        assert plan.fillers == [(1, b.n_past)] == [(1, 5)]
+        assert plan.padding == [(1, b.n_past)] == [(1, 5)]
         bench.allow(b, 9)
         bench.run()
         assert_done(a, b, c)
@@ -1045,13 +1053,13 @@ class TestFillers:
     def test_a_paused_sequence_at_the_end_of_its_context_still_has_a_cell_for_it(self) -> None:
         bench = self.bench(n_ctx=8)
         a = bench.add(n_prompt=2, max_tokens=6)
-        b = bench.add(n_prompt=7, max_tokens=9, keep=True)
+        b = bench.add(n_prompt=7, max_tokens=9, resumable=True)
         c = bench.add(n_prompt=2, max_tokens=6)
         bench.step()
         assert (b.finish_reason, len(b.tokens)) == ("length", 8)
         plan = bench.step()
         assert plan is not None
-        assert plan.fillers == [(1, 7)]
+        assert plan.padding == [(1, 7)]
         bench.run()
         assert_done(a, c, n_ctx=8)
 
@@ -1063,8 +1071,8 @@ class TestFillers:
         plan = bench.step()
         assert plan is not None
         assert b.slot == 1
-        assert plan.fed == [(requests[0], 1), (requests[3], 1), (b, 3)]
-        assert (plan.seq_ids, plan.fillers) == ([0, 2, 3, 1, 1, 1], [(2, 0)])
+        assert plan.scheduled == [(requests[0], 1), (requests[3], 1), (b, 3)]
+        assert (plan.seq_ids, plan.padding) == ([0, 2, 3, 1, 1, 1], [(2, 0)])
         assert (plan.rows, plan.outputs) == ([0, 2], [1, 0, 1, 0, 0, 0])
         bench.run()
         assert_done(*requests, b)
@@ -1074,11 +1082,11 @@ class TestFillers:
         a, b, c = bench.add(n_prompt=2), bench.add(n_prompt=2, max_tokens=2), bench.add(n_prompt=2)
         bench.step()
         d = bench.add(n_prompt=9)
-        assert fed(bench.step()) == [(a, 1), (b, 1), (c, 1), (d, 5)]
+        assert scheduled(bench.step()) == [(a, 1), (b, 1), (c, 1), (d, 5)]
         plan = bench.step()
         assert plan is not None
-        assert plan.fed == [(a, 1), (c, 1), (d, 4)]
-        assert (plan.fillers, plan.rows, plan.requests) == ([(1, 0)], [0, 2, 6], [a, c, d])
+        assert plan.scheduled == [(a, 1), (c, 1), (d, 4)]
+        assert (plan.padding, plan.rows, plan.requests) == ([(1, 0)], [0, 2, 6], [a, c, d])
         bench.run()
         assert_done(a, b, c, d)
 
@@ -1089,7 +1097,7 @@ class TestFillers:
         bench.step()
         plan = bench.step()
         assert plan is not None
-        assert (plan.seq_ids, plan.fillers) == ([0, 7], [])  # six gaps for two requests: not worth it
+        assert (plan.seq_ids, plan.padding) == ([0, 7], [])  # six gaps for two requests: not worth it
         bench.run()
         assert_done(*requests)
 
@@ -1100,7 +1108,7 @@ class TestFillers:
         plan = bench.step()
         assert plan is not None
         assert plan.seq_ids == [0, 1, 2, 3]
-        assert plan.fillers == [(1, 0), (2, 0)]
+        assert plan.padding == [(1, 0), (2, 0)]
         bench.run()
         assert_done(a, d)
 
@@ -1133,7 +1141,7 @@ class TestFillers:
 class TestRecompute:
     def test_a_memory_that_forgets_all_is_filled_again(self) -> None:
         bench = Bench(recurrent=True)
-        a, b = bench.add(n_prompt=6, max_tokens=3, keep=True), bench.add(max_tokens=9)
+        a, b = bench.add(n_prompt=6, max_tokens=3, resumable=True), bench.add(max_tokens=9)
         bench.run()
         bench.scheduler.trim(a, 4)
         bench.step()
@@ -1145,7 +1153,7 @@ class TestRecompute:
 
     def test_also_when_it_was_allowed_to_go_on_before(self) -> None:
         bench = Bench(recurrent=True)
-        a, b = bench.add(n_prompt=6, max_tokens=3, keep=True), bench.add(max_tokens=9)
+        a, b = bench.add(n_prompt=6, max_tokens=3, resumable=True), bench.add(max_tokens=9)
         bench.steps(3)
         bench.scheduler.trim(a, 4)
         bench.allow(a, 9)
@@ -1155,7 +1163,7 @@ class TestRecompute:
 
     def test_a_single_token_is_fed_again_as_before(self) -> None:
         bench = Bench(recurrent=True)
-        a = bench.add(n_prompt=2, max_tokens=3, keep=True)
+        a = bench.add(n_prompt=2, max_tokens=3, resumable=True)
         bench.run()
         bench.scheduler.trim(a, 1)
         bench.allow(a, 9)
@@ -1166,11 +1174,11 @@ class TestRecompute:
 class TestAbort:
     def test_only_the_requests_of_the_step_fail(self) -> None:
         bench = Bench(n_slots=3, n_batch=8, n_ubatch=8)
-        a, b, c, d = bench.add(), bench.add(limit=1), bench.add(n_prompt=20), bench.add()
+        a, b, c, d = bench.add(), bench.add(token_budget=1), bench.add(n_prompt=20), bench.add()
         bench.step()
         error = DecodeError("injected")
         bench.context.failures[bench.context.n_launches] = error
-        assert {r for r, _ in fed(bench.step())} == {a, c}
+        assert {r for r, _ in scheduled(bench.step())} == {a, c}
         assert (a.error, a.state, a.finish_reason, c.error) == (error, State.FINISHED, "cancelled", error)
         assert (b.error, d.error) == (None, None)
         bench.allow(b, 9)
@@ -1180,7 +1188,7 @@ class TestAbort:
 
     def test_a_kept_request_is_given_up(self) -> None:
         bench = Bench()
-        a = bench.add(keep=True)
+        a = bench.add(resumable=True)
         bench.context.failures[0] = DecodeError("injected")
         bench.step()
         assert (a.state, bench.scheduler.n_live) == (State.FINISHED, 0)
@@ -1214,7 +1222,7 @@ class Caller:
         self.request = request
         self.base = list(request.tokens)  # what the next tokens follow from
         self.n_read = 0
-        self.granted = request.limit
+        self.granted = request.token_budget
         self.waiting, self.n_before = False, 0
         self.failed = self.cancelled = False
 
@@ -1224,7 +1232,7 @@ class Caller:
         r = self.request
         if r.n_total > self.n_before or r.finish_reason is not None:
             self.waiting = False
-        return r.keep and r.state is not State.FINISHED and not self.waiting
+        return r.resumable and r.state is not State.FINISHED and not self.waiting
 
     def next(self) -> None:
         if self.request.finish_reason is None:
@@ -1240,12 +1248,12 @@ class Caller:
     def read(self) -> None:
         """Takes one token of a stream."""
         r = self.request
-        if r.keep or r.limit == UNLIMITED or self.n_read >= r.n_total:
+        if r.resumable or r.token_budget == UNLIMITED or self.n_read >= r.n_total:
             return
         self.n_read += 1
-        r.limit += 1
+        r.token_budget += 1
         self.granted += 1
-        if r.state in (State.PAUSED, State.WAITING) and r.limit - r.n_total >= BUFFER // 2:
+        if r.state in (State.PAUSED, State.WAITING) and r.token_budget - r.n_total >= BUFFER // 2:
             self.bench.scheduler.resume(r)
 
     def check(self, n_ctx: int) -> None:
@@ -1274,7 +1282,7 @@ class Machine(RuleBasedStateMachine):
         n_batch=st.integers(4, 20),
         n_ubatch=st.integers(1, 20),
         kind=st.sampled_from(["unified", "streams", "recurrent"]),
-        n_enough=st.none() | st.integers(1, 10),
+        prefill_cutoff=st.none() | st.integers(1, 10),
     )
     def start(
         self,
@@ -1284,7 +1292,7 @@ class Machine(RuleBasedStateMachine):
         n_batch: int,
         n_ubatch: int,
         kind: str,
-        n_enough: int | None,
+        prefill_cutoff: int | None,
     ) -> None:
         self.n_ctx = n_ctx
         n_cells = (
@@ -1298,7 +1306,7 @@ class Machine(RuleBasedStateMachine):
             min(n_ubatch, n_batch),
             FILLER if kind == "streams" else None,
             recurrent=kind == "recurrent",
-            n_enough=n_enough,
+            prefill_cutoff=prefill_cutoff,
         )
         self.callers: list[Caller] = []
         self.n_injected = 0
@@ -1326,7 +1334,7 @@ class Machine(RuleBasedStateMachine):
             return
         limit = {"completion": UNLIMITED, "stream": BUFFER, "generation": 0}[kind]
         tokens = tokens[: self.n_ctx - 1]
-        request = Request(tokens, max_tokens, stop, limit, keep=kind == "generation")
+        request = Request(tokens, max_tokens, stop, limit, resumable=kind == "generation")
         self.bench.scheduler.add(request)
         self.callers.append(Caller(self.bench, request))
 
@@ -1363,7 +1371,7 @@ class Machine(RuleBasedStateMachine):
             caller.changed(caller.request.tokens + tokens)
             self.bench.scheduler.append(caller.request, tokens)
 
-    # ---- what the decoder thread does
+    # ---- what the engine thread does
     @rule(n=st.integers(1, 6))
     def steps(self, n: int) -> None:
         for _ in range(n):
@@ -1384,7 +1392,7 @@ class Machine(RuleBasedStateMachine):
         self.n_injected += isinstance(error, ContextFullError) and plan is not None
         context.failures.clear()
         for caller in self.callers:
-            if plan is not None and caller.request in [r for r, _ in plan.fed]:
+            if plan is not None and caller.request in [r for r, _ in plan.scheduled]:
                 # Running out of cells fails nobody who is not alone.
                 caller.failed |= isinstance(error, DecodeError) or self.bench.n_held == 1
 
@@ -1406,7 +1414,7 @@ class Machine(RuleBasedStateMachine):
             if not self.live:
                 break
             for caller in self.live:
-                if caller.request.keep and caller.request.finish_reason is not None:
+                if caller.request.resumable and caller.request.finish_reason is not None:
                     caller.cancelled = True
                     self.bench.scheduler.cancel(caller.request)
                 elif caller.idle:

@@ -1,4 +1,4 @@
-"""Scores and families in the scheduler: whatever happens meanwhile, each row is asked for once and is the right one."""
+"""Scores and prompt groups in the scheduler: whatever happens meanwhile, each row is asked for once and is the right one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 from support.fakes import FakeContext, continuation, next_token, score_of
 
-from llamapipe.engine.scheduler.batch_plan import Copy, StepPlan
-from llamapipe.engine.scheduler.logprob_targets import ContinuationScoring, PromptScoring, TokenScore
-from llamapipe.engine.scheduler.prompt_group import Family
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy
+from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets, TokenScore
+from llamapipe.engine.scheduler.prompt_group import PromptGroup
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.errors import ContextFullError
@@ -27,13 +27,13 @@ class Desk:
         n_cells = N_CTX * n_slots if n_cells is None else n_cells
         self.context = FakeContext(n_slots, N_CTX, n_cells, n_batch=24, recurrent=recurrent)
         self.context.n_score_rows = n_score_rows
-        least_copy = None if self.context.recurrent else 1
+        min_prefix_copy = None if self.context.recurrent else 1
         self.scheduler = Scheduler(
-            n_slots, N_CTX, n_cells, 24, 12, None, n_score_rows=n_score_rows, least_copy=least_copy
+            n_slots, N_CTX, n_cells, 24, 12, None, n_score_rows=n_score_rows, min_prefix_copy=min_prefix_copy
         )
         self.n_fed = 0
 
-    def step(self) -> StepPlan | None:
+    def step(self) -> BatchPlan | None:
         self._memory()
         plan = self.scheduler.plan()
         self._memory()
@@ -41,8 +41,8 @@ class Desk:
             return None
         try:
             step = (
-                self.context.launch_again()
-                if plan.again
+                self.context.launch_repeat()
+                if plan.repeats
                 else self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
             )
         except ContextFullError:
@@ -50,14 +50,16 @@ class Desk:
             return plan
         nobody = [None] * len(plan.rows)
         sampled = (
-            self.context.sample_again(step) if plan.again else self.context.sample(step, plan.rows, nobody)
+            self.context.sample_repeat(step) if plan.repeats else self.context.sample(step, plan.rows, nobody)
         )
         for request, first, entries in plan.scored:
             assert len(entries) <= self.context.n_score_rows
             for i, entry in enumerate(entries):
-                targets = request.scoring.targets(first + i)
-                scores = self.context.score(step, [entry] * len(targets), targets, request.scoring.n_top)
-                request.scoring.take(first + i, scores)
+                targets = request.logprob_targets.targets(first + i)
+                scores = self.context.score(
+                    step, [entry] * len(targets), targets, request.logprob_targets.n_top
+                )
+                request.logprob_targets.take(first + i, scores)
         self.n_fed += len(plan.tokens)
         self.scheduler.commit(plan, sampled)
         self.scheduler.check_integrity()
@@ -88,9 +90,9 @@ def expected(context: Sequence[int], tokens: Sequence[int], n_top: int = 0) -> l
 
 
 def score_request(context: Sequence[int], continuations: Sequence[Sequence[int]]) -> Request:
-    scoring = ContinuationScoring(context, continuations)
-    request = Request(scoring.first(), max_tokens=0)
-    request.scoring = scoring
+    targets = ContinuationTargets(context, continuations)
+    request = Request(targets.first(), max_tokens=0)
+    request.logprob_targets = targets
     return request
 
 
@@ -103,7 +105,7 @@ class TestContinuations:
         desk.scheduler.add(request)
         desk.run()
         assert (request.state, request.finish_reason) == (State.FINISHED, "stop")
-        assert request.scoring.scores == [expected(context, c) for c in continuations]
+        assert request.logprob_targets.scores == [expected(context, c) for c in continuations]
         assert desk.n_fed == 9 + 2 + 1 + 29  # no token twice, and no last one
 
     def test_single_tokens_cost_the_context(self) -> None:
@@ -112,14 +114,14 @@ class TestContinuations:
         desk.scheduler.add(request)
         desk.run()
         assert desk.n_fed == 9
-        assert [len(c) for c in request.scoring.scores] == [1, 1, 1]
+        assert [len(c) for c in request.logprob_targets.scores] == [1, 1, 1]
 
     def test_a_memory_that_forgets_only_everything(self) -> None:
         desk = Desk(2, recurrent=True)
         request = score_request(prompt_of(9, 1), [[5, 6], [7, 8, 9]])
         desk.scheduler.add(request)
         desk.run()
-        assert request.scoring.scores == [expected(prompt_of(9, 1), c) for c in ([5, 6], [7, 8, 9])]
+        assert request.logprob_targets.scores == [expected(prompt_of(9, 1), c) for c in ([5, 6], [7, 8, 9])]
 
 
 class TestPrompts:
@@ -128,23 +130,23 @@ class TestPrompts:
         desk = Desk(1)
         prompt = prompt_of(n, 3)
         request = Request(prompt.copy(), 1)
-        request.scoring = PromptScoring(prompt, 2)
+        request.logprob_targets = PromptTargets(prompt, 2)
         desk.scheduler.add(request)
         desk.run()
-        assert request.scoring.scores == expected(prompt[:1], prompt[1:], 2)
+        assert request.logprob_targets.scores == expected(prompt[:1], prompt[1:], 2)
         assert request.tokens[n:] == continuation(prompt, 1)[0]
 
 
-class TestFamilies:
-    def family(self, n: int, prompt: Sequence[int], max_tokens: int = 5) -> list[Request]:
+class TestPromptGroups:
+    def prompt_group(self, n: int, prompt: Sequence[int], max_tokens: int = 5) -> list[Request]:
         members = [Request(list(prompt), max_tokens) for _ in range(n)]
-        Family(members)
+        PromptGroup(members)
         return members
 
     @pytest.mark.parametrize("n_slots", [1, 2, 5])
     def test_the_prompt_is_fed_once(self, n_slots: int) -> None:
         desk = Desk(n_slots)
-        members = self.family(5, prompt_of(20, 1))
+        members = self.prompt_group(5, prompt_of(20, 1))
         for member in members:
             desk.scheduler.add(member)
         assert desk.scheduler.n_queued == 5
@@ -158,7 +160,7 @@ class TestFamilies:
     def test_however_soon_they_end(self, n_prompt: int, max_tokens: int) -> None:
         """Who ends leaves its cells to the next."""
         desk = Desk(2)
-        members = self.family(7, prompt_of(n_prompt, 1), max_tokens)
+        members = self.prompt_group(7, prompt_of(n_prompt, 1), max_tokens)
         for member in members:
             desk.scheduler.add(member)
         desk.run()
@@ -168,7 +170,7 @@ class TestFamilies:
 
     def test_the_next_leads_when_the_first_is_cancelled(self) -> None:
         desk = Desk(3)
-        first, second, third = members = self.family(3, prompt_of(30, 1))
+        first, second, third = members = self.prompt_group(3, prompt_of(30, 1))
         for member in members:
             desk.scheduler.add(member)
         desk.step()
@@ -180,7 +182,7 @@ class TestFamilies:
 
     def test_one_that_waits_is_cancelled(self) -> None:
         desk = Desk(3)
-        first, second = members = self.family(2, prompt_of(30, 1))
+        first, second = members = self.prompt_group(2, prompt_of(30, 1))
         for member in members:
             desk.scheduler.add(member)
         desk.step()
@@ -191,7 +193,7 @@ class TestFamilies:
 
     def test_one_that_comes_when_the_prompt_is_there(self) -> None:
         desk = Desk(2)
-        first, second = self.family(2, prompt_of(10, 1), max_tokens=20)
+        first, second = self.prompt_group(2, prompt_of(10, 1), max_tokens=20)
         desk.scheduler.add(first)
         desk.step()
         desk.step()
@@ -201,7 +203,7 @@ class TestFamilies:
 
     def test_a_memory_that_cannot_be_copied_in_part(self) -> None:
         desk = Desk(2, recurrent=True)
-        members = self.family(2, prompt_of(10, 1))
+        members = self.prompt_group(2, prompt_of(10, 1))
         for member in members:
             desk.scheduler.add(member)
         desk.run()
@@ -211,7 +213,7 @@ class TestFamilies:
 class TestAnything:
     @pytest.mark.parametrize("seed", range(60))
     def test_everything_at_once(self, seed: int) -> None:
-        """Generations, scores and families under few slots and cells, with cancellations."""
+        """Generations, scores and prompt groups under few slots and cells, with cancellations."""
         chance = random.Random(seed)
         n_slots = chance.randint(1, 4)
         n_cells = chance.choice([None, max(N_CTX, 20 * n_slots)])
@@ -229,9 +231,9 @@ class TestAnything:
             elif kind < 0.4:
                 new = [Request(prompt.copy(), chance.randint(1, 20)) for _ in range(chance.randint(1, 4))]
                 if chance.random() < 0.5:
-                    new[0].scoring = PromptScoring(prompt, 1)
+                    new[0].logprob_targets = PromptTargets(prompt, 1)
                 if len(new) > 1:
-                    Family(new)
+                    PromptGroup(new)
             for request in new:
                 desk.scheduler.add(request)
             requests += new
@@ -244,11 +246,11 @@ class TestAnything:
                 continue
             if request in contexts:
                 context, rest = contexts[request]
-                assert request.scoring.scores == [expected(context, c) for c in rest]
+                assert request.logprob_targets.scores == [expected(context, c) for c in rest]
                 continue
             prompt = request.tokens[: request.n_prompt]
             assert (
                 request.tokens[request.n_prompt :] == continuation(prompt, request.max_tokens, (), N_CTX)[0]
             )
-            if request.scoring is not None:
-                assert request.scoring.scores == expected(prompt[:1], prompt[1:], 1)
+            if request.logprob_targets is not None:
+                assert request.logprob_targets.scores == expected(prompt[:1], prompt[1:], 1)

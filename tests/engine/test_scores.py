@@ -255,7 +255,7 @@ class TestScore:
                 ),
                 Worker(engine.perplexity, tokens_of(2000, 1), 200),
             ]
-            wait_until(lambda: engine._decoder._inbox.qsize() >= 2)
+            wait_until(lambda: engine._engine_loop._inbox.qsize() >= 2)
         engine.close(drain=False)
         for worker in asked:
             with pytest.raises(EngineClosedError, match="closed before this was scored"):
@@ -498,7 +498,7 @@ class TestSeveral:
                 engine.generate([tokens_of(200, 1)], params, block=False)
 
     def test_very_many_given_up_at_once(self, make_engine: MakeEngine) -> None:
-        """Quadratic work on the decoder thread would take minutes here."""
+        """Quadratic work on the engine thread would take minutes here."""
         engine = make_engine(n_seq_max=4)
         with pytest.raises(TimeoutError):
             engine.generate([tokens_of(200, 1)], lp.SamplingParams(n=10_000, max_tokens=50), timeout=0)

@@ -41,7 +41,7 @@ class Threaded:
 
     def act(self) -> list[Got]:
         action: Callable[[], list[Got]] = self.rng.choice(
-            [self.generate, self.several, self.hurry, self.stream, self.leave, self.step]
+            [self.generate, self.several, self.wake_all_if_stalled, self.stream, self.leave, self.step]
         )
         return action()
 
@@ -55,7 +55,7 @@ class Threaded:
         outs = self.engine.generate(prompts, greedy(7))
         return [(p, out.token_ids, len(out.token_ids) == 7) for p, out in zip(prompts, outs, strict=True)]
 
-    def hurry(self) -> list[Got]:
+    def wake_all_if_stalled(self) -> list[Got]:
         prompt = draw_prompt(self.rng)
         with contextlib.suppress(TimeoutError):
             out: lp.Completion = self.engine.generate(prompt, greedy(60), timeout=self.rng.random() * 0.1)
@@ -97,7 +97,9 @@ class Tasked:
         self.rng = random.Random(seed)
 
     async def act(self) -> list[Got]:
-        action = self.rng.choice([self.generate, self.stream, self.leave, self.hurry, self.cancelled])
+        action = self.rng.choice(
+            [self.generate, self.stream, self.leave, self.wake_all_if_stalled, self.cancelled]
+        )
         return await action()
 
     async def generate(self) -> list[Got]:
@@ -119,7 +121,7 @@ class Tasked:
                 break
         return [(prompt, tokens, len(tokens) == n)]
 
-    async def hurry(self) -> list[Got]:
+    async def wake_all_if_stalled(self) -> list[Got]:
         prompt, timeout = draw_prompt(self.rng), self.rng.random() * 0.1
         tokens: list[int] = []
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):

@@ -28,7 +28,7 @@ from support.sampler_definitions import (
     vocab_model,
 )
 
-from llamapipe.engine.frontend.sampler_factory import RecipeBook, choose_seed
+from llamapipe.engine.frontend.sampler_factory import SamplerFactoryCache, choose_seed
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import DecodeError
@@ -409,10 +409,10 @@ class TestFactory:
     ) -> None:
         row = np.random.default_rng(3).normal(0, 2, 100).astype(np.float32)
         tokens = [50, 60, 60, 70, 2, 60]
-        recipe = RecipeBook(vocabs[100], 64).recipe(params)
+        sampler_factory = SamplerFactoryCache(vocabs[100], 64).sampler_factory(params)
         uniform = Uniform(5)
         n_compared = 0
-        with recipe.make(self.request(tokens)) as sampler:
+        with sampler_factory.make(self.request(tokens)) as sampler:
             for _ in range(100):
                 drawn, u = sampler.sample(row), uniform()
                 try:
@@ -425,15 +425,15 @@ class TestFactory:
     def test_temperature_nought_is_greedy_after_bias_and_penalties(self, vocabs: dict[int, Vocab]) -> None:
         row = np.arange(100, dtype=np.float32)
         params = SamplingParams(temperature=0, presence_penalty=50, logit_bias={98: -math.inf})
-        recipe = RecipeBook(vocabs[100], 64).recipe(params)
-        with recipe.make(self.request([99])) as sampler:
+        sampler_factory = SamplerFactoryCache(vocabs[100], 64).sampler_factory(params)
+        with sampler_factory.make(self.request([99])) as sampler:
             assert sampler.sample(row) == 97
 
     def test_penalties_look_at_what_params_say(self, vocabs: dict[int, Vocab]) -> None:
         tokens = list(range(10))
         for n, expected in ((0, []), (3, [7, 8, 9]), (10, tokens), (64, tokens), (-1, tokens)):
             params = SamplingParams(repeat_penalty=1.5, repeat_last_n=n)
-            assert RecipeBook(vocabs[100], 64).recipe(params).history(tokens) == expected
+            assert SamplerFactoryCache(vocabs[100], 64).sampler_factory(params).history(tokens) == expected
 
     def test_seeds(self) -> None:
         assert choose_seed(SamplingParams(seed=11)) == 11

@@ -321,7 +321,7 @@ class TestMemory:
         """Random operations, and llama.cpp's own answer once they are done."""
         rng = np.random.default_rng(5)
         pipe = make_pipeline(kv_unified=True, n_ctx=512, n_batch=512)
-        lib, handle = pipe._core.native.lib, pipe._core.context.handle
+        lib, handle = pipe._pipeline.native.lib, pipe._pipeline.context.handle
         for i in range(60 if ON_DEVICE else 300):
             a, b = (int(x) for x in rng.integers(0, 3, 2))
             p0 = int(rng.integers(0, 12))
@@ -339,8 +339,8 @@ class TestMemory:
                 pipe.memory.keep(a)
             else:
                 n = int(rng.integers(1, 4))
-                pipe.submit(run(pipe._core.next_position(a), n, a, outputs=False))
-            expected = [pipe._core.next_position(seq_id) for seq_id in range(3)]
+                pipe.submit(run(pipe._pipeline.next_position(a), n, a, outputs=False))
+            expected = [pipe._pipeline.next_position(seq_id) for seq_id in range(3)]
             other = next(seq_id for seq_id in range(3) if seq_id != a)
             pipe.submit(run(expected[other], 1, other, outputs=False)).wait()  # behind all of it
             expected[other] += 1
@@ -407,7 +407,7 @@ class TestErrors:
         pipe = make_pipeline(depth=4)
         before = pipe.submit(run(0, 5, seq_id=1))
         before.wait()
-        pipe._core.fail_next("launch", code)
+        pipe._pipeline.fail_next("launch", code)
         failed = pipe.submit(run(0, 5))
         other = pipe.submit(run(5, 2, seq_id=1))
         later = pipe.submit(run(5, 2))  # continues what failed
@@ -426,11 +426,11 @@ class TestErrors:
 
     def test_a_failed_step_that_nobody_wants_is_forgotten(self, make_pipeline: MakePipeline) -> None:
         pipe = make_pipeline()
-        pipe._core.fail_next("launch", -3)
+        pipe._pipeline.fail_next("launch", -3)
         pipe.submit(run(0, 5)).release()
         pipe.submit(run(0, 3, seq_id=1)).wait()
         wait_until(
-            lambda: pipe._core.next_position(0) == 0
+            lambda: pipe._pipeline.next_position(0) == 0
         )  # the launcher counts again once it has nothing to do
         with pytest.raises(ValueError, match="must go on from 0 without gaps, not 5"):
             pipe.submit(run(5, 1))
@@ -439,7 +439,7 @@ class TestErrors:
     def test_rows_that_came_otherwise_fail_their_step(self, pipe: lp.Pipeline) -> None:
         if pipe.mode == "stock":
             pytest.skip("llama.cpp's own buffer has no rows to mix up")
-        pipe._core.fail_next("rows", 0)
+        pipe._pipeline.fail_next("rows", 0)
         output = pipe.submit(run(0, 5))
         with pytest.raises(DecodeError, match="cut the batch otherwise than expected"):
             output.wait()
@@ -450,7 +450,7 @@ class TestErrors:
     def test_a_failed_copy_fails_its_step(self, pipe: lp.Pipeline) -> None:
         if pipe.mode == "stock":
             pytest.skip("rows are copied by llama.cpp")
-        pipe._core.fail_next("copy", -3)
+        pipe._pipeline.fail_next("copy", -3)
         output = pipe.submit(run(0, 5))
         with pytest.raises(DecodeError):
             np.asarray(output.logits)
@@ -472,7 +472,7 @@ class TestErrors:
     def test_a_long_step_is_aborted_by_closing(self, make_pipeline: MakePipeline) -> None:
         pipe = make_pipeline(n_ctx=16384, n_batch=16384, n_ubatch=512)
         running = pipe.submit(run(0, 16000, outputs=False))
-        wait_until(lambda: pipe._core.native.lib.lp_launching(pipe._core.handle) >= 0)
+        wait_until(lambda: pipe._pipeline.native.lib.lp_launching(pipe._pipeline.handle) >= 0)
         queued = pipe.submit(run(16000, 10))
         pipe.close(drain=False)
         with pytest.raises(DecodeError, match="aborted"):
@@ -529,10 +529,10 @@ class TestClose:
 
     def test_nobody_closes_it(self, make_pipeline: MakePipeline, tiny: lp.Model) -> None:
         pipes = [lp.Pipeline(tiny, n_ctx=64, n_threads=1)]
-        core = pipes[0]._core
+        pipeline = pipes[0]._pipeline
         with pytest.warns(ResourceWarning, match="was never closed"):
             pipes.clear()
-        core.close()
+        pipeline.close()
 
     def test_the_model_outlives_it(self, pipe: lp.Pipeline) -> None:
         with pytest.raises(Exception, match="close"):

@@ -179,9 +179,9 @@ def test_an_engine_that_is_half_made_leaves_nothing_behind(tiny: lp.Model, depth
             engine.close()
         made.clear()
         assert tiny._children == before
-        wait_until(lambda: not _decoder_threads())
+        wait_until(lambda: not _engine_threads())
     assert n > 50
 
 
-def _decoder_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "llamapipe-decoder" and t.is_alive()]
+def _engine_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "llamapipe-engine" and t.is_alive()]

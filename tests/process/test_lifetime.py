@@ -147,7 +147,7 @@ def test_no_thread_is_left(tiny: lp.Model) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts native threads in /proc")
 def test_no_native_thread_is_left(tiny: lp.Model) -> None:
-    """Those that compute belong to the decoder thread, and end a moment after it."""
+    """Those that compute belong to the engine thread, and end a moment after it."""
     out = run_script(
         """
 import os, time
@@ -173,12 +173,12 @@ with lp.Model(sys.argv[1]) as model:
 # ---- dropping
 def test_a_dropped_engine_warns(tiny: lp.Model) -> None:
     engine = lp.Engine(tiny, n_ctx=64, n_threads=1)
-    decoder = engine._decoder
+    engine_loop = engine._engine_loop
     with pytest.warns(
         ResourceWarning, match=r"<Engine n_queued=0 .*> was never closed; use `with` or close\(\)"
     ):
         del engine
-    decoder.close(drain=False)
+    engine_loop.close(drain=False)
 
 
 def test_what_is_closed_or_was_never_made_does_not_warn(tiny: lp.Model) -> None:

@@ -32,8 +32,8 @@ class Gate:
 
     def __init__(self, engine: lp.Engine) -> None:
         self._engine = engine
-        self._decoder = engine._decoder
-        self._executor = self._decoder.steps._executor
+        self._engine_loop = engine._engine_loop
+        self._executor = self._engine_loop.steps._executor
         self._waiting = threading.Semaphore(0)
         self._leave = threading.Semaphore(0)
         self._open = False
@@ -41,7 +41,7 @@ class Gate:
         self._sampled: list[int] = []  # from the last of them
 
     def __enter__(self) -> Gate:
-        self._decoder.ask(lambda: setattr(self._decoder.steps, "_executor", self))
+        self._engine_loop.ask(lambda: setattr(self._engine_loop.steps, "_executor", self))
         return self
 
     def __exit__(
@@ -49,7 +49,7 @@ class Gate:
     ) -> None:
         self.open()
         if not self._engine.closed:
-            self._decoder.ask(lambda: setattr(self._decoder.steps, "_executor", self._executor))
+            self._engine_loop.ask(lambda: setattr(self._engine_loop.steps, "_executor", self._executor))
 
     # ---- the test
     def wait(self) -> None:
@@ -77,7 +77,7 @@ class Gate:
     @property
     def n_steps(self) -> int:
         """Steps computed so far; to be read while one waits."""
-        return self._decoder.steps.n_steps
+        return self._engine_loop.steps.n_steps
 
     # ---- the executor's part
     def launch(
@@ -95,25 +95,25 @@ class Gate:
         self.launches.append(Launch(list(tokens), list(positions), list(seq_ids), list(outputs)))
         return self._executor.launch(tokens, positions, seq_ids, outputs, rows, samplers, targets, n_top)
 
-    def launch_again(self) -> int:
+    def launch_repeat(self) -> int:
         self._pass()
         if self.launches:  # else it repeats a batch from before this gate was there
             last = self.launches[-1]
             self.launches.append(
                 last._replace(tokens=self._sampled, positions=[p + 1 for p in last.positions])
             )
-        return self._executor.launch_again()
+        return self._executor.launch_repeat()
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         self._sampled = self._executor.sample(step, rows, samplers)
         return self._sampled.copy()
 
-    def sample_again(self, step: int) -> list[int]:
-        self._sampled = self._executor.sample_again(step)
+    def sample_repeat(self, step: int) -> list[int]:
+        self._sampled = self._executor.sample_repeat(step)
         return self._sampled.copy()
 
     def _pass(self) -> None:
-        self._decoder.outbox.wake()  # those who were to be woken by the launch that stops here
+        self._engine_loop.dispatcher.wake()  # those who were to be woken by the launch that stops here
         if not self._open:
             self._waiting.release()
             if not self._leave.acquire(timeout=PATIENCE_S):
@@ -125,14 +125,14 @@ class Gate:
 
 @contextmanager
 def held(engine: lp.Engine) -> Iterator[None]:
-    """Holds the decoder thread between two steps: what is asked of the engine meanwhile comes to it all at once."""
+    """Holds the engine thread between two steps: what is asked of the engine meanwhile comes to it all at once."""
     reached, go_on = threading.Event(), threading.Event()
 
     def stand() -> None:
         reached.set()
         go_on.wait(PATIENCE_S)
 
-    engine._decoder.call(stand)
+    engine._engine_loop.call(stand)
     assert reached.wait(PATIENCE_S)
     try:
         yield
@@ -144,7 +144,7 @@ def submitted(engine: lp.Engine, function: Callable[..., Any], *arguments: Any) 
     """Calls ``function`` in a thread; returns once the engine has been asked for what it wants."""
     with held(engine):
         worker = Worker(function, *arguments)
-        wait_until(lambda: engine._decoder._inbox.qsize() > 0)
+        wait_until(lambda: engine._engine_loop._inbox.qsize() > 0)
     return worker
 
 

@@ -191,7 +191,7 @@ class FakeContext:
         self.launches.append(batch)
         return n
 
-    def launch_again(self) -> int:
+    def launch_repeat(self) -> int:
         """The last batch with what was sampled from it, one position further."""
         rows, _ = self._asked
         last = self.launches[-1]
@@ -200,7 +200,7 @@ class FakeContext:
         )
         return self.launch(self._sampled, [p + 1 for p in last.positions], last.seq_ids, last.outputs)
 
-    def sample_again(self, step: int) -> list[int]:
+    def sample_repeat(self, step: int) -> list[int]:
         """What the model says to those whom `sample` was asked for."""
         return self.sample(step, *self._asked)
 

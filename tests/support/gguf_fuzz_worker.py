@@ -10,10 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from support.gguf_mutations import mutate
-
 from llamapipe.errors import LlamapipeError
 from llamapipe.llama import Batch, Context, Model
+from support.gguf_mutations import mutate
 
 TEXT = "The cat said: 12 <s>\n\t été 😀"
 

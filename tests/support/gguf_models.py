@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+
 from support.gguf_document import ARRAY, BOOL, STRING, unpack
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _MOST_RINGS = 64  # read at once; more would take memory from another allocator, and seldom are there two
 
 
-class Bell:
+class LoopWaker:
     """What waits for one loop, and the pipe that the loop watches.
 
     ``call_soon_threadsafe`` gives the interpreter's lock away to write its byte, and the loop's thread, awake at once,

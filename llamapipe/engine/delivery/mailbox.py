@@ -8,28 +8,28 @@ from queue import Empty
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llamapipe.engine.delivery.loop_waker import Bell
-from llamapipe.engine.delivery.wake_queue import Turns, Waiter, WakeList
+from llamapipe.engine.delivery.loop_waker import LoopWaker
+from llamapipe.engine.delivery.wake_queue import LaunchWakeList, Waiter, WakeQueue
 from llamapipe.engine.scheduler.request import Request
 
 if TYPE_CHECKING:
     import asyncio  # a third of what importing llamapipe would cost, and not everybody uses it
 
 # A Ctrl-C may interrupt whoever was to wake this one, or come just before the wait, which it does not end then.
-_LOOK_AGAIN_S = 1.0
+_RECHECK_S = 1.0
 
 
 class Mailbox(Protocol):
-    """Takes results on the decoder thread."""
+    """Takes results on the engine thread."""
 
     def put(self, item: Any) -> None:
         """Hands over an item; never blocks."""
 
 
-class Outbox:
+class ResultDispatcher:
     """Whom a step has something for: each event loop is woken once, and waiting threads one after another.
 
-    All of them need the interpreter's lock, which the decoder thread still has when it delivers, so the next launch
+    All of them need the interpreter's lock, which the engine thread still has when it delivers, so the next launch
     wakes them, where that lock is free: it rings the loops' bells and wakes the first thread. Each thread that waits
     again wakes the next one; where one takes long to come back, those that are left are woken together.
 
@@ -39,14 +39,14 @@ class Outbox:
 
     def __init__(self, at_launch: bool = False) -> None:
         self._at_launch = at_launch
-        self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
+        self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}
         self._attached = False  # a loop has come since closed ones were looked for
         self._closed = False
         self._loops: dict[asyncio.AbstractEventLoop, deque[tuple[AsyncMailbox, Any]]] = {}
         self._threads: list[ThreadMailbox] = []
-        self._turns = Turns()
-        self.wakes = WakeList(self._turns)
-        self.pending = False  # whether something came since ``flush``; decoder thread
+        self._wake_queue = WakeQueue()
+        self.wakes = LaunchWakeList(self._wake_queue)
+        self.pending = False  # whether something came since ``flush``; engine thread
 
     def add(self, mailbox: AsyncMailbox, item: Any) -> None:
         """Notes an item until ``flush``. Decoder thread."""
@@ -75,8 +75,8 @@ class Outbox:
         if self._attached or orphans or together:
             self._sweep()
         if waiters and not by_list:
-            self._turns.add(waiters)
-            self._turns.next()
+            self._wake_queue.add(waiters)
+            self._wake_queue.next()
         if together:
             self.wake()
         return orphans
@@ -84,9 +84,9 @@ class Outbox:
     def wake(self) -> None:
         """Wakes all who were to be woken by the next launch: it is not that near. Decoder thread."""
         files = self.wakes.files
-        for bell in list(self._bells.values()):
-            if bell.waiting and bell.fd not in files:  # after an interruption, here or there
-                bell.ring()
+        for waker in list(self._wakers.values()):
+            if waker.waiting and waker.fd not in files:  # after an interruption, here or there
+                waker.ring()
         self.wakes.now()
 
     def _hand_over(self) -> list[Request]:
@@ -94,17 +94,17 @@ class Outbox:
         loops, self._loops = self._loops, {}
         orphans: list[Request] = []
         for loop, items in loops.items():
-            bell = self._bells.get(loop)
+            waker = self._wakers.get(loop)
             try:
-                if bell is None:
+                if waker is None:
                     loop.call_soon_threadsafe(_receive, items)
                     continue
                 if not loop.is_closed():
-                    if bell.put(items):
+                    if waker.put(items):
                         if self._at_launch:
-                            self.wakes.add_file(bell.fd)
+                            self.wakes.add_file(waker.fd)
                         else:
-                            bell.ring()
+                            waker.ring()
                     continue
             except RuntimeError:  # the loop is closed
                 pass
@@ -118,53 +118,53 @@ class Outbox:
         When another loop comes, when a closed one is met, and when there is nothing to do: not once a step.
         """
         self._attached = False
-        for loop in [loop for loop in list(self._bells) if loop.is_closed()]:
-            bell = self._bells.pop(loop)
-            self.wakes.remove_file(bell.fd)  # its number will be another file's
-            bell.close()
+        for loop in [loop for loop in list(self._wakers) if loop.is_closed()]:
+            waker = self._wakers.pop(loop)
+            self.wakes.remove_file(waker.fd)  # its number will be another file's
+            waker.close()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Gives a loop a bell, if it can have one. The loop's thread."""
-        if loop not in self._bells and not self._closed:
+        """Gives a loop a waker, if it can have one. The loop's thread."""
+        if loop not in self._wakers and not self._closed:
             with suppress(NotImplementedError, OSError, RuntimeError):  # it is woken the usual way, then
-                self._bells[loop] = Bell(loop, _receive)
+                self._wakers[loop] = LoopWaker(loop, _receive)
                 self._attached = True
-            if self._closed and (bell := self._bells.pop(loop, None)) is not None:  # meanwhile
-                bell.dismiss()
+            if self._closed and (waker := self._wakers.pop(loop, None)) is not None:  # meanwhile
+                waker.dismiss()
 
     def close(self) -> None:
-        """No step will come any more. The decoder thread, at its end."""
+        """No step will come any more. The engine thread, at its end."""
         self.flush(together=True)
         self._closed = True
-        while self._bells:
-            self._bells.popitem()[1].dismiss()
+        while self._wakers:
+            self._wakers.popitem()[1].dismiss()
 
     def wait(self, waiter: Waiter, timeout: float) -> None:
         """Passes the turn on and sleeps until woken, so many seconds, or until a signal comes. The waiter's thread."""
-        if self._turns.wait(waiter, timeout) and not self._at_launch:
-            self._turns.next()
+        if self._wake_queue.wait(waiter, timeout) and not self._at_launch:
+            self._wake_queue.next()
 
     def waiter(self) -> Waiter:
         """What a thread can wait at."""
-        return self._turns.waiter()
+        return self._wake_queue.waiter()
 
 
 class ThreadMailbox:
     """A mailbox that one thread at a time reads from."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, dispatcher: ResultDispatcher) -> None:
+        self._dispatcher = dispatcher
         self._items: deque[Any] = deque()
         self.waiter: Waiter | None = None  # once somebody waits: many requests only wait for their turn
 
     def put(self, item: Any) -> None:
         """Hands an item over; its reader is woken with the end of the step. Decoder thread."""
         self._items.append(item)
-        self._outbox.add_thread(self)
+        self._dispatcher.add_thread(self)
 
     def get(self, timeout: float | None = None) -> Any:
         """The next item, when there is one; interruptible by signals. Raises Empty after ``timeout`` seconds."""
-        items, outbox = self._items, self._outbox
+        items, dispatcher = self._items, self._dispatcher
         deadline = None if timeout is None else perf_counter() + timeout
         while True:
             if items:  # asked first: the exception would cost more than the token
@@ -172,31 +172,31 @@ class ThreadMailbox:
                     return items.popleft()
                 except IndexError:  # another reader, there by mistake, was quicker
                     pass
-            left_s = _LOOK_AGAIN_S
+            left_s = _RECHECK_S
             if deadline is not None:
                 left_s = min(deadline - perf_counter(), left_s)
                 if left_s <= 0:
                     raise Empty
             if self.waiter is None:
-                self.waiter = outbox.waiter()  # what came before this had nobody to wake: look again
+                self.waiter = dispatcher.waiter()  # what came before this had nobody to wake: look again
             else:
-                outbox.wait(self.waiter, left_s)
+                dispatcher.wait(self.waiter, left_s)
 
 
 class AsyncMailbox:
     """A mailbox that one asyncio task reads from. Made on its loop's thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, outbox: Outbox) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, dispatcher: ResultDispatcher) -> None:
         self.loop = loop
         self.requests: list[Request] = []  # what is answered here
-        self._outbox = outbox
+        self._dispatcher = dispatcher
         self._items: deque[Any] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        outbox.attach(loop)
+        dispatcher.attach(loop)
 
     def put(self, item: Any) -> None:
         """Hands an item over with the end of the step. Decoder thread."""
-        self._outbox.add(self, item)
+        self._dispatcher.add(self, item)
 
     def receive(self, item: Any) -> None:
         """Takes an item on the loop's thread."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.results import Completion, Delta, FinishReason, Timings, Token, TokenLogprob
-from llamapipe.engine.scheduler.logprob_targets import PromptScoring, TokenScore
+from llamapipe.engine.scheduler.logprob_targets import PromptTargets, TokenScore
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import EngineClosedError
 from llamapipe.text import TextStream
@@ -23,13 +23,13 @@ class Failure:
         self.error = error
 
 
-def note_of(request: Request, token: int) -> TokenLogprob:
+def token_logprob(request: Request, token: int) -> TokenLogprob:
     """How probable the token was that a request has just drawn."""
-    logprob, top = request.drawn
+    logprob, top = request.last_logprob
     return TokenLogprob(token, logprob, tuple(top))
 
 
-def prompt_notes(prompt: Sequence[int], scores: Sequence[TokenScore]) -> list[TokenLogprob]:
+def prompt_token_logprobs(prompt: Sequence[int], scores: Sequence[TokenScore]) -> list[TokenLogprob]:
     """How probable each token of a prompt was but the first."""
     return [
         TokenLogprob(token, score.logprob, tuple(score.top))
@@ -38,7 +38,7 @@ def prompt_notes(prompt: Sequence[int], scores: Sequence[TokenScore]) -> list[To
 
 
 class Sink:
-    """Receives a request's tokens on the decoder thread; subclasses say what goes into the mailbox, and when."""
+    """Receives a request's tokens on the engine thread; subclasses say what goes into the mailbox, and when."""
 
     __slots__ = ("_piece", "_stops", "_text", "mailbox", "started_at")
 
@@ -65,7 +65,7 @@ class Sink:
 class CompletionSink(Sink):
     """Puts ``(index, Completion)`` into the mailbox, or ``(index, Failure)``."""
 
-    __slots__ = ("_first_at", "_index", "_notes", "_parts", "_seed", "prompt_scoring")
+    __slots__ = ("_first_at", "_index", "_logprobs", "_parts", "_seed", "prompt_targets")
 
     def __init__(
         self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...], seed: int, index: int
@@ -74,16 +74,16 @@ class CompletionSink(Sink):
         self._seed = seed
         self._index = index
         self._parts: list[str] = []
-        self._notes: list[TokenLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
         self._first_at: float | None = None
-        self.prompt_scoring: PromptScoring | None = None  # where the prompt's tokens are asked for, too
+        self.prompt_targets: PromptTargets | None = None  # where the prompt's tokens are asked for, too
 
     def token(self, request: Request, token: int) -> bool:
         """Looks for stop strings; without any, the text is made at the end."""
         if self._first_at is None:
             self._first_at = perf_counter()
-        if request.notes:
-            self._notes.append(note_of(request, token))
+        if request.wants_logprobs:
+            self._logprobs.append(token_logprob(request, token))
         if not self._stops:
             return False
         text = self._text
@@ -103,11 +103,11 @@ class CompletionSink(Sink):
         timings = Timings(first_s, perf_counter() - self.started_at)
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
         text = "".join(self._parts)
-        notes = self._notes if request.notes else None
+        logprobs = self._logprobs if request.wants_logprobs else None
         prompt = None
-        if self.prompt_scoring is not None:
-            prompt = prompt_notes(request.tokens[: request.n_prompt], self.prompt_scoring.scores)
-        completion = Completion(text, tokens, reason, request.n_prompt, self._seed, timings, notes, prompt)
+        if self.prompt_targets is not None:
+            prompt = prompt_token_logprobs(request.tokens[: request.n_prompt], self.prompt_targets.scores)
+        completion = Completion(text, tokens, reason, request.n_prompt, self._seed, timings, logprobs, prompt)
         self.mailbox.put((self._index, completion))
 
 
@@ -133,7 +133,7 @@ class ScoreSink(Sink):
                 (self._index, Failure(EngineClosedError("the engine was closed before this was scored")))
             )
         else:
-            self.mailbox.put((self._index, request.scoring.scores))
+            self.mailbox.put((self._index, request.logprob_targets.scores))
 
 
 class DeltaSink(Sink):
@@ -149,11 +149,11 @@ class DeltaSink(Sink):
         """Hands text and token over, or keeps them for ``finish`` when it follows at once."""
         text = self._text.push(self._piece(token))
         stopped = self._text.stopped
-        notes = (note_of(request, token),) if request.notes else None
+        logprobs = (token_logprob(request, token),) if request.wants_logprobs else None
         if stopped or request.finish_reason is not None:
-            self._last = (text, (token,), notes)
+            self._last = (text, (token,), logprobs)
         else:
-            self.mailbox.put(Delta(text, (token,), notes, None))
+            self.mailbox.put(Delta(text, (token,), logprobs, None))
         return stopped
 
     def finish(self, request: Request) -> None:
@@ -161,11 +161,11 @@ class DeltaSink(Sink):
         if request.error is not None:
             self.mailbox.put(Failure(request.error))
             return
-        text, tokens, notes = self._last
-        if request.notes and notes is None:
-            notes = ()
+        text, tokens, logprobs = self._last
+        if request.wants_logprobs and logprobs is None:
+            logprobs = ()
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
-        self.mailbox.put(Delta(text + self._text.finish(), tokens, notes, reason))
+        self.mailbox.put(Delta(text + self._text.finish(), tokens, logprobs, reason))
 
 
 class TokenSink(Sink):
@@ -181,8 +181,8 @@ class TokenSink(Sink):
         """Hands the token over, or keeps it for ``finish`` when it follows at once: the end is known by then."""
         piece = self._piece(token)
         given = Token(token, piece, self._text.push(piece))
-        if request.notes:
-            note = note_of(request, token)
+        if request.wants_logprobs:
+            note = token_logprob(request, token)
             given = given._replace(logprob=note.logprob, top=note.top)
         stopped = self._text.stopped
         if stopped or request.finish_reason is not None:

@@ -13,7 +13,7 @@ Waiter = Any  # what one thread at a time waits at; a wake that finds nobody is 
 _PATIENCE_S = 200e-6  # a reader's own work for a token, and what waking it costs, are 10 to 30 us
 
 
-class Turns:
+class WakeQueue:
     """Threads that are woken one after another: each wakes the next one when it waits again. Any thread.
 
     ``handle``: for native code. Raises MemoryError, here and in ``waiter``.
@@ -52,7 +52,7 @@ class Turns:
         """Wakes the next one that sleeps; all of them where the last one has kept its turn for long."""
         self._native.lib.lp_turns_next(self.handle)
 
-    def hurry(self) -> None:
+    def wake_all_if_stalled(self) -> None:
         """Wakes all that are left where the last one has kept its turn for long; a CPU asks this while it computes."""
         self._native.lib.lp_turns_hurry(self.handle)
 
@@ -61,20 +61,20 @@ class Turns:
         self._native.lib.lp_turns_all(self.handle)
 
 
-class WakeList:
+class LaunchWakeList:
     """Whom the next launch wakes: memory that it reads, so that to note somebody is no call and gives no lock away.
 
     For the thread that launches.
     """
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, wake_queue: WakeQueue) -> None:
         self._native = module = native()
-        self._turns = turns
+        self._wake_queue = wake_queue
         self._fds = module.ffi.new("int[]", 4)
         self._waiters = module.ffi.new("lp_waiter *[]", 32)
         self._kept: list[Waiter] = []  # the array only has their addresses
         self.handle = module.ffi.new("lp_wakes *")
-        self.handle.turns = turns.handle
+        self.handle.turns = wake_queue.handle
         self.handle.fds, self.handle.waiters = self._fds, self._waiters
 
     @property

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class QueueLimit:
-    """A set with a limit. ``enter`` is called by callers, ``leave`` by the decoder thread.
+    """A set with a limit. ``enter`` is called by callers, ``leave`` by the engine thread.
 
     Who is in it is known by name, so that leaving twice, or without having come in, is no mistake: whoever is
     interrupted between two instructions need not know which of them was done.

@@ -8,26 +8,26 @@ from typing import Any
 from llamapipe.arguments import check_tokens
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.delivery.sink import CompletionSink, DeltaSink, ScoreSink, Sink, TokenSink
-from llamapipe.engine.frontend.sampler_factory import Recipe, RecipeBook, choose_seed
+from llamapipe.engine.frontend.sampler_factory import SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.scheduler.logprob_targets import ContinuationScoring, PromptScoring
-from llamapipe.engine.scheduler.prompt_group import Family
+from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets
+from llamapipe.engine.scheduler.prompt_group import PromptGroup
 from llamapipe.engine.scheduler.request import UNLIMITED, Request
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
 
 Prompt = str | Sequence[int]
-Item = tuple[list[int], Recipe]  # a checked prompt, tokenized, and how its tokens are chosen
+Item = tuple[list[int], SamplerFactory]  # a checked prompt, tokenized, and how its tokens are chosen
 
 
-class Intake:
+class RequestBuilder:
     """Checks against a model and the context length of one engine. Any thread."""
 
     def __init__(self, model: Model, n_ctx: int) -> None:
         self._model = model
         self._n_ctx = n_ctx
         self._eog = model.vocab.eog_tokens
-        self._recipes = RecipeBook(model.vocab, n_ctx)
+        self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
     def items(self, prompt: Any, params: Any) -> tuple[list[Item], bool]:
         """Each prompt with its params, and whether a single prompt was given.
@@ -70,30 +70,30 @@ class Intake:
                 f"the prompt has {len(tokens)} tokens; n_ctx is {self._n_ctx} and one must stay free for an answer: "
                 "shorten it, or make the engine with a larger n_ctx"
             )
-        return tokens, self._recipes.recipe(params)
+        return tokens, self._factories.sampler_factory(params)
 
     def completions(self, items: Sequence[Item], mailbox: Mailbox) -> list[Request]:
         """Requests answered with ``(index, Completion)``: as many of each item as its params say, in their order."""
         requests: list[Request] = []
-        for tokens, recipe in items:
-            params = recipe.params
+        for tokens, sampler_factory in items:
+            params = sampler_factory.params
             first = len(requests)
             seed = choose_seed(params)
-            scoring = (
-                None if params.prompt_logprobs is None else PromptScoring(tokens, params.prompt_logprobs)
+            targets = (
+                None if params.prompt_logprobs is None else PromptTargets(tokens, params.prompt_logprobs)
             )
             for i in range(params.n):
-                request = self._request((tokens.copy(), recipe), UNLIMITED, keep=False)
+                request = self._request((tokens.copy(), sampler_factory), UNLIMITED, resumable=False)
                 request.seed = (seed + i) % 2**64
                 sink = CompletionSink(
                     mailbox, self._model.vocab.piece, tuple(params.stop), request.seed, len(requests)
                 )
-                sink.prompt_scoring = scoring
+                sink.prompt_targets = targets
                 request.sink = sink
                 requests.append(request)
-            requests[first].scoring = scoring
+            requests[first].logprob_targets = targets
             if params.n > 1:
-                Family(requests[first:])
+                PromptGroup(requests[first:])
         return requests
 
     def scores(
@@ -106,9 +106,9 @@ class Intake:
                 f"{longest + 1} tokens are to be scored together; n_ctx is {self._n_ctx} and the last is not fed: "
                 "shorten them, or make the engine with a larger n_ctx"
             )
-        scoring = ContinuationScoring(context, continuations)
-        request = Request(scoring.first(), max_tokens=0)
-        request.scoring = scoring
+        targets = ContinuationTargets(context, continuations)
+        request = Request(targets.first(), max_tokens=0)
+        request.logprob_targets = targets
         request.sink = ScoreSink(mailbox, index)
         return request
 
@@ -118,7 +118,7 @@ class Intake:
         Raises InvalidRequestError for params that ask for what a stream does not give.
         """
         self._check_single(item)
-        return self._with(DeltaSink, self._request(item, n_ahead, keep=False), item, mailbox)
+        return self._with(DeltaSink, self._request(item, n_ahead, resumable=False), item, mailbox)
 
     def generation(self, item: Item, mailbox: Mailbox) -> Request:
         """A request that waits for leave before each token, and keeps its sequence at its end.
@@ -126,7 +126,7 @@ class Intake:
         Raises InvalidRequestError for params that ask for what it does not give.
         """
         self._check_single(item)
-        return self._with(TokenSink, self._request(item, 0, keep=True), item, mailbox)
+        return self._with(TokenSink, self._request(item, 0, resumable=True), item, mailbox)
 
     def _check_single(self, item: Item) -> None:
         params = item[1].params
@@ -141,15 +141,15 @@ class Intake:
         request.sink = sink(mailbox, self._model.vocab.piece, tuple(item[1].params.stop))
         return request
 
-    def _request(self, item: Item, limit: int, keep: bool) -> Request:
-        tokens, recipe = item
-        params = recipe.params
+    def _request(self, item: Item, token_budget: int, resumable: bool) -> Request:
+        tokens, sampler_factory = item
+        params = sampler_factory.params
         stop_tokens = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_tokens = stop_tokens | self._eog if stop_tokens else self._eog
-        request = Request(tokens, params.max_tokens, stop_tokens, limit, keep)
-        request.recipe = recipe
-        request.notes = params.logprobs is not None
+        request = Request(tokens, params.max_tokens, stop_tokens, token_budget, resumable)
+        request.sampler_factory = sampler_factory
+        request.wants_logprobs = params.logprobs is not None
         request.seed = choose_seed(params)
         return request
 

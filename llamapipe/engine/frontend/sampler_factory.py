@@ -24,7 +24,7 @@ def choose_seed(params: SamplingParams) -> int:
     return int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
 
 
-class Kept(Generic[T]):
+class LruCache(Generic[T]):
     """The values made last, by what they were made of. Any thread."""
 
     def __init__(self, n: int = _N_KEPT) -> None:
@@ -46,13 +46,13 @@ class Kept(Generic[T]):
         return made
 
 
-class Recipe:
+class SamplerFactory:
     """What a SamplingParams asks for, looked up in a vocabulary once: makes the sampler chains of its requests.
 
     Raises InvalidRequestError for what this vocabulary does not have and for constraints that cannot be compiled.
     """
 
-    def __init__(self, params: SamplingParams, vocab: Vocab, n_ctx: int, dries: Kept[Dry]) -> None:
+    def __init__(self, params: SamplingParams, vocab: Vocab, n_ctx: int, dries: LruCache[Dry]) -> None:
         self.params = params
         self._vocab = vocab
         self._n_ctx = n_ctx
@@ -135,7 +135,7 @@ class Recipe:
         return tokens[-n:] if n else []
 
     def make(self, request: Request) -> SamplerChain:
-        """The sampler of a request when it gets its first slot; for the decoder thread."""
+        """The sampler of a request when it gets its first slot; for the engine thread."""
         chain = SamplerChain(self._vocab, request.seed)
         self._add_changes(chain)
         self._add_stages(chain)
@@ -148,7 +148,7 @@ class Recipe:
             chain.accept(history)
         return chain
 
-    def again(self, chain: SamplerChain, request: Request) -> None:
+    def rebuild(self, chain: SamplerChain, request: Request) -> None:
         """Tells a chain what its request's sequence is after a change. Raises ValueError if that is not allowed."""
         chain.reset()
         chain.finished = False
@@ -243,17 +243,19 @@ def _is_on(params: SamplingParams, name: str) -> bool:
     return bool(value >= 0 if name == "adaptive_target" else value)
 
 
-class RecipeBook:
-    """The recipes of one engine, kept for requests with the same params. Any thread."""
+class SamplerFactoryCache:
+    """The sampler factories of one engine, kept for requests with the same params. Any thread."""
 
     def __init__(self, vocab: Vocab, n_ctx: int) -> None:
         self._vocab = vocab
         self._n_ctx = n_ctx
-        self._recipes: Kept[Recipe] = Kept()
-        self._dries: Kept[Dry] = Kept(8)
+        self._factories: LruCache[SamplerFactory] = LruCache()
+        self._dries: LruCache[Dry] = LruCache(8)
 
-    def recipe(self, params: SamplingParams) -> Recipe:
-        """The recipe for ``params``. Raises InvalidRequestError."""
+    def sampler_factory(self, params: SamplingParams) -> SamplerFactory:
+        """The sampler factory for ``params``. Raises InvalidRequestError."""
         if params.logits_processors:  # which may be equal and yet not the same, and are not ours to keep
-            return Recipe(params, self._vocab, self._n_ctx, self._dries)
-        return self._recipes.get(params, lambda: Recipe(params, self._vocab, self._n_ctx, self._dries))
+            return SamplerFactory(params, self._vocab, self._n_ctx, self._dries)
+        return self._factories.get(
+            params, lambda: SamplerFactory(params, self._vocab, self._n_ctx, self._dries)
+        )

@@ -10,7 +10,7 @@ import numpy as np
 
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.engine.delivery.mailbox import Mailbox
-from llamapipe.engine.frontend.request_builder import Intake, Prompt, split
+from llamapipe.engine.frontend.request_builder import Prompt, RequestBuilder, split
 from llamapipe.engine.results import Score
 from llamapipe.engine.scheduler.logprob_targets import TokenScore
 from llamapipe.engine.scheduler.request import Request
@@ -20,7 +20,7 @@ from llamapipe.llama.model import Model
 Pair = tuple[list[int], list[int]]  # a context and what is scored behind it
 
 
-class Job:
+class ScoreJob:
     """Pairs to be scored, those of one context together, and the shape in which their scores are given back."""
 
     def __init__(self, pairs: Sequence[Pair], shape: Callable[[list[Score]], Any]) -> None:
@@ -35,10 +35,10 @@ class Job:
         """Contexts, each of which is computed once."""
         return len(self._groups)
 
-    def requests(self, intake: Intake, mailbox: Mailbox) -> list[Request]:
+    def requests(self, request_builder: RequestBuilder, mailbox: Mailbox) -> list[Request]:
         """One for each context. Raises InvalidRequestError."""
         return [
-            intake.scores(context, [self._pairs[i][1] for i in members], mailbox, index)
+            request_builder.scores(context, [self._pairs[i][1] for i in members], mailbox, index)
             for index, (context, members) in enumerate(self._groups.items())
         ]
 
@@ -55,13 +55,13 @@ class Job:
         return self._shape(scores)
 
 
-def score_job(model: Model, prompt: Any, continuation: Any) -> Job:
+def score_job(model: Model, prompt: Any, continuation: Any) -> ScoreJob:
     """What ``Engine.score`` is asked for. Raises TypeError, ValueError, InvalidRequestError."""
     prompts, single = split(prompt, empty_ok=True)
     if single:
         continuations, one = split(continuation, "continuation")
         pairs = [_pair(model, prompts[0], c) for c in continuations]
-        return Job(pairs, (lambda scores: scores[0]) if one else list)
+        return ScoreJob(pairs, (lambda scores: scores[0]) if one else list)
     if (
         isinstance(continuation, (str, bytes))
         or not isinstance(continuation, Sized)
@@ -86,10 +86,10 @@ def score_job(model: Model, prompt: Any, continuation: Any) -> Job:
         left = iter(scores)
         return [next(left) if n is None else [next(left) for _ in range(n)] for n in lengths]
 
-    return Job(pairs, shape)
+    return ScoreJob(pairs, shape)
 
 
-def tokens_job(model: Model, tokens: Any) -> Job:
+def tokens_job(model: Model, tokens: Any) -> ScoreJob:
     """What ``Engine.score_tokens`` is asked for: every token but the first behind those before it."""
     if isinstance(tokens, str):
         raise TypeError(
@@ -102,10 +102,10 @@ def tokens_job(model: Model, tokens: Any) -> Job:
         if len(ids) < 2:
             raise InvalidRequestError("there is one token, which follows nothing; give at least two")
         pairs.append((ids[:1], ids[1:]))
-    return Job(pairs, (lambda scores: scores[0]) if single else list)
+    return ScoreJob(pairs, (lambda scores: scores[0]) if single else list)
 
 
-def perplexity_job(model: Model, tokens: Any, n_window: int | None, n_ctx: int) -> Job:
+def perplexity_job(model: Model, tokens: Any, n_window: int | None, n_ctx: int) -> ScoreJob:
     """What ``Engine.perplexity`` is asked for: the second halves of the windows behind the first ones."""
     window = n_ctx if n_window is None else check_int("n_window", n_window, 4, n_ctx)
     if window < 4:
@@ -129,7 +129,7 @@ def perplexity_job(model: Model, tokens: Any, n_window: int | None, n_ctx: int) 
         total = math.fsum(score.total for score in scores)
         return math.exp(-total / sum(len(score.logprobs) for score in scores))
 
-    return Job(pairs, shape)
+    return ScoreJob(pairs, shape)
 
 
 def _tokens(model: Model, prompt: Prompt) -> list[int]:

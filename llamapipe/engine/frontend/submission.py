@@ -12,16 +12,16 @@ from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.frontend.progress import Progress
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.scheduler.request import Request
-from llamapipe.engine.worker.engine_loop import Decoder, alone
+from llamapipe.engine.worker.engine_loop import EngineLoop, single_caller
 
 Make = Callable[[Any], list[Request]]  # requests that answer a mailbox with (index, result)
 
 
-class Collector:
+class Submission:
     """What ``generate`` and ``score`` have in common. Any thread."""
 
-    def __init__(self, decoder: Decoder, queue: QueueLimit) -> None:
-        self._decoder = decoder
+    def __init__(self, engine_loop: EngineLoop, queue: QueueLimit) -> None:
+        self._engine_loop = engine_loop
         self._queue = queue
 
     def collect(
@@ -31,18 +31,18 @@ class Collector:
 
         Whatever ends it early cancels them all. Raises what a request failed with, TimeoutError, QueueFullError.
         """
-        mailbox = ThreadMailbox(self._decoder.outbox)
+        mailbox = ThreadMailbox(self._engine_loop.dispatcher)
         started: list[Request] = []
         try:
             started += make(mailbox)
             results: list[Any] = [None] * len(started)
-            self._decoder.alone = alone()
+            self._engine_loop.single_caller = single_caller()
             if self._enter_together(started, block):
-                self._decoder.submit(*started)
+                self._engine_loop.submit(*started)
             else:
                 for request in started:
                     self._queue.enter(request, deadline)
-                    self._decoder.submit(request)
+                    self._engine_loop.submit(request)
             for _ in started:
                 index, result = mailbox.get(timeout=left_s(deadline))
                 if isinstance(result, Failure):
@@ -65,18 +65,18 @@ class Collector:
         """``collect`` for asyncio; cancelling the task cancels the requests."""
         import asyncio
 
-        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._decoder.outbox)
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_loop.dispatcher)
         started = mailbox.requests
         try:
             started += make(mailbox)
             results: list[Any] = [None] * len(started)
-            self._decoder.alone = False
+            self._engine_loop.single_caller = False
             if self._enter_together(started, block):
-                self._decoder.submit(*started)
+                self._engine_loop.submit(*started)
             else:
                 for request in started:
                     await self._queue.aenter(request)
-                    self._decoder.submit(request)
+                    self._engine_loop.submit(request)
             for _ in started:
                 index, result = await mailbox.get()
                 if isinstance(result, Failure):
@@ -98,7 +98,7 @@ class Collector:
         """Ends requests, whether or not they were submitted before their caller gave up."""
         self._queue.leave(requests)
         for request in requests:
-            self._decoder.cancel_soon(request)
+            self._engine_loop.cancel_soon(request)
 
 
 def left_s(deadline: float | None) -> float | None:

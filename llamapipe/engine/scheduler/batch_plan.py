@@ -22,30 +22,30 @@ class Copy(NamedTuple):
     n: int
 
 
-class StepPlan:
+class BatchPlan:
     """What one step feeds: parallel lists over batch entries, and whose rows come out.
 
-    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``, some of which may wait for a slot. ``fed``:
-    each request with its number of entries, the first ``n_decode`` of them decoding. ``scored``: (request, first
-    position, batch entries) of rows that say something of the request's own tokens. ``fillers``: (seq_id, position) of
+    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``, some of which may wait for a slot.
+    ``scheduled``: each request with its number of entries, the first ``n_decode`` of them decoding. ``scored``:
+    (request, first position, batch entries) of rows that say something of the request's own tokens. ``padding``: (seq_id, position) of
     entries that only keep the batch in one piece; they are removed afterwards.
 
-    ``flying``: planned and not committed; the requests in it are left out of plans made meanwhile.
+    ``in_flight``: planned and not committed; the requests in it are left out of plans made meanwhile.
 
-    ``again``: the entries are those of the step before, each fed what was sampled from it, one position further;
+    ``repeats``: the entries are those of the step before, each fed what was sampled from it, one position further;
     ``tokens`` and ``positions`` stay those of the first such step then.
     """
 
     __slots__ = (
-        "again",
-        "fed",
-        "fillers",
-        "flying",
+        "in_flight",
         "n_decode",
         "outputs",
+        "padding",
         "positions",
+        "repeats",
         "requests",
         "rows",
+        "scheduled",
         "scored",
         "seq_ids",
         "tokens",
@@ -58,14 +58,14 @@ class StepPlan:
         self.outputs: list[int] = []
         self.rows: list[int] = []
         self.requests: list[Request] = []
-        self.fed: list[tuple[Request, int]] = []
+        self.scheduled: list[tuple[Request, int]] = []
         self.scored: list[tuple[Request, int, range]] = []
-        self.fillers: list[Remove] = []
+        self.padding: list[Remove] = []
         self.n_decode = 0
-        self.again = False
-        self.flying = True
+        self.repeats = False
+        self.in_flight = True
 
     def __repr__(self) -> str:
-        fed = ", ".join(f"{request.arrival}: {n}" for request, n in self.fed)
-        again = " again" if self.again else ""
-        return f"<StepPlan{again} n_tokens={len(self.tokens)} n_outputs={len(self.rows)} fed {fed}>"
+        scheduled = ", ".join(f"{request.arrival}: {n}" for request, n in self.scheduled)
+        again = " again" if self.repeats else ""
+        return f"<BatchPlan{again} n_tokens={len(self.tokens)} n_outputs={len(self.rows)} fed {scheduled}>"

@@ -22,7 +22,7 @@ class TokenScore(NamedTuple):
     top: list[tuple[int, float]]
 
 
-class Scoring:
+class LogprobTargets:
     """The wanted positions of a sequence: from ``wanted_from`` up to ``wanted_to``, which is not one of them.
 
     ``n_top``: how many of the most probable tokens are asked for with each.
@@ -46,7 +46,7 @@ class Scoring:
         return None
 
 
-class PromptScoring(Scoring):
+class PromptTargets(LogprobTargets):
     """Every token of a prompt but the first, before something is generated."""
 
     def __init__(self, prompt: Sequence[int], n_top: int) -> None:
@@ -64,7 +64,7 @@ class PromptScoring(Scoring):
         self.wanted_from = position + 1
 
 
-class ContinuationScoring(Scoring):
+class ContinuationTargets(LogprobTargets):
     """Continuations of one context, which is computed once: each is fed behind it and removed again.
 
     The first tokens of all of them are in one row, the context's last; so those of a single token cost nothing more.

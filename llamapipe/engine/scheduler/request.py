@@ -36,39 +36,39 @@ _ALLOWED = {
 class Request:
     """A sequence of tokens that is being continued.
 
-    ``tokens``: the whole sequence, prompt and generated; the first ``n_past`` of them are in KV cells. ``limit``: how
-    many tokens it may have generated in all before it pauses; consumers raise it. ``max_tokens``: most generated
-    tokens since the start or the last append; with 0 of them only ``scoring`` is what it is for. ``sink``: what
+    ``tokens``: the whole sequence, prompt and generated; the first ``n_past`` of them are in KV cells.
+    ``token_budget``: how many tokens it may have generated in all before it pauses; consumers raise it. ``max_tokens``: most generated
+    tokens since the start or the last append; with 0 of them only ``logprob_targets`` is what it is for. ``sink``: what
     receives the results; opaque here.
 
-    Only the decoder thread changes a request, except ``limit`` and ``cancelled``, which its one consumer sets.
+    Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its one consumer sets.
     """
 
     __slots__ = (
         "arrival",
+        "batch_plan",
         "cancelled",
-        "drawn",
         "error",
-        "family",
         "finish_reason",
-        "flight",
-        "keep",
-        "limit",
+        "last_logprob",
+        "logprob_targets",
         "max_tokens",
         "n_generated",
         "n_past",
         "n_prompt",
         "n_total",
-        "notes",
-        "recipe",
+        "prompt_group",
+        "resumable",
         "sampler",
-        "scoring",
+        "sampler_factory",
         "seed",
         "sink",
         "slot",
         "state",
         "stop_tokens",
+        "token_budget",
         "tokens",
+        "wants_logprobs",
     )
 
     def __init__(
@@ -76,27 +76,27 @@ class Request:
         tokens: list[int],
         max_tokens: int | None = None,
         stop_tokens: frozenset[int] = frozenset(),
-        limit: int = UNLIMITED,
-        keep: bool = False,
+        token_budget: int = UNLIMITED,
+        resumable: bool = False,
         sink: Any = None,
     ) -> None:
         self.tokens = tokens
         self.n_prompt = len(tokens)
         self.max_tokens = UNLIMITED if max_tokens is None else max_tokens
         self.stop_tokens = stop_tokens
-        self.limit = limit
-        self.keep = keep
+        self.token_budget = token_budget
+        self.resumable = resumable
         self.sink = sink
-        self.recipe: Any = None  # makes the sampler; opaque here, like the sampler and the sink
+        self.sampler_factory: Any = None  # makes the sampler; opaque here, like the sampler and the sink
         self.seed = 0
         self.sampler: Any = None
-        self.family: Any = None  # requests with the same prompt
-        self.scoring: Any = None  # which of its own tokens' rows are wanted, and what they said
-        self.notes = False  # whether it is to be known how probable each token was
-        self.drawn: Any = None  # that of the last one
+        self.prompt_group: Any = None  # requests with the same prompt
+        self.logprob_targets: Any = None  # which of its own tokens' rows are wanted, and what they said
+        self.wants_logprobs = False  # whether it is to be known how probable each token was
+        self.last_logprob: Any = None  # that of the last one
         self.arrival = -1  # order of arrival, set by the scheduler
         self.slot = -1
-        self.flight: Any = None  # the plan it is part of, while it keeps its slot
+        self.batch_plan: Any = None  # the plan it is part of, while it keeps its slot
         self.n_past = 0
         self.n_generated = 0  # since the start or the last append: against max_tokens
         self.n_total = 0  # ever: against limit
@@ -118,9 +118,9 @@ class Request:
         return len(self.tokens) - self.n_past
 
     @property
-    def streams(self) -> bool:
+    def is_streaming(self) -> bool:
         """Whether somebody reads its tokens as they come."""
-        return self.max_tokens > 0 and self.limit < UNLIMITED
+        return self.max_tokens > 0 and self.token_budget < UNLIMITED
 
     def move(self, state: State) -> None:
         """Changes the state; the only place that does."""

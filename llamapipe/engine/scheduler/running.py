@@ -95,6 +95,6 @@ class Running:
 
 
 def decodes(request: Request) -> bool:
-    """Whether a token is left to feed and another to draw; who leads a family feeds its prompt first."""
-    leads = request.n_past == 0 and request.family is not None and request.family.waiting
+    """Whether a token is left to feed and another to draw; the leader of a prompt group feeds its prompt first."""
+    leads = request.n_past == 0 and request.prompt_group is not None and request.prompt_group.waiting
     return len(request.tokens) - request.n_past == 1 and request.max_tokens > 0 and not leads

@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
 
-from llamapipe.engine.scheduler.batch_builder import Planner
-from llamapipe.engine.scheduler.batch_plan import Copy, Remove, StepPlan
-from llamapipe.engine.scheduler.prompt_group import Family
+from llamapipe.engine.scheduler.batch_builder import BatchBuilder
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy, Remove
+from llamapipe.engine.scheduler.prompt_group import PromptGroup
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.scheduler.running import Running
 from llamapipe.engine.scheduler.slots import Slots
@@ -24,7 +24,7 @@ from llamapipe.errors import DecodeError
 _by_arrival = attrgetter("arrival")
 
 
-def undrawn(request: Request, code: int) -> Exception:
+def sampling_error(request: Request, code: int) -> Exception:
     """Why no token could be drawn; see ``Executor.sample``."""
     if code == -2:
         return DecodeError(
@@ -40,9 +40,9 @@ class Scheduler:
     """The requests of one context and their order.
 
     ``n_slots`` sequences, at most ``n_ctx`` positions each and ``n_cells`` in all; ``n_batch`` tokens in a step.
-    ``filler``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
-    ``n_score_rows``: most rows in a step that score a request's own tokens. ``least_copy``: how many of
-    a sequence's first cells it pays to copy, None if that is never done. ``n_enough``: see Planner.
+    ``padding_token``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
+    ``n_score_rows``: most rows in a step that score a request's own tokens. ``min_prefix_copy``: how many of
+    a sequence's first cells it pays to copy, None if that is never done. ``prefill_cutoff``: see BatchBuilder.
 
     A plan may be made while another is under way; its requests are not in it then.
     """
@@ -54,10 +54,10 @@ class Scheduler:
         n_cells: int,
         n_batch: int,
         n_ubatch: int,
-        filler: int | None = None,
+        padding_token: int | None = None,
         n_score_rows: int = 32,
-        least_copy: int | None = 1,
-        n_enough: int | None = None,
+        min_prefix_copy: int | None = 1,
+        prefill_cutoff: int | None = None,
     ) -> None:
         if n_cells < n_ctx:
             raise ValueError(
@@ -65,34 +65,34 @@ class Scheduler:
             )
         self.n_ctx = n_ctx
         self.n_cells = n_cells
-        self._least_copy = least_copy
+        self._min_prefix_copy = min_prefix_copy
         self.n_preempted = 0
-        self._planner = Planner(n_batch, n_ubatch, filler, n_score_rows, n_enough)
+        self._batch_builder = BatchBuilder(n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff)
         self._slots = Slots(n_slots)
         self._scarce = n_cells < n_ctx * n_slots
         self._full = False  # a step found no cells: nobody comes in before somebody left
         self._n_arrived = 0
         self._queue: OrderedDict[Request, None] = OrderedDict()  # new, in order of arrival
         self._ready: list[Request] = []  # preempted and allowed to go on, in order of arrival
-        self._parked: set[Request] = set()  # preempted while waiting for their reader
+        self._preempted_paused: set[Request] = set()  # preempted while waiting for their reader
         self._running = Running()  # in a slot
-        self._following = 0  # new, and waiting for another to compute their prompt
+        self._n_waiters = 0  # new, and waiting for another to compute their prompt
         self.memory_ops: list[Remove | Copy] = []  # to be done in this order before the next step
         self.dequeued: list[Request] = []  # got a slot or ended; one that was preempted comes again
-        self._last: StepPlan | None = None  # committed, and could be planned again
+        self._last: BatchPlan | None = None  # committed, and could be planned again
         self._n_moves = 0  # of those that run, when _last was made
 
     def __repr__(self) -> str:
         return (
-            f"<Scheduler queued={len(self._queue)} ready={len(self._ready)} parked={len(self._parked)} "
+            f"<Scheduler queued={len(self._queue)} ready={len(self._ready)} parked={len(self._preempted_paused)} "
             f"{self._running!r}>"
         )
 
-    # ---- what the decoder thread asks
+    # ---- what the engine thread asks
     @property
     def n_queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._queue) + len(self._ready) + self._following
+        return len(self._queue) + len(self._ready) + self._n_waiters
 
     @property
     def n_active(self) -> int:
@@ -102,7 +102,7 @@ class Scheduler:
     @property
     def n_live(self) -> int:
         """Requests that are not finished."""
-        return self.n_queued + self.n_active + len(self._parked)
+        return self.n_queued + self.n_active + len(self._preempted_paused)
 
     @property
     def has_work(self) -> bool:
@@ -112,37 +112,39 @@ class Scheduler:
     @property
     def all_ready(self) -> bool:
         """Whether every unfinished request may go on, so that none is worth waiting for."""
-        return not self._running.paused and not self._parked
+        return not self._running.paused and not self._preempted_paused
 
     @property
-    def n_flights(self) -> int:
+    def max_in_flight(self) -> int:
         """How many steps may be under way: what decodes needs the last one's tokens, scores do not."""
-        planner = self._planner
-        if planner.depth <= planner.cohorts or not self._running.only_scores:  # the cheap question first
-            return planner.cohorts
-        return planner.depth
+        builder = self._batch_builder
+        if (
+            builder.depth <= builder.n_micro_batches or not self._running.only_scores
+        ):  # the cheap question first
+            return builder.n_micro_batches
+        return builder.depth
 
     @property
-    def cohorts(self) -> int:
-        """How many parts decoding requests are split into; see Planner."""
-        return self._planner.cohorts
+    def n_micro_batches(self) -> int:
+        """How many parts decoding requests are split into; see BatchBuilder."""
+        return self._batch_builder.n_micro_batches
 
-    @cohorts.setter
-    def cohorts(self, n: int) -> None:
-        self._planner.cohorts = n
+    @n_micro_batches.setter
+    def n_micro_batches(self, n: int) -> None:
+        self._batch_builder.n_micro_batches = n
 
     @property
     def depth(self) -> int:
-        """How many steps of scores may be under way at once; see Planner."""
-        return self._planner.depth
+        """How many steps of scores may be under way at once; see BatchBuilder."""
+        return self._batch_builder.depth
 
     @depth.setter
     def depth(self, n: int) -> None:
-        self._planner.depth = n
+        self._batch_builder.depth = n
 
     def live(self) -> list[Request]:
         """Every unfinished request."""
-        return [*self._running, *self._ready, *self._parked, *self._queue]
+        return [*self._running, *self._ready, *self._preempted_paused, *self._queue]
 
     def take_memory_ops(self) -> list[Remove | Copy]:
         """The ``memory_ops`` so far."""
@@ -159,24 +161,24 @@ class Scheduler:
         """Queues a new request."""
         request.arrival = self._n_arrived
         self._n_arrived += 1
-        family = request.family
-        if family is not None and not family.arrive(request):
-            self._following += 1
-        elif request.n_total < request.limit:
+        group = request.prompt_group
+        if group is not None and not group.arrive(request):
+            self._n_waiters += 1
+        elif request.n_total < request.token_budget:
             self._queue[request] = None
         else:
-            self._parked.add(request)
+            self._preempted_paused.add(request)
 
     def resume(self, request: Request) -> None:
-        """Lets a request go on whose ``limit`` was raised or whose tokens were changed; otherwise does nothing."""
-        if request.finish_reason is not None or request.n_total >= request.limit:
+        """Continues a request whose ``token_budget`` was raised or whose tokens changed; otherwise does nothing."""
+        if request.finish_reason is not None or request.n_total >= request.token_budget:
             return
         if request in self._running.paused:
             del self._running.paused[request]
             request.move(State.RUNNING)
             self._running.add(request)
-        elif request in self._parked:
-            self._parked.discard(request)
+        elif request in self._preempted_paused:
+            self._preempted_paused.discard(request)
             insort(self._ready, request, key=_by_arrival)
 
     def trim(self, request: Request, n_keep: int) -> None:
@@ -206,44 +208,44 @@ class Scheduler:
         if request.state is State.FINISHED:
             return
         request.finish_reason = reason
-        if request.keep and reason in ("stop", "length"):
+        if request.resumable and reason in ("stop", "length"):
             self._pause(request)
             return
         slot = request.slot
         holds_prompt = (
-            request.family is not None and request.error is None and request.n_past >= request.n_prompt
+            request.prompt_group is not None and request.error is None and request.n_past >= request.n_prompt
         )
         self._leave(request)
         request.move(State.FINISHED)
         if slot >= 0 and holds_prompt:
-            self._bequeath(request.family, slot)
-        if request.family is not None:
-            request.family.leave(request)
-            self._follow(request.family)
+            self._hand_over_slot(request.prompt_group, slot)
+        if request.prompt_group is not None:
+            request.prompt_group.leave(request)
+            self._release_waiters(request.prompt_group)
 
-    def _bequeath(self, family: Family, slot: int) -> None:
+    def _hand_over_slot(self, group: PromptGroup, slot: int) -> None:
         """Gives the cells of a prompt, whose request is finished, to another that has a token behind it to feed."""
-        heir = family.take_heir()
-        if heir is None:
+        successor = group.take_successor()
+        if successor is None:
             return
-        if heir in self._ready:
-            self._ready.remove(heir)
+        if successor in self._ready:
+            self._ready.remove(successor)
         else:
-            self._following -= 1
+            self._n_waiters -= 1
         self.memory_ops.pop()  # which would remove all of the cells
         self._slots.take_back(slot)
-        heir.slot = slot
-        heir.n_past = min(heir.n_prompt, len(heir.tokens) - 1)
-        self.memory_ops.append(Remove(slot, heir.n_past))
-        self.dequeued.append(heir)
-        family.place(heir)
-        heir.move(State.RUNNING)
-        self._running.add(heir)
+        successor.slot = slot
+        successor.n_past = min(successor.n_prompt, len(successor.tokens) - 1)
+        self.memory_ops.append(Remove(slot, successor.n_past))
+        self.dequeued.append(successor)
+        group.place(successor)
+        successor.move(State.RUNNING)
+        self._running.add(successor)
 
-    def _follow(self, family: Family) -> None:
+    def _release_waiters(self, group: PromptGroup) -> None:
         """Lets those in who wait for a prompt that is computed, or who have to compute it now."""
-        for request in family.take_ready():
-            self._following -= 1
+        for request in group.release_waiters():
+            self._n_waiters -= 1
             insort(self._ready, request, key=_by_arrival)
 
     def cancel(self, request: Request) -> None:
@@ -265,12 +267,12 @@ class Scheduler:
         self.n_preempted += 1
         if paused:
             # `resume` brings it back: a reader that takes a little now and then must not keep others out.
-            self._parked.add(request)
+            self._preempted_paused.add(request)
         else:
             insort(self._ready, request, key=_by_arrival)
 
     # ---- steps
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> BatchPlan | None:
         """What the next step feeds, None when nothing can be done now."""
         if self._queue or self._ready:
             self._admit()
@@ -280,28 +282,32 @@ class Scheduler:
         if self._scarce:
             self._make_room()
         last, self._last = self._last, None
-        if last is not None and self._n_moves == running.n_moves and self._planner.cohorts == 1:
-            last.again = last.flying = True
+        if last is not None and self._n_moves == running.n_moves and self._batch_builder.n_micro_batches == 1:
+            last.repeats = last.in_flight = True
             return last
         self._n_moves = running.n_moves
-        plan = self._planner.plan(running)
+        plan = self._batch_builder.plan(running)
         return plan if plan.tokens else None  # none: all that could be are in steps under way
 
-    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+    def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
         """Records a step: the cells it filled and the token drawn for each of ``plan.requests`` (-1: none could be).
 
         Returns requests with their tokens, without those that ended or lost their slot while the step was under way.
         """
-        plan.flying = False
-        for request, n in plan.fed:
-            if request.flight is plan:
+        plan.in_flight = False
+        for request, n in plan.scheduled:
+            if request.batch_plan is plan:
                 request.n_past += n
-        taken = [(r, token) for r, token in zip(plan.requests, sampled, strict=True) if r.flight is plan]
+        taken = [(r, token) for r, token in zip(plan.requests, sampled, strict=True) if r.batch_plan is plan]
         for request, _, _ in plan.scored:
-            if request.flight is plan and request.max_tokens == 0 and request.n_past == len(request.tokens):
+            if (
+                request.batch_plan is plan
+                and request.max_tokens == 0
+                and request.n_past == len(request.tokens)
+            ):
                 self._score_on(request)
         if (
-            len(plan.fed) > plan.n_decode
+            len(plan.scheduled) > plan.n_decode
         ):  # those who have no slot first: they need their tokens to inherit one
             taken.sort(key=lambda pair: pair[0].slot >= 0)
         for request, token in taken:
@@ -309,7 +315,7 @@ class Scheduler:
                 self.finish(request, "stop")
                 continue
             if token < 0:
-                self.fail(request, undrawn(request, token))
+                self.fail(request, sampling_error(request, token))
                 continue
             tokens = request.tokens
             tokens.append(token)
@@ -319,25 +325,25 @@ class Scheduler:
                 self.finish(request, "stop")
             elif request.n_generated >= request.max_tokens or len(tokens) >= self.n_ctx:
                 self.finish(request, "length")
-            elif request.n_total >= request.limit:
+            elif request.n_total >= request.token_budget:
                 self._pause(request)
-        self.memory_ops += plan.fillers
-        if len(plan.fed) > plan.n_decode:
-            for request, _ in plan.fed[plan.n_decode :]:
-                if request.family is not None and request.family.waiting:
-                    self._follow(request.family)
+        self.memory_ops += plan.padding
+        if len(plan.scheduled) > plan.n_decode:
+            for request, _ in plan.scheduled[plan.n_decode :]:
+                if request.prompt_group is not None and request.prompt_group.waiting:
+                    self._release_waiters(request.prompt_group)
             self._running.sort()
         elif (
             plan.n_decode == len(plan.tokens)
             and len(plan.requests) == len(self._running.decoding)
             and not self._running.prefilling
         ):
-            self._last = plan  # of all: after a change from two cohorts it may be of half of them
+            self._last = plan  # of all: after a change from two micro-batches it may be of half of them
         return taken
 
     def _score_on(self, request: Request) -> None:
         """Goes on with what is to be scored behind the same context, or ends."""
-        following = request.scoring.following()
+        following = request.logprob_targets.following()
         if following is None:
             self.finish(request, "stop")
             return
@@ -345,18 +351,18 @@ class Scheduler:
         self.memory_ops.append(Remove(request.slot, n_kept))
         request.n_past = n_kept
 
-    def abort(self, plan: StepPlan, error: BaseException) -> list[Request]:
+    def abort(self, plan: BatchPlan, error: BaseException) -> list[Request]:
         """Ends the requests of a step that failed, and nobody else's; returns them."""
         requests = self.drop(plan)
         for request in requests:
             self.fail(request, error)
         return requests
 
-    def drop(self, plan: StepPlan) -> list[Request]:
+    def drop(self, plan: BatchPlan) -> list[Request]:
         """Forgets a step that came to nothing; the requests that were in it until now."""
-        plan.flying = False
-        self.memory_ops += plan.fillers
-        return [request for request, _ in plan.fed if request.flight is plan]
+        plan.in_flight = False
+        self.memory_ops += plan.padding
+        return [request for request, _ in plan.scheduled if request.batch_plan is plan]
 
     def recompute(self, slot: int) -> None:
         """The memory could not forget a part of this sequence and lost all of it: its tokens are computed again."""
@@ -364,7 +370,7 @@ class Scheduler:
             if request.slot == slot:
                 self._running.recompute(request)
 
-    def relieve(self, plan: StepPlan) -> Request | None:
+    def relieve(self, plan: BatchPlan) -> Request | None:
         """Drops a step that found no cells and preempts one of several requests; None when only one is left."""
         self.drop(plan)
         nobody_paused = not self._running.paused
@@ -399,22 +405,27 @@ class Scheduler:
                 del self._ready[0]
             else:
                 del self._queue[request]
-            if request.family is not None and request.family.is_computing():
-                request.family.wait(request)  # it comes in when there is something to copy
-                self._following += 1
+            if request.prompt_group is not None and request.prompt_group.is_computing():
+                request.prompt_group.wait(request)  # it comes in when there is something to copy
+                self._n_waiters += 1
                 continue
             self.dequeued.append(request)
             request.slot = self._slots.take()
-            if request.family is not None:
+            if request.prompt_group is not None:
                 self._copy_prompt(request)
-                request.family.place(request)
+                request.prompt_group.place(request)
             request.move(State.RUNNING)
             self._running.add(request)
 
     def _copy_prompt(self, request: Request) -> None:
         """Begins with the cells of another's prompt, but with a token left to feed."""
-        source, n = request.family.source(), min(request.n_prompt, len(request.tokens) - 1)
-        if source is None or request.scoring is not None or self._least_copy is None or n < self._least_copy:
+        source, n = request.prompt_group.source(), min(request.n_prompt, len(request.tokens) - 1)
+        if (
+            source is None
+            or request.logprob_targets is not None
+            or self._min_prefix_copy is None
+            or n < self._min_prefix_copy
+        ):
             return
         self.memory_ops.append(Copy(source.slot, request.slot, n))
         request.n_past = n
@@ -435,18 +446,18 @@ class Scheduler:
             self._running.take(request)
         elif request.state is State.PAUSED:
             del self._running.paused[request]
-        elif request in self._parked:
-            self._parked.discard(request)
+        elif request in self._preempted_paused:
+            self._preempted_paused.discard(request)
         elif request in self._queue:
             del self._queue[request]
-        elif request.family is not None and request in request.family.waiting:
-            self._following -= 1
+        elif request.prompt_group is not None and request in request.prompt_group.waiting:
+            self._n_waiters -= 1
         else:
             self._ready.remove(request)
         self.dequeued.append(request)
-        request.flight = None
-        if request.family is not None:
-            request.family.leave(request)
+        request.batch_plan = None
+        if request.prompt_group is not None:
+            request.prompt_group.leave(request)
         if request.slot >= 0:
             self.memory_ops.append(Remove(request.slot, 0))
             self._slots.give(request.slot)
@@ -463,5 +474,5 @@ class Scheduler:
         for request in self._running:
             assert request.state in (State.RUNNING, State.PAUSED), request
             assert 0 <= request.n_past <= len(request.tokens) <= self.n_ctx, request
-        for request in (*self._queue, *self._ready, *self._parked):
+        for request in (*self._queue, *self._ready, *self._preempted_paused):
             assert request.state is State.WAITING and request.slot == -1 and request.n_past == 0, request

@@ -1,4 +1,4 @@
-"""The decoder thread: takes commands, has steps planned and run, and ends in order.
+"""The engine thread: takes commands, has steps planned and run, and ends in order.
 
 It is the only thread that touches scheduler and context. Other threads talk to it through ``call``; it talks to them
 through mailboxes. Between two steps it takes every command that has come.
@@ -26,28 +26,28 @@ from llamapipe.host.at_exit import close_at_exit, forget
 Command = tuple[Callable[..., object], tuple[Any, ...]]
 _MAX_SKIPPED_WINDOWS = 7
 _JOIN_S = 1.0  # a Ctrl-C that comes just before Python begins to wait does not end the wait
-_THREAD_NAME = "llamapipe-decoder"
+_THREAD_NAME = "llamapipe-engine"
 
 
-def alone() -> bool:
+def single_caller() -> bool:
     """Whether no other thread could make a request while this one waits for its own."""
     mine = threading.current_thread()
     return all(thread is mine or thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
-_decoders: WeakSet[Decoder] = WeakSet()
+_engine_loops: WeakSet[EngineLoop] = WeakSet()
 
 
 def _mark_forked() -> None:
-    for decoder in list(_decoders):
-        decoder.forked = True
+    for engine_loop in list(_engine_loops):
+        engine_loop.forked = True
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_mark_forked)
 
 
-class Decoder:
+class EngineLoop:
     """Runs steps on a thread of its own, from ``start`` to ``close``; the thread closes the executor at its end.
 
     ``window_s``: how long an idle decoder waits for siblings of the request that woke it. ``left_queue`` is told which
@@ -61,12 +61,12 @@ class Decoder:
         window_s: float,
         left_queue: Callable[[Sequence[Request]], object],
     ) -> None:
-        self.alone = False  # set by callers: no other thread or task could call while this one waits
+        self.single_caller = False  # set by callers: no other thread or task could call while this one waits
         self.forked = False  # whether this process has the thread no more; readers look once a token
         self._pid = os.getpid()
-        _decoders.add(self)
+        _engine_loops.add(self)
         self.steps = StepRunner(scheduler, executor)
-        self.outbox = self.steps.outbox
+        self.dispatcher = self.steps.dispatcher
         self._scheduler = scheduler
         self._window_s = window_s
         self._left_queue = left_queue
@@ -105,7 +105,7 @@ class Decoder:
     def check_open(self) -> None:
         """Raises EngineClosedError when closed, or in a process that was forked from this one's.
 
-        RuntimeError on the decoder thread itself, which would wait for itself.
+        RuntimeError on the engine thread itself, which would wait for itself.
         """
         self.check_process()
         self._check_thread()
@@ -125,7 +125,7 @@ class Decoder:
             self._inbox.put((self.add, requests))
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Has ``function`` run on the decoder thread between two steps, in the order of calls."""
+        """Has ``function`` run on the engine thread between two steps, in the order of calls."""
         self._inbox.put((function, arguments))
 
     def cancel_soon(self, request: Request) -> None:
@@ -135,7 +135,7 @@ class Decoder:
         self.steps.abort_for_nobody()
 
     def ask(self, question: Callable[[], Any]) -> Any:
-        """The result of ``question`` on the decoder thread, or on this one after its end; raises what it raised."""
+        """The result of ``question`` on the engine thread, or on this one after its end; raises what it raised."""
         self._check_thread()
         self.check_process()  # before the lock: another thread may have held it when this process was forked
         replies: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
@@ -175,7 +175,7 @@ class Decoder:
             self._thread.join(_JOIN_S)
         forget(self)
 
-    # ---- commands, run on the decoder thread
+    # ---- commands, run on the engine thread
     def add(self, *requests: Request) -> None:
         """Takes new requests."""
         self._n_requests += len(requests)
@@ -203,9 +203,9 @@ class Decoder:
             self._scheduler.append(request, tokens)
         request.sink.restart_text()
         if request.sampler is not None:
-            self.outbox.wake()  # a grammar reads the sequence again
+            self.dispatcher.wake()  # a grammar reads the sequence again
             try:
-                request.recipe.again(request.sampler, request)
+                request.sampler_factory.rebuild(request.sampler, request)
             except (ValueError, DecodeError) as e:  # the sequence is not what its constraints allow
                 self._scheduler.fail(request, InvalidRequestError(str(e)))
                 self.steps.finished(request)
@@ -217,18 +217,18 @@ class Decoder:
         for request in list(self.steps.open):
             if not drain:
                 self.steps.cancel(request)
-            elif not request.keep:
+            elif not request.resumable:
                 self._run_to_end(request)
 
     def stats(self) -> EngineStats:
-        """A copy of the counters; for the decoder thread, or any thread after its end."""
+        """A copy of the counters; for the engine thread, or any thread after its end."""
         return EngineStats(
             n_requests=self._n_requests,
             n_preempted=self._scheduler.n_preempted,
             n_active=self._scheduler.n_active,
             n_queued=self._scheduler.n_queued,
             idle_s=self._idle_s,
-            n_cohorts=self._scheduler.cohorts,
+            n_micro_batches=self._scheduler.n_micro_batches,
             **self.steps.stats(),
         )
 
@@ -247,31 +247,31 @@ class Decoder:
 
     def _loop(self) -> None:
         scheduler, steps, inbox = self._scheduler, self.steps, self._inbox
-        flying, outbox = steps.flying, self.outbox
+        in_flight, dispatcher = steps.in_flight, self.dispatcher
         started = perf_counter()
         while True:
             while not inbox.empty():
                 function, arguments = inbox.get()
                 function(*arguments)
-            if outbox.pending:  # whoever was cancelled need not wait for a step
+            if dispatcher.pending:  # whoever was cancelled need not wait for a step
                 steps.flush()
             if scheduler.memory_ops:
                 steps.apply_memory_ops()  # before the plan: what cannot be removed in part is computed again
-            # After a change from two cohorts to one, a step may be under way that has to come back first.
-            plan = scheduler.plan() if len(flying) < scheduler.n_flights else None
+            # After a change from two micro-batches to one, a step may be under way that has to come back first.
+            plan = scheduler.plan() if len(in_flight) < scheduler.max_in_flight else None
             if scheduler.dequeued:
                 self._tell_dequeued()
             if plan is not None:
                 steps.launch(plan, started)
             steps.deliver()
-            if flying and (plan is None or len(flying) >= scheduler.n_flights):
+            if in_flight and (plan is None or len(in_flight) >= scheduler.max_in_flight):
                 steps.sample()
                 started = perf_counter()
-                if scheduler.has_work or flying:
+                if scheduler.has_work or in_flight:
                     continue
                 # All wait for their callers: the first one back must not run off without the others.
                 steps.apply_memory_ops()
-            elif plan is not None:  # it failed, or there is room for another cohort
+            elif plan is not None:  # it failed, or there is room for another micro-batch
                 started = perf_counter()
                 continue
             steps.deliver()
@@ -292,22 +292,22 @@ class Decoder:
     def _end_waiting(self) -> None:
         """Lets those go on, or ends those, that wait for a caller while the engine closes."""
         for request in list(self.steps.open):
-            if request.keep:
+            if request.resumable:
                 self.steps.cancel(request)
             else:
                 self._run_to_end(request)
 
     def _run_to_end(self, request: Request) -> None:
-        request.limit = UNLIMITED  # a stream's reader finds the rest in its mailbox
+        request.token_budget = UNLIMITED  # a stream's reader finds the rest in its mailbox
         self._scheduler.resume(request)
 
     def _wait(self) -> None:
         """Blocks for a command, then a moment longer for those of its siblings, if that has paid lately."""
-        if not self.alone and not self.steps.open and self._inbox.empty():
+        if not self.single_caller and not self.steps.open and self._inbox.empty():
             self.steps.rest()
         function, arguments = self._inbox.get()
         function(*arguments)
-        if self.alone or self._window_s <= 0 or not self._scheduler.has_work:
+        if self.single_caller or self._window_s <= 0 or not self._scheduler.has_work:
             return
         if self._n_skipped < self._n_skip:
             self._n_skipped += 1
@@ -333,7 +333,7 @@ class Decoder:
     def _serve_errors(self, error: BaseException) -> None:
         """After a defect of our own: fails all there is and all that comes, until the engine is closed."""
         self._error = BackendError(
-            f"the decoder thread failed ({error!r}); close this engine and make another"
+            f"the engine thread failed ({error!r}); close this engine and make another"
         )
         self._error.__cause__ = error
         for request in list(self.steps.open):

@@ -7,16 +7,16 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from llamapipe.engine.delivery.wake_queue import WakeList
+from llamapipe.engine.delivery.wake_queue import LaunchWakeList
 from llamapipe.engine.scheduler.logprob_targets import TokenScore
 from llamapipe.errors import DecodeError
-from llamapipe.llama.native_pipeline import Core
+from llamapipe.llama.native_pipeline import NativePipeline
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error
 
 
 class Executor(Protocol):
-    """What the decoder thread needs of a context.
+    """What the engine thread needs of a context.
 
     ``overlaps``: a launch returns before its step is computed, so there is time for other work before ``sample``.
     ``late_errors``: errors of a launch are raised by ``sample``. ``depth``: most steps launched and not sampled.
@@ -51,7 +51,7 @@ class Executor(Protocol):
         Raises ContextFullError (nothing changed) or DecodeError, here or in ``sample``.
         """
 
-    def launch_again(self) -> int:
+    def launch_repeat(self) -> int:
         """Launches the last batch, every entry one position further and with the token that was sampled from it.
 
         Only after a ``sample`` of all its entries in their order. Returns and raises as ``launch`` does.
@@ -64,7 +64,7 @@ class Executor(Protocol):
         ``error``.
         """
 
-    def sample_again(self, step: int) -> list[int]:
+    def sample_repeat(self, step: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""
 
     def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[Any]:
@@ -73,7 +73,7 @@ class Executor(Protocol):
         Entries may come several times in a row. Raises as ``sample`` does.
         """
 
-    def wake_at_launch(self, wakes: WakeList) -> None:
+    def wake_at_launch(self, wakes: LaunchWakeList) -> None:
         """Has each launch wake those who are in this list then, threads one by one while it computes.
 
         It holds no lock of the interpreter's, so whoever is woken can work at once.
@@ -101,14 +101,14 @@ class Executor(Protocol):
 class StepExecutor:
     """An Executor over a pipeline; belongs to the thread that uses it first, like the context."""
 
-    def __init__(self, core: Core) -> None:
-        context = core.context
-        self.core = core
-        self.overlaps = core.threaded or core.mode in ("events", "sync")
-        self.late_errors = core.threaded
-        self.depth = core.depth
+    def __init__(self, pipeline: NativePipeline) -> None:
+        context = pipeline.context
+        self.pipeline = pipeline
+        self.overlaps = pipeline.threaded or pipeline.mode in ("events", "sync")
+        self.late_errors = pipeline.threaded
+        self.depth = pipeline.depth
         self._context = context
-        self._native = core.native
+        self._native = pipeline.native
         new, n = self._native.ffi.new, context.n_batch
         self._tokens, self._positions, self._seq_ids = (new("int32_t[]", n) for _ in range(3))
         self._outputs = new("int8_t[]", n)
@@ -118,8 +118,8 @@ class StepExecutor:
         self._samplers = new("lp_sampler *[]", context.n_seq_max)
         self._in_graph = context.graph_sampling
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
-        self._handle = core.handle  # what calls go to
-        self._wakes: WakeList | None = None
+        self._handle = pipeline.handle  # what calls go to
+        self._wakes: LaunchWakeList | None = None
 
     def remove(self, seq_id: int, position: int) -> bool:
         """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
@@ -202,12 +202,12 @@ class StepExecutor:
             wanted += mine + [-1] * (n_targets - len(mine))
         return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
 
-    def wake_at_launch(self, wakes: WakeList) -> None:
+    def wake_at_launch(self, wakes: LaunchWakeList) -> None:
         """Has each launch wake those who are in this list then."""
         self._wakes = wakes  # the pipeline has its address
         self._native.lib.lp_wake_at_launch(self._handle, wakes.handle)
 
-    def launch_again(self) -> int:
+    def launch_repeat(self) -> int:
         """Launches the last batch, every entry one position further and with the token sampled from it.
 
         Returns and raises as ``launch`` does.
@@ -219,7 +219,7 @@ class StepExecutor:
         return step
 
     def _fail(self, code: int) -> NoReturn:
-        raise self.core.error(code, n_tokens=self._n)
+        raise self.pipeline.error(code, n_tokens=self._n)
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> list[int]:
         """Draws and accepts a token for each output entry of a step; see ``Executor.sample``.
@@ -231,7 +231,7 @@ class StepExecutor:
         self._n_rows = len(rows)
         self._set_rows(rows, samplers)
         self._all_native = all(s.is_native for s in samplers)
-        return self.sample_again(step)
+        return self.sample_repeat(step)
 
     def _set_rows(self, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> None:
         n = len(rows)
@@ -242,7 +242,7 @@ class StepExecutor:
         self._rows[0:n] = rows
         self._samplers[0:n] = [s.handle for s in samplers]
 
-    def sample_again(self, step: int) -> list[int]:
+    def sample_repeat(self, step: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""
         native, n = self._native, self._n_rows
         if not self._all_native:
@@ -316,17 +316,17 @@ class StepExecutor:
 
     def compute_s(self) -> float:
         """Seconds spent computing steps so far, as far as they are known."""
-        return float(self.core.counters().compute_ns) * 1e-9
+        return float(self.pipeline.counters().compute_ns) * 1e-9
 
     def stats(self) -> dict[str, Any]:
         """Counters for EngineStats; any thread, also after ``close``."""
-        counters = self.core.counters()
+        counters = self.pipeline.counters()
         return {
             "n_waits": counters.n_waits,
             "n_syncs": counters.n_syncs,
             "n_copies": counters.n_copies,
             "n_copied_bytes": counters.n_bytes,
-            "n_reused": self.core.n_reused,
+            "n_reused": self.pipeline.n_reused,
             "n_graph_sampled": counters.n_graph,
             "compute_s": counters.compute_ns * 1e-9,
             "wait_s": counters.wait_ns * 1e-9,
@@ -343,4 +343,4 @@ class StepExecutor:
 
     def close(self) -> None:
         """Frees pipeline and context."""
-        self.core.close()
+        self.pipeline.close()

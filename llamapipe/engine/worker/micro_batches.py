@@ -1,4 +1,4 @@
-"""Decides whether decoding requests are split into two cohorts whose steps alternate."""
+"""Decides whether decoding requests are split into two micro-batches whose steps alternate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEEP_GAIN = 1.03  # measured, to stay
 _LONGEST_PAUSE = 64  # windows before another try after one that did not pay
 
 
-class CohortSwitch:
+class MicroBatchSwitch:
     """Splits while that is faster: tried when the formula of the design promises a gain, kept when one is measured.
 
     With T the time a step computes and b everything else on the way to the next, two alternating cohorts gain
@@ -21,7 +21,7 @@ class CohortSwitch:
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.n = 1  # cohorts
+        self.n = 1  # micro-batches
         self._executor = executor
         self._able = executor.overlaps and executor.depth > 1
         self._n_steps = self._n_tokens = 0
@@ -66,6 +66,6 @@ class CohortSwitch:
 
 
 def gain(compute_s: float, other_s: float) -> float:
-    """How many times faster two cohorts are, by the design's formula."""
+    """How many times faster two micro-batches are, by the design's formula."""
     slowest = max(2 * compute_s, other_s, compute_s + other_s / 2)
     return (compute_s + other_s) / slowest if slowest > 0 else 1.0

@@ -2,7 +2,7 @@
 
 Where a launch returns before its step is computed, the next one is launched before the last one's tokens are
 delivered; a stop string found then ends a request that is part of the next step already, whose token nobody gets. With
-cohorts, two steps of different requests are under way.
+micro-batches, two steps of different requests are under way.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
-from llamapipe.engine.delivery.mailbox import Outbox
-from llamapipe.engine.scheduler.batch_plan import Copy, StepPlan
+from llamapipe.engine.delivery.mailbox import ResultDispatcher
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.executor import Executor
-from llamapipe.engine.worker.in_flight import Flight, draw, score, take_notes, targets_of
-from llamapipe.engine.worker.micro_batches import CohortSwitch
+from llamapipe.engine.worker.in_flight import InFlightStep, draw, record_logprobs, score, targets_of
+from llamapipe.engine.worker.micro_batches import MicroBatchSwitch
 from llamapipe.errors import ContextFullError, DecodeError
 from llamapipe.llama.native_pipeline import StepAbortedError
 from llamapipe.pipeline.trace import Trace
@@ -34,37 +34,37 @@ class NoTrace:
 
 
 class StepRunner:
-    """The steps of one context. Methods are for the decoder thread, unless they say otherwise.
+    """The steps of one context. Methods are for the engine thread, unless they say otherwise.
 
-    ``open``: the requests whose end was not told yet. ``flying``: the steps under way, launched and not sampled.
+    ``open``: the requests whose end was not told yet. ``in_flight``: the steps under way, launched and not sampled.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.open: dict[Request, None] = {}
-        self.outbox = Outbox(at_launch=not executor.overlaps)
+        self.dispatcher = ResultDispatcher(at_launch=not executor.overlaps)
         if not executor.overlaps:
-            executor.wake_at_launch(self.outbox.wakes)
+            executor.wake_at_launch(self.dispatcher.wakes)
         self.n_steps = 0
         self.trace: Trace | NoTrace = NoTrace()  # where plan and deliver are noted
         self._scheduler = scheduler
         self._executor = executor
-        self.flying: deque[Flight] = deque()
+        self.in_flight: deque[InFlightStep] = deque()
         self._retired: deque[tuple[int, Any]] = deque()  # samplers of steps under way, when those are sampled
         self._n_sampled = 0
-        self._n_notes = 0  # open requests that want to know how probable their tokens are
+        self._n_wants_logprobs = 0  # open requests that want to know how probable their tokens are
         self._undelivered: list[tuple[Request, int]] = []  # of the step sampled last
-        self._computing: StepPlan | None = None  # what a launch is computing; for those who cancel
-        self._cohorts = CohortSwitch(executor)
+        self._computing: BatchPlan | None = None  # what a launch is computing; for those who cancel
+        self._micro_batches = MicroBatchSwitch(executor)
         self._last_step = -1  # whose tokens are undelivered
         self._n_prompt = self._n_generated = 0
         self._plan_s = self._launch_s = self._sample_s = self._deliver_s = 0.0
         scheduler.depth = executor.depth if executor.overlaps else 1
 
     def __repr__(self) -> str:
-        return f"<StepRunner n_steps={self.n_steps} flying={len(self.flying)} open={len(self.open)}>"
+        return f"<StepRunner n_steps={self.n_steps} in_flight={len(self.in_flight)} open={len(self.open)}>"
 
     def stats(self) -> dict[str, Any]:
-        """Counters for EngineStats; any thread after the decoder thread's end."""
+        """Counters for EngineStats; any thread after the engine thread's end."""
         return {
             "steps": self.n_steps,
             "n_tokens_prompt": self._n_prompt,
@@ -78,7 +78,7 @@ class StepRunner:
 
     def close(self) -> None:
         """Wakes all who wait; frees the context and the samplers that are left."""
-        self.outbox.close()
+        self.dispatcher.close()
         self._executor.close()
         for _, sampler in self._retired:
             sampler.close()
@@ -86,8 +86,8 @@ class StepRunner:
     # ---- any thread
     def abort_all(self) -> None:
         """Cancels whoever is in a step under way, so that it need not be computed."""
-        for plan in (self._computing, *(flight.plan for flight in list(self.flying))):
-            for request, _ in plan.fed if plan is not None else ():
+        for plan in (self._computing, *(launched.plan for launched in list(self.in_flight))):
+            for request, _ in plan.scheduled if plan is not None else ():
                 request.cancelled = True
         self.abort_for_nobody()
 
@@ -95,19 +95,19 @@ class StepRunner:
         """Aborts the step that is being computed if all who are in it were cancelled."""
         plan = self._computing
         inside = plan is not None and not self._executor.late_errors  # the launch is what computes
-        if plan is not None and inside and all(request.cancelled for request, _ in plan.fed):
+        if plan is not None and inside and all(request.cancelled for request, _ in plan.scheduled):
             step = self._executor.launching()
             if self._computing is plan:  # so it is this plan's step, or one of the past
                 self._executor.abort(step)
-        for flight in list(self.flying):
-            if all(request.cancelled for request, _ in flight.plan.fed):
-                self._executor.abort(flight.step)
+        for launched in list(self.in_flight):
+            if all(request.cancelled for request, _ in launched.plan.scheduled):
+                self._executor.abort(launched.step)
 
     # ---- requests
     def add(self, requests: Iterable[Request]) -> None:
         """Notes new requests, whose end will be told."""
         self.open.update(dict.fromkeys(requests))
-        self._n_notes += sum(request.notes for request in requests)
+        self._n_wants_logprobs += sum(request.wants_logprobs for request in requests)
 
     def cancel(self, request: Request) -> None:
         """Ends a request wherever it is."""
@@ -120,34 +120,34 @@ class StepRunner:
         if request.state is State.FINISHED:
             if request in self.open:
                 del self.open[request]
-                self._n_notes -= request.notes
+                self._n_wants_logprobs -= request.wants_logprobs
             if request.sampler is not None:
-                if self.flying:  # perhaps with this request in it
-                    self._retired.append((self._n_sampled + len(self.flying), request.sampler))
+                if self.in_flight:  # perhaps with this request in it
+                    self._retired.append((self._n_sampled + len(self.in_flight), request.sampler))
                 else:
                     request.sampler.close()
                 request.sampler = None
         request.sink.finish(request)
 
     # ---- steps
-    def launch(self, plan: StepPlan, started: float) -> None:
+    def launch(self, plan: BatchPlan, started: float) -> None:
         """Has a plan computed that was begun at this time of ``perf_counter``; deals with its failure."""
         executor = self._executor
         if self._scheduler.memory_ops:
             self.apply_memory_ops()
         samplers: list[Any] = []
-        if not plan.again:
+        if not plan.repeats:
             if any(request.sampler is None for request in plan.requests):
-                self.outbox.wake()  # grammars and long prompts take their time
+                self.dispatcher.wake()  # grammars and long prompts take their time
             for request in plan.requests:
                 if request.sampler is None:
-                    request.sampler = request.recipe.make(request)
+                    request.sampler = request.sampler_factory.make(request)
                 samplers.append(request.sampler)
         self._computing = plan
         planned = perf_counter()
         try:
-            if plan.again:
-                step = executor.launch_again()
+            if plan.repeats:
+                step = executor.launch_repeat()
             else:
                 targets, n_top = targets_of(plan) if plan.scored else (None, 0)
                 step = executor.launch(
@@ -160,36 +160,36 @@ class StepRunner:
                     targets,
                     n_top,
                 )
-            self.flying.append(Flight(plan, step, samplers))
+            self.in_flight.append(InFlightStep(plan, step, samplers))
             # A request may have been cancelled when the step was neither being launched nor under way.
-            if plan.fed[0][0].cancelled and all(request.cancelled for request, _ in plan.fed):
+            if plan.scheduled[0][0].cancelled and all(request.cancelled for request, _ in plan.scheduled):
                 executor.abort(step)
         except (ContextFullError, DecodeError) as e:
             self._failed(plan, e)
         finally:
             self._computing = None
-        if self.trace.on and self.flying:
-            self.trace.add("plan", self.flying[-1].step, started, planned)
+        if self.trace.on and self.in_flight:
+            self.trace.add("plan", self.in_flight[-1].step, started, planned)
         self._plan_s += planned - started
         self._launch_s += perf_counter() - planned
 
     def sample(self) -> None:
         """Takes the tokens of the oldest step under way; waits for it if need be."""
-        flight = self.flying[0]
-        plan, executor, scheduler = flight.plan, self._executor, self._scheduler
+        launched = self.in_flight[0]
+        plan, executor, scheduler = launched.plan, self._executor, self._scheduler
         damaged: list[Request] = []
-        launched = perf_counter()
+        began = perf_counter()
         try:
-            sampled = draw(executor, flight)
+            sampled = draw(executor, launched)
             if plan.scored:
-                damaged = score(executor, flight)
+                damaged = score(executor, launched)
         except (ContextFullError, DecodeError) as e:  # of an asynchronous step: here is where it is known
-            self._landed()
+            self._complete_oldest()
             self._failed(plan, e)
             return
-        self._landed()
-        if self._n_notes:
-            take_notes(plan, sampled)
+        self._complete_oldest()
+        if self._n_wants_logprobs:
+            record_logprobs(plan, sampled)
         drawn = perf_counter()
         if damaged:
             self._fail_damaged(damaged)
@@ -197,15 +197,15 @@ class StepRunner:
         for request, _, _ in plan.scored:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self.open:
                 self.finished(request)
-        self._last_step = flight.step
+        self._last_step = launched.step
         self.n_steps += 1
         self._n_generated += len(sampled)
-        self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.fillers)
-        self._sample_s += drawn - launched
+        self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.padding)
+        self._sample_s += drawn - began
         if not executor.overlaps:
             self.deliver()
-        elif self._cohorts.step(len(sampled)):
-            scheduler.cohorts = self._cohorts.n
+        elif self._micro_batches.step(len(sampled)):
+            scheduler.n_micro_batches = self._micro_batches.n
 
     def _fail_damaged(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -215,16 +215,16 @@ class StepRunner:
                 )
                 self.finished(request)
 
-    def _landed(self) -> None:
+    def _complete_oldest(self) -> None:
         """The oldest step is no longer under way, and nobody samples with what ended during it."""
-        self.flying.popleft()
+        self.in_flight.popleft()
         self._n_sampled += 1
         while self._retired and self._retired[0][0] <= self._n_sampled:
             self._retired.popleft()[1].close()
 
     def deliver(self) -> None:
         """Hands the tokens that were sampled last to their sinks, and wakes whom they are for."""
-        if not self._undelivered and not self.outbox.pending:
+        if not self._undelivered and not self.dispatcher.pending:
             return
         began = perf_counter()
         scheduler = self._scheduler
@@ -241,14 +241,14 @@ class StepRunner:
                 request.finish_reason = "stop"  # also where this token was the last one anyway
             if request.finish_reason is not None:
                 self.finished(request)
-        if self.outbox.pending:
+        if self.dispatcher.pending:
             self.flush()
         ended = perf_counter()
         if undelivered and self.trace.on:
             self.trace.add("deliver", self._last_step, began, ended)
         self._deliver_s += ended - began
 
-    def _failed(self, plan: StepPlan, error: Exception) -> None:
+    def _failed(self, plan: BatchPlan, error: Exception) -> None:
         """Ends the requests of a step that failed, or makes room where it found none; the others go on."""
         self.deliver()
         if isinstance(error, StepAbortedError):
@@ -261,7 +261,7 @@ class StepRunner:
         else:
             self._abort(plan, error)
 
-    def _abort(self, plan: StepPlan, error: BaseException) -> None:
+    def _abort(self, plan: BatchPlan, error: BaseException) -> None:
         for request in self._scheduler.abort(plan, error):
             self.finished(request)
 
@@ -277,6 +277,6 @@ class StepRunner:
         self._executor.rest()
 
     def flush(self, together: bool = False) -> None:
-        """Wakes callers; see ``Outbox.flush``."""
-        for request in self.outbox.flush(together):
+        """Wakes callers; see ``ResultDispatcher.flush``."""
+        for request in self.dispatcher.flush(together):
             self.cancel(request)

@@ -532,8 +532,8 @@ class TestAgain:
         bench.run()
         assert_done(a)
 
-    def test_not_of_half_of_them_after_two_cohorts_became_one(self) -> None:
-        """The second half's step comes back when there is one micro-batch again: the first half must not be left out."""
+    def test_not_of_half_of_them_after_two_micro_batches_became_one(self) -> None:
+        """The second half's step returns when there is one micro-batch again: it must not leave out the first half."""
         bench = Bench()
         requests = [bench.add(max_tokens=12) for _ in range(4)]
         bench.steps(2)

@@ -1,4 +1,4 @@
-"""Scores and prompt groups in the scheduler: whatever happens meanwhile, each row is asked for once and is the right one."""
+"""Scores and prompt groups in the scheduler: each row is asked for once, and is the right one."""
 
 from __future__ import annotations
 

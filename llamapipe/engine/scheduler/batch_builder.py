@@ -65,7 +65,7 @@ class BatchBuilder:
         The order of the two passes makes little difference for those that decode, but much for prompts' first tokens.
         """
         if self._prefill_cutoff == UNLIMITED or self._padding_token is None or self.n_micro_batches > 1:
-            # With unified KV, where there is no padding token, it shares the prompts' pass over the weights: waiting saves
+            # With unified KV (no padding token) decoding shares the prompts' pass over the weights, so waiting saves
             # nothing. A micro-batch would wait for the other one's prompts, too.
             return False
         n_step = n_next = 0

@@ -27,8 +27,8 @@ class BatchPlan:
 
     ``rows[i]`` is the batch entry whose logits continue ``requests[i]``, some of which may wait for a slot.
     ``scheduled``: each request with its number of entries, the first ``n_decode`` of them decoding. ``scored``:
-    (request, first position, batch entries) of rows that say something of the request's own tokens. ``padding``: (seq_id, position) of
-    entries that only keep the batch in one piece; they are removed afterwards.
+    (request, first position, batch entries) of rows that score the request's own tokens.
+    ``padding``: (seq_id, position) of entries that only keep the batch in one piece; they are removed afterwards.
 
     ``in_flight``: planned and not committed; the requests in it are left out of plans made meanwhile.
 

@@ -37,9 +37,9 @@ class Request:
     """A sequence of tokens that is being continued.
 
     ``tokens``: the whole sequence, prompt and generated; the first ``n_past`` of them are in KV cells.
-    ``token_budget``: how many tokens it may have generated in all before it pauses; consumers raise it. ``max_tokens``: most generated
-    tokens since the start or the last append; with 0 of them only ``logprob_targets`` is what it is for. ``sink``: what
-    receives the results; opaque here.
+    ``token_budget``: how many tokens it may have generated in all before it pauses; consumers raise it.
+    ``max_tokens``: most generated tokens since the start or the last append; with 0, the request only computes its
+    ``logprob_targets``. ``sink``: receives the results; opaque here.
 
     Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its one consumer sets.
     """

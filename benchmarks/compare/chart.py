@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEIGHT = 900, 360
+WIDTH, HEIGHT = 900, 350
 TOP, BOTTOM = 96, 292  # of the plots
 STYLE = (
     "text{font:13px system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif;fill:#57606a}"

@@ -1,4 +1,4 @@
-"""The README: its commands are the project's, and its Python runs as it stands."""
+"""The documentation's programs run as they stand, and the README begins with the project's commands."""
 
 from __future__ import annotations
 
@@ -12,20 +12,42 @@ import pytest
 
 import llamapipe as lp
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+FIRST_SCREEN = 20  # lines
 
 
-def test_the_two_commands_stand_at_the_top() -> None:
+def programs() -> list[object]:
+    """Every Python block of every page, named by the page and the block's first line."""
+    found: list[object] = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, block.start()) + 2
+            found.append(pytest.param(block[1], id=f"{page.relative_to(ROOT).as_posix()}:{line}"))
+    return found
+
+
+PROGRAMS = programs()
+
+
+def test_the_two_commands_are_on_the_first_screen() -> None:
     first = re.search(r"```sh\n(.*?)```", README, re.DOTALL)
     assert first is not None
-    assert first.start() < 40
+    assert README.count("\n", 0, first.start()) < FIRST_SCREEN
     commands = [line.partition("#")[0].strip() for line in first[1].splitlines()]
     assert commands == ["pip install . && llamapipe demo", "pip install nox && nox -s tests"]
 
 
-@pytest.mark.parametrize("code", BLOCKS)
-def test_python_runs_as_it_stands(code: str, tmp_path: Path) -> None:
+def test_the_readme_is_short() -> None:
+    assert README.count("\n") <= 180
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_programs_run_as_they_stand(code: str, tmp_path: Path) -> None:
+    if "import lm_eval" in code:
+        pytest.importorskip("lm_eval")  # `nox -s lm_eval` installs it
     (tmp_path / "example.py").write_text(code, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-W", "error", "example.py"],
@@ -40,5 +62,7 @@ def test_python_runs_as_it_stands(code: str, tmp_path: Path) -> None:
     assert done.stdout
 
 
-def test_there_is_python_to_run() -> None:
-    assert len(BLOCKS) == README.count("```python") >= 5
+def test_every_python_block_is_run() -> None:
+    n_blocks = sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
+    assert len(PROGRAMS) == n_blocks
+    assert README.count("```python") >= 5

@@ -1,0 +1,89 @@
+"""Links between the project's pages lead somewhere: files, headings, and paths named in the text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("benchmarks/**/*.md")),
+    ROOT / "third_party" / "README.md",
+]
+NOTEBOOK = (
+    ROOT / "benchmarks" / "notebook"
+)  # tells what was true then: its links hold, its paths may be of the past
+FOLDERS = ("benchmarks", "ci", "docs", "llamapipe", "native_build", "tests", "third_party", "tools")
+BUILT = ("llamapipe/native/lib", "third_party/llama.cpp")  # there after a build, or if the user puts it there
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+NAMED_PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*]")
+
+
+def prose(page: Path) -> str:
+    """A page's text without its code blocks."""
+    return CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchor_of(heading: str) -> str:
+    """The anchor GitHub gives to a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    """All anchors of a page; a repeated heading gets a number."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} (.*)$", prose(page), re.MULTILINE):
+        anchor, n = anchor_of(heading), 0
+        while (name := f"{anchor}-{n}" if n else anchor) in found:
+            n += 1
+        found.add(name)
+    return found
+
+
+def names(pages: list[Path]) -> list[str]:
+    """Their paths, for messages."""
+    return [page.relative_to(ROOT).as_posix() for page in pages]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{target}: there is no such file"
+        if anchor:
+            assert anchor in anchors(file), f"{target}: the page has no such heading"
+
+
+READERS = [page for page in PAGES if NOTEBOOK not in page.parents]
+
+
+@pytest.mark.parametrize("page", READERS, ids=names(READERS))
+def test_paths_named_in_the_text_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in sorted(set(NAMED_PATH.findall(text))):
+        if not name.startswith(BUILT):
+            assert list(ROOT.glob(name)), f"{name}: there is no such file"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    known, new = set[Path](), {ROOT / "README.md"}
+    while new:
+        known |= new
+        targets = {
+            (page.parent / target.partition("#")[0]).resolve()
+            for page in new
+            for target in LINK.findall(prose(page))
+        }
+        new = {file for file in targets if file.suffix == ".md" and file.exists()} - known
+    pages = {page for page in PAGES if (ROOT / "docs") in page.parents}
+    assert not names(sorted(pages - known))

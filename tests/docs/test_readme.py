@@ -48,7 +48,8 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("code", PROGRAMS)
 def test_programs_run_as_they_stand(code: str, tmp_path: Path) -> None:
     folder = tmp_path
-    if "import lm_eval" in code:
+    harness = "import lm_eval" in code
+    if harness:
         if not list(importlib.metadata.distributions(name="lm_eval")):
             pytest.skip("lm-evaluation-harness is not installed; `nox -s lm_eval` installs it")
         folder = ROOT  # its tasks are in a clone
@@ -62,7 +63,8 @@ def test_programs_run_as_they_stand(code: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(lp.__file__).parent.parent)},
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert harness or not done.stderr  # the harness writes its own messages there
     assert done.stdout
 
 

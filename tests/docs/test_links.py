@@ -75,6 +75,12 @@ def test_paths_named_in_the_text_exist(page: Path) -> None:
             assert list(ROOT.glob(name)), f"{name}: there is no such file"
 
 
+def test_the_architecture_page_names_every_package() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = {file.parent.relative_to(ROOT).as_posix() for file in ROOT.glob("llamapipe/**/__init__.py")}
+    assert not {name for name in packages - {"llamapipe"} if f"`{name}`" not in text}
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     known, new = set[Path](), {ROOT / "README.md"}
     while new:

@@ -2,7 +2,7 @@
 
 Files stay where they are in memory for as long as they are cached, whoever maps them, and where the code of llama.cpp's
 kernels lies makes up to 15 % of its speed: of byte-identical copies of one library, one stays slower than the others
-(docs/decisions.md, 2026-11-22, sixth part). Without this a comparison would compare such places.
+(docs/design/12-measuring.md). Without this a comparison would compare such places.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""How much memory this process could ever have: the machine's, or the limit of its control group."""
+"""How much memory this process could ever have, and how much is free for it now.
+
+Both are the least of two limits: the machine's own and those of the process's control groups. Only Linux reports
+them; elsewhere the functions return None.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,62 @@ from pathlib import Path
 
 from llamapipe.host.control_group import limit_files
 
+_MEMINFO = Path("/proc/meminfo")
+
 
 def memory_limit() -> int | None:
-    """Most bytes of memory and swap this process could ever have; None where that is not known."""
+    """Most bytes of memory and swap that this process could ever have; None where that is not known. Any thread."""
     try:
-        limits = [_memory_and_swap(Path("/proc/meminfo").read_text())]
+        values = _meminfo(_MEMINFO)
+        limits = [values["MemTotal"] + values["SwapTotal"]]
     except (OSError, ValueError, KeyError):
         return None
-    for file in limit_files("memory", "memory.limit_in_bytes", "memory.max"):
-        try:
-            limits.append(int(file.read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
+    limits += [limit for limit in map(_number, _limit_files()) if limit is not None]
     return min(limits)
 
 
-def _memory_and_swap(meminfo: str) -> int:
-    values = dict(line.split(":", 1) for line in meminfo.splitlines())
-    return 1024 * sum(int(values[key].split()[0]) for key in ("MemTotal", "SwapTotal"))
+def free_memory(meminfo: Path = _MEMINFO, limits: list[Path] | None = None) -> int | None:
+    """Bytes that this process can still take without swapping; None where that is not known. Any thread.
+
+    The least of the kernel's estimate (``MemAvailable``) and, for each control group, its limit minus its usage. File
+    pages that the kernel can drop count as free. A snapshot: other processes change it at any time. ``meminfo`` and
+    ``limits`` are the files to read; the defaults are this machine's.
+    """
+    try:
+        free = [_meminfo(meminfo)["MemAvailable"]]
+    except (OSError, ValueError, KeyError):
+        return None
+    for file in _limit_files() if limits is None else limits:
+        limit = _number(file)
+        first_version = file.name == "memory.limit_in_bytes"
+        usage = _number(file.with_name("memory.usage_in_bytes" if first_version else "memory.current"))
+        if limit is not None and usage is not None:
+            cached = _inactive_file(file.with_name("memory.stat"), first_version)
+            free.append(max(limit - max(usage - cached, 0), 0))
+    return min(free)
+
+
+def _limit_files() -> list[Path]:
+    return limit_files("memory", "memory.limit_in_bytes", "memory.max")
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    """Bytes by name; entries without a unit are left out."""
+    lines = (line.split(":", 1) for line in path.read_text().splitlines())
+    return {name: 1024 * int(value.split()[0]) for name, value in lines if value.endswith("kB")}
+
+
+def _inactive_file(stat: Path, first_version: bool) -> int:
+    """Bytes of cached file pages that the kernel drops first; 0 where the file does not report them."""
+    name = "total_inactive_file" if first_version else "inactive_file"
+    try:
+        return int(dict(line.split(" ", 1) for line in stat.read_text().splitlines())[name])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # the file does not exist, or holds "max"
+        return None

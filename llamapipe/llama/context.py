@@ -21,7 +21,7 @@ from llamapipe.errors import (
 )
 from llamapipe.host.cores import usable_cores
 from llamapipe.llama.batch import Batch
-from llamapipe.llama.kv_memory import check_room, head_size
+from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
 
@@ -136,7 +136,7 @@ class Context:
                 f"type_k is {type_k!r}, which packs 32 numbers, and a head of this model has {head_size(model)}; "
                 "use type_k='f16'"
             )
-        check_room(model, self.n_cells, type_k, type_v)
+        check_kv_memory(model, self.n_cells, type_k, type_v)
         software = next((device for device in model.devices if device.is_software), None)
         if software is not None and flash_attn != "off":
             if flash_attn == "on":

@@ -1,4 +1,8 @@
-"""Operations on a pipeline's KV cells, queued between its steps."""
+"""Operations on a pipeline's KV cells, queued between its steps.
+
+Every argument is checked here, before the operation is queued: llama.cpp aborts the process on some wrong ones. The
+launch thread then applies the operations in the order of the calls.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,13 @@ _INT32_MAX = 2**31 - 1
 
 
 class PipelineMemory:
-    """Changes to sequences, in the order of calls and behind the steps submitted before; none of them waits.
+    """Removes, copies and shifts sequences in the pipeline's KV cells.
 
-    ``p0`` and ``p1`` are positions, ``p1`` exclusive and -1 for the end. Any thread.
+    Each operation is queued and returns at once. It takes effect after the steps submitted before it and before those
+    submitted later. ``p0`` and ``p1`` are positions; ``p1`` is exclusive, and -1 means the end of the sequence. Any
+    thread, until the pipeline is closed.
+
+    Every method raises TypeError and ValueError for wrong arguments and EngineClosedError when the pipeline is closed.
     """
 
     def __init__(self, pipeline: NativePipeline) -> None:
@@ -30,24 +38,24 @@ class PipelineMemory:
         self._can_shift = bool(lib.llama_memory_can_shift(lib.llama_get_memory(context.handle)))
 
     def remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
-        """Forgets positions ``[p0, p1)`` of a sequence.
+        """Removes positions ``[p0, p1)`` of a sequence.
 
-        Raises InvalidRequestError for a part of it with a recurrent model, which keeps no history.
+        Raises InvalidRequestError for a part of a sequence when the model is recurrent: it keeps no history.
         """
         self._seq("seq_id", seq_id)
         first, end = self._range(p0, p1)
         if self._whole_only and (first > 0 or end >= 0):
             raise InvalidRequestError(
-                f"this model keeps one state for a sequence and cannot forget positions {first} to {end} of it; "
-                "remove the whole and compute it again"
+                f"this model keeps one state per sequence, so positions {first} to {end} cannot be removed alone; "
+                "remove the whole sequence and compute it again"
             )
         self._queue("REMOVE", seq_id, p0=first, p1=end)
 
     def copy(self, src: int, dst: int, p0: int = 0, p1: int = -1) -> None:
         """Shares positions ``[p0, p1)`` of ``src`` with ``dst``, which should be empty.
 
-        Raises InvalidRequestError for a part of a sequence with per-sequence streams (``kv_unified=False``), where
-        llama.cpp copies whole streams only.
+        Raises InvalidRequestError for a part of a sequence when the model is recurrent or the KV cells are split by
+        sequence (``kv_unified=False``): llama.cpp then copies whole sequences only.
         """
         self._seq("src", src)
         self._seq("dst", dst)
@@ -56,21 +64,21 @@ class PipelineMemory:
             return
         if (self._kv_streams or self._whole_only) and (first > 0 or end >= 0):
             raise InvalidRequestError(
-                f"positions {first} to {end} of sequence {src} cannot be copied alone; copy all and remove the rest, "
-                "or use kv_unified=True"
+                f"positions {first} to {end} of sequence {src} cannot be copied alone; copy the whole sequence and "
+                "remove the rest, or use kv_unified=True"
             )
         self._queue("COPY", src, dst, first, end)
 
     def keep(self, seq_id: int) -> None:
-        """Forgets every sequence but this one."""
+        """Removes every sequence except this one."""
         self._seq("seq_id", seq_id)
         self._queue("KEEP", seq_id)
 
     def shift(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
-        """Adds ``delta`` to positions ``[p0, p1)`` of a sequence; its keys are rotated with the next step.
+        """Adds ``delta`` to positions ``[p0, p1)`` of a sequence. The next step rotates its keys.
 
-        Raises InvalidRequestError where the model's positions cannot be shifted or would leave the context, and for a
-        sequence that shares cells with another after ``copy`` (unified KV): those would be shifted, too.
+        Raises InvalidRequestError if the model's positions cannot be shifted, if they would leave the context, or if
+        the sequence shares cells with another one after ``copy`` (unified KV), which would be shifted too.
         """
         self._seq("seq_id", seq_id)
         first, end = self._range(p0, p1)
@@ -86,7 +94,7 @@ class PipelineMemory:
         self._queue("SHIFT", seq_id, p0=first, p1=end, delta=delta)
 
     def clear(self) -> None:
-        """Forgets every sequence."""
+        """Removes every sequence."""
         self._queue("CLEAR", 0)
 
     def _seq(self, name: str, seq_id: int) -> None:

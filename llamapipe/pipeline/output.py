@@ -1,4 +1,8 @@
-"""The outputs of a step: known to be there, waited for, or read, one step at a time."""
+"""The outputs of one step: poll them, wait for them, or read them.
+
+Nothing here waits for any other step. Arrays handed out stay valid after the output is released: they hold the native
+step that owns their memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _LONGEST_S = 10 * 365 * 24 * 3600.0
 
 
 class _Handle:
-    """Owns a native step; whoever reads its memory holds this."""
+    """Owns a native step. Every object that reads the step's memory holds a reference to it."""
 
     __slots__ = ("_context", "_free", "native")
 
@@ -33,7 +37,7 @@ class _Handle:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child process: whatever lock the parent's threads held is held for ever here."""
+        """True in a forked child, where a lock held by one of the parent's threads is never released."""
         return self._context.forked
 
     def __del__(self) -> None:
@@ -42,13 +46,13 @@ class _Handle:
 
 
 class _Rows:
-    """Memory of a step's rows as numpy sees it; the rows stay where they are while an array uses this."""
+    """Exposes a step's rows to numpy; the rows stay in place as long as an array refers to this object."""
 
     __slots__ = ("__array_interface__", "_handle", "_unexpose")
 
     def __init__(self, handle: _Handle, address: int, shape: tuple[int, int], unexpose: Any) -> None:
         self._handle = handle
-        self._unexpose = unexpose  # None where the rows are in memory of their own
+        self._unexpose = unexpose  # None if the rows were copied out of the ring
         self.__array_interface__ = {
             "version": 3,
             "shape": shape,
@@ -62,10 +66,11 @@ class _Rows:
 
 
 class Logits:
-    """The output rows of a step, float32 ``(n_outputs, n_vocab)``; ``numpy.asarray`` waits for that step only.
+    """The output rows of a step, float32 ``(n_outputs, n_vocab)``, fetched when they are first used.
 
-    Behaves as an array where a function takes ``array_like``; indexing, ``len`` and ``shape`` work, too. The arrays are
-    read-only views where possible, and stay valid however long they are kept.
+    Pass it wherever numpy accepts an ``array_like``; indexing, ``len`` and ``shape`` work as well. Converting it to an
+    array, or indexing it, waits for that step only. The arrays are read-only views where possible and stay valid for
+    as long as they are kept. Any thread.
     """
 
     __slots__ = ("_output", "dtype", "shape")
@@ -94,13 +99,16 @@ class Logits:
 
 
 class StepOutput:
-    """What ``Pipeline.submit`` returns: the outputs of one batch, perhaps not computed yet.
+    """The outputs of one submitted batch, which may not be computed yet.
 
-    Rows are in the order of the batch's entries with ``outputs`` set. Any thread. An output that nobody refers to any
-    more is released by itself; ``release`` (or ``with``) does it sooner.
+    Rows follow the order of the batch entries whose ``outputs`` flag is set. ``n_tokens`` and ``n_outputs`` count the
+    batch's tokens and rows. Any thread.
 
-    Errors of the step are raised by ``wait`` and by reading ``logits`` or ``candidates``, each time: DecodeError,
-    ContextFullError, or EngineClosedError where the pipeline was closed before the step was launched.
+    An output is released when its last reference is dropped. Call ``release``, or use ``with``, to free its rows
+    sooner.
+
+    ``wait``, ``logits`` and ``candidates`` raise the step's own error on every read: DecodeError, ContextFullError, or
+    EngineClosedError if the pipeline was closed before the step was launched.
     """
 
     def __init__(self, pipeline: NativePipeline, native: Any, batch: Batch) -> None:
@@ -115,46 +123,48 @@ class StepOutput:
         if self._handle is None or self._handle.forked:
             state = "released"
         elif not self.ready:
-            state = "under way"
+            state = "pending"
         else:
-            state = "done"  # or failed: asking which would count as having read it
+            state = "done"  # or failed; asking which would mark the error as read
         return f"<StepOutput n_tokens={self.n_tokens} n_outputs={self.n_outputs} {state}>"
 
     @property
     def logits(self) -> Logits:
-        """The rows, float32 ``(n_outputs, n_vocab)``, read when they are used."""
+        """The output rows, float32 ``(n_outputs, n_vocab)``. Getting them does not wait; using them does."""
         return Logits(self, (self.n_outputs, self._pipeline.context.model.n_vocab))
 
     @property
     def number(self) -> int:
-        """Which step of its pipeline this is, from 0."""
+        """The step's number in its pipeline, from 0."""
         return int(self._pipeline.native.lib.lp_step_number(self._held().native))
 
     @property
     def ready(self) -> bool:
-        """Whether reading would not wait; also True for a step that failed. Never blocks."""
+        """True if a read would return or raise without waiting. Never blocks."""
         return bool(self._pipeline.native.lib.lp_step_ready(self._held().native))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns once the outputs can be read without waiting.
+        """Blocks until the step is computed.
 
-        Raises TimeoutError after ``timeout`` seconds (the step goes on), and the step's own error.
+        Raises TimeoutError after ``timeout`` seconds, in which case the step continues, and the step's own error.
         """
         handle = self._held()
         timeout_ns = -1
         if timeout is not None:
             timeout_ns = int(min(check_float("timeout", timeout, 0, float("inf")), _LONGEST_S) * 1e9)
         if not self._pipeline.native.lib.lp_step_wait(handle.native, timeout_ns):
-            raise TimeoutError(f"the step was not done within {timeout} s; it goes on")
+            raise TimeoutError(
+                f"the step was not computed within {timeout} s; it continues, so wait() can be called again"
+            )
         self._check(handle)
 
     @property
     def candidates(self) -> Candidates:
-        """The largest logits of each row with its log-sum-exp; waits as reading ``logits`` does."""
+        """The largest logits of each row and the row's log-sum-exp. Waits for the step."""
         return Candidates(self._read())
 
     def release(self) -> None:
-        """Gives the rows up, so that their place can be used for others. Arrays read before stay valid."""
+        """Frees the rows' place in the ring for later steps. Arrays that were read before stay valid."""
         with self._lock:
             handle, self._handle = self._handle, None
             self._rows = None
@@ -194,7 +204,7 @@ class StepOutput:
         lib.lp_step_wait(handle.native, -1)
         self._check(handle)
         with self._lock:
-            if self._handle is not handle:  # released since
+            if self._handle is not handle:  # released in the meantime
                 self._held()
             if self._rows is None:
                 self._rows = self._expose(handle, lib, ffi)
@@ -207,16 +217,19 @@ class StepOutput:
         in_place = ffi.new("bool *")
         data = lib.lp_step_expose(handle.native, in_place)
         if data == ffi.NULL:
-            raise MemoryError(f"there is no memory for {shape} logits ({last_error(self._pipeline.native)})")
+            raise MemoryError(
+                f"logits of shape {shape} do not fit in memory ({last_error(self._pipeline.native)})"
+            )
         unexpose = lib.lp_step_unexpose if in_place[0] else None
         return np.asarray(_Rows(handle, int(ffi.cast("uintptr_t", data)), shape, unexpose))
 
 
 class Candidates:
-    """The ``n_candidates`` largest logits of each row, sorted, ties by the lowest id (-1 where fewer are finite).
+    """The ``n_candidates`` largest logits of each row in descending order; equal logits are ordered by token id.
 
-    ``ids`` int32 and ``logits`` float32, both ``(n_outputs, n_candidates)``; ``log_sum_exp`` float64 ``(n_outputs,)``
-    over the whole row, so ``logits - log_sum_exp[:, None]`` are log-probabilities.
+    ``ids`` is int32 and ``logits`` float32, both ``(n_outputs, n_candidates)``. An id is -1 where the row has fewer
+    finite logits. ``log_sum_exp`` is float64 ``(n_outputs,)`` over the whole row, so
+    ``logits - log_sum_exp[:, None]`` are log-probabilities.
     """
 
     __slots__ = ("ids", "log_sum_exp", "logits")

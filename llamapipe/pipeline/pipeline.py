@@ -1,4 +1,8 @@
-"""The pipeline as a public object: batches in, outputs that are waited for only when they are read."""
+"""The pipeline as a public object: ``submit`` a batch now, read its output later.
+
+This file checks arguments and owns the public lifetime. The queue, the launch thread and the output ring are native and
+owned by ``llama.native_pipeline``.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,13 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class PipelineStats:
-    """Counters since the pipeline was made.
+    """Counters since the pipeline was created.
 
-    ``steps``: batches launched; ``n_decodes``: the parts they were cut into. ``n_waits``: how often a thread blocked
-    for a step; ``n_syncs``: how often for everything (``llama_synchronize``). ``n_copies``, ``n_bytes``: rows brought
-    to host memory; ``n_moved`` of the copies made room in a ring whose outputs were all held. ``n_reused``: how often
-    llama.cpp reused its last compute graph. ``compute_s``: seconds computing, as far as that is known.
+    ``steps``: batches launched. ``n_decodes``: the ``llama_decode`` calls they were cut into. ``n_waits``: times a
+    thread blocked for one step. ``n_syncs``: times it blocked for all work (``llama_synchronize``). ``n_copies`` and
+    ``n_bytes``: copies of rows to host memory and their bytes. ``n_moved``: copies that freed a slot because the ring
+    was full of unread outputs. ``n_memory_ops``: KV operations applied. ``n_reused``: compute graphs that llama.cpp
+    reused. ``compute_s``: seconds of computing, where the backend reports it.
     """
 
     steps: int
@@ -43,19 +48,21 @@ class PipelineStats:
 
 
 class Pipeline:
-    """Computes batches one after another while the outputs of earlier ones are read.
+    """Computes batches in order while the program reads the outputs of earlier ones.
 
-    ``submit`` queues a batch for the pipeline's own launch thread and returns its output at once; it blocks only while
-    ``depth`` steps are under way. Rows stay in a ring of ``depth + 1`` slots of ``n_outputs_max`` rows until they are
-    read or released; where all slots are held, the oldest output is copied to memory of its own.
+    ``submit`` hands a batch to the pipeline's launch thread and returns its output at once. It blocks only while
+    ``depth`` steps are submitted and not yet computed. Rows stay in a ring of ``depth + 1`` slots, each of
+    ``n_outputs_max`` rows, until they are read or released. If all slots hold unread rows, the oldest output is copied
+    out of the ring.
 
-    ``n_ctx``: positions each sequence may use; ``n_outputs_max``: most output rows of one decode (default ``n_ubatch``;
-    a batch may have more, it is cut then). ``ring``: ``"auto"``, ``"events"``, ``"sync"`` or ``"off"`` (see
-    ``docs/backends.md``); ``mode`` tells what came of it. For the other options see ``Context``.
+    ``n_ctx``: positions each sequence may use. ``n_outputs_max``: most output rows of one decode (default
+    ``n_ubatch``); a batch with more is cut into several decodes. ``ring``: ``"auto"``, ``"events"``, ``"sync"`` or
+    ``"off"`` (see ``docs/backends.md``); the attribute ``mode`` holds the chosen one. ``Context`` describes the other
+    options.
 
-    Any thread. ``with`` or ``close`` it before its model.
+    Any thread. Close it, or use ``with``, before its model.
 
-    Raises TypeError and ValueError for bad options, BackendError when it cannot be created.
+    Raises TypeError and ValueError for wrong options, BackendError if the context cannot be created.
     """
 
     def __init__(
@@ -115,11 +122,13 @@ class Pipeline:
         return f"<Pipeline {state} depth={self.depth} {self._pipeline.context!r}>"
 
     def submit(self, batch: Batch) -> StepOutput:
-        """Queues a batch and returns its output, which is computed behind those submitted before.
+        """Queues a batch after those submitted before and returns its output. Any thread.
 
-        The positions of a sequence go on from its last one without a gap. Blocks while ``depth`` steps are under way.
+        The positions of each sequence must continue from its last one without a gap. Blocks while ``depth`` steps are
+        submitted and not yet computed.
 
-        Raises TypeError and ValueError for a batch that does not fit; nothing is queued then.
+        Raises TypeError and ValueError for a batch that does not fit, in which case nothing is queued, and
+        EngineClosedError when the pipeline is closed.
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
@@ -181,9 +190,10 @@ class Pipeline:
         return self._pipeline.closed
 
     def close(self, drain: bool = True) -> None:
-        """Frees the native memory; a second call does nothing. Outputs that are computed can still be read.
+        """Frees the native memory. Computed outputs can still be read; a second call does nothing.
 
-        ``drain``: compute what was submitted first; else it fails, a running step too where it can be aborted (CPU).
+        With ``drain``, submitted steps are computed first. Without it they fail, including the running step if its
+        backend can abort it (CPU).
         """
         self._pipeline.close(check_flag("drain", drain))
         forget(self._pipeline)

@@ -1,4 +1,4 @@
-"""One stage of one step in a trace."""
+"""One stage of one step in a trace: plain data, shared by the recorder and the drawing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """One stage of one step: seconds of ``time.perf_counter``; ``step`` is -1 for what is done between steps."""
+    """One stage of one step, in seconds of ``time.perf_counter``; ``step`` is -1 for work between steps."""
 
     stage: str
     step: int

@@ -1,4 +1,8 @@
-"""What a pipeline did when: every stage of every step, to look at in Perfetto or as a picture."""
+"""Records when each stage of each step ran, for Perfetto or as an SVG timeline.
+
+Stages of the pipeline are timed by native code and fetched when the trace is read. Stages of the caller (``add``,
+``span``) are kept in Python; both use the clock of ``time.perf_counter``.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,18 @@ if TYPE_CHECKING:
     from llamapipe.llama.native_pipeline import NativePipeline
 
 STAGES = ("launch", "compute", "copy", "wait", "sample", "memory")  # in the order of native.h's LP_STAGE_...
-# Top to bottom in a picture; stages of a caller's own come last.
+# Top to bottom in the timeline, followed by the caller's own stages.
 ORDER = ("plan", "memory", "launch", "compute", "copy", "wait", "sample", "deliver")
 
 
 class Trace:
-    """Records a pipeline's stages while it is on; the oldest are dropped beyond ``max_spans``. Any thread.
+    """Records the stages of a pipeline's steps between ``start`` and ``stop``. Any thread.
 
-    ``on``: whether it records. Stages: ``plan`` and ``deliver`` (engines), ``memory`` operations, ``launch`` (the call
-    that starts a decode; on a CPU it returns when it is computed), ``compute``, ``copy`` of rows to host memory,
-    ``wait`` of a reader, ``sample``, and whatever is marked with ``span``. Off, it costs one comparison a stage.
+    Beyond ``max_spans`` the oldest spans are dropped. While ``on`` is False a stage costs one comparison.
+
+    The stages: ``plan`` and ``deliver`` (engines only), ``memory`` (KV operations), ``launch`` (the call that starts a
+    decode; on a CPU it returns when the step is computed), ``compute``, ``copy`` (rows to host memory), ``wait`` (a
+    reader blocks), ``sample``, and any stage recorded with ``span``.
     """
 
     def __init__(self, pipeline: NativePipeline) -> None:
@@ -34,13 +40,13 @@ class Trace:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._max = 1
-        self.on = False  # whether stages are recorded
+        self.on = False  # True while stages are recorded
 
     def __repr__(self) -> str:
         return f"<Trace {'on' if self.on else 'off'} n_spans={len(self._spans)}>"
 
     def start(self, max_spans: int = 100_000) -> None:
-        """Forgets what was recorded and records from now on."""
+        """Starts recording; earlier spans are dropped."""
         most = check_int("max_spans", max_spans, 1, 10_000_000)
         with self._lock:
             self._drain()
@@ -50,14 +56,14 @@ class Trace:
             self._pipeline.native.lib.lp_trace(self._pipeline.handle, most)
 
     def stop(self) -> None:
-        """Records no more; what was recorded stays."""
+        """Stops recording; the spans recorded so far stay."""
         with self._lock:
             self._drain()
             self.on = False
             self._pipeline.native.lib.lp_trace(self._pipeline.handle, 0)
 
     def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
-        """Records a stage that somebody else measured, in seconds of ``time.perf_counter``."""
+        """Records a stage measured by the caller, in seconds of ``time.perf_counter``."""
         if self.on:
             self._spans.append(Span(stage, step, begin_s, end_s))
             if len(self._spans) > 2 * self._max:
@@ -66,7 +72,7 @@ class Trace:
 
     @contextmanager
     def span(self, stage: str, step: int = -1) -> Iterator[None]:
-        """Records how long the body takes, as a stage of its own: ``with pipe.trace.span("consume", out.number)``."""
+        """Times the body and records it as ``stage``: ``with pipe.trace.span("consume", out.number)``."""
         begin_s = perf_counter()
         try:
             yield
@@ -74,13 +80,13 @@ class Trace:
             self.add(stage, step, begin_s, perf_counter())
 
     def spans(self) -> list[Span]:
-        """What was recorded, by the time it began."""
+        """The recorded spans, sorted by their beginning."""
         with self._lock:
             self._drain()
             return sorted(self._spans[-self._max :], key=lambda s: s.begin_s)
 
     def to_chrome(self) -> dict[str, Any]:
-        """The trace as Chrome's trace-event format, which Perfetto opens; times in microseconds."""
+        """The trace in Chrome's trace-event format, which Perfetto opens; times are in microseconds."""
         spans = self.spans()
         zero_s = spans[0].begin_s if spans else 0.0
         lanes = {stage: i for i, stage in enumerate(_lanes(spans))}
@@ -112,9 +118,9 @@ class Trace:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def to_svg(self, first_step: int | None = None, n_steps: int | None = None, title: str = "") -> str:
-        """A timeline with a line for each stage, as an SVG document of its own.
+        """A timeline as a self-contained SVG document, with one line per stage.
 
-        ``first_step`` and ``n_steps`` choose a part of the trace; without them it is all drawn.
+        ``first_step`` and ``n_steps`` select the steps to draw; the default is all of them.
         """
         spans = self.spans()
         if first_step is not None or n_steps is not None:
@@ -128,7 +134,7 @@ class Trace:
         return draw(spans, _lanes(spans), title)
 
     def save(self, path: str | Path, **options: Any) -> Path:
-        """Writes ``.json`` (Chrome's trace events) or ``.svg``; ``options`` are those of ``to_svg``.
+        """Writes the trace as ``.json`` (Chrome's trace events) or ``.svg``; ``options`` are passed to ``to_svg``.
 
         Raises ValueError for another suffix.
         """
@@ -141,10 +147,10 @@ class Trace:
         return target
 
     def _drain(self) -> None:
-        """Takes what the native side recorded, on its own clock."""
+        """Fetches the spans that native code recorded and converts them to ``time.perf_counter``."""
         native = self._pipeline.native
         ffi, lib = native.ffi, native.lib
-        # Read one right after the other: both count on from a fixed moment.
+        # Both clocks are steady; reading them one right after the other gives their difference.
         offset_s = perf_counter() - lib.lp_now_ns() * 1e-9
         span = ffi.new("lp_span *")
         while lib.lp_next_span(self._pipeline.handle, span):
@@ -162,14 +168,14 @@ class Trace:
 
 
 def check_trace_path(path: str | Path) -> Path:
-    """The path of a trace's file. Raises ValueError unless its suffix tells the format."""
+    """``path`` as a Path. Raises ValueError unless its suffix names a format."""
     target = Path(path)
     if target.suffix not in (".json", ".svg"):
-        raise ValueError(f"{target.name!r} is neither .json (for Perfetto) nor .svg (a picture)")
+        raise ValueError(f"{target.name!r} must end in .json (for Perfetto) or .svg (a picture)")
     return target
 
 
 def _lanes(spans: list[Span]) -> list[str]:
-    """The stages there are, in the order they are shown."""
+    """The stages that occur, in the order they are shown."""
     found = {span.stage for span in spans}
     return [stage for stage in ORDER if stage in found] + sorted(found - set(ORDER))

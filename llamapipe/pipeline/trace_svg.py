@@ -1,4 +1,7 @@
-"""Draws a trace as a self-contained SVG timeline: a line for each stage, a colour for each step."""
+"""Draws a trace as a self-contained SVG timeline: a line for each stage, a colour for each step.
+
+Pure: it maps spans to text and reads no clock. The colours work on light and dark pages.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from llamapipe.pipeline.span import Span
 
 _WIDTH, _LEFT, _RIGHT = 1200, 90, 16
 _TOP, _LANE, _BAR = 44, 30, 20
-# Neighbouring steps differ; readable on white and on dark.
+# Neighbouring steps get different colours.
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 _NO_STEP = "#9d9d9d"
 _STYLE = (
@@ -22,7 +25,7 @@ _STYLE = (
 
 
 def draw(spans: Sequence[Span], lanes: Sequence[str], title: str = "") -> str:
-    """An SVG document; ``lanes`` are stages from top to bottom."""
+    """The SVG document; ``lanes`` names the stages from top to bottom."""
     begin_s = min((span.begin_s for span in spans), default=0.0)
     length_s = max((span.end_s for span in spans), default=begin_s + 1e-3) - begin_s or 1e-3
     scale = (_WIDTH - _LEFT - _RIGHT) / length_s
@@ -30,7 +33,7 @@ def draw(spans: Sequence[Span], lanes: Sequence[str], title: str = "") -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {bottom + 34}" role="img">',
         f"<style>{_STYLE}</style>",
-        f'<text class="t" x="{_LEFT}" y="20">{escape(title or "llamapipe: what ran when")}</text>',
+        f'<text class="t" x="{_LEFT}" y="20">{escape(title or "llamapipe: timeline of steps")}</text>',
     ]
     tick_s = _tick(length_s)
     for i in range(int(length_s / tick_s) + 1):
@@ -70,7 +73,7 @@ def _about(span: Span) -> str:
 
 
 def _tick(length_s: float) -> float:
-    """A round distance between ticks: eight of them or a few more."""
+    """A round distance between ticks in seconds; at most 12 fit into ``length_s``."""
     step = 1e-6
     while True:
         for factor in (1, 2, 5):

@@ -1,4 +1,5 @@
-"""Facts about the machine and the process: cores, control groups, memory limits, interpreter exit.
+"""Facts about the machine and the process: cores, control groups, memory, interpreter exit.
 
-Nothing here knows models or llama.cpp.
+Limits are read from the system each time, because a container's limits can change while it runs. Nothing here knows
+models or llama.cpp.
 """

@@ -1,4 +1,8 @@
-"""Ends what is still running when the interpreter exits, so that no thread is inside native code by then."""
+"""Closes open engines and pipelines when the interpreter exits.
+
+A thread that is still inside native code at that point would crash the process. Closing does not drain: the program has
+ended, so queued work is cancelled.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    """Something with a thread of its own."""
+    """An object that owns a thread."""
 
     def close(self, drain: bool) -> None:
         """Ends the thread and waits for it."""
@@ -21,7 +25,7 @@ _registered = False
 
 
 def close_at_exit(item: Closable) -> None:
-    """Has ``item`` closed, without draining, when the interpreter exits."""
+    """Registers ``item`` to be closed, without draining, when the interpreter exits. Any thread."""
     global _registered
     with _lock:
         if not _registered:
@@ -31,7 +35,7 @@ def close_at_exit(item: Closable) -> None:
 
 
 def forget(item: Closable) -> None:
-    """``item`` is closed already."""
+    """Removes ``item``, which is closed. Any thread."""
     with _lock:
         _open.discard(item)
 
@@ -41,7 +45,8 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):  # another thread may have held it then, and is not in the child
+# Another thread may hold the lock at the fork. It does not exist in the child, so the lock would stay held there.
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 

@@ -1,4 +1,8 @@
-"""Where Linux keeps the limits of this process's control group (a container's, a service's) and of those around it."""
+"""Finds the files in which Linux keeps the limits of this process's control groups.
+
+A container or service has its own group inside others, and each of them may set a limit. Both versions of control
+groups are supported, also when a system uses both.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ _MOUNTED = Path("/sys/fs/cgroup")
 def limit_files(
     controller: str, first: str, second: str, own: Path = _OWN, mounted: Path = _MOUNTED
 ) -> list[Path]:
-    """Where a controller's limits would be, innermost first; ``first`` and ``second``: names in the two versions.
+    """Paths of a controller's limit in all groups around this process, innermost first; some may not exist.
 
-    Not all of them exist. ``own`` lists the groups of this process, which are folders somewhere in ``mounted``.
+    ``first`` and ``second``: the file's name in version 1 and version 2. ``own``: the file that lists the groups of
+    this process. ``mounted``: the folder below which the groups are.
     """
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]

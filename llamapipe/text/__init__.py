@@ -1,6 +1,7 @@
-"""From token pieces to the text a caller sees.
+"""Turns token pieces into the text a caller sees.
 
-Pieces may split a UTF-8 character: text appears once a character is complete. A stop string is never partly shown.
+Pieces may split a UTF-8 character, so a character appears once it is complete. No part of a stop string is ever shown.
+Everything here is plain Python, fed by one thread at a time.
 """
 
 from llamapipe.text.detokenizer import Utf8Assembler

@@ -6,13 +6,13 @@ from codecs import utf_8_decode
 
 
 class Utf8Assembler:
-    """Turns a series of byte pieces into text, keeping back a character until its last byte has come.
+    """Turns a series of byte pieces into text; holds a character back until its last byte arrives.
 
-    What `feed` and `finish` return, joined, equals ``b"".join(pieces).decode("utf-8", "replace")`` for any
-    bytes cut in any way: bytes that can no longer become a character come out as U+FFFD as soon as that is
-    known, so at most three bytes are ever kept back.
+    The results of `feed` and `finish`, joined, equal ``b"".join(pieces).decode("utf-8", "replace")`` for any bytes cut
+    in any way. Bytes that can no longer become a character are returned as U+FFFD at once, so at most three bytes are
+    held back.
 
-    One object serves one stream; it has no lock and belongs to whichever thread feeds it.
+    One object serves one stream. It has no lock: feed it from one thread at a time.
     """
 
     __slots__ = ("_pending",)
@@ -37,7 +37,7 @@ class Utf8Assembler:
         return text
 
     def finish(self) -> str:
-        """Return U+FFFD if the input ended inside a character, else ``""``; the next `feed` starts afresh."""
+        """Return U+FFFD if the input ended inside a character, else ``""``; the next `feed` starts a new text."""
         if not self._pending:
             return ""
         text = self._pending.decode("utf-8", "replace")

@@ -1,4 +1,7 @@
-"""Finds stop strings in text that arrives in parts, and shows nothing that may still belong to one."""
+"""Finds stop strings in text that arrives in parts.
+
+Text that may still turn out to be part of a stop string is held back.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ class StopChecker:
     """Passes text through until one of `stops` is complete.
 
     The stop string that is complete first ends the text; if several end at the same character, the longest
-    of them does. So the result never depends on how the text was cut into parts, it is known without looking
-    one character ahead, and the text that came out contains no stop string.
+    of them does. So the result does not depend on how the text was cut into parts, needs no look-ahead, and the
+    returned text contains no stop string.
 
-    Held back is exactly the longest tail that is the beginning of a stop string. The work is proportional to
-    the length of the text, whatever the number of stop strings and however they overlap.
+    The checker holds back exactly the longest tail that begins a stop string. Its work is proportional to the length
+    of the text and does not depend on the number of stop strings or their overlaps.
 
-    Comparison is by code points; nothing is normalised or case-folded. One object serves one stream; it has
-    no lock and belongs to whichever thread feeds it. Checkers of equal stop strings share their tables.
+    Strings are compared by code points, without normalisation or case folding. One object serves one stream. It has
+    no lock: feed it from one thread at a time. Checkers of equal stop strings share their tables.
 
-    Raises: TypeError for a `str` in place of a sequence and for strings that are not `str`, ValueError for an
-    empty stop string.
+    Raises TypeError for a `str` in place of a sequence and for strings that are not `str`, ValueError for an empty
+    stop string.
     """
 
     __slots__ = ("_automaton", "_held", "_matched", "_state")
@@ -51,11 +54,11 @@ class StopChecker:
 
     @property
     def held(self) -> str:
-        """The tail kept back because it may become a stop string."""
+        """The tail held back because it may become a stop string."""
         return self._held
 
     def feed(self, text: str) -> str:
-        """Take the next part; return what may be shown now. After a match the answer is always ``""``."""
+        """Take the next part; return the text that may be shown now, ``""`` after a match."""
         automaton = self._automaton
         state = self._state
         if not state and automaton.first_characters.isdisjoint(text):
@@ -80,7 +83,7 @@ class StopChecker:
         return shown[:n_shown]
 
     def finish(self) -> str:
-        """Return the held tail: generation ended, it can no longer become a stop string."""
+        """Return the held tail, which cannot become a stop string any more because generation has ended."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -89,15 +92,15 @@ class _Automaton:
     """The Aho-Corasick automaton of a set of strings: a state is the longest tail that begins one of them.
 
     Source: A. V. Aho, M. J. Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975.
-    State 0 is the empty tail. Never changed once built, so any number of checkers and threads share one.
+    State 0 is the empty tail. It does not change once built, so checkers of any thread can share it.
     """
 
     __slots__ = ("children", "depth", "fallback", "first_characters", "match")
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.children: list[dict[str, int]] = [{}]
-        self.depth: list[int] = [0]  # length of the tail a state stands for: what has to be held back
-        self.fallback: list[int] = [0]  # the state of the next shorter tail that also begins a string
+        self.depth: list[int] = [0]  # length of the state's tail, which must be held back
+        self.fallback: list[int] = [0]  # state of the next shorter tail that begins a string
         self.match: list[str | None] = [None]  # the longest string that ends in this state
         for string in strings:
             self._insert(string)

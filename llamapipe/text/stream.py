@@ -1,4 +1,7 @@
-"""The text of one request: token pieces in, text that may be shown out."""
+"""The text of one request: takes token pieces, returns the text that may be shown.
+
+It combines the assembler of characters with the checker of stop strings.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ from llamapipe.text.stop import StopChecker
 class TextStream:
     """Joins pieces into whole characters and ends the text before the first stop string.
 
-    What `push` and `finish` return, joined, is the text of all pieces (UTF-8, bad bytes as U+FFFD) up to the
-    stop string, without it. See `Utf8Assembler` and `StopChecker` for what is kept back and until when.
+    The results of `push` and `finish`, joined, are the text of all pieces (UTF-8, invalid bytes as U+FFFD) up to the
+    stop string, which is not included. `Utf8Assembler` and `StopChecker` describe which text is held back.
 
-    One object serves one request; it has no lock and belongs to whichever thread feeds it (in the engine, the
-    engine thread, once a token).
+    One object serves one request. It has no lock: feed it from one thread at a time (in the engine, the engine thread,
+    once per token).
 
-    Raises: what `StopChecker` raises for bad stop strings.
+    Raises TypeError and ValueError for wrong stop strings, as `StopChecker` does.
     """
 
     __slots__ = ("_assembler", "_checker", "stopped")
 
-    stopped: bool  # a plain attribute: read once a token
-    """True once a stop string is complete: nothing comes out any more, generation can end."""
+    stopped: bool  # a plain attribute, because it is read once per token
+    """True once a stop string is complete. No more text is returned; generation can end."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._assembler = Utf8Assembler()
@@ -40,7 +43,7 @@ class TextStream:
 
     @property
     def held(self) -> str:
-        """Characters kept back because they may become a stop string."""
+        """Characters held back because they may become a stop string."""
         return "" if self._checker is None else self._checker.held
 
     def push(self, piece: bytes) -> str:
@@ -55,7 +58,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return what was kept back: generation ended. An incomplete character comes out as U+FFFD."""
+        """Return the text held back so far, because generation has ended; an incomplete character becomes U+FFFD."""
         text = self._assembler.finish()
         checker = self._checker
         if checker is None:

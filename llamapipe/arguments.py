@@ -1,4 +1,8 @@
-"""Checks of arguments, made before any C call: a failed GGML_ASSERT would end the process."""
+"""Checks of arguments, made before any C call: a failed GGML_ASSERT would end the process.
+
+Every check returns the value in its plain Python type, or raises an error that names the argument, the value and the
+limit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
 def check_int(name: str, value: SupportsIndex, low: int, high: int) -> int:
     """``value`` as an int within ``[low, high]``.
 
-    Raises TypeError for what is not an integer (bool included), ValueError outside the range.
+    Raises TypeError if it is not an integer (bools are rejected), ValueError outside the range.
     """
     if isinstance(value, _BOOLS):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
@@ -30,7 +34,7 @@ def check_int(name: str, value: SupportsIndex, low: int, high: int) -> int:
 def check_float(name: str, value: SupportsFloat, low: float, high: float) -> float:
     """``value`` as a float within ``[low, high]``.
 
-    Raises TypeError for what is not a number (bool and str included), ValueError outside the range and for NaN.
+    Raises TypeError if it is not a number (bools and strings are rejected), ValueError outside the range and for NaN.
     """
     if isinstance(value, (*_BOOLS, str, bytes, bytearray)):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
@@ -48,14 +52,14 @@ def check_float(name: str, value: SupportsFloat, low: float, high: float) -> flo
 
 
 def check_flag(name: str, value: object) -> bool:
-    """``value`` if it is a bool: strings such as "no" would count as true. Raises TypeError."""
+    """``value`` if it is a bool, else TypeError: a string such as "no" would count as true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
     return value
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """``value`` if it is one of ``choices``. Raises TypeError for what is not a str, ValueError for another one."""
+    """``value`` if it is one of ``choices``. Raises TypeError if it is not a str, ValueError for any other str."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}")
     known = list(choices)
@@ -67,7 +71,8 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> list[int]:
     """``tokens`` as a list of ints, each a token of the vocabulary.
 
-    Raises TypeError when it is no sequence of integers (bool excluded), ValueError for an id outside ``[0, n_vocab)``.
+    Raises TypeError if it is not a sequence of integers (bools are rejected), ValueError for an id outside the
+    vocabulary.
     """
     try:
         if isinstance(tokens, (str, bytes, bytearray, Mapping, Set)):
@@ -91,7 +96,7 @@ def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> li
 
 
 def shown(n: int) -> str:
-    """A number for a message; Python refuses to write out the longest ones."""
+    """A number as text for a message; Python refuses to write integers of over 4,300 digits."""
     return str(n) if abs(n) < 10**40 else f"{'-' if n < 0 else ''}a number of {n.bit_length()} bits"
 
 

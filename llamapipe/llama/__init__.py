@@ -1,4 +1,8 @@
-"""llama.cpp's objects as Python owners: synchronous, without threads or policy, usable on their own."""
+"""Python owners of llama.cpp's objects: models, vocabularies, contexts, batches, samplers, devices.
+
+Each owner checks its arguments before it calls llama.cpp and frees its object in ``close``. The code is synchronous: it
+has no threads and no policy, and every owner can be used without the engine.
+"""
 
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.context import Context

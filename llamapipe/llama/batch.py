@@ -1,4 +1,7 @@
-"""What one decode gets: tokens with positions, sequences and output flags."""
+"""The input of one decode: tokens with their positions, sequences and output flags.
+
+A batch checks its arrays once and never changes, so native code reads the values that were checked.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ _INT32_MAX = 2**31 - 1
 
 
 class Batch:
-    """A batch of tokens for ``Context.decode``.
+    """An immutable batch of tokens for ``Context.decode`` and ``Pipeline.submit``.
 
-    ``tokens``, ``positions`` and ``seq_ids`` are integers of equal length ``(n_tokens,)``, ``outputs`` booleans:
-    entries whose logits are wanted. They are copied to int32 and int8 and cannot be changed afterwards: what was
-    checked is what native code reads. Plain data: any thread, no native memory.
+    ``tokens``, ``positions`` and ``seq_ids`` are integers, ``outputs`` booleans, all ``(n_tokens,)``. ``outputs`` marks
+    the entries whose logits are wanted. The arrays are copied to read-only int32 (``outputs``: int8). Plain data
+    without native memory; any thread.
 
-    Raises TypeError for what is not one-dimensional integers, ValueError for unequal lengths or an empty batch.
+    Raises TypeError if an argument is not a one-dimensional sequence of integers (booleans for ``outputs``),
+    ValueError for unequal lengths, values outside int32 or an empty batch.
     """
 
     __slots__ = ("outputs", "positions", "seq_ids", "tokens")
@@ -42,7 +46,9 @@ class Batch:
         n = len(given["tokens"])
         for name, array in given.items():
             if len(array) != n:
-                raise ValueError(f"{name} has {len(array)} entries and tokens {n}; they must be as many")
+                raise ValueError(
+                    f"{name} has {len(array)} entries and tokens has {n}; the lengths must be equal"
+                )
             array.setflags(write=False)
             object.__setattr__(self, name, array)
         if n == 0:
@@ -52,7 +58,7 @@ class Batch:
     def of_tokens(
         cls, tokens: Sequence[int], first_position: int = 0, seq_id: int = 0, all_outputs: bool = False
     ) -> Batch:
-        """A run of tokens of one sequence from ``first_position`` on; the last one, or all, are outputs."""
+        """Consecutive tokens of one sequence, from ``first_position``. The last one is an output, or all of them."""
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sized):
             raise TypeError(f"tokens must be a sequence of token ids, not {type(tokens).__name__}")
         n = len(tokens)
@@ -64,7 +70,7 @@ class Batch:
         return cls(tokens, np.arange(first_position, first_position + n), np.full(n, seq_id), outputs)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a batch cannot be changed: make another to set {name}")
+        raise AttributeError(f"a batch is immutable; create another one to change {name}")
 
     def __reduce__(self) -> Any:
         return Batch, (self.tokens, self.positions, self.seq_ids, self.outputs)

@@ -1,4 +1,7 @@
-"""The devices that the loaded backends offer."""
+"""The devices of the loaded backends, as llama.cpp lists them.
+
+``Device`` is plain data; native handles stay valid for the life of the process.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,12 @@ _SOFTWARE = ("llvmpipe", "lavapipe", "swiftshader", "software rasterizer")
 
 @dataclass(frozen=True)
 class Device:
-    """A device as its backend describes it.
+    """A device that llama.cpp can compute on, as its backend describes it.
 
-    ``memory_total`` and ``memory_free`` are bytes (free at the time of the call). ``async_compute``: a launch returns
-    before the work is done. ``events``: work can be ordered by events. ``host_buffer``: pinned host memory exists.
+    ``type`` is ``"cpu"``, ``"gpu"``, ``"igpu"``, ``"accel"`` or ``"other"``. ``memory_total`` and ``memory_free`` are
+    bytes; the latter was read when the device was listed. ``async_compute``: launches return before the work is done.
+    ``events``: work can be ordered with events. ``host_buffer``: the device offers pinned host memory. Plain data; any
+    thread. Source: ``ggml_backend_dev_get_props``.
     """
 
     name: str
@@ -37,12 +42,12 @@ class Device:
 
     @property
     def is_software(self) -> bool:
-        """Whether the CPU only imitates this device: for tests, not for speed."""
+        """True for a GPU driver that computes on the CPU (llvmpipe, SwiftShader): useful for tests, slow."""
         return self.type != "cpu" and any(name in self.description.lower() for name in _SOFTWARE)
 
 
 def device_handles() -> list[tuple[Device, Any]]:
-    """Every device with its native handle (valid for the life of the process)."""
+    """Every device with its native handle, which is valid for the life of the process."""
     module = native()
     ffi, lib = module.ffi, module.lib
     found = []

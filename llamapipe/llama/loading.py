@@ -1,4 +1,8 @@
-"""Runs the native load of a model: its progress, what stops it, and what becomes of it when the interpreter exits."""
+"""Runs the native load of a model: progress reports, cancellation, and interpreter exit.
+
+llama.cpp calls back after every tensor. The callback must not raise into C, so it stores the exception and returns
+False; ``load`` raises it once llama.cpp has stopped.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from llamapipe.native.load import drain_log
 
 Progress = Callable[[float], object]
 
-_EXIT_WAIT_S = 10.0  # a load stops at its next tensor: far less, unless a progress function never returns
+_EXIT_WAIT_S = 10.0  # a load stops at its next tensor, far sooner unless a progress function never returns
 _current = threading.local()  # .load: the load running on this thread
 _lock = threading.Lock()
 _running: set[_Load] = set()
@@ -31,11 +35,12 @@ class _Load:
 
 
 def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any:
-    """The native model; loads on this thread, and calls ``progress`` there with 0.0 to 1.0.
+    """Loads a model on this thread and returns its native handle; calls ``progress`` with 0.0 to 1.0.
 
-    What ``progress`` raises, and Ctrl-C, stops the load and is raised here. A load that still runs on another thread
-    when the interpreter exits is stopped too and raises SystemExit there: native code must not outlive the interpreter.
-    Raises ModelLoadError when llama.cpp refuses the file.
+    An exception in ``progress``, or Ctrl-C, stops the load and is raised here. When the interpreter exits, loads on
+    other threads are stopped as well and raise SystemExit there, because native code must not outlive the interpreter.
+
+    Raises ModelLoadError if llama.cpp refuses the file.
     """
     ffi, lib = module.ffi, module.lib
     params.progress_callback = _progress_callback(module)
@@ -57,7 +62,7 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any
             lib.llama_model_free(handle)
         raise
     finally:
-        this.error = None  # its traceback leads back here
+        this.error = None  # its traceback refers to this frame
         _current.load = outer
         _end(this)
     return handle
@@ -86,7 +91,7 @@ def _stop_all() -> None:
 
 
 def _progress_callback(module: Any) -> Any:
-    """The function llama.cpp calls while it loads; the first call defines what that does in Python."""
+    """The C function that llama.cpp calls during a load; the first call connects it to Python."""
     global _callback
     with _lock:
         if _callback is None:

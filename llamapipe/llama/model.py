@@ -1,4 +1,8 @@
-"""A loaded model: weights and vocabulary, shared by any number of contexts."""
+"""A loaded model: weights and vocabulary, shared by any number of contexts.
+
+The model is checked by ``gguf.check`` before llama.cpp reads it. It counts the objects created from it and cannot be
+closed before them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
 def demo_model_path() -> Path:
-    """Path of the small model shipped in the package."""
+    """Path of the bundled model, a small GGUF file inside the package."""
     return Path(__file__).parent.parent / "data" / "demo.gguf"
 
 
@@ -30,19 +34,18 @@ class Model:
     """A model loaded from a GGUF file.
 
     ``n_gpu_layers``: layers placed on GPUs, -1 for all. ``devices``: names or ``Device`` objects to use, None for all.
-    ``split_mode``: ``"none"``, ``"layer"``, ``"row"`` or ``"tensor"``; ``main_gpu``: the device of mode none;
-    ``tensor_split``: share of each device. ``progress``: called on this thread with 0.0 to 1.0 while loading; what it
-    raises stops the load and is raised here. ``vocab_only``: no weights, for tokenizing only.
+    ``split_mode``: ``"none"``, ``"layer"``, ``"row"`` or ``"tensor"``. ``main_gpu``: the device used by mode none.
+    ``tensor_split``: the share of each device. ``progress``: called on this thread with 0.0 to 1.0 during the load; an
+    exception in it stops the load and is raised here. ``vocab_only``: load no weights, for tokenizing only.
 
-    Sizes as attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
-    ``is_recurrent``: keeps a state for each sequence, of which no part can be removed. ``is_causal``: False when tokens
-    look at those after them; an engine refuses such a model. ``devices``: those its layers may be placed on, the CPU
-    where there is no other. ``n_swa``: tokens that a layer with a sliding window looks back at, 0 without such layers.
+    Sizes are attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
+    ``n_swa``: tokens that a layer with a sliding window attends to, 0 without such layers. ``is_recurrent``: the model
+    keeps a state per sequence, and no part of it can be removed. ``is_causal``: False if tokens attend to later ones;
+    engines refuse such models. ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
 
-    Any thread may use a model. Close it, or use ``with``, after everything made from it; closing while contexts or
-    engines live is refused.
+    Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
-    Raises ModelLoadError for a missing, damaged or unsupported file, TypeError and ValueError for bad arguments,
+    Raises ModelLoadError for a missing, damaged or unsupported file, TypeError and ValueError for wrong arguments,
     BackendError for an unknown device.
     """
 
@@ -94,13 +97,14 @@ class Model:
         mmap, mlock = lib.LLAMA_LOAD_MODE_MMAP, lib.LLAMA_LOAD_MODE_MLOCK
         both, neither = lib.LLAMA_LOAD_MODE_MMAP_MLOCK, lib.LLAMA_LOAD_MODE_NONE
         params.load_mode = (both if locked else mmap) if mapped else (mlock if locked else neither)
-        keep = [_device_list(ffi, devices), _split(ffi, lib, tensor_split)]  # alive until the load returned
+        # Native memory that must stay alive until load() returns.
+        keep = [_device_list(ffi, devices), _split(ffi, lib, tensor_split)]
         params.devices, params.tensor_split = keep
         self.devices = _used_devices(devices, n_layers)
         self._handle = load(self._native, self.path, params, progress)
         try:
             self._read_sizes()
-        except BaseException:  # Ctrl-C: nobody will have this object to close
+        except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
 
@@ -122,7 +126,7 @@ class Model:
 
     @classmethod
     def demo(cls) -> Model:
-        """The small model shipped in the package: stories, counting, simple questions."""
+        """Loads the bundled model, which writes stories, counts and answers simple questions."""
         return cls(demo_model_path())
 
     def __repr__(self) -> str:
@@ -133,27 +137,27 @@ class Model:
 
     # ---- text
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of ``text``: see ``Vocab.tokenize``."""
+        """Token ids of ``text``; see ``Vocab.tokenize``."""
         self.handle  # noqa: B018  (refuses a closed model)
         return self.vocab.tokenize(text, add_special, parse_special)
 
     def detokenize(self, ids: Iterable[SupportsIndex]) -> str:
-        """Text of token ids: see ``Vocab.detokenize``."""
+        """Text of token ids; see ``Vocab.detokenize``."""
         self.handle  # noqa: B018
         return self.vocab.detokenize(ids)
 
     def piece(self, token: SupportsIndex) -> bytes:
-        """The bytes a token stands for."""
+        """The bytes of a token; see ``Vocab.piece``."""
         self.handle  # noqa: B018
         return self.vocab.piece(token)
 
     def is_eog(self, token: SupportsIndex) -> bool:
-        """Whether the token ends generation."""
+        """True if the token ends generation; see ``Vocab.is_eog``."""
         return self.vocab.is_eog(token)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """The file's metadata; arrays are left out, numbers are written as text."""
+        """The file's metadata as text, by key. Arrays are omitted."""
         ffi, lib = self._native.ffi, self._native.lib
         found = {}
         for i in range(lib.llama_model_meta_count(self.handle)):
@@ -163,7 +167,7 @@ class Model:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The Jinja text of the model's chat template, None when it has none."""
+        """The model's chat template as Jinja source, or None."""
         ffi = self._native.ffi
         text = self._native.lib.llama_model_chat_template(self.handle, ffi.NULL)
         return None if text == ffi.NULL else ffi.string(text).decode("utf-8", "replace")
@@ -171,7 +175,7 @@ class Model:
     # ---- lifetime
     @property
     def handle(self) -> Any:
-        """The native ``llama_model *``. Raises EngineClosedError when closed, or in a forked child."""
+        """The native ``llama_model *``. Raises EngineClosedError if the model is closed or this is a forked child."""
         if self._handle is None:
             raise EngineClosedError("the model is closed; load it again")
         if self._pid != os.getpid():
@@ -182,24 +186,24 @@ class Model:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True once ``close`` was called."""
         return self._handle is None
 
     def adopt(self, child: object) -> None:
-        """Notes an object that uses the native model, so that ``close`` is refused while it lives."""
+        """Registers an object that uses the native model; ``close`` is refused until it is released."""
         with self._lock:
             self.handle  # noqa: B018
             self._children[id(child)] = type(child).__name__
 
     def release(self, child: object) -> None:
-        """Forgets an object noted by ``adopt``."""
+        """Removes an object registered by ``adopt``."""
         with self._lock:
             self._children.pop(id(child), None)
 
     def close(self) -> None:
         """Frees the native memory at once; a second call does nothing.
 
-        Raises EngineClosedError while contexts or engines made from it are open.
+        Raises EngineClosedError while contexts or engines created from it are open.
         """
         if self._pid != os.getpid():
             return
@@ -212,7 +216,7 @@ class Model:
                     f"{len(self._children)} open objects still use the model ({names}); close them first"
                 )
             handle, self._handle = self._handle, None
-            if hasattr(self, "vocab"):  # not when Ctrl-C came before
+            if hasattr(self, "vocab"):  # absent if Ctrl-C interrupted __init__
                 self.vocab.forget()
         self._native.lib.llama_model_free(handle)
 
@@ -239,7 +243,7 @@ def _device_list(ffi: Any, wanted: Sequence[str | Device] | None) -> Any:
         return ffi.NULL
     if isinstance(wanted, (str, Device)) or not isinstance(wanted, Sequence):
         raise TypeError(
-            f"devices must be a sequence of names or Device objects, not one {type(wanted).__name__}"
+            f"devices must be a sequence of names or Device objects, not a single {type(wanted).__name__}"
         )
     known = {device.name: handle for device, handle in device_handles()}
     handles = []
@@ -256,7 +260,7 @@ def _device_list(ffi: Any, wanted: Sequence[str | Device] | None) -> Any:
 
 
 def _used_devices(wanted: Sequence[str | Device] | None, n_gpu_layers: int) -> list[Device]:
-    """Where llama.cpp places layers: the devices asked for, else GPUs, else the CPU."""
+    """The devices llama.cpp places layers on: the requested ones, else all GPUs, else the CPU."""
     known = [device for device, _ in device_handles()]
     if wanted is not None:
         names = {item.name if isinstance(item, Device) else item for item in wanted}

@@ -1,4 +1,7 @@
-"""The vocabulary of a model: text to token ids and back."""
+"""The vocabulary of a model: text to token ids and back.
+
+A vocabulary belongs to its model and is freed with it. Ids and text are checked here, before llama.cpp sees them.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,26 @@ from llamapipe.arguments import check_flag, check_int, check_tokens
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.native.load import last_error, native
 
-_CHUNK = 512  # pieces asked for at once
+_CHUNK = 512  # pieces fetched per native call
 _INT32_MIN = -(2**31)
 _MAX_TEXT_BYTES = 2**30
 
 
 class Vocab:
-    """A view of a loaded model's vocabulary; any thread, until the model is closed.
+    """The tokens of a loaded model: tokenizing, detokenizing, special tokens.
 
-    Then every use raises EngineClosedError, except of the plain attributes and ``is_eog``.
+    ``n_vocab``: number of tokens; ids are 0 to ``n_vocab - 1``. ``bos``, ``eos``, ``eot``: ids, or None.
+    ``add_bos``: the model wants a BOS in front of a text. ``eog_tokens``: ids that end generation.
+
+    Any thread, until the model is closed. After that, methods other than ``is_eog`` raise EngineClosedError; the
+    attributes stay.
     """
 
     def __init__(self, handle: Any) -> None:
         self._native = native()
         lib = self._native.lib
         self._handle: Any = handle
-        self._pieces: dict[int, list[bytes]] = {}  # by the first token of a chunk
+        self._pieces: dict[int, list[bytes]] = {}  # by token // _CHUNK
         self.n_vocab: int = lib.llama_vocab_n_tokens(handle)
         self.bos: int | None = self._optional(lib.llama_vocab_bos(handle))
         self.eos: int | None = self._optional(lib.llama_vocab_eos(handle))
@@ -43,22 +50,22 @@ class Vocab:
 
     @property
     def handle(self) -> Any:
-        """The native ``llama_vocab *``. Raises EngineClosedError when the model was closed."""
+        """The native ``llama_vocab *``. Raises EngineClosedError if the model is closed."""
         if self._handle is None:
             raise EngineClosedError("the vocabulary's model is closed; load it again")
         return self._handle
 
     def forget(self) -> None:
-        """The model is about to be freed, and the vocabulary with it."""
+        """Drops the native handle; the model calls this before it frees the vocabulary."""
         self._handle = None
         self._pieces.clear()
 
     def is_eog(self, token: SupportsIndex) -> bool:
-        """Whether the token ends generation (EOS, EOT and the like)."""
+        """True if the token ends generation (EOS, EOT and similar tokens)."""
         return check_int("token", token, 0, self.n_vocab - 1) in self.eog_tokens
 
     def is_control(self, token: SupportsIndex) -> bool:
-        """Whether the token is a control token, which has no text of its own."""
+        """True for a control token, which has no text."""
         return bool(
             self._native.lib.llama_vocab_is_control(
                 self.handle, check_int("token", token, 0, self.n_vocab - 1)
@@ -68,9 +75,11 @@ class Vocab:
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of ``text``.
 
-        ``add_special`` adds the tokens the model wants around a text (BOS), but never a second BOS when the text
-        itself begins with one; ``parse_special`` reads control tokens written in the text as such: leave it off for
-        text of users. Raises TypeError for what is not a str, ValueError for lone surrogates or over 1 GiB of text,
+        ``add_special`` adds the special tokens that the model expects (BOS), but no second BOS if the text already
+        begins with one. ``parse_special`` turns the names of control tokens in the text into these tokens; leave it
+        off for untrusted text.
+
+        Raises TypeError if ``text`` is not a str, ValueError for lone surrogates and for text over 1 GiB,
         InvalidRequestError for text that the vocabulary cannot express.
         """
         if not isinstance(text, str):
@@ -105,9 +114,10 @@ class Vocab:
     def detokenize(
         self, ids: Iterable[SupportsIndex], remove_special: bool = False, unparse_special: bool = False
     ) -> str:
-        """Text of a sequence of token ids; bytes that form no character become U+FFFD.
+        """Text of a sequence of token ids; bytes that are not valid UTF-8 become U+FFFD.
 
-        ``unparse_special`` also writes control tokens. Raises TypeError or ValueError for bad ids.
+        ``remove_special`` drops the special tokens that ``add_special`` adds. ``unparse_special`` writes control tokens
+        by name. Raises TypeError or ValueError for wrong ids.
         """
         tokens = check_tokens("ids", ids, self.n_vocab)
         without = check_flag("remove_special", remove_special)
@@ -127,10 +137,10 @@ class Vocab:
         raise InvalidRequestError(f"these ids cannot be written as text ({last_error(self._native)})")
 
     def piece(self, token: SupportsIndex) -> bytes:
-        """The bytes a token stands for; they may split a UTF-8 character. Control tokens have none."""
+        """The bytes of a token, which may split a UTF-8 character. Control tokens have none."""
         if type(token) is not int or not 0 <= token < self.n_vocab:
             token = check_int("token", token, 0, self.n_vocab - 1)
-        # By chunks: a native call lets other threads have the interpreter, and the engine thread then waits for them.
+        # Pieces are fetched in chunks: each native call releases the GIL, and the engine thread must then wait for it.
         chunk = self._pieces.get(token // _CHUNK)
         if chunk is None:
             first = token - token % _CHUNK
@@ -141,14 +151,14 @@ class Vocab:
         return chunk[token % _CHUNK]
 
     def _only_piece(self, token: int) -> bytes:
-        """The piece of a token whose neighbours have none."""
+        """The piece of one token, read alone because another token of its chunk has no piece."""
         one = self._read_pieces(token, 1)
         if one is None:
             raise InvalidRequestError(f"the token {token} has no piece ({last_error(self._native)})")
         return one[0]
 
     def _read_pieces(self, first: int, n: int) -> list[bytes] | None:
-        """The pieces of ``n`` tokens from ``first`` on; None when llama.cpp fails for one of them."""
+        """The pieces of ``n`` tokens from ``first``; None if llama.cpp fails for one of them."""
         ffi, lib = self._native.ffi, self._native.lib
         ends = ffi.new("int32_t[]", n)
         n_max = 16 * n

@@ -1,6 +1,7 @@
-"""Finds the native module beside this file, loads the backends from our own folder only, and routes native logs.
+"""Loads the native module and its backends, and passes native log records to ``logging``.
 
-Nothing happens on import; the first object that needs llama.cpp calls ``native()``.
+The module lies beside this file; backends are loaded from our own folder only, never from one of another llama.cpp.
+Importing this file does nothing: the first object that needs llama.cpp calls ``native()``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LOG_BYTES = 512
 
 
 def build_info() -> dict[str, Any]:
-    """What the build wrote down about itself (commit, flags, backends); empty when it is missing."""
+    """The build's own record (commit, flags, backends); empty if the file is missing."""
     import json
 
     try:
@@ -35,7 +36,7 @@ def build_info() -> dict[str, Any]:
 def native() -> Any:
     """The cffi module with ``ffi`` and ``lib``; the first call loads the backends. Any thread.
 
-    Raises BackendError when the module is not built or finds no device.
+    Raises BackendError if the module is not built or finds no device.
     """
     global _module
     if _module is not None:
@@ -55,7 +56,7 @@ def _load() -> Any:
             "`python build_native.py --backend cpu` in the source tree"
         ) from e
     lib = _native.lib
-    # Without any handler, logging itself would write warnings to the terminal.
+    # Without a handler, logging would write warnings to the terminal.
     logger.addHandler(logging.NullHandler())
     lib.lp_log_start()
     n_devices = lib.lp_load_backends(str(LIB_DIR).encode())
@@ -68,12 +69,12 @@ def _load() -> Any:
 
 
 def last_error(module: Any) -> str:
-    """Text of the failure that the last native entry on this thread reported."""
+    """The message of the last native call that failed on this thread."""
     return str(module.ffi.string(module.lib.lp_last_error()).decode("utf-8", "replace"))
 
 
 def drain_log(module: Any) -> list[str]:
-    """Hands waiting native log records to ``logging`` and returns the texts of warnings and errors. Any thread."""
+    """Passes queued native log records to ``logging``; returns the texts of warnings and errors. Any thread."""
     ffi, lib = module.ffi, module.lib
     text = ffi.new("char[]", _LOG_BYTES)
     level = ffi.new("int *")
@@ -85,7 +86,7 @@ def drain_log(module: Any) -> list[str]:
     severity = logging.DEBUG
     while (n := lib.lp_log_next(text, _LOG_BYTES, level)) >= 0:
         if level[0] != lib.GGML_LOG_LEVEL_CONT:
-            # llama.cpp's INFO is a page for each model: DEBUG in a library
+            # llama.cpp logs a page of INFO per model, which a library should log as DEBUG
             severity = severities.get(level[0], logging.DEBUG)
         line = ffi.buffer(text, n)[:].decode("utf-8", "replace").rstrip()
         if not line.strip("."):

@@ -1,4 +1,8 @@
-"""Compiles grammars with llguidance, once for each text and vocabulary."""
+"""Compiles grammars with llguidance and caches them by text and vocabulary.
+
+The compiler checks the caller's text first, because llguidance ignores some mistakes silently. Its error messages are
+passed on without the lines that were written around that text.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +20,29 @@ from llamapipe.structured.library import llguidance
 from llamapipe.structured.schema import Schema, schema_object, schema_text, subschemas
 from llamapipe.structured.tokenizer import GrammarTokenizer
 
-# Longest text of each kind, in characters: what llguidance compiles in about a second at worst (a Lark grammar of many
-# alternatives takes time in their square).
+# Longest text of each kind, in characters. llguidance compiles a text of this length in about a second at worst; a Lark
+# grammar takes time in the square of its alternatives.
 MAX_CHARS = {"json_schema": 2**17, "regex": 2**16, "lark": 2**15}
 N_CACHED = 128
 
-# At most one of these where JSON may have spaces: enough for every usual layout, and a model that has nothing left to
-# say cannot go on with spaces for ever.
+# At most one match of this pattern is allowed wherever JSON permits spaces. It fits every usual layout, and it keeps a
+# model from generating spaces without end.
 _SPACE = r"\x20{1,2}|\n[\x20\t]{0,40}"
-# Any token that continues the text is allowed, not only the one that the tokenizer would take for forced text. Placed
-# behind the grammar, where it moves no position in a message.
+# Allows every token that continues the text, not only the tokenizer's own choice for forced text. It stands after the
+# grammar, so that it shifts no position in an error message.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _MAX_TRIED = 300
 
 
 class GuideFactory:
-    """A compiled grammar: makes the guides of any number of requests. Any thread."""
+    """A compiled grammar, from which every request gets a ``Guide`` of its own. Any thread."""
 
     def __init__(self, start: Any, tokenizer: GrammarTokenizer) -> None:
         self._start = start
         self._tokenizer = tokenizer
 
     def new(self) -> Guide:
-        """The state of one request, at the grammar's beginning; costs microseconds."""
+        """A guide at the beginning of the grammar; takes microseconds."""
         return Guide(self._start, self._tokenizer)
 
 
@@ -49,13 +53,13 @@ def compile_guide(
     regex: str | None = None,
     lark: str | None = None,
 ) -> GuideFactory:
-    """Compiles one of a JSON schema (dict, bool or JSON text), a regular expression and a Lark grammar. Any thread.
+    """Compiles a JSON schema (dict, bool or JSON text), a regular expression or a Lark grammar. Any thread.
 
-    The same text for the same vocabulary is compiled once; llguidance gives up the GIL meanwhile. The first grammar of
-    a vocabulary also builds its tokenizer. A regular expression is of the whole output: it needs no ``^`` and ``$``.
+    The same text is compiled once per vocabulary, without the GIL. The first grammar of a vocabulary also builds its
+    tokenizer. A regular expression must match the whole output, so it needs no ``^`` and ``$``.
 
-    Raises InvalidRequestError with llguidance's message and position for what it cannot compile, TypeError for other
-    types, ValueError unless exactly one is given, ImportError without llguidance.
+    Raises InvalidRequestError with llguidance's message and position if the text cannot be compiled, TypeError for
+    other types, ValueError unless exactly one is given, ImportError without llguidance.
     """
     given = {
         k: v for k, v in (("json_schema", json_schema), ("regex", regex), ("lark", lark)) if v is not None
@@ -90,7 +94,7 @@ class _Entry:
 
 
 class _Compiler:
-    """One vocabulary's tokenizer and the grammars compiled for it, the last ones used."""
+    """One vocabulary's tokenizer and an LRU cache of the grammars compiled for it."""
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -104,7 +108,7 @@ class _Compiler:
             self._entries.move_to_end(key)
             if len(self._entries) > N_CACHED:
                 self._entries.popitem(last=False)
-        with entry.lock:  # a slow grammar holds up only those who want the same one
+        with entry.lock:  # a slow grammar delays only requests for the same grammar
             if entry.factory is None:
                 try:
                     entry.factory = self._compile(kind, text)
@@ -128,7 +132,7 @@ class _Compiler:
                     f"{kind} cannot be compiled: {_without_ours(message_of(start), kind)}"
                 )
         factory = GuideFactory(start, self._tokenizer)
-        # Much is compiled only when it is reached; what cannot even begin is the caller's mistake, not the request's.
+        # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here and not in a request.
         with factory.new() as guide:
             try:
                 guide.prepare()
@@ -146,7 +150,7 @@ class _Compiler:
         return library.LLMatcher(self._tokenizer.native, grammar, log_level=0, limits=limits)
 
     def _schema_error(self, schema: dict[str, Any], message: str) -> str:
-        """What llguidance has against a schema, and where: it names no place, so each part is tried alone."""
+        """The error message with a JSON pointer. llguidance names no place, so each subschema is compiled alone."""
         shared: dict[str, Any] = {
             key: schema[key] for key in ("$schema", "$id", "$defs", "definitions") if key in schema
         }
@@ -164,12 +168,12 @@ class _Compiler:
 
 
 def _json_grammar(schema: dict[str, Any]) -> str:
-    """A schema inside a Lark grammar, which is where forcing can be turned off."""
+    """A schema inside a Lark grammar: only there can forcing be turned off."""
     return _grammar(f"start: %json {json.dumps(_with_options(schema))}")
 
 
 def _bare_json_grammar(schema: dict[str, Any]) -> str:
-    """A schema as it is: its error messages do not quote the grammar around it."""
+    """A schema without a Lark grammar around it, which error messages would quote."""
     return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
 
 
@@ -188,8 +192,8 @@ def _grammar(lark: str) -> str:
 
 
 def _without_ours(message: str, kind: str) -> str:
-    """Without the quoted lines that were written around the caller's text."""
-    if kind != "lark":  # a Lark grammar of one line is all ours; what is said about the text comes before it
+    """The message without quotes of the lines that were added to the caller's text."""
+    if kind != "lark":  # the one-line Lark grammar is ours; the message about the text precedes it
         message = message.partition("\n   1 | start: ")[0]
     return "\n".join(line for line in message.splitlines() if not line.endswith(_NO_FORCING.strip()))
 

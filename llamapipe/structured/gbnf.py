@@ -1,4 +1,8 @@
-"""Checks GBNF before llama.cpp reads it: what it would not survive, not end with, or silently read otherwise."""
+"""Checks a GBNF grammar before llama.cpp reads it.
+
+It refuses grammars that would crash llama.cpp's parser, make it loop forever, or be silently read as something else.
+The text is read without recursion, and every error names its line and column.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,23 @@ from llamapipe.structured.gbnf_reader import GbnfReader
 from llamapipe.structured.gbnf_rules import TERMINAL, Alternative, Rules
 
 MAX_BYTES = 2**18
-# How many ways there are to a first character; llama.cpp holds each as a stack, and compares each with all others.
+# Ways to reach a first character. llama.cpp keeps a stack for each and compares every stack with all others.
 MAX_STACKS = 5000
-MAX_CHAIN = 1000  # rules that begin with one another; llama.cpp recurses through them
+MAX_CHAIN = 1000  # rules that begin with each other; llama.cpp recurses through them
 
 
 def check_gbnf(text: str, vocab: Vocab | None = None) -> None:
-    r"""Refuses a GBNF text that llama.cpp's parser must not get. Any thread, pure Python.
+    r"""Refuses a GBNF text that llama.cpp's parser cannot handle safely. Any thread, pure Python.
 
-    llama.cpp ends the process for deep brackets and chains of rules (stack overflow), never returns from ``{3,1}``,
-    from left recursion behind rules that may be empty, and from rules that double their ways with each level. It reads
-    ``{1,3000}`` as ``{1,}`` and keeps the last of two rules of one name. With ``vocab``, ``<[id]>`` and ``<text>`` must
-    be tokens of it.
+    llama.cpp crashes on deep brackets and long chains of rules (stack overflow). It never returns from ``{3,1}``, from
+    left recursion after rules that may be empty, or from rules whose alternatives double with each level. It reads
+    ``{1,3000}`` as ``{1,}`` and keeps the last of two rules with the same name. All of these are errors here. With
+    ``vocab``, ``<[id]>`` and ``<text>`` must be tokens of that vocabulary.
 
-    What passes can still take for ever: llama.cpp tries every way to read a token, and ``[ \t]*`` eight times in a row
-    has too many for a token of many spaces. Nothing stops it.
+    A grammar that passes can still take very long to run: llama.cpp tries every way to match a token, and eight
+    ``[ \t]*`` in a row have too many ways for a token of many spaces.
 
-    Raises InvalidRequestError with line and column, TypeError for what is no str.
+    Raises InvalidRequestError with line and column, TypeError if ``text`` is not a str.
     """
     if not isinstance(text, str):
         raise TypeError(f"grammar must be a str, not {type(text).__name__}")
@@ -60,7 +64,7 @@ def _check_tokens(rules: Rules, reader: GbnfReader, vocab: Vocab) -> None:
 
 
 def _check_beginnings(rules: Rules) -> None:
-    """Which rules begin with which: no cycle that grows, no long chain, not too many ways."""
+    """Refuses left recursion, long chains of rules, and too many ways to begin."""
     empty = _nullable(rules)
     edges = {
         rule: [edge for one in alternatives for edge in _first(one, empty)]
@@ -73,14 +77,14 @@ def _check_beginnings(rules: Rules) -> None:
     for group in _components({rule: [to for to, _ in out] for rule, out in edges.items()}):
         members = set(group)
         inner = [(rule, to, last) for rule in group for to, last in edges[rule] if to in members]
-        # A rule that ends with itself, after others that may be empty, grows nothing; but llama.cpp, which sees only
-        # rules that are empty by themselves as such, refuses some of these.
+        # A rule that ends with itself, after rules that may be empty, is not left recursion. llama.cpp refuses some of
+        # these all the same: it only knows rules with an empty alternative of their own as empty.
         grows = any(not last for _, _, last in inner)
         if grows or (inner and _cycle_for_llama(rules, members, direct)):
             known = ", ".join(sorted(names[rule] for rule in group if rule in names))
             raise InvalidRequestError(
                 f"grammar: left recursion: {known or 'a repetition of what may be empty'} can begin with itself; "
-                "put what it repeats behind something"
+                "let it begin with something that is never empty"
             )
         ways = sum(len(rules.alternatives[rule]) for rule in group)
         ways += sum(n_stacks[to] for rule in group for to, _ in edges[rule] if to not in members)
@@ -101,7 +105,7 @@ def _check_beginnings(rules: Rules) -> None:
 
 
 def _nullable(rules: Rules) -> set[int]:
-    """Rules that may be empty, by way of others, too."""
+    """Rules that may be empty, directly or through other rules."""
     users: dict[int, list[tuple[int, int]]] = {}
     missing: dict[tuple[int, int], int] = {}
     found: list[int] = []
@@ -128,7 +132,7 @@ def _nullable(rules: Rules) -> set[int]:
 
 
 def _first(one: Alternative, empty: set[int]) -> Iterator[tuple[int, bool]]:
-    """The rules an alternative can begin with, and whether each is its last symbol."""
+    """The rules that an alternative can begin with; True if the rule is its last symbol."""
     for i, to in enumerate(one):
         if to == TERMINAL:
             return
@@ -138,7 +142,7 @@ def _first(one: Alternative, empty: set[int]) -> Iterator[tuple[int, bool]]:
 
 
 def _cycle_for_llama(rules: Rules, members: set[int], direct: set[int]) -> bool:
-    """Whether llama.cpp's own search finds a cycle here: it passes only rules that have an empty alternative."""
+    """True if llama.cpp's own search finds a cycle here. It skips only rules that have an empty alternative."""
     edges = {
         rule: [to for one in rules.alternatives[rule] for to, _ in _first(one, direct) if to in members]
         for rule in members
@@ -147,7 +151,7 @@ def _cycle_for_llama(rules: Rules, members: set[int], direct: set[int]) -> bool:
 
 
 def _components(edges: dict[int, list[int]]) -> Iterator[list[int]]:
-    """The strongly connected parts of a graph, each after all it leads to: Tarjan's algorithm without recursion."""
+    """The strongly connected components, each after all it leads to: Tarjan's algorithm without recursion."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     held: list[int] = []

@@ -1,4 +1,7 @@
-"""Reads GBNF as llama.cpp does, but without recursion and with the place of every mistake."""
+"""Reads GBNF text into rules as llama.cpp does, but without recursion and with line and column in every error.
+
+Limits are checked while reading, so that a short text cannot expand into a large grammar.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from dataclasses import dataclass, field
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.gbnf_rules import TERMINAL, Alternative, Rules
 
-MAX_DEPTH = 100  # of brackets; llama.cpp recurses, and a thread of 512 KiB overflows below 2,000
-MAX_TIMES = 2000  # of {m,n}; llama.cpp's own limit, beyond which it silently reads "without end"
+MAX_DEPTH = 100  # nested brackets; llama.cpp recurses, and a stack of 512 KiB overflows below 2,000
+MAX_TIMES = 2000  # in {m,n}; llama.cpp's own limit, beyond which it silently repeats without end
 MAX_ELEMENTS = 100_000  # after expansion: "..."{2000} multiplies its text
-MAX_TOKEN_CHARS = 256  # of <token>, which llama.cpp tokenizes
+MAX_TOKEN_CHARS = 256  # in <token>, which llama.cpp tokenizes
 
 _WORD = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _SIMPLE_ESCAPES = {"t": 9, "r": 13, "n": 10, "\\": 92, '"': 34, "[": 91, "]": 93, "-": 45}
@@ -19,15 +22,15 @@ _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 
 @dataclass
 class _Open:
-    """A rule, or a bracket, that is being read."""
+    """A rule or bracket that is being read."""
 
     rule: int
     at: int
     n_symbols_before: int
     alternatives: list[Alternative] = field(default_factory=list)
     sequence: Alternative = field(default_factory=list)
-    last: int = 0  # where the last symbol begins in the sequence
-    weight: int = 1  # what llama.cpp counts against its limit of repetitions
+    last: int = 0  # index of the last symbol in the sequence
+    weight: int = 1  # product of nested repetitions, as llama.cpp counts it
 
     def begin(self) -> None:
         self.last, self.weight = len(self.sequence), 1
@@ -39,23 +42,23 @@ class _Open:
 
 
 class GbnfReader:
-    """Reads one text; ``read`` once."""
+    """Reads one text; call ``read`` once."""
 
     def __init__(self, text: str) -> None:
-        self._text = text + "\0"  # ends every loop, as the C string's end does
+        self._text = text + "\0"  # ends every loop, like the end of a C string
         self._at = 0
         self._n_elements = 0
         self._rules = Rules()
 
     def error(self, what: str, at: int | None = None) -> InvalidRequestError:
-        """An error that names the line and column."""
+        """An error with the line and column of ``at`` (default: the current place)."""
         at = self._at if at is None else at
         line = self._text.count("\n", 0, at) + 1
         column = at - (self._text.rfind("\n", 0, at) + 1) + 1
         return InvalidRequestError(f"grammar: {what} at line {line} column {column}")
 
     def read(self) -> Rules:
-        """Raises InvalidRequestError with the place of what llama.cpp could not read, or would not survive."""
+        """The rules of the text. Raises InvalidRequestError, with line and column, if llama.cpp must not get it."""
         self._space(True)
         while self._text[self._at] != "\0":
             self._rule()
@@ -117,7 +120,7 @@ class GbnfReader:
 
     # ---- symbols
     def _symbol(self, top: _Open, nested: bool) -> bool:
-        """Reads one symbol or repetition; False where none begins."""
+        """Reads one symbol or repetition; returns False if none begins here."""
         char = self._text[self._at]
         if char == '"':
             self._literal(top)
@@ -147,7 +150,7 @@ class GbnfReader:
         while self._text[self._at] != '"':
             at = self._at
             if self._character(begin) == 0:
-                raise self.error("llama.cpp has no NUL characters in texts", at)
+                raise self.error("llama.cpp does not support NUL characters in literals", at)
             self._push(top, TERMINAL)
         self._at += 1
 
@@ -222,7 +225,7 @@ class GbnfReader:
             raise self.error(f"nothing before {char} to repeat", at)
         n_rules = most or least or 1
         if top.weight * n_rules > MAX_TIMES:
-            raise self.error(f"repetitions inside one another multiply to more than {MAX_TIMES}", at)
+            raise self.error(f"nested repetitions multiply to more than {MAX_TIMES}", at)
         n_optional = 1 if most is None else most - least
         self._n_elements += len(repeated) * (max(least - 1, 0) + n_optional)
         if self._n_elements > MAX_ELEMENTS:
@@ -250,7 +253,7 @@ class GbnfReader:
             raise self.error("expected }")
         self._at += 1
         if most < least:
-            raise self.error(f"{{{least},{most}}} asks for fewer at most than at least", at)
+            raise self.error(f"the repetition {{{least},{most}}} has a maximum below its minimum", at)
         return least, most if bounded else None
 
     def _number(self, at: int) -> int:

@@ -1,4 +1,8 @@
-"""The state of one request in its grammar: which tokens may come next."""
+"""The state of one request in its grammar: which tokens are allowed next.
+
+llguidance reports errors as a state of its matcher. Every call here turns such a state into DecodeError, which fails
+this request only.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,28 @@ from llamapipe.errors import DecodeError, EngineClosedError
 from llamapipe.structured.tokenizer import GrammarTokenizer
 
 _MAX_MESSAGE = 2000
-_DEAD_END = "no token of this vocabulary continues the text, which is not a whole one of the grammar yet"
+_DEAD_END = (
+    "the output does not match the grammar yet, and no token of the vocabulary can extend it to a match"
+)
 
 
 class Guide:
-    """Follows the tokens of one request through its grammar; made by ``GuideFactory.new``.
+    """Follows the tokens of one request through its grammar. ``GuideFactory.new`` creates it.
 
-    One thread at a time, though not always the same one. ``prepare`` does the work of a step, all but a few
-    microseconds of it without the GIL (llguidance gives it up while it computes a mask); ``mask`` returns the result.
+    ``prepare`` does the work of a step; llguidance computes the mask without the GIL, and the rest takes a few
+    microseconds. ``mask`` returns the result. Use a guide from one thread at a time; the thread may change.
 
-    An end-of-generation token is allowed exactly where the text so far is a whole one of the grammar. Where nothing
-    else is, ``finished`` is true: end the request then. A vocabulary without end-of-generation tokens needs that.
+    End-of-generation tokens are allowed only when the output so far is a complete match of the grammar. If no other
+    token is allowed, ``finished`` is true and the request should end: a vocabulary may have no end-of-generation token.
     """
 
     def __init__(self, start: Any, tokenizer: GrammarTokenizer) -> None:
-        """``start``: a matcher at the grammar's beginning, which is copied."""
+        """``start``: a matcher at the beginning of the grammar; it is copied."""
         self._start = start
         self._tokenizer = tokenizer
         self._matcher: Any = start.deep_copy()
         n_words = tokenizer.n_words
-        # llguidance's own end is one bit behind the vocabulary, which may need a word more.
+        # llguidance's own end token is bit n_vocab, which may need one more word.
         self._buffer = np.zeros((tokenizer.n_vocab + 1 + 31) // 32, np.uint32)
         self._words = self._buffer[:n_words]
         self._scratch = np.empty(n_words, np.uint32)
@@ -52,13 +58,13 @@ class Guide:
 
     # ---- the next token
     def prepare(self) -> None:
-        """Computes the mask of the next token; does nothing when it is there.
+        """Computes the mask of the next token, unless it is computed already.
 
-        Raises DecodeError, for this request only: the grammar allows no token here, or grew beyond llguidance's limits.
+        Raises DecodeError if the grammar allows no token here or exceeds llguidance's limits.
         """
         matcher = self._open()
         if self._ended:
-            raise DecodeError("the grammar's text has ended; no token may follow its end of generation")
+            raise DecodeError("the output has ended; no token may follow its end-of-generation token")
         if self._prepared:
             return
         self._buffer.fill(0)
@@ -69,7 +75,7 @@ class Guide:
             )
         end = self._tokenizer.n_vocab
         self._may_end = bool(self._buffer[end >> 5] >> np.uint32(end & 31) & np.uint32(1))
-        # Also drops llguidance's own end, and end-of-generation tokens that a Lark grammar asked for by name.
+        # Drops llguidance's own end token, and end-of-generation tokens that a Lark grammar names.
         np.bitwise_and(self._words, self._tokenizer.not_eog, out=self._words)
         self._finished = not self._words.any()
         if self._finished and not self._may_end:
@@ -81,32 +87,32 @@ class Guide:
     def mask(self) -> npt.NDArray[np.uint32]:
         """The tokens allowed next: uint32 ``(ceil(n_vocab / 32),)``, token ``i`` at bit ``i % 32`` of word ``i // 32``.
 
-        A read-only view of the guide's only buffer: good until the next call of anything but ``mask``. Bits from
-        ``n_vocab`` on are 0. Raises as ``prepare`` does.
+        A read-only view of the guide's buffer, valid until the next call of any other method. Bits from ``n_vocab``
+        upwards are 0. Raises as ``prepare`` does.
         """
         self.prepare()
         return self._mask
 
     @property
     def may_end(self) -> bool:
-        """Whether the text so far is a whole one of the grammar. Raises as ``prepare`` does."""
+        """True if the output so far is a complete match of the grammar. Raises as ``prepare`` does."""
         if not self._ended:
             self.prepare()
         return self._may_end
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but the end of generation may follow. Raises as ``prepare`` does."""
+        """True if only the end of generation may follow. Raises as ``prepare`` does."""
         if not self._ended:
             self.prepare()
         return self._finished or self._ended
 
     def accept(self, token: int) -> None:
-        """The token that was chosen. Raises DecodeError, and changes nothing, when the grammar does not allow it."""
+        """Appends a token to the output. Raises DecodeError, without a change, if the grammar does not allow it."""
         matcher = self._open()
         if 0 <= token < self._tokenizer.n_vocab and not self._ended:
             if bool(self._tokenizer.eog[token >> 5] >> np.uint32(token & 31) & np.uint32(1)):
-                # llguidance never sees it: what it knows is its own end, and a trimmed text simply goes on.
+                # llguidance knows only its own end token, so this one is recorded here; rollback can remove it again.
                 if self.may_end:
                     self._ended = True
                     return
@@ -119,7 +125,7 @@ class Guide:
         raise DecodeError(f"the grammar does not allow token {token} after {self._n_tokens} tokens")
 
     def accept_any(self) -> None:
-        """Accepts the first token that is allowed, if it is text. Raises DecodeError as ``accept`` does."""
+        """Accepts the first allowed token that stands for text. Raises DecodeError as ``accept`` does."""
         (words,) = np.nonzero(self.mask() & self._tokenizer.not_eog)
         if len(words):
             word = int(words[0])
@@ -128,9 +134,9 @@ class Guide:
 
     # ---- going back
     def rollback(self, n_tokens: int) -> None:
-        """Takes back the last ``n_tokens`` accepted; an end of generation counts as one.
+        """Removes the last ``n_tokens`` accepted tokens; an end of generation counts as one.
 
-        Raises ValueError for more than there are, DecodeError when llguidance cannot (then use ``reset``).
+        Raises ValueError if fewer were accepted, DecodeError if llguidance cannot go back (use ``reset`` then).
         """
         matcher = self._open()
         n_ended = int(self._ended)
@@ -146,7 +152,7 @@ class Guide:
         self._prepared = self._prepared and n == 0
 
     def reset(self, tokens: Iterable[int] = ()) -> None:
-        """Starts again and accepts ``tokens``; also out of an error. Raises DecodeError as ``accept`` does."""
+        """Restarts the grammar, also after an error, and accepts ``tokens``. Raises DecodeError as ``accept`` does."""
         self._open()
         self._matcher = self._start.deep_copy()
         self._n_tokens = 0
@@ -157,11 +163,11 @@ class Guide:
     # ---- lifetime
     def _open(self) -> Any:
         if self._matcher is None:
-            raise EngineClosedError("the guide is closed; make another")
+            raise EngineClosedError("the guide is closed; create another one")
         return self._matcher
 
     def close(self) -> None:
-        """Lets the matcher go; a second call does nothing. Plain memory: a guide that is dropped frees it, too."""
+        """Frees the matcher; a second call does nothing. Dropping the last reference frees it as well."""
         self._matcher = self._start = None
 
     def __enter__(self) -> Guide:
@@ -174,13 +180,13 @@ class Guide:
 
 
 def message_of(matcher: Any) -> str:
-    """What went wrong in a matcher, in llguidance's words, without its internal state."""
+    """The message of a matcher's error, in llguidance's words and without its internal state."""
     text: str = matcher.get_error()
     for mark in ("\n<state>", "<non-verbose/>", "\n<backtrace>", "\n<grammar>"):
         text = text.partition(mark)[0]
     text = text.strip()
-    if text.startswith("NoExtension"):  # llguidance's reason for having stopped, where it has no message
+    if text.startswith("NoExtension"):  # llguidance's stop reason, where it has no message
         return _DEAD_END
-    if len(text) > _MAX_MESSAGE:  # a message quotes the grammar's line, however long it is
+    if len(text) > _MAX_MESSAGE:  # messages quote the grammar's whole line
         text = f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
     return text or "llguidance gives no reason"

@@ -1,4 +1,7 @@
-"""The llguidance package, imported when the first grammar is compiled."""
+"""Imports the llguidance package when the first grammar is compiled.
+
+It is an optional dependency, so this is the only module that imports it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any
 
 
 def llguidance(field: str) -> Any:
-    """The module. Any thread; ``field`` is the option that needs it.
+    """The llguidance module. Any thread.
 
-    Raises ImportError, with the fix, when it is not installed.
+    Raises ImportError if it is not installed; the message names ``field``, the option that needs it, and the fix.
     """
     found = sys.modules.get("llguidance")
     if found is not None:

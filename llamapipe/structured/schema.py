@@ -1,4 +1,8 @@
-"""JSON schemas before llguidance sees them: as JSON text, without what it would silently ignore."""
+"""Checks JSON schemas before llguidance compiles them.
+
+A schema is refused if llguidance would silently ignore a part of it, or would need unbounded time or memory. An error
+in a subschema names its JSON pointer.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from llamapipe.errors import InvalidRequestError
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LIST = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
 _MAP = ("properties", "patternProperties", "$defs", "definitions")
-# Assertions of draft 3, unknown to llguidance: it would take them for annotations.
+# Assertions of draft 3. llguidance does not know them and would ignore them.
 _DRAFT_3 = ("divisibleBy", "disallow", "extends")
-# What llguidance takes time and memory for without a limit of its own.
-MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, in their square
+# llguidance takes time and memory for these without a limit of its own.
+MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, and time grows with their square
 MAX_PATTERNS = 100  # patternProperties; 200 take 2.5 s, 400 over 12 s
 MAX_MULTIPLE = 100_000  # least common multiple of all multipleOf; 100,000 take 0.9 s, 700,000 10 s and 400 MB
 
@@ -24,10 +28,10 @@ Schema = Mapping[str, Any] | bool | str
 
 
 def schema_object(schema: Any) -> dict[str, Any]:
-    """A schema as an object of JSON values of its own: ``{}`` for ``true``.
+    """A checked copy of the schema, made of plain JSON values; ``true`` becomes ``{}``.
 
-    Raises TypeError for what is no schema, InvalidRequestError for text that is no JSON and for schemas whose meaning
-    llguidance would not keep.
+    Raises TypeError for other types, InvalidRequestError for invalid JSON and for schemas that llguidance would not
+    follow exactly.
     """
     value = json.loads(schema_text(schema))
     if value is True:
@@ -44,7 +48,7 @@ def schema_object(schema: Any) -> dict[str, Any]:
 
 
 def schema_text(schema: Any) -> str:
-    """A schema as JSON text in one form, in the order of its keys. Raises as ``schema_object`` does."""
+    """The schema as JSON text, with keys in their given order. Raises as ``schema_object`` does."""
     try:
         if isinstance(schema, str):
             schema = json.loads(schema, parse_constant=_no_number)
@@ -53,7 +57,7 @@ def schema_text(schema: Any) -> str:
         return json.dumps(schema, allow_nan=False, default=_plain)
     except json.JSONDecodeError as e:
         raise InvalidRequestError(
-            f"json_schema is no JSON: {e.msg} at line {e.lineno} column {e.colno}"
+            f"json_schema is not valid JSON: {e.msg} at line {e.lineno} column {e.colno}"
         ) from None
     except RecursionError:
         raise InvalidRequestError("json_schema is nested too deeply") from None
@@ -62,7 +66,7 @@ def schema_text(schema: Any) -> str:
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema inside a schema, itself included, with its JSON pointer; parents first."""
+    """The schema and all its subschemas, each with its JSON pointer; parents first."""
     waiting: list[tuple[str, Any]] = [("#", schema)]
     while waiting:
         pointer, part = waiting.pop()
@@ -82,7 +86,9 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _refuse(pointer: str, part: dict[str, Any]) -> None:
     old = [key for key in _DRAFT_3 if key in part]
     if old:
-        raise InvalidRequestError(f"json_schema at {pointer}: {old[0]!r} is of draft 3 and not supported")
+        raise InvalidRequestError(
+            f"json_schema at {pointer}: {old[0]!r} is of draft 3, which is not supported"
+        )
     if "x-guidance" in part:
         raise InvalidRequestError(
             f"json_schema at {pointer}: 'x-guidance' is not supported; spaces, separators and strictness are fixed"
@@ -95,7 +101,7 @@ def _refuse(pointer: str, part: dict[str, Any]) -> None:
         )
     least = part.get("minProperties")
     if isinstance(least, int) and least > n_required + 1:
-        # Names that are not listed may come twice, and then count once.
+        # A name that is not listed may occur twice, and then counts once.
         raise InvalidRequestError(
             f"json_schema at {pointer}: 'minProperties' is {least}, but only {n_required} names are 'required'; a "
             "grammar cannot see that the others differ: list them in 'required'"
@@ -108,7 +114,7 @@ def _refuse(pointer: str, part: dict[str, Any]) -> None:
 
 
 def _check_costs(parts: list[dict[str, Any]]) -> None:
-    """Limits of the whole schema: which of its parts are merged is not known here."""
+    """Limits for the whole schema, because llguidance may merge any of its parts."""
     n_patterns = sum(
         len(p["patternProperties"]) for p in parts if isinstance(p.get("patternProperties"), dict)
     )
@@ -127,7 +133,7 @@ def _check_costs(parts: list[dict[str, Any]]) -> None:
 
 
 def _bound_leaks(part: dict[str, Any]) -> bool:
-    """Whether llguidance (1.9.1) would allow an exclusive bound itself: 7 for "above 7, at most 7.5"."""
+    """True if llguidance (1.9.1) would accept an exclusive bound itself, such as 7 for "above 7, at most 7.5"."""
     bounds: list[Any] = []
     whole = False
     for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -148,14 +154,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings that are no dict, such as a frozen one. Raises TypeError for the rest, as json does."""
+    """Converts mappings other than dict for json. Raises TypeError for any other type."""
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"json_schema holds a {type(value).__name__}, which is no JSON")
+    raise TypeError(f"json_schema holds a {type(value).__name__}, which JSON cannot represent")
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _escaped(name: str) -> str:

@@ -1,4 +1,7 @@
-"""A vocabulary as llguidance wants it: the bytes of each token, and which tokens are no text."""
+"""Converts a vocabulary for llguidance: the bytes of each token, and the tokens that are not text.
+
+It is built once per vocabulary and shared by all of its grammars.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from llamapipe.structured.library import llguidance
 
 
 class GrammarTokenizer:
-    """The tokens of a vocabulary for matchers, and their end-of-generation tokens as bits of a mask.
+    """The tokens of a vocabulary for matchers, and masks of its end-of-generation tokens.
 
-    llguidance sees one token more than the vocabulary has: an end of its own, number ``n_vocab``. Where it allows that
-    one, all of the vocabulary's end-of-generation tokens are allowed, however many there are; without any, a grammar
-    still knows when it is done.
+    llguidance sees one more token than the vocabulary has: an end token with the id ``n_vocab``. Where a grammar allows
+    that token, all end-of-generation tokens of the vocabulary are allowed. So a grammar also knows that it is complete
+    with a vocabulary that has none.
 
-    - ``native``: the ``LLTokenizer``. It knows the vocabulary only weakly: a cache keyed by vocabularies may hold it.
-    - ``eog``: uint32 ``(n_words,)``, the bits of end-of-generation tokens; ``not_eog``: those of all others.
+    - ``native``: the ``LLTokenizer``. It refers to the vocabulary weakly, so a cache keyed by vocabularies may hold it.
+    - ``eog``: uint32 ``(n_words,)``, the bits of end-of-generation tokens. ``not_eog``: the bits of all other tokens.
 
-    Any thread; immutable. Building takes a Python call and a copy for each token: 0.6 s for 152,000.
+    Immutable; any thread. Building takes a Python call and a copy per token: 0.6 s for 152,000 tokens.
     """
 
     def __init__(self, vocab: Vocab, field: str = "a grammar") -> None:
@@ -42,11 +45,11 @@ class GrammarTokenizer:
 
 
 def token_bytes(vocab: Vocab) -> tuple[list[bytes], list[int]]:
-    """The bytes of every token, and the ids of those that never stand for text.
+    """The bytes of every token, and the ids of special tokens, which never stand for text.
 
-    Control tokens have their name for bytes, by which a Lark grammar may ask for them (``<|end|>``). End-of-generation
-    tokens are special even where they have text: one inside a string would end the request in the middle. What has
-    neither text nor name (unused ids, padding) has no bytes, and no grammar ever allows it.
+    The bytes of a control token are its name, by which a Lark grammar can ask for it (``<|end|>``). End-of-generation
+    tokens are special even if they have text, because one inside a string would end the request there. Tokens without
+    text and name (unused ids, padding) have no bytes, and no grammar allows them.
     """
     tokens = [vocab.piece(t) for t in range(vocab.n_vocab)]
     special = set(vocab.eog_tokens)
@@ -58,7 +61,7 @@ def token_bytes(vocab: Vocab) -> tuple[list[bytes], list[int]]:
 
 
 class _Source:
-    """What ``llguidance.TokenizerWrapper`` reads, by these names."""
+    """The attributes that ``llguidance.TokenizerWrapper`` reads."""
 
     bos_token_id: int | None = None
 
@@ -69,7 +72,7 @@ class _Source:
         self._vocab = weakref.ref(vocab)
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of ``text``; TypeError for bytes tells llguidance to pass only what is UTF-8.
+        """Token ids of ``text``. TypeError for bytes makes llguidance pass valid UTF-8 as str only.
 
         Masks do not depend on it: grammars are compiled with ``no_forcing``.
         """

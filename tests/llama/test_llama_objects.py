@@ -241,7 +241,7 @@ def test_a_batch_copies_and_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
         batch.tokens[0] = 9999
     for name in ("tokens", "outputs"):
-        with pytest.raises(AttributeError, match=f"make another to set {name}"):
+        with pytest.raises(AttributeError, match=f"create another one to change {name}"):
             setattr(batch, name, np.array([1], np.int8))
     for same in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
         assert same.tokens.tolist() == [5, 6]

@@ -76,7 +76,7 @@ REFUSED = {
     "character": ('root ::= "\\UFFFFFFFF"', "no such character"),
     "range": ("root ::= [z-a]", "the range is empty"),
     "NUL": ('root ::= "\0"', "NUL character at line 1 column 11"),
-    "written NUL": ('root ::= "a\\x00"', "no NUL characters in texts at line 1 column 12"),
+    "written NUL": ('root ::= "a\\x00"', "does not support NUL characters in literals at line 1 column 12"),
     "surrogate": ('root ::= "\ud800"', "lone surrogate at 10"),
     "bytes": ("#" * (MAX_BYTES + 1), f"the limit is {MAX_BYTES}"),
     "nothing to repeat": ("root ::= * ", r"nothing before \* to repeat"),

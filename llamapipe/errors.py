@@ -1,7 +1,7 @@
-"""Every exception llamapipe raises on purpose; this module imports nothing.
+"""Every exception that llamapipe defines; this module imports nothing.
 
-Messages name the value, the limit and the fix. Wrong arguments are also ``ValueError`` (through
-``InvalidRequestError``) or plain ``ValueError``/``TypeError``.
+Messages name the value, the limit and the fix. Wrong arguments raise ``ValueError`` (``InvalidRequestError`` is one)
+or ``TypeError``.
 """
 
 
@@ -18,11 +18,11 @@ class BackendError(LlamapipeError):
 
 
 class InvalidRequestError(LlamapipeError, ValueError):
-    """A request can never be served as it was asked for."""
+    """A request that can never be served as it stands."""
 
 
 class ContextFullError(LlamapipeError):
-    """The KV cells are used up and nothing more can be moved out of the way."""
+    """All KV cells are used, and none can be freed."""
 
 
 class DecodeError(LlamapipeError):
@@ -30,7 +30,7 @@ class DecodeError(LlamapipeError):
 
 
 class QueueFullError(LlamapipeError):
-    """The engine's queue is at its limit and the caller asked not to wait."""
+    """The engine's queue is at its limit, and the caller asked not to wait."""
 
 
 class EngineClosedError(LlamapipeError):

@@ -1,5 +1,6 @@
 """Checks of GGUF files before llama.cpp reads them.
 
 A damaged or hostile file must give an error that names the problem. llama.cpp itself may abort the process or read
-outside of its buffers on such files, so every count, type, shape and offset is checked here first.
+outside its buffers on such files, so every count, type, shape and offset is checked here first. Nothing here imports
+native code.
 """

@@ -1,9 +1,9 @@
-"""Our own check of a GGUF file before llama.cpp loads it.
+"""Checks a GGUF file before llama.cpp loads it.
 
-llama.cpp refuses much damage with an error, but answers some with an abort, a crash or an endless loop, which would
-take the process with it. Everything before the tensor data is checked here; damage inside tensor data cannot be seen.
-Architectures and tensor types that this version does not know are let through to llama.cpp, and not all that a rarer
-architecture asserts of keys of its own is known here.
+llama.cpp refuses most damaged files with an error, but on some it aborts, crashes or loops forever, and the process is
+lost. Everything before the tensor data is checked here; damage inside tensor data cannot be detected. Architectures and
+tensor types that this version does not know are left to llama.cpp. Rare architectures may assert more about their own
+keys than this check knows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llamapipe.gguf.tensors import check_tensors
 from llamapipe.gguf.vocab import check_vocabulary
 
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-# What people give instead of a GGUF file, by its first bytes.
+# Other files that people pass by mistake, by their first bytes.
 _LOOKALIKES: Final = (
     (rb".{7}\0\{\s*\"", "a safetensors file; convert it with llama.cpp's convert_hf_to_gguf.py"),
     (rb"PK\x03\x04|\x80[\x02-\x05]", "a PyTorch checkpoint or zip archive; convert the model to GGUF"),
@@ -44,11 +44,12 @@ _LOOKALIKES: Final = (
 
 @dataclass(frozen=True)
 class GgufInfo:
-    """What the head of a checked file says.
+    """The facts in the head of a checked file.
 
-    `n_entries` counts the metadata, `n_parts` the files of a split model; `tokenizer` is None without a vocabulary;
-    `is_vocab_only` is set for a file without tensors; `is_causal` is False for models that see the whole text, such as
-    encoders; `n_layer`, `n_embd` and `n_ctx_train` are 0 where a vocabulary-only file does not say.
+    `n_entries` counts metadata entries, `n_parts` the files of a split model. `tokenizer` is None without a
+    vocabulary. `is_vocab_only` is True for a file without tensors, `is_causal` False for models whose tokens attend to
+    later ones, such as encoders. `n_layer`, `n_embd` and `n_ctx_train` are 0 if a vocabulary-only file omits them.
+    `size_bytes` is the size of all files.
     """
 
     path: Path
@@ -68,17 +69,16 @@ class GgufInfo:
 
 
 def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
-    """Check a GGUF file and, for a split model, its other parts; the file is mapped, not copied. Any thread.
+    """Check a GGUF file and, for a split model, its other parts. Any thread; files are mapped, not copied.
 
-    Raises:
-        ModelLoadError: the file is missing, no GGUF file, truncated or damaged; the message says what and where.
+    Raises ModelLoadError if the file is missing, not a GGUF file, truncated or damaged; the message names the problem
+    and its place.
     """
     file = Path(path)
     head = _head(file)
     try:
-        n_tensors, parts = _parts(
-            file, head
-        )  # first: a later part has no architecture, and that is not what is wrong
+        # First, because a later part of a split model has no architecture, which would be the wrong complaint.
+        n_tensors, parts = _parts(file, head)
         shapes = check_shapes(head)
         tokenizer, n_vocab = check_vocabulary(head)
         check_tensors(head)
@@ -103,7 +103,7 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
 
 
 def _head(path: Path) -> Head:
-    """Map a file and parse its head; ModelLoadError when that cannot be done."""
+    """Map a file and parse its head. Raises ModelLoadError."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -151,7 +151,7 @@ def _stranger(path: Path, first: bytes) -> str:
 
 
 def _parts(path: Path, head: Head) -> tuple[int, list[tuple[Path, Head]]]:
-    """The number of tensors of all parts, and the further parts of a split model."""
+    """The number of tensors in all parts, and the other parts of a split model."""
     n_parts = _split_value(head, "split.count")
     if n_parts is None or n_parts <= 1:
         return len(head.tensors), []

@@ -1,7 +1,7 @@
-"""What must be true of a model's attention heads and rotary positions before llama.cpp may build a graph of them.
+"""Checks a model's attention heads and rotary positions before llama.cpp builds a graph of them.
 
-It compares some matrices with the width of the model only, or with the first layer's numbers, and reshapes by the
-numbers of heads later, with an assertion that ends the process.
+llama.cpp compares some matrices only with the model's width or with the first layer's sizes. Later it reshapes them by
+the number of heads, where an assertion ends the process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from llamapipe.gguf.reader import ARRAY, U32, Array, Damage, Head
 MAX_WIDTH: Final = 1 << 24
 MAX_U32: Final = (1 << 32) - 1
 _PROJECTION: Final = re.compile(r"blk\.(\d{1,3})\.attn_(q|k|v|qkv)\.weight")
-# Compressed keys and values, linear attention and state spaces have matrices of other shapes under the same names.
+# Models with these keys (compressed KV, linear attention, state spaces) use the same names for other shapes.
 _OTHER_SHAPES: Final = (
     "attention.kv_lora_rank",
     "attention.key_length_mla",
     "kda.head_dim",
     "ssm.state_size",
 )
-# Architectures whose graph asserts that positions rotate all of a head (llama.cpp's src/models).
+# Architectures whose graph asserts that rotary positions cover the whole head (llama.cpp's src/models).
 _WHOLE_HEADS: Final = frozenset(
     """apertus arcee arctic baichuan chameleon codeshell cogvlm cohere2moe dbrx deci deepseek dots1 dream ernie4_5
     ernie4_5-moe exaone exaone-moe exaone4 falcon granite granite_swa graniteswitch grok grovemoe hunyuan-moe hunyuan_vl
@@ -36,10 +36,10 @@ _WHOLE_HEADS: Final = frozenset(
 
 
 def check_heads(keys: Keys, head: Head, n_layer: int, n_embd: int) -> None:
-    """Check numbers and sizes of heads against each other and against the matrices; raises Damage."""
+    """Check the numbers and sizes of heads against each other and against the matrices. Raises Damage."""
     heads = keys.per_layer("attention.head_count", n_layer)
     if heads is None or not heads.any():
-        return  # recurrent models have none
+        return  # recurrent models have no heads
     groups = keys.per_layer("attention.head_count_kv", n_layer)
     if groups is None:
         groups = heads
@@ -50,7 +50,7 @@ def check_heads(keys: Keys, head: Head, n_layer: int, n_embd: int) -> None:
             f"layer {i} has {heads[i]} attention heads, not a multiple of its {groups[i]} key-value heads"
         )
     if not heads[0]:
-        return  # llama.cpp takes sizes of heads from the first layer
+        return  # llama.cpp takes the sizes of heads from the first layer
     n_key = keys.integer("attention.key_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
     n_value = keys.integer("attention.value_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
     sizes = {(n_key, n_value)}
@@ -88,9 +88,9 @@ def check_heads(keys: Keys, head: Head, n_layer: int, n_embd: int) -> None:
 
 
 def _rows(matrix: str, n_heads: int, n_groups: int, n_key: int, n_value: int) -> tuple[int, ...]:
-    """The numbers of rows that a projection may have."""
+    """The row counts that a projection may have."""
     if matrix == "q":
-        return n_heads * n_key, 2 * n_heads * n_key  # twice for a gate beside
+        return n_heads * n_key, 2 * n_heads * n_key  # twice the rows with a gate
     if matrix == "k":
         return (n_groups * n_key,)
     if matrix == "v":

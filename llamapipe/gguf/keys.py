@@ -1,4 +1,7 @@
-"""Access to single values of a GGUF file's metadata, with types and limits checked."""
+"""Reads single values of a GGUF file's metadata and checks their types and limits.
+
+A missing key is not an error here; a value of the wrong type, or outside its limits, is.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from llamapipe.gguf.reader import ARRAY, BOOL, I32, TYPE_NAMES, U32, Array, Dama
 
 
 def text(entries: dict[str, Entry], key: str) -> str | None:
-    """The value of a string key, None if it is missing."""
+    """The value of a string key; None if it is missing."""
     entry = entries.get(key)
     if entry is None:
         return None
@@ -22,17 +25,17 @@ def text(entries: dict[str, Entry], key: str) -> str | None:
 
 @dataclass(frozen=True)
 class Keys:
-    """Access to the metadata of one architecture by the rest of a key, with types and limits checked."""
+    """The metadata of one architecture, by the part of the key that follows the architecture's name."""
 
     entries: dict[str, Entry]
     architecture: str
 
     def name(self, key: str) -> str:
-        """The whole key."""
+        """The full key, with the architecture's name."""
         return f"{self.architecture}.{key}"
 
     def get(self, key: str, kind: int) -> int | None:
-        """The value of a key of type `kind` (an integer type or bool), None if it is missing."""
+        """The value of a key of type `kind` (an integer type or bool); None if it is missing."""
         entry = self.entries.get(self.name(key))
         if entry is None:
             return None
@@ -43,7 +46,7 @@ class Keys:
     def integer(
         self, key: str, low: int, high: int, *, required: bool = False, besides: int | None = None
     ) -> int:
-        """The value of a u32 key, 0 if it is missing."""
+        """The value of a u32 key; 0 if it is missing."""
         value = self.get(key, U32)
         if value is None:
             if required:
@@ -54,7 +57,7 @@ class Keys:
         return value
 
     def per_layer(self, key: str, n_layer: int) -> npt.NDArray[np.int64] | None:
-        """The values of a key that holds one number for each layer or one for all, `(n_layer,)`."""
+        """The values `(n_layer,)` of a key that holds one number per layer, or one for all layers."""
         entry = self.entries.get(self.name(key))
         if entry is None:
             return None

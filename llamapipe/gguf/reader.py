@@ -1,6 +1,7 @@
 """Parses the head of a GGUF file (metadata and tensor list) with every length checked before it is used.
 
-Nothing is copied but what is asked for: arrays stay in the mapped file, strings of an array are offsets into it.
+Arrays stay in the mapped file, and an array of strings is a list of offsets into it; only values that are read are
+copied.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
@@ -63,12 +64,12 @@ Scalar = int | float | bytes
 
 
 class Damage(Exception):  # noqa: N818 - not raised to users: check_gguf turns it into a ModelLoadError
-    """What is wrong with a file, without its name."""
+    """A problem with a file; the message does not name the file."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array of the metadata: element type and count, and where in the mapped file its elements are.
+    """An array of the metadata: element type, count, and the place of its elements in the mapped file.
 
     `starts` and `lengths` (int64, `(count,)`) are set for strings; `data` for numbers.
     """
@@ -82,7 +83,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Entry:
-    """One value of the metadata. `value` of a string is bytes up to the first NUL, as C code sees it."""
+    """One value of the metadata. A string is stored as bytes up to its first NUL, as C code reads it."""
 
     kind: int
     value: Scalar | Array
@@ -90,7 +91,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as listed: `dims` innermost first, ggml's number of its type, `offset` in the data section."""
+    """One entry of the tensor list: `dims` innermost first, ggml's type number, `offset` in the data section."""
 
     name: str
     dims: tuple[int, ...]
@@ -100,7 +101,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """All that stands before the tensor data. `buffer` is the mapped file; arrays refer to it."""
+    """Everything before the tensor data. `buffer` is the mapped file, to which arrays refer."""
 
     version: int
     entries: dict[str, Entry]
@@ -110,7 +111,7 @@ class Head:
     buffer: mmap.mmap
 
     def strings(self, array: Array) -> list[bytes]:
-        """The strings of an array, each up to its first NUL, as C code sees them."""
+        """The strings of an array, each up to its first NUL, as C code reads them."""
         if array.count == 0:
             return []
         first = int(array.starts[0])
@@ -129,7 +130,7 @@ class Head:
 
 
 def parse_head(buffer: mmap.mmap) -> Head:
-    """Parse a mapped file that begins with the GGUF magic; raises Damage."""
+    """Parse a mapped file that begins with the GGUF magic. Raises Damage."""
     return _Parser(buffer).head()
 
 
@@ -169,7 +170,7 @@ class _Parser:
         return Head(version, entries, tensors, alignment, start, self._buffer)
 
     def _need(self, n_bytes: int, what: str) -> int:
-        """The current position, moved on by `n_bytes`."""
+        """Returns the current position and advances it by `n_bytes`."""
         pos = self._pos
         if n_bytes > self._size - pos:
             raise Damage(
@@ -231,7 +232,7 @@ class _Parser:
 
         Where a string starts is known only once the one before it is read, which in Python is slow for half a million
         strings. So candidates are found all at once (a length below 65,536 ends in six zero bytes, which text hardly
-        holds) and kept as far as they form an unbroken chain; what is unusual is read one by one.
+        holds) and kept as far as they form an unbroken chain; any other string is read one by one.
         """
         if count * 8 > self._size - self._pos:
             raise Damage(
@@ -244,7 +245,7 @@ class _Parser:
         while left:
             found = self._chain(left) if left > 32 else None
             if found is None:
-                # Doubling keeps a file made to defeat the fast way from making it slow.
+                # Doubling bounds the cost of a file that was made to defeat the fast path.
                 found = self._one_by_one(key, min(left, patience), count - left)
                 patience *= 2
             starts.append(found[0])
@@ -255,7 +256,7 @@ class _Parser:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def _chain(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """At most `most` strings from here on that surely follow each other, or None."""
+        """Up to `most` strings from here that are certain to follow each other, or None."""
         # Words of four bytes from the aligned place at or before here; strings are rarely longer than 40 bytes.
         base = self._pos & ~3
         n_words = min(_SCAN_BYTES, 48 * most + 64, self._size - base) // 4

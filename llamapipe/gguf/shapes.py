@@ -1,7 +1,7 @@
-"""What must be true of a model's hyperparameters in a GGUF file before llama.cpp may read it.
+"""Checks a model's hyperparameters before llama.cpp reads them.
 
-llama.cpp asserts these in ``llama_model_base::load_hparams`` or in the operations it builds from them; an assertion
-ends the process. Shapes of tensors that do not fit the hyperparameters it refuses by itself.
+llama.cpp asserts them in ``llama_model_base::load_hparams`` or in the operations it builds from them, and a failed
+assertion ends the process. It refuses tensors whose shapes do not fit the hyperparameters by itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_MODELS: Final = {
 
 @dataclass(frozen=True)
 class Shapes:
-    """The architecture's name and the sizes needed elsewhere; a size is 0 where a vocabulary-only file has none."""
+    """The architecture's name and the sizes needed elsewhere; a size is 0 if a vocabulary-only file omits it."""
 
     architecture: str
     n_layer: int
@@ -44,7 +44,7 @@ class Shapes:
 
 
 def check_shapes(head: Head) -> Shapes:
-    """Check the hyperparameters of a file; raises Damage."""
+    """Check the hyperparameters of a file. Raises Damage."""
     kind = text(head.entries, "general.type")
     if kind in _NOT_MODELS:
         raise Damage(f"it is {_NOT_MODELS[kind]}")
@@ -72,7 +72,7 @@ def check_shapes(head: Head) -> Shapes:
 def _check_experts(keys: Keys, head: Head, n_layer: int) -> None:
     n_expert = keys.integer("expert_count", 0, _MAX_EXPERTS)
     if n_expert <= 1 and keys.architecture in ("hunyuan-dense", "hunyuan_vl"):
-        return  # there llama.cpp takes one expert for none
+        return  # llama.cpp treats one expert of these architectures as none
     keys.integer("expert_gating_func", 0, _GATINGS)
     per_layer = keys.per_layer("expert_used_count", n_layer)
     n_used = 0 if per_layer is None else int(per_layer.max())

@@ -1,4 +1,7 @@
-"""What must be true of the tensor list of a GGUF file before llama.cpp may use it."""
+"""Checks the tensor list of a GGUF file before llama.cpp uses it.
+
+Tensors must follow each other without gaps, lie inside the file, and have types that llama.cpp's kernels can read.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,25 @@ _REMOVED: Final = frozenset({4, 5, 31, 32, 33, 36, 37, 38})
 # llama.cpp asserts that mapped tensors lie at multiples of this (TENSOR_ALIGNMENT in ggml-impl.h).
 _ALIGNMENT: Final = 32
 _F32: Final = 0
-# Types that no kernel multiplies by: intermediate formats, integers and doubles.
+# Types that no kernel accepts as weights: intermediate formats, integers and doubles.
 _NOT_WEIGHTS: Final = frozenset({9, 15, 24, 25, 26, 27, 28})
-# Tables of ids, which are integers.
+# Tables of ids; these may be integers.
 _TABLES: Final = re.compile(r"\bd2t\b|tid2eid|_ordering")
-# Added, multiplied or read element by element, whatever their rank, by kernels that know F32 only; as are all vectors.
+# Kernels add, multiply or read these element by element as F32 only, whatever their rank. So they do with all vectors.
 _F32_ONLY: Final = re.compile(
     r"norm\d?\.weight$|rope_f|\.(?:bias|scale)$|\.ssm_[ad]$|\.ssm_conv1d|\.shortconv\.conv|\.time_mix_(?:first|lerp|decay\.)"
 )
 
 
 def check_tensors(head: Head) -> None:
-    """Check shapes, types and places of all tensors; raises Damage."""
+    """Check the shapes, types and places of all tensors. Raises Damage."""
     size = len(head.buffer)
     expected = end = 0
     truncated = None
     for tensor in head.tensors:
         n_bytes = _n_bytes(tensor)
         if n_bytes is None:
-            return  # a type newer than this check; llama.cpp knows it or says so
+            return  # a type newer than this check: llama.cpp knows it or reports it
         if tensor.offset != expected:
             raise Damage(f"tensor {tensor.name!r} is at offset {tensor.offset}, but {expected} comes next")
         start = head.data_start + expected
@@ -62,7 +65,7 @@ def check_tensors(head: Head) -> None:
 
 
 def _n_bytes(tensor: Tensor) -> int | None:
-    """Bytes of the tensor's data, None for an unknown type."""
+    """Bytes of the tensor's data; None for an unknown type."""
     shape = " × ".join(map(str, tensor.dims))
     n_values = math.prod(tensor.dims)
     if not 0 < n_values < 1 << 63:

@@ -1,7 +1,7 @@
-"""What must be true of a GGUF file's vocabulary before llama.cpp may read it.
+"""Checks a GGUF file's vocabulary before llama.cpp reads it.
 
-Each rule keeps out something that llama.cpp meets with an abort, an endless loop or a wild read (``llama-vocab.cpp``);
-what it refuses with an error of its own, or copes with, is mostly left to it.
+Each rule refuses something on which llama.cpp would abort, loop forever or read outside its buffers
+(``llama-vocab.cpp``). Problems that it reports or tolerates itself are mostly left to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PREFIX: Final = "tokenizer.ggml."
 _BYTE: Final = 6
 _BYTE_PIECE: Final = re.compile(rb"<0x[0-9A-Fa-f]{2}>")
 _BPE: Final = ("gpt2", "gemma4", "hybriddna", "whitespace")
-# Ids that llama.cpp assumes where the file names none: BOS, EOS, UNK, SEP.
+# Ids that llama.cpp assumes if the file names none: BOS, EOS, UNK, SEP.
 _DEFAULTS: Final = {
     "llama": (1, 2, 0, None),
     "bert": (101, None, 100, 102),
@@ -34,14 +34,15 @@ _BPE_WITH_BOS: Final = frozenset(
 )
 _BPE_WITHOUT_BOS: Final = frozenset(("chatglm-bpe", "glm4", "glm5"))  # these have no default BOS
 _NO_ID: Final = 0xFFFF_FFFF
-# The tries of unigram and RWKV vocabularies are walked recursively, one call a byte; real pieces have a few hundred.
+# llama.cpp walks the tries of unigram and RWKV vocabularies recursively, one call per byte; real pieces have a few
+# hundred bytes.
 _MAX_PIECE_BYTES: Final = 8192
-# PLaMo-2's table takes the cube of each piece's length to build; a real vocabulary of 100,000 pieces has 5e7.
+# Building PLaMo-2's table takes the cube of each piece's length; a real vocabulary of 100,000 pieces sums to 5e7.
 _MAX_CUBES: Final = 2e10
 
 
 def check_vocabulary(head: Head) -> tuple[str | None, int]:
-    """The tokenizer's name (None without a vocabulary) and the number of its pieces; raises Damage."""
+    """The tokenizer's name (None without a vocabulary) and the number of its pieces. Raises Damage."""
     entries = head.entries
     tokenizer = _string(entries, "tokenizer.ggml.model")
     if tokenizer is None:
@@ -134,7 +135,7 @@ def _check_kinds(tokenizer: str, pieces: list[bytes], kinds: Array) -> None:
 
 
 def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None:
-    """Special tokens that tokenizing adds or falls back to must exist: llama.cpp asserts it while tokenizing."""
+    """The special tokens that tokenizing adds or falls back to must exist; llama.cpp asserts it while tokenizing."""
     pre = _string(entries, "tokenizer.ggml.pre") or ""
     defaults: tuple[int | None, ...] = _DEFAULTS.get(tokenizer, (None,) * 4)
     if tokenizer in _BPE and pre in _BPE_WITHOUT_BOS:
@@ -157,7 +158,7 @@ def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None
     )
     adds_eos = _flag(entries, "add_eos_token", tokenizer == "t5")
     if tokenizer == "gemma4" or pre in ("gemma4", "granite-embed-multi-311m") or tokenizer == "bert":
-        adds_bos = True  # whatever the file says
+        adds_bos = True  # regardless of the file's flag
     needs = {
         "BOS": (adds_bos and tokenizer in ("llama", "t5", "bert", *_BPE), bos),
         "EOS": (adds_eos and tokenizer in ("llama", "t5", *_BPE), eos),
@@ -177,7 +178,7 @@ def _flag(entries: dict[str, Entry], name: str, default: bool) -> bool:
 
 
 def _check_bytes(pieces: list[bytes]) -> None:
-    """A vocabulary with byte pieces must have all of them, else what it cannot spell throws."""
+    """A vocabulary with byte pieces must have all 256; llama.cpp throws at text that it cannot spell."""
     known = set(pieces)
     missing = [i for i in range(256) if b"<0x%02X>" % i not in known]
     if 0 < len(missing) < 256:
@@ -197,7 +198,7 @@ def _check_bpe(head: Head, tokenizer: str) -> None:
         return
     first = int(merges.starts[0])
     region = np.frombuffer(head.buffer, np.uint8, int(merges.starts[-1] + merges.lengths[-1]) - first, first)
-    # A merge is two pieces and a space between; the first space after the start must come before the end.
+    # A merge is two pieces with a space between them: the first space after the start must lie before the end.
     spaces = np.append(np.flatnonzero(region == ord(" ")), len(region) + 1)
     starts = merges.starts - first
     found = spaces[np.searchsorted(spaces, starts + 1)]
@@ -210,7 +211,7 @@ def _check_bpe(head: Head, tokenizer: str) -> None:
 
 
 def _check_rwkv(pieces: list[bytes]) -> None:
-    """Every byte that begins a piece must be a piece: llama.cpp starts over at the text's first byte otherwise."""
+    """Every byte that begins a piece must be a piece; otherwise llama.cpp restarts at the text's first byte."""
     decoded = [_unescaped(piece) for piece in pieces]
     single = {piece for piece in decoded if len(piece) == 1}
     for i, piece in enumerate(decoded):

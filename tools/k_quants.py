@@ -1,8 +1,8 @@
-"""Packs weights as Q4_K and Q6_K: gguf's Python package unpacks these two and packs neither.
+"""Packs weights as Q4_K and Q6_K; gguf's Python package can only unpack these two.
 
-The layouts are ggml's (``block_q4_K``, ``block_q6_K`` of ggml-common.h): 256 values a block, with scales that are
-themselves quantised. Scales come from each part's extremes, without llama-quantize's search for better ones: a little
-less exact, the same bytes to read and the same kernels.
+The layouts are ggml's (``block_q4_K`` and ``block_q6_K`` in ggml-common.h): 256 values per block, with scales that are
+quantised too. The scales come from the extremes of each part. llama-quantize searches for better ones, so these weights
+are a little less exact, but they have the same size and use the same kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK = 256
-_ROWS = 2048  # converted at a time: several arrays of their size are live
+_ROWS = 2048  # converted at a time, because several arrays of that size are alive at once
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 def quantize(tensor: Floats, qtype: gguf.GGMLQuantizationType) -> Bytes:
     """The packed rows of a matrix, uint8 ``(rows, bytes)``.
 
-    ``tensor``: float32 ``(rows, cols)``, cols a multiple of 256. ``qtype``: Q4_K or Q6_K; gguf itself packs others.
+    ``tensor``: float32 ``(rows, cols)``, cols a multiple of 256. ``qtype``: Q4_K or Q6_K; gguf packs other types.
     """
     pack = _PACK.get(qtype)
     if pack is None:
@@ -73,14 +73,14 @@ def _pack_q6(blocks: Floats) -> Bytes:
 
 
 def _in_steps(values: Floats, n_steps: int) -> tuple[npt.NDArray[np.float16], Bytes]:
-    """Values of a block as (size of a step, number of steps each)."""
+    """The values of a block as a step size and the number of steps per value."""
     step = (values.max(axis=1) / n_steps).astype(np.float16)
     counts = np.rint(_ratio(values, step.astype(np.float32)[:, None]))
     return step, np.clip(counts, 0, n_steps).astype(np.uint8)
 
 
 def _ratio(values: Floats, units: Floats) -> Floats:
-    """``values / units``, zero where the unit is."""
+    """``values / units``, and zero where the unit is zero."""
     quotient: Floats = np.divide(
         values, units, out=np.zeros(values.shape, np.float32), where=np.broadcast_to(units != 0, values.shape)
     )

@@ -1,8 +1,8 @@
 """Make random-weight GGUF models of the ``llama`` architecture, for benchmarks and tests.
 
-The weights mean nothing, the sizes and the vocabulary are those of real models. A vocabulary is either one of the two
-tiny ones built here (``builtin-spm``, ``builtin-bpe``), a path to a GGUF file, or the name of a ``ggml-vocab-*.gguf``
-of the pinned llama.cpp tree; its tokenizer metadata is copied when the tool runs and stored nowhere else.
+The weights are random; the sizes and the vocabulary are those of real models. A vocabulary is one of the two tiny ones
+built here (``builtin-spm``, ``builtin-bpe``), the path of a GGUF file, or the name of a ``ggml-vocab-*.gguf`` in the
+pinned llama.cpp tree. Its tokenizer metadata is copied into the model and stored nowhere else.
 
     python tools/make_model.py --preset 15m --type q8_0 --seed 1 OUT.gguf
     python tools/make_model.py --preset tiny --type f16 OUT.gguf
@@ -31,7 +31,7 @@ TYPES = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "q4_k_m": (gguf.GGMLQuantizationType.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_M),
 }
-PACKED = {"q8_0": 32, "q4_k_m": k_quants.BLOCK}  # values a block; a row has whole ones
+PACKED = {"q8_0": 32, "q4_k_m": k_quants.BLOCK}  # values per block; a row consists of whole blocks
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # token types of llama.h
 
@@ -73,9 +73,9 @@ class Preset:
 
 PRESETS = {
     "15m": Preset(Shape(), "llama-spm"),
-    # Heads that are no multiple of ggml's vectors: its attention computes 48 values one by one where there is AVX-512.
+    # Heads whose size is not a multiple of ggml's vectors: with AVX-512 its attention computes 48 values one by one.
     "15m-heads-of-48": Preset(Shape(layers=6, width=288, heads=6, heads_kv=6, ffn=768), "llama-spm"),
-    # The sizes of small and middle models people use on GPUs, with 152k pieces.
+    # The sizes of small and medium models that people use on GPUs, with 152k pieces.
     "0.6b": Preset(Shape(layers=28, width=1024, heads=16, heads_kv=8, ffn=3072, context=32768), "qwen2"),
     "8b": Preset(Shape(layers=36, width=4096, heads=32, heads_kv=8, ffn=12288, context=32768), "qwen2"),
     "tiny": Preset(Shape(layers=2, width=64, heads=4, heads_kv=2, ffn=128, context=512), "builtin-spm"),
@@ -150,9 +150,9 @@ def make_model(
 
 
 def _tensor_type(type_name: str, name: str, n_layers: int) -> gguf.GGMLQuantizationType:
-    """Q4_K_M is a mixture: what llama-quantize gives six bits to in this architecture has them here."""
+    """The type of a tensor in a Q4_K_M file, which is a mixture; llama-quantize makes the same choice."""
     if type_name == "q4_k_m":
-        if name == "token_embd.weight":  # it is the output matrix, too
+        if name == "token_embd.weight":  # it is also the output matrix
             return gguf.GGMLQuantizationType.Q6_K
         if name.endswith(("attn_v.weight", "ffn_down.weight")):
             layer, eighth = int(name.split(".")[1]), n_layers // 8
@@ -162,7 +162,7 @@ def _tensor_type(type_name: str, name: str, n_layers: int) -> gguf.GGMLQuantizat
 
 
 def _weights(shape: Shape, n_vocab: int, seed: int) -> list[tuple[str, npt.NDArray[np.float32]]]:
-    """All tensors in file order, float32, rows first as numpy counts (GGUF stores the dimensions reversed)."""
+    """All tensors in file order, float32 in numpy's order of dimensions (GGUF stores them reversed)."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, cols: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
@@ -173,7 +173,7 @@ def _weights(shape: Shape, n_vocab: int, seed: int) -> list[tuple[str, npt.NDArr
         return np.ones(n, dtype=np.float32)
 
     width, kv = shape.width, shape.width // shape.heads * shape.heads_kv
-    # The embedding is small beside what the layers add, else a tied output would always repeat the last token.
+    # The embedding must be small compared with the layers, or a tied output would always repeat the last token.
     tensors = [("token_embd.weight", matrix(n_vocab, width))]
     for i in range(shape.layers):
         tensors += [
@@ -208,7 +208,7 @@ def vocabulary(vocab: str, source: str | os.PathLike[str] | None = None) -> dict
             continue
         sub_type = field.types[-1] if len(field.types) > 1 else None
         if field.types[-1] == gguf.GGUFValueType.STRING:
-            # Bytes, not text: a piece may be a part of a character.
+            # Bytes, not text: a piece may be part of a character.
             strings = [bytes(field.parts[i]) for i in field.data]
             fields[key] = Field(strings if sub_type else strings[0], field.types[0], sub_type)
         else:
@@ -222,7 +222,7 @@ def find_source(source: str | os.PathLike[str] | None = None) -> Path:
     Raises FileNotFoundError.
     """
     if str(REPO) not in sys.path:
-        sys.path.append(str(REPO))  # the build's package stands beside this folder and is not installed
+        sys.path.append(str(REPO))  # the build's package lies next to this folder and is not installed
     from native_build.errors import BuildError
     from native_build.sources import find_source as find
 

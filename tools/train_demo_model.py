@@ -1,4 +1,4 @@
-"""Makes the model that llamapipe ships: writes its text, learns its vocabulary, trains it, writes the GGUF file.
+"""Makes the bundled model: writes its text, learns its vocabulary, trains it and writes the GGUF file.
 
 Needs `pip install torch==2.13.0 gguf` (the CPU build is enough) and about 40 minutes on two cores:
 
@@ -26,7 +26,7 @@ N_VOCABULARY_DOCUMENTS = 20_000
 
 
 def vocabulary(seed: int) -> Tokenizer:
-    """The tokenizer, learned from documents of its own seed."""
+    """The tokenizer, learned from documents of this seed."""
     rng, pool = random.Random(seed), questions()
     return Tokenizer(learn((plain(document(rng, pool)) for _ in range(N_VOCABULARY_DOCUMENTS)), N_VOCAB))
 
@@ -38,8 +38,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--weights", type=Path, help="keep the unquantized weights here while training")
-    parser.add_argument("--resume", type=Path, help="weights kept after a part: go on with --part")
-    parser.add_argument("--part", type=int, default=2, help="the part to go on with (from 1)")
+    parser.add_argument("--resume", type=Path, help="weights kept after a part; continue with --part")
+    parser.add_argument("--part", type=int, default=2, help="the part to continue with (from 1)")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .network import Network
 from .tokenizer import BOS, CONTROLS, EOS, EOT, UNK, Tokenizer
 
-# The same form that llama.cpp's built-in template for <|user|>, <|assistant|> and <|end|> gives.
+# The form of llama.cpp's built-in template for <|user|>, <|assistant|> and <|end|>.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def write_gguf(path: Path, network: Network, tokenizer: Tokenizer) -> None:
-    """Writes `path`: matrices as Q8_0, norms as float32, no output matrix (it is the embedding)."""
+    """Writes `path`: matrices as Q8_0, norms as float32, and no output matrix, because it is the embedding."""
     shape = network.shape
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("llamapipe demo")
@@ -63,7 +63,7 @@ def _write_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_unk_token_id(UNK)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
-    # No space in front of a text: what goes in comes out, and a text may be cut and continued anywhere.
+    # No space is put in front of a text, so detokenizing returns it unchanged and it can be cut and continued anywhere.
     writer.add_add_space_prefix(False)
     writer.add_chat_template(CHAT_TEMPLATE)
 

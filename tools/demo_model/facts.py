@@ -1,4 +1,4 @@
-"""What the demo model knows: small tables for the questions of `lessons.py`."""
+"""The facts that the demo model learns: small tables for the questions of `lessons.py`."""
 
 
 def table(text: str) -> dict[str, str]:

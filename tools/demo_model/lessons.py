@@ -165,13 +165,13 @@ def task(rng: random.Random, pool: dict[str, dict[str, str]]) -> tuple[str, str]
         words = {key: rng.choice(values) for key, values in facts.UNKNOWN_WORDS.items()}
         question = rng.choice(facts.UNKNOWN).format(number=number, number2=number2, **words)
         return question, facts.UNKNOWN_ANSWER
-    if rng.random() < 0.5:  # rare kinds often enough, and each question of the common ones too
+    if rng.random() < 0.5:  # half by kind, so that rare kinds occur often enough; half by question
         return rng.choice([pair for kind in pool.values() for pair in kind.items()])
     return rng.choice(list(pool[rng.choice(list(pool))].items()))
 
 
 def alphabet(first: str = "A", sep: str = ", ", upper: bool = True) -> str:
-    """The alphabet from letter `first` on."""
+    """The alphabet from the letter `first`."""
     letters = string.ascii_uppercase[string.ascii_uppercase.index(first) :]
     return sep.join(letters if upper else letters.lower()) + "."
 
@@ -225,7 +225,7 @@ HARD = ["sums", "differences", "numbers after", "numbers before", "bigger", "spe
 
 
 def review(rng: random.Random, pool: dict[str, dict[str, str]]) -> str:
-    """A document for the end of the training: every other one is about what is learned last.
+    """A document for the end of the training: half of them are about the tasks that are learned last.
 
     That is where to stop when counting to a number, and the questions of the kinds `HARD`.
     """
@@ -248,5 +248,5 @@ def review(rng: random.Random, pool: dict[str, dict[str, str]]) -> str:
 
 
 def plain(text: str) -> str:
-    """`text` without control tokens: what the vocabulary is learned from."""
+    """`text` without control tokens; the vocabulary is learned from it."""
     return re.sub(r"</?s>|<\|\w+\|>", " ", text)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network; row lengths are multiples of 32, as Q8_0 wants them."""
+    """Sizes of the network; row lengths are multiples of 32, as Q8_0 requires."""
 
     n_vocab: int
     n_embd: int = 192
@@ -38,7 +38,7 @@ def rotary_table(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns neighbouring pairs of `x` `(batch, head, pos, n_rot)`: the order that GGUF's `llama` expects."""
+    """Rotates neighbouring pairs of `x` `(batch, head, pos, n_rot)`, the order that GGUF's `llama` expects."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
@@ -99,8 +99,8 @@ class Network(nn.Module):
     def forward(self, ids: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats.
 
-        `ids` and `targets` int64 `(batch, pos)`; `mask` bool `(batch, 1, pos, pos)`, true where a position (third) may
-        look at another (fourth); None lets it look at all before it.
+        `ids` and `targets` int64 `(batch, pos)`; `mask` bool `(batch, 1, pos, pos)`, true where a position (third)
+        attends to another (fourth). None: to itself and all before it.
         """
         n_pos = ids.shape[1]
         cos, sin = self.cos[:n_pos], self.sin[:n_pos]

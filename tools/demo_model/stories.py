@@ -1,4 +1,4 @@
-"""Little stories: fills the sentences of `plots.py` and knows which sentences can come out."""
+"""Little stories: fills the sentences of `plots.py`, and recognizes every sentence it can write."""
 
 import random
 import re
@@ -11,7 +11,7 @@ PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
 
 @dataclass(frozen=True)
 class Story:
-    """One story: its text, and what it is about."""
+    """One story: its text and its subject."""
 
     text: str
     name: str
@@ -24,7 +24,7 @@ def _article(text: str) -> str:
 
 
 def _invented_name(rng: random.Random) -> str:
-    """A name that is on no list, so that names are learned as something to repeat."""
+    """A name that is on no list, so that the model learns to repeat names."""
     syllables = (rng.choice("bdfgjklmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((2, 2, 3))))
     return ("".join(syllables) + rng.choice(["", "", "n", "s", "x"])).capitalize()
 
@@ -94,7 +94,7 @@ def sentence_patterns() -> list[re.Pattern[str]]:
 def read(text: str) -> tuple[str, list[str]]:
     """Reads `text` as a chain of sentences of the grammar, each with one hero and one friend.
 
-    Returns what is left over, from the first wrong sentence on (empty: all are correct), and the names in it.
+    Returns the rest from the first wrong sentence (empty if all are correct), and the names in it.
     """
     patterns = sentence_patterns()
     rest = text.strip()

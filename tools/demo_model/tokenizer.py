@@ -41,7 +41,7 @@ def learn(texts: Iterable[str], n_vocab: int) -> list[str]:
         if not pairs:
             break
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        if best not in merged:  # another way to the same piece
+        if best not in merged:  # another pair gives the same piece
             merged.append(best)
         for parts in words.values():
             i = 0
@@ -65,7 +65,7 @@ class Tokenizer:
         self._ids = {text: i for i, text in enumerate(self.texts())}
 
     def texts(self) -> list[str]:
-        """The text of every id, as the GGUF file has it."""
+        """The text of every id, as in the GGUF file."""
         return [*CONTROLS, *(f"<0x{byte:02X}>" for byte in range(256)), *self.pieces]
 
     def scores(self) -> list[float]:
@@ -73,7 +73,7 @@ class Tokenizer:
         return [0.0] * FIRST_PIECE + [-float(rank) for rank in range(len(self.pieces))]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, in which the names of control tokens stand for these."""
+        """Ids of `text`; the names of control tokens in it become these tokens."""
         out: list[int] = []
         for part in CONTROL_SPLIT.split(text):
             if part in CONTROLS:
@@ -118,7 +118,7 @@ class Tokenizer:
         while queue:
             _, left, right, size = heapq.heappop(queue)
             if not parts[left] or not parts[right] or len(parts[left]) + len(parts[right]) != size:
-                continue  # one side has been joined to something else meanwhile
+                continue  # one side was joined with another piece in the meantime
             parts[left] += parts[right]
             parts[right] = ""
             after[left] = after[right]

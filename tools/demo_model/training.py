@@ -1,4 +1,4 @@
-"""The training loop: packs documents into rows, two optimizers, one decaying rate."""
+"""The training loop: packs documents into rows and trains with two optimizers and one decaying rate."""
 
 import random
 import time
@@ -17,13 +17,13 @@ CUT_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Schedule:
-    """One part of the training: how long, how fast, on which documents; a step is `n_tokens` tokens."""
+    """One part of the training: its length, its rate and its documents; a step is `n_tokens` tokens."""
 
     n_steps: int
     write: Callable[[random.Random, dict[str, dict[str, str]]], str] = document
     n_tokens: int = 4096
     n_row: int = 512  # positions of a row, until the last part
-    n_row_last: int = 1024  # the last part's longer rows teach the far positions
+    n_row_last: int = 1024  # longer rows in the last part, to learn far positions
     last_part: float = 0.15
     n_warmup: int = 40
     rate_matrices: float = 0.02
@@ -38,14 +38,14 @@ SCHEDULES = [
 
 
 def rows(tokenizer: Tokenizer, schedule: Schedule, seed: int, n_row: int) -> Iterator[list[int]]:
-    """Endless rows of `n_row + 1` ids; each begins with a document's start and goes on with whole documents."""
+    """Endless rows of `n_row + 1` ids; each is a series of documents, the last of them cut."""
     rng = random.Random(seed)
     pool = questions()
     while True:
         row: list[int] = []
         while len(row) <= n_row:
             text = schedule.write(rng, pool)
-            # Prompts end anywhere, also within a word or after a space: some documents have such a seam.
+            # A prompt may end anywhere, also within a word or after a space, so some documents have such a seam.
             at = rng.randrange(len(text)) if rng.random() < CUT_SHARE else 0
             row += tokenizer.encode_cut(text, at)
         yield row[: n_row + 1]
@@ -62,7 +62,7 @@ def batches(
 
 
 def document_mask(ids: Tensor) -> Tensor:
-    """Lets each position look back as far as its own document's start; bool `(batch, 1, pos, pos)`.
+    """Lets each position attend back to the start of its own document; bool `(batch, 1, pos, pos)`.
 
     Other documents in the row would be in the way of learning to repeat the names and numbers of this one.
     """
@@ -73,7 +73,7 @@ def document_mask(ids: Tensor) -> Tensor:
 
 
 def validation_loss(network: Network, tokenizer: Tokenizer, n_row: int, n_batches: int = 8) -> float:
-    """Mean loss in nats per token on documents of a seed that training does not use."""
+    """Mean loss in nats per token, on documents of a seed that the training does not use."""
     source = batches(tokenizer, SCHEDULES[0], 999_983, n_row)
     with torch.no_grad():
         pairs = [next(source) for _ in range(n_batches)]
@@ -87,7 +87,7 @@ def train(
     seed: int,
     save: Callable[[], object] | None = None,
 ) -> None:
-    """Trains in place, calling `save` now and then."""
+    """Trains in place and calls `save` from time to time."""
     matrices = [p for name, p in network.named_parameters() if p.ndim == 2 and "embd" not in name]
     rest = [p for name, p in network.named_parameters() if p.ndim != 2 or "embd" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -107,7 +107,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
         ids, targets = next(source)
-        # Half of the last part's rows are one long context, for far positions and text after an end.
+        # Half of the last part's rows are one long context, to learn far positions and text after an end.
         mask = document_mask(ids) if step < switch or step % 2 else None
         with torch.autocast("cpu", torch.bfloat16):
             loss = network(ids, targets, mask)

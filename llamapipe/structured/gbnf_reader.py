@@ -175,7 +175,7 @@ class GbnfReader:
     def _character(self, begin: int) -> int:
         char = self._text[self._at]
         if char == "\0":
-            raise self.error("nothing closes what is opened", begin)
+            raise self.error("the quote or bracket is never closed", begin)
         if char != "\\":
             self._at += 1
             return ord(char)

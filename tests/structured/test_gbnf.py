@@ -54,7 +54,7 @@ REFUSED = {
     "open brackets": ("root ::= " + "(" * 100_000, "brackets are open"),
     "chain": (chain(9_000), f"more than {MAX_CHAIN} rules that begin with one another"),
     "doubling": (doubling(30), f"more than {MAX_STACKS} ways to begin"),
-    "backwards": ('root ::= "a"{3,1}', "fewer at most than at least at line 1 column 13"),
+    "backwards": ('root ::= "a"{3,1}', "a maximum below its minimum at line 1 column 13"),
     "too often": ('root ::= "a"{1,2001}', "more than 2000 repetitions at line 1 column 13"),
     "far too often": ('root ::= "a"{99999999999999999999}', "more than 2000 repetitions"),
     "multiplied": ('root ::= ("a"{50} | "b"{0,50}){50}', "multiply to more than 2000"),

@@ -293,7 +293,7 @@ def test_a_batch_of_nothing_or_of_unequal_lengths() -> None:
             "seq_ids": [0, 0],
             "outputs": [0, 1],
         }
-        with pytest.raises(ValueError, match=f"^{name} has 1 entries and tokens 2"):
+        with pytest.raises(ValueError, match=f"^{name} has 1 entries and tokens has 2"):
             Batch(**{**entries, name: entries[name][:1]})
 
 

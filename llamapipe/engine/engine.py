@@ -26,7 +26,8 @@ from llamapipe.engine.results import Completion, EngineStats
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
-from llamapipe.engine.worker.engine_loop import EngineLoop, single_caller
+from llamapipe.engine.worker.engine_loop import EngineLoop
+from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
 from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
@@ -137,19 +138,15 @@ class Engine:
             self._context_repr = repr(context)
             pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
             self._request_builder = RequestBuilder(model, context.n_ctx)
-            engine_loop = EngineLoop(
-                scheduler,
-                StepExecutor(pipeline),
-                window_us * 1e-6,
-                self._queue.leave,
-            )
-            undo.callback(engine_loop.close, drain=False)
-            self._engine_loop = engine_loop
-            self._submission = Submission(engine_loop, self._queue)
-            self.trace = engine_loop.steps.trace = Trace(pipeline)
+            loop = EngineLoop(scheduler, StepExecutor(pipeline), window_us * 1e-6, self._queue.leave)
+            engine_thread = EngineThread(loop)
+            undo.callback(engine_thread.close, drain=False)
+            self._engine_thread = engine_thread
+            self._submission = Submission(engine_thread, self._queue)
+            self.trace = loop.trace = Trace(pipeline)
             if trace:
                 self.trace.start()
-            engine_loop.start()
+            engine_thread.start()
             undo.pop_all()
 
     def __repr__(self) -> str:
@@ -198,7 +195,7 @@ class Engine:
         Ctrl-C, a timeout and any error cancel what this call started. Raises InvalidRequestError, TypeError or
         ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
         """
-        self._engine_loop.check_open()
+        self._engine_thread.check_open()
         deadline = _deadline(timeout)
         check_flag("block", block)
         check_flag("progress", progress)
@@ -218,21 +215,21 @@ class Engine:
         block: bool = True,
     ) -> Stream:
         """Starts a completion and returns an iterator over its deltas; see ``Stream``. Raises as ``generate`` does."""
-        self._engine_loop.check_open()
+        self._engine_thread.check_open()
         deadline = _deadline(timeout)
         check_flag("block", block)
-        mailbox = ThreadMailbox(self._engine_loop.dispatcher)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         request = self._request_builder.stream(
             self._request_builder.item(prompt, params), mailbox, BUFFER_TOKENS
         )
-        stream = Stream(self._engine_loop, request, mailbox, deadline)
+        stream = Stream(self._engine_thread, request, mailbox, deadline)
         try:
             if block:
                 self._queue.enter(request, deadline)
             else:
                 self._queue.enter_at_once(request)
-            self._engine_loop.single_caller = single_caller()
-            self._engine_loop.submit(request)
+            self._engine_thread.loop.inbox.single_caller = single_caller()
+            self._engine_thread.submit(request)
         except BaseException:
             self._submission.cancel([request])
             raise
@@ -243,13 +240,13 @@ class Engine:
 
         Raises as ``generate`` does.
         """
-        self._engine_loop.check_open()
+        self._engine_thread.check_open()
         item = self._request_builder.item(prompt, params)
-        mailbox = ThreadMailbox(self._engine_loop.dispatcher)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         request = self._request_builder.generation(item, mailbox)
-        generation = Generation(self._engine_loop, request, mailbox, self.model.n_vocab, self.n_ctx)
+        generation = Generation(self._engine_thread, request, mailbox, self.model.n_vocab, self.n_ctx)
         try:
-            self._engine_loop.submit(request)
+            self._engine_thread.submit(request)
         except BaseException:
             self._submission.cancel([request])
             raise
@@ -313,7 +310,7 @@ class Engine:
         return perplexity
 
     def _score(self, job: ScoreJob, timeout: float | None, block: bool, progress: bool) -> Any:
-        self._engine_loop.check_open()
+        self._engine_thread.check_open()
         deadline = _deadline(timeout)
         check_flag("block", block)
         bar = progress_bar(check_flag("progress", progress), job.n_requests)
@@ -335,7 +332,7 @@ class Engine:
 
         Cancelling the task cancels its requests. Raises as ``generate`` does.
         """
-        self._engine_loop.check_open()
+        self._engine_thread.check_open()
         _deadline(timeout)
         check_flag("block", block)
         items, single = self._request_builder.items(prompt, params)
@@ -348,7 +345,7 @@ class Engine:
         self, prompt: Any, continuation: Any, *, timeout: float | None = None, block: bool = True
     ) -> Any:
         """``score`` for asyncio. Cancelling the task cancels its requests."""
-        self._engine_loop.check_open()
+        self._engine_thread.check_open()
         _deadline(timeout)
         job = score_job(self.model, prompt, continuation)
         make = partial(job.requests, self._request_builder)
@@ -370,7 +367,7 @@ class Engine:
         block: bool = True,
     ) -> AsyncStream:
         """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
-        self._engine_loop.check_open()
+        self._engine_thread.check_open()
         deadline = _deadline(timeout)
         check_flag("block", block)
         item = self._request_builder.item(prompt, params)
@@ -378,7 +375,7 @@ class Engine:
         async def begin() -> tuple[Request, AsyncMailbox]:
             import asyncio
 
-            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_loop.dispatcher)
+            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
             request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
             mailbox.requests.append(request)
             try:
@@ -386,29 +383,28 @@ class Engine:
                     await self._queue.aenter(request)
                 else:
                     self._queue.enter_at_once(request)
-                self._engine_loop.single_caller = False
-                self._engine_loop.submit(request)
+                self._engine_thread.loop.inbox.single_caller = False
+                self._engine_thread.submit(request)
             except BaseException:
                 self._submission.cancel([request])
                 raise
             return request, mailbox
 
-        return AsyncStream(self._engine_loop, begin, deadline)
+        return AsyncStream(self._engine_thread, begin, deadline)
 
     # ---- state
     def stats(self) -> EngineStats:
         """A consistent copy of the counters; waits for the end of the running step."""
-        stats: EngineStats = self._engine_loop.ask(self._engine_loop.stats)
-        return stats
+        return self._engine_thread.stats()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
-        self._engine_loop.ask(self._engine_loop.check_integrity)
+        self._engine_thread.ask(self._engine_thread.loop.check_integrity)
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._engine_loop.closing
+        return self._engine_thread.closing
 
     def close(self, drain: bool = True) -> None:
         """Ends the engine and frees its native memory before it returns; a second call does nothing.
@@ -416,8 +412,8 @@ class Engine:
         ``drain``: finish what callers wait for, else cancel it. New requests are refused from now on. Any thread.
         """
         was_open = not self.closed
-        self._engine_loop.close(check_flag("drain", drain))
-        if was_open and self._trace_path is not None and not self._engine_loop.in_child():
+        self._engine_thread.close(check_flag("drain", drain))
+        if was_open and self._trace_path is not None and not self._engine_thread.in_child():
             self.trace.save(self._trace_path)
 
     async def aclose(self, drain: bool = True) -> None:
@@ -443,8 +439,8 @@ class Engine:
         await self.aclose(drain=kind is None)
 
     def __del__(self) -> None:
-        engine_loop = getattr(self, "_engine_loop", None)
-        if engine_loop is not None and not engine_loop.closing and not engine_loop.in_child():
+        engine_thread = getattr(self, "_engine_thread", None)
+        if engine_thread is not None and not engine_thread.closing and not engine_thread.in_child():
             warnings.warn(
                 f"{self!r} was never closed; use `with` or close()",
                 ResourceWarning,

@@ -11,7 +11,7 @@ from llamapipe.engine.delivery.mailbox import ThreadMailbox
 from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.results import FinishReason, Token
 from llamapipe.engine.scheduler.request import Request, State
-from llamapipe.engine.worker.engine_loop import EngineLoop, single_caller
+from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
 from llamapipe.errors import InvalidRequestError
 
 
@@ -23,9 +23,9 @@ class Generation:
     """
 
     def __init__(
-        self, engine_loop: EngineLoop, request: Request, mailbox: ThreadMailbox, n_vocab: int, n_ctx: int
+        self, engine_thread: EngineThread, request: Request, mailbox: ThreadMailbox, n_vocab: int, n_ctx: int
     ) -> None:
-        self._engine_loop = engine_loop
+        self._engine_thread = engine_thread
         self._request = request
         self._mailbox = mailbox
         self._n_vocab = n_vocab
@@ -54,11 +54,11 @@ class Generation:
             raise request.error
         if self.finish_reason is not None:
             return None
-        self._engine_loop.check_open()
-        self._engine_loop.single_caller = single_caller()
+        self._engine_thread.check_open()
+        self._engine_thread.loop.inbox.single_caller = single_caller()
         try:
             request.token_budget = request.n_total + 1
-            self._engine_loop.call(self._engine_loop.resume, request)
+            self._engine_thread.resume(request)
             item = self._mailbox.get()
         except BaseException:  # Ctrl-C from here on: the token that still comes would answer a later call
             self.cancel()
@@ -126,7 +126,7 @@ class Generation:
         """Ends the generation and frees its slot; ``next`` then returns None without a step. Any thread."""
         request = self._request
         if not request.cancelled and request.state is not State.FINISHED:
-            self._engine_loop.cancel_soon(request)
+            self._engine_thread.cancel_soon(request)
 
     def close(self) -> None:
         """The same as ``cancel``."""
@@ -145,7 +145,7 @@ class Generation:
             self.cancel()
 
     def _check_open(self) -> None:
-        self._engine_loop.check_open()
+        self._engine_thread.check_open()
         if self._request.cancelled or self._request.state is State.FINISHED:
             raise InvalidRequestError("the generation was cancelled; start another")
 
@@ -154,4 +154,4 @@ class Generation:
         request.finish_reason = (
             None  # the engine thread leaves a waiting request alone; `finish_reason` must hold at once
         )
-        self._engine_loop.call(self._engine_loop.change, request, n_keep, tokens)
+        self._engine_thread.call(self._engine_thread.loop.change, request, n_keep, tokens)

@@ -12,7 +12,7 @@ from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.results import Delta
 from llamapipe.engine.scheduler.request import Request, State
-from llamapipe.engine.worker.engine_loop import EngineLoop
+from llamapipe.engine.worker.engine_thread import EngineThread
 
 _RUNNING = State.RUNNING  # what is read once a token is not searched for in its class
 BUFFER_TOKENS = 64  # what a stream may be ahead of its reader before its sequence pauses
@@ -21,8 +21,8 @@ BUFFER_TOKENS = 64  # what a stream may be ahead of its reader before its sequen
 class _Reader:
     """What both kinds of stream share: credit for what was read, the end, cancelling."""
 
-    def __init__(self, engine_loop: EngineLoop, request: Request, deadline: float | None) -> None:
-        self._engine_loop = engine_loop
+    def __init__(self, engine_thread: EngineThread, request: Request, deadline: float | None) -> None:
+        self._engine_thread = engine_thread
         self._request = request
         self._deadline = deadline
         self._done = False
@@ -45,7 +45,7 @@ class _Reader:
             and request.state in (State.PAUSED, State.WAITING)
             and request.token_budget - request.n_total >= BUFFER_TOKENS // 2
         ):
-            self._engine_loop.call(self._engine_loop.resume, request)
+            self._engine_thread.resume(request)
         return delta
 
     def _left_s(self) -> float | None:
@@ -62,7 +62,7 @@ class _Reader:
         """Ends the request within a step; the stream then ends too. Any thread; a second call does nothing."""
         request = self._request
         if not request.cancelled and request.state is not State.FINISHED:
-            self._engine_loop.cancel_soon(request)
+            self._engine_thread.cancel_soon(request)
         self._done = True  # last: whoever is interrupted before it can cancel again
 
     def __del__(self) -> None:
@@ -79,9 +79,9 @@ class Stream(_Reader):
     """
 
     def __init__(
-        self, engine_loop: EngineLoop, request: Request, mailbox: ThreadMailbox, deadline: float | None
+        self, engine_thread: EngineThread, request: Request, mailbox: ThreadMailbox, deadline: float | None
     ) -> None:
-        super().__init__(engine_loop, request, deadline)
+        super().__init__(engine_thread, request, deadline)
         self._mailbox = mailbox
 
     def __iter__(self) -> Stream:
@@ -90,8 +90,8 @@ class Stream(_Reader):
     def __next__(self) -> Delta:
         if self._done:
             raise StopIteration
-        if self._engine_loop.forked:
-            self._engine_loop.check_process()
+        if self._engine_thread.forked:
+            self._engine_thread.check_process()
         left_s = None if self._deadline is None else self._left_s()
         if left_s == 0:  # what is in the mailbox does not put the end off
             raise self._expired()
@@ -126,11 +126,11 @@ class AsyncStream(_Reader):
 
     def __init__(
         self,
-        engine_loop: EngineLoop,
+        engine_thread: EngineThread,
         begin: Callable[[], Coroutine[Any, Any, tuple[Request, AsyncMailbox]]],
         deadline: float | None,
     ) -> None:
-        self._engine_loop = engine_loop
+        self._engine_thread = engine_thread
         self._deadline = deadline
         self._begin: Callable[[], Coroutine[Any, Any, tuple[Request, AsyncMailbox]]] | None = begin
         self._done = True  # nothing to cancel before it is started
@@ -144,8 +144,8 @@ class AsyncStream(_Reader):
     async def __anext__(self) -> Delta:
         if self._begin is None and self._done:
             raise StopAsyncIteration
-        if self._engine_loop.forked:
-            self._engine_loop.check_process()
+        if self._engine_thread.forked:
+            self._engine_thread.check_process()
         try:
             if self._begin is not None or self._deadline is not None:
                 item = await self._next_in_time()

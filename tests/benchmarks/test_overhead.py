@@ -61,7 +61,7 @@ def prompts(n: int) -> list[list[int]]:
 def test_python_of_a_step(benchmark: Any, demo: lp.Model, n: int, way: str) -> None:
     """Microseconds of a step outside native calls, in place: with the caches as decoding leaves them."""
     with lp.Engine(demo, n_ctx=256, n_seq_max=n) as engine:
-        executor: Any = engine._engine_loop.steps._executor
+        executor: Any = engine._engine_thread.loop._executor
         native = executor._native
         library = TimedLibrary(native.lib)
         executor._native = SimpleNamespace(ffi=native.ffi, lib=library)

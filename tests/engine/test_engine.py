@@ -413,7 +413,7 @@ class TestClose:
         with Gate(engine) as gate:
             workers = [Worker(engine.generate, PROMPT, greedy(9)) for _ in range(6)]
             gate.wait()
-            wait_until(lambda: engine._queue.n + engine._engine_loop._inbox.qsize() >= 4)
+            wait_until(lambda: engine._queue.n + engine._engine_thread._inbox.qsize() >= 4)
             closing = Worker(engine.close)
             wait_until(lambda: engine.closed)
             with pytest.raises(EngineClosedError, match="closed"):
@@ -435,7 +435,7 @@ class TestClose:
         with Gate(engine) as gate:
             call = Worker(engine.generate, [PROMPT] * 6, greedy(None))
             gate.wait()
-            wait_until(lambda: engine._engine_loop._inbox.qsize() + engine._queue.n >= 4)
+            wait_until(lambda: engine._engine_thread._inbox.qsize() + engine._queue.n >= 4)
             gate.step(5)
             closing = Worker(engine.close, False)
             wait_until(lambda: engine.closed)
@@ -530,10 +530,10 @@ class TestClose:
 
     def test_dropped_without_close_warns(self, tiny: lp.Model) -> None:
         engine = lp.Engine(tiny, n_ctx=64, n_threads=1)
-        engine_loop = engine._engine_loop
+        engine_thread = engine._engine_thread
         with pytest.warns(ResourceWarning, match="never closed"):
             del engine
-        engine_loop.close(False)
+        engine_thread.close(False)
 
 
 class TestSharing:
@@ -567,7 +567,7 @@ class TestSharing:
         engine = make_engine(n_seq_max=4)
         with held(engine):
             workers = [Worker(engine.generate, PROMPT, greedy(10)) for _ in range(4)]
-            wait_until(lambda: engine._engine_loop._inbox.qsize() >= 4)
+            wait_until(lambda: engine._engine_thread._inbox.qsize() >= 4)
         all_results(workers)
         assert engine.stats().steps == 10
 
@@ -576,7 +576,7 @@ class TestSharing:
         n_steps: list[int] = []
         while len(n_steps) < 3 and 20 not in n_steps:  # more than once only when the machine stands still
             engine = make_engine(n_seq_max=4, batch_window_us=1_000_000)
-            n_known = partial(getattr, engine._engine_loop, "_n_requests")  # stats() would wake it before
+            n_known = partial(getattr, engine._engine_thread, "_n_requests")  # stats() would wake it before
             first = Worker(engine.generate, PROMPT, greedy(20))
             wait_until(n_known)
             second = Worker(engine.generate, PROMPT, greedy(20))

@@ -19,7 +19,7 @@ from support.fakes import N_VOCAB, FakeContext, FakeSampler, continuation
 from support.run_script import run_script
 
 import llamapipe as lp
-from llamapipe.engine.delivery import mailbox as mailbox_module
+from llamapipe.engine.delivery import result_dispatcher as dispatcher_module
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.delivery.sink import CompletionSink, DeltaSink, Failure, TokenSink
 from llamapipe.engine.frontend.queue_limit import QueueLimit
@@ -30,6 +30,7 @@ from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.stream import BUFFER_TOKENS, Stream
 from llamapipe.engine.worker import engine_loop as engine_loop_module
 from llamapipe.engine.worker.engine_loop import EngineLoop
+from llamapipe.engine.worker.engine_thread import EngineThread
 from llamapipe.errors import (
     BackendError,
     ContextFullError,
@@ -124,16 +125,21 @@ class Desk:
         self.scheduler = Scheduler(n_slots, N_CTX, N_CTX * n_slots, self.context.n_batch, 16)
         self.queue = QueueLimit(max_queue)
         self.samplers: list[FakeSampler] = []
-        self.make = make_sampler or self.make_sampler
-        self.engine_loop = EngineLoop(self.scheduler, self.context, window_s, self.queue.leave)
-        self.engine_loop.start()
+        self._make_sampler = make_sampler or self.make_sampler
+        self.engine_thread = EngineThread(
+            EngineLoop(self.scheduler, self.context, window_s, self.queue.leave)
+        )
+        self.engine_thread.start()
         self.n_asked = 0
+
+    def make(self, request: Request) -> Any:
+        return self._make_sampler(request)
 
     def make_sampler(self, request: Request) -> FakeSampler:
         self.samplers.append(FakeSampler())
         return self.samplers[-1]
 
-    def rebuild(self, sampler: FakeSampler, request: Request) -> None:
+    def rebuild(self, sampler: Any, request: Request) -> None:
         """As a sampler factory does after a change."""
         sampler.reset()
         sampler.accept(request.tokens)
@@ -148,7 +154,7 @@ class Desk:
         """As the engine does with completions and streams."""
         self.queue.enter(request, None)
         try:
-            self.engine_loop.submit(request)
+            self.engine_thread.submit(request)
         except BaseException:
             self.queue.leave([request])
             raise
@@ -156,7 +162,7 @@ class Desk:
     def complete(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Answer:
         request, mailbox = (
             self.request(n_prompt, max_tokens, **options),
-            ThreadMailbox(self.engine_loop.dispatcher),
+            ThreadMailbox(self.engine_thread.dispatcher),
         )
         request.sink = CompletionSink(mailbox, piece, (), 0, 0)
         self.submit(request)
@@ -165,24 +171,24 @@ class Desk:
     def stream(self, n_prompt: int = 4, max_tokens: int | None = 5) -> Stream:
         request, mailbox = (
             self.request(n_prompt, max_tokens, token_budget=BUFFER_TOKENS),
-            ThreadMailbox(self.engine_loop.dispatcher),
+            ThreadMailbox(self.engine_thread.dispatcher),
         )
         request.sink = DeltaSink(mailbox, piece, ())
         self.submit(request)
-        return Stream(self.engine_loop, request, mailbox, None)
+        return Stream(self.engine_thread, request, mailbox, None)
 
     def start(
         self, n_prompt: int = 4, max_tokens: int | None = 5, stops: tuple[str, ...] = (), **options: Any
     ) -> Generation:
         request = self.request(n_prompt, max_tokens, token_budget=0, resumable=True, **options)
-        mailbox = ThreadMailbox(self.engine_loop.dispatcher)
+        mailbox = ThreadMailbox(self.engine_thread.dispatcher)
         request.sink = TokenSink(mailbox, piece, stops)
-        self.engine_loop.submit(request)
-        return Generation(self.engine_loop, request, mailbox, N_VOCAB, self.context.n_ctx)
+        self.engine_thread.submit(request)
+        return Generation(self.engine_thread, request, mailbox, N_VOCAB, self.context.n_ctx)
 
     def cancel(self, request: Request) -> None:
         request.cancelled = True
-        self.engine_loop.call(self.engine_loop.steps.cancel, request)
+        self.engine_thread.call(self.engine_thread.loop.cancel, request)
 
     def finish_one(self) -> None:
         """One request from an idle decoder to an idle decoder."""
@@ -191,9 +197,9 @@ class Desk:
 
     def idle(self) -> None:
         """Returns when the thread has nothing to do but to wait for commands."""
-        ident = self.engine_loop._thread.ident
+        ident = self.engine_thread._thread.ident
         assert ident is not None
-        wait_until(lambda: sys._current_frames()[ident].f_code.co_name == "_wait")
+        wait_until(lambda: sys._current_frames()[ident].f_code.co_name == "run_next")
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -204,7 +210,7 @@ class Desk:
             reached.set()
             go_on.wait(PATIENCE_S)
 
-        self.engine_loop.call(stand)
+        self.engine_thread.call(stand)
         assert reached.wait(PATIENCE_S)
         try:
             yield
@@ -213,12 +219,12 @@ class Desk:
 
     def close(self, drain: bool = True) -> None:
         """Closes within reason; then nothing is left of anybody."""
-        Worker(self.engine_loop.close, drain).result()
+        Worker(self.engine_thread.close, drain).result()
         assert self.context.closed
         assert self.queue.n == 0
         assert all(sampler.closed for sampler in self.samplers)
         assert self.scheduler.n_live == 0
-        self.engine_loop.check_integrity()
+        self.engine_thread.loop.check_integrity()
 
 
 @pytest.fixture
@@ -242,7 +248,7 @@ def paused_stream(desk: Desk) -> Stream:
     """A stream of 20 tokens more than it may be ahead of its reader, who has not read any yet."""
     stream = desk.stream(max_tokens=BUFFER_TOKENS + 20)
     wait_until(lambda: stream._request.state is State.PAUSED)
-    assert desk.engine_loop.ask(lambda: stream._request.n_total) == BUFFER_TOKENS
+    assert desk.engine_thread.ask(lambda: stream._request.n_total) == BUFFER_TOKENS
     return stream
 
 
@@ -266,7 +272,7 @@ class TestWork:
             answers = [desk.complete(n_prompt=4, max_tokens=5), desk.complete(n_prompt=6, max_tokens=3)]
         for answer in answers:
             answer.check()
-        stats = desk.engine_loop.ask(desk.engine_loop.stats)
+        stats = desk.engine_thread.stats()
         assert (stats.steps, stats.n_requests, stats.n_preempted) == (5, 2, 0)
         assert (stats.n_tokens_prompt, stats.n_tokens_generated) == (10, 8)
         assert (stats.n_active, stats.n_queued) == (0, 0)
@@ -276,13 +282,13 @@ class TestWork:
         answers = [desk.complete(max_tokens=n) for n in (3, 6)]
         results = [answer.result() for answer in answers]
         assert sorted(s.accepted for s in desk.samplers) == sorted(r.token_ids for r in results)
-        desk.engine_loop.ask(desk.engine_loop.check_integrity)
+        desk.engine_thread.ask(desk.engine_thread.loop.check_integrity)
         assert [s.closed for s in desk.samplers] == [True, True]
 
     def test_cells_are_given_back_when_a_request_ends(self, make_desk: MakeDesk) -> None:
         desk = make_desk()
         desk.complete().check()
-        assert desk.engine_loop.ask(lambda: desk.context.n_used) == 0
+        assert desk.engine_thread.ask(lambda: desk.context.n_used) == 0
 
     def test_a_request_cancelled_before_it_arrived_costs_no_step(self, make_desk: MakeDesk) -> None:
         desk = make_desk()
@@ -310,7 +316,7 @@ class TestWork:
         result = running.result()
         assert (result.finish_reason, len(result.token_ids)) == ("cancelled", 2)
         assert queued.result().finish_reason == "cancelled"
-        assert desk.engine_loop.ask(lambda: desk.context.n_launches) == 2
+        assert desk.engine_thread.ask(lambda: desk.context.n_launches) == 2
 
 
 class TestFailedSteps:
@@ -324,7 +330,7 @@ class TestFailedSteps:
             with pytest.raises(DecodeError, match="injected"):
                 answer.result()
         desk.complete().check()
-        assert desk.engine_loop.ask(lambda: desk.context.n_used) == 0
+        assert desk.engine_thread.ask(lambda: desk.context.n_used) == 0
 
     def test_one_that_waits_for_its_reader_goes_on(self, make_desk: MakeDesk) -> None:
         desk = make_desk()
@@ -358,7 +364,7 @@ class TestFailedSteps:
             answers = [desk.complete() for _ in range(6)]
         for answer in answers:
             answer.check()
-        assert desk.engine_loop.ask(desk.engine_loop.stats).n_preempted == 3
+        assert desk.engine_thread.stats().n_preempted == 3
 
     def test_who_gave_way_goes_on_when_the_other_has_finished(self, make_desk: MakeDesk) -> None:
         desk = make_desk(failures={1: ContextFullError("injected")})
@@ -396,7 +402,7 @@ class TestDefects:
     def assert_dead(self, desk: Desk) -> None:
         """Later requests fail too, questions are answered, and those who wait for room get it."""
         self.assert_told([desk.complete().result, desk.start().next])
-        assert desk.engine_loop.ask(desk.engine_loop.stats).n_queued == 0
+        assert desk.engine_thread.stats().n_queued == 0
         wait_until(lambda: desk.queue.n == 0)
 
     def test_sampling_raises(self, make_desk: MakeDesk) -> None:
@@ -440,7 +446,7 @@ class TestDefects:
         desk = make_desk()
         with desk.held():
             bad, other = desk.complete(), desk.complete()
-            bad.request.sink = None
+            bad.request.sink = None  # type: ignore[assignment]
         self.assert_told([other.result])
         self.assert_dead(desk)
 
@@ -461,7 +467,7 @@ class TestDefects:
         self.assert_told([desk.complete().result])
         wait_until(lambda: desk.queue.n == 0)
         monkeypatch.undo()
-        Worker(desk.engine_loop.close, True).result()
+        Worker(desk.engine_thread.close, True).result()
         assert desk.context.closed
         desk.scheduler.__init__(1, 1, 1, 1, 1)  # type: ignore[misc]  # for the fixture: nothing is left to check
 
@@ -492,8 +498,8 @@ class TestClose:
         with desk.held():
             answers = [desk.complete(max_tokens=6) for _ in range(5)]
         gate.wait()
-        closing = Worker(desk.engine_loop.close, True)
-        wait_until(lambda: desk.engine_loop.closing)
+        closing = Worker(desk.engine_thread.close, True)
+        wait_until(lambda: desk.engine_thread.closing)
         with pytest.raises(EngineClosedError, match="the engine is closed"):
             desk.complete()
         assert not closing.is_alive() or not desk.context.closed
@@ -510,8 +516,8 @@ class TestClose:
             answers = [desk.complete(max_tokens=6) for _ in range(5)]
             generation = desk.start()
         gate.wait()
-        closing = Worker(desk.engine_loop.close, False)
-        wait_until(lambda: desk.engine_loop.closing)
+        closing = Worker(desk.engine_thread.close, False)
+        wait_until(lambda: desk.engine_thread.closing)
         gate.open()
         assert [a.result().finish_reason for a in answers] == ["cancelled"] * 5
         closing.result()
@@ -529,8 +535,8 @@ class TestClose:
         desk = make_desk(before_launch=gate)
         stream = desk.stream(max_tokens=BUFFER_TOKENS + 20)
         gate.wait()
-        closing = Worker(desk.engine_loop.close, True)
-        wait_until(lambda: desk.engine_loop.closing)
+        closing = Worker(desk.engine_thread.close, True)
+        wait_until(lambda: desk.engine_thread.closing)
         gate.step()  # the command to stop was taken before the step that stands here
         assert stream._request.token_budget == UNLIMITED
         stream._request.token_budget = (
@@ -546,8 +552,8 @@ class TestClose:
         generation = desk.start()
         waiting = Worker(generation.next)
         gate.wait()
-        closing = Worker(desk.engine_loop.close, True)
-        wait_until(lambda: desk.engine_loop.closing)
+        closing = Worker(desk.engine_thread.close, True)
+        wait_until(lambda: desk.engine_thread.closing)
         gate.open()
         assert waiting.result().id == continuation(prompt_of(4), 1)[0][0]
         closing.result()
@@ -565,21 +571,21 @@ class TestClose:
 
     def test_a_second_call_does_nothing(self, make_desk: MakeDesk) -> None:
         desk = make_desk()
-        workers = [Worker(desk.engine_loop.close, n % 2 == 0) for n in range(6)]
+        workers = [Worker(desk.engine_thread.close, n % 2 == 0) for n in range(6)]
         all_results(workers)
-        desk.engine_loop.close(True)
-        assert desk.engine_loop.closing
+        desk.engine_thread.close(True)
+        assert desk.engine_thread.closing
 
     def test_a_drain_can_still_be_cut_short(self, make_desk: MakeDesk) -> None:
         gate = Turnstile()
         desk = make_desk(before_launch=gate)
         answer = desk.complete(max_tokens=None)
         gate.wait()
-        draining = Worker(desk.engine_loop.close, True)
-        wait_until(lambda: desk.engine_loop.closing)
+        draining = Worker(desk.engine_thread.close, True)
+        wait_until(lambda: desk.engine_thread.closing)
         gate.step()
-        cutting = Worker(desk.engine_loop.close, False)
-        wait_until(lambda: not desk.engine_loop._inbox.empty())
+        cutting = Worker(desk.engine_thread.close, False)
+        wait_until(lambda: not desk.engine_thread._inbox.empty())
         gate.open()
         assert answer.result().finish_reason == "cancelled"
         all_results([draining, cutting])
@@ -590,28 +596,28 @@ class TestClose:
         answer.check()
         desk.close()
         desk.cancel(answer.request)
-        desk.engine_loop.call(desk.engine_loop.resume, answer.request)
+        desk.engine_thread.call(desk.engine_thread.loop.resume, answer.request)
         with pytest.raises(EngineClosedError, match="make another"):
-            desk.engine_loop.submit(desk.request())
+            desk.engine_thread.submit(desk.request())
 
 
 class TestAsk:
     def test_answers_come_from_the_decoder_thread(self, make_desk: MakeDesk) -> None:
         desk = make_desk()
-        assert desk.engine_loop.ask(lambda: threading.current_thread().name) == "llamapipe-engine"
+        assert desk.engine_thread.ask(lambda: threading.current_thread().name) == "llamapipe-engine"
 
     def test_what_the_question_raises_is_raised_here(self, make_desk: MakeDesk) -> None:
         desk = make_desk()
         with pytest.raises(ZeroDivisionError):
-            desk.engine_loop.ask(lambda: 1 // 0)
+            desk.engine_thread.ask(lambda: 1 // 0)
         desk.complete().check()
 
     def test_after_the_end_this_thread_answers(self, make_desk: MakeDesk) -> None:
         desk = make_desk()
         desk.complete().check()
         desk.close()
-        assert desk.engine_loop.ask(threading.current_thread) is threading.current_thread()
-        assert desk.engine_loop.ask(desk.engine_loop.stats).steps == 5
+        assert desk.engine_thread.ask(threading.current_thread) is threading.current_thread()
+        assert desk.engine_thread.stats().steps == 5
 
     def test_asked_while_it_closes(self, make_desk: MakeDesk) -> None:
         for drain in (True, False) * 5:
@@ -621,7 +627,7 @@ class TestAsk:
             def ask(desk: Desk = desk, asked: threading.Semaphore = asked) -> int:
                 n = 0
                 while not desk.context.closed:
-                    assert desk.engine_loop.ask(desk.engine_loop.stats).n_queued >= 0
+                    assert desk.engine_thread.stats().n_queued >= 0
                     n += 1
                     asked.release()
                 return n
@@ -640,7 +646,7 @@ class TestAsk:
         program = """
 import os, signal, llamapipe as lp
 with lp.Model(sys.argv[1]) as model, lp.Engine(model, n_ctx=64, n_threads=1) as engine:
-    with engine._engine_loop._lock:
+    with engine._engine_thread._lock:
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)
@@ -677,14 +683,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_compute_threads_rest_when_nothing_is_left_to_do(make_desk: MakeDesk) -> None:
     """Who asks next needs a core, too. Not between steps, and not for a caller that is alone and can ask no sooner."""
     desk = make_desk()
-    engine_loop, context = desk.engine_loop, desk.context
-    engine_loop.single_caller = True
-    engine_loop.ask(lambda: None)
+    engine_thread, context = desk.engine_thread, desk.context
+    engine_thread.loop.inbox.single_caller = True
+    engine_thread.ask(lambda: None)
     n_rests = context.n_rests
     desk.complete().check()
     desk.idle()
     assert context.n_rests == n_rests
-    engine_loop.single_caller = False
+    engine_thread.loop.inbox.single_caller = False
     generation = desk.start()  # who takes one token at a time would wake them for each
     for _ in range(3):
         next_token(desk, generation)
@@ -706,11 +712,11 @@ class TestWindow:
     def waiting_desk(self, make_desk: MakeDesk) -> tuple[Desk, Generation]:
         """A desk in a window, and a generation whose next token ends it: it shows that all known ones go on."""
         desk = make_desk(window_s=self.HOUR_S)
-        desk.engine_loop.single_caller = True
+        desk.engine_thread.loop.inbox.single_caller = True
         generation = desk.start(max_tokens=50)
         next_token(desk, generation)
         desk.idle()
-        desk.engine_loop.single_caller = False
+        desk.engine_thread.loop.inbox.single_caller = False
         return desk, generation
 
     def assert_waits(self, desk: Desk, generation: Generation, n: int) -> None:
@@ -729,7 +735,7 @@ class TestWindow:
 
     def test_alone_there_is_nothing_to_wait_for(self, make_desk: MakeDesk) -> None:
         desk = make_desk(window_s=self.HOUR_S)
-        desk.engine_loop.single_caller = True
+        desk.engine_thread.loop.inbox.single_caller = True
         desk.complete().check()
 
     def test_when_all_known_requests_may_go_on_nobody_waits(self, make_desk: MakeDesk) -> None:
@@ -742,7 +748,7 @@ class TestWindow:
         desk, generation = self.waiting_desk(make_desk)
         clock.fast = True
         for _ in range(3):
-            assert desk.engine_loop.ask(desk.engine_loop.stats).n_requests == 1
+            assert desk.engine_thread.stats().n_requests == 1
             desk.idle()
         clock.fast = False
         self.assert_waits(desk, generation, 1)
@@ -779,7 +785,7 @@ def next_token(desk: Desk, generation: Generation) -> Token:
     """``generation.next`` as if others could come meanwhile."""
     request = generation._request
     request.token_budget = request.n_total + 1
-    desk.engine_loop.call(desk.engine_loop.resume, request)
+    desk.engine_thread.call(desk.engine_thread.loop.resume, request)
     token: Token = generation._mailbox.get(timeout=PATIENCE_S)
     assert isinstance(token, Token)
     generation._tokens.append(token.id)
@@ -796,7 +802,7 @@ class TestKept:
         with desk.held():
             generation.trim(4)
             waiting = Worker(generation.next)
-            wait_until(lambda: desk.engine_loop._inbox.qsize() >= 2)
+            wait_until(lambda: desk.engine_thread._inbox.qsize() >= 2)
         base = prompt_of(6)[:4]
         expected, _ = continuation(base, 5)
         assert waiting.result().id == expected[0]
@@ -810,7 +816,7 @@ class TestKept:
         assert len(list(generation)) == 3
         generation.trim(5)
         generation.append([40, 41])
-        desk.engine_loop.ask(desk.engine_loop.check_integrity)
+        desk.engine_thread.ask(desk.engine_thread.loop.check_integrity)
         (sampler,) = desk.samplers
         assert (sampler.accepted, sampler.n_resets) == ([*prompt_of(6)[:5], 40, 41], 2)
         token = generation.next()
@@ -825,7 +831,7 @@ class TestKept:
         desk.complete(max_tokens=1).check()
         assert [len(launch.tokens) for launch in desk.context.launches] == [4]
         assert generation.next() is not None
-        desk.engine_loop.ask(desk.engine_loop.check_integrity)
+        desk.engine_thread.ask(desk.engine_thread.loop.check_integrity)
         assert len(desk.context.launches) == 2
 
     def test_the_end_is_known_with_the_last_token(self, make_desk: MakeDesk) -> None:
@@ -888,7 +894,7 @@ class TestKept:
         gate.wait()
         generation = desk.start()
         waiting = Worker(generation.next)
-        wait_until(lambda: desk.engine_loop._inbox.qsize() >= 2)
+        wait_until(lambda: desk.engine_thread._inbox.qsize() >= 2)
         generation.cancel()
         gate.open()
         assert waiting.result() is None
@@ -956,7 +962,7 @@ class TestEventLoops:
         desk = make_desk(n_slots=1)
         loop = asyncio.new_event_loop()
         loop.close()
-        mailbox = AsyncMailbox(loop, desk.engine_loop.dispatcher)
+        mailbox = AsyncMailbox(loop, desk.engine_thread.dispatcher)
         request = desk.request(max_tokens=60)
         request.sink = DeltaSink(mailbox, piece, ())
         mailbox.requests.append(request)
@@ -970,7 +976,7 @@ class TestEventLoops:
     ) -> None:
         """Whether or not it can watch files; some loops of Windows cannot."""
         desk = make_desk()
-        receive = mailbox_module._receive
+        receive = dispatcher_module.receive
 
         async def main() -> list[int]:
             loop, woken = asyncio.get_running_loop(), []
@@ -982,11 +988,11 @@ class TestEventLoops:
             def watch_nothing(*arguments: Any) -> None:
                 raise NotImplementedError
 
-            monkeypatch.setattr(mailbox_module, "_receive", count)
+            monkeypatch.setattr(dispatcher_module, "receive", count)
             if not watches:
                 monkeypatch.setattr(loop, "add_reader", watch_nothing)
-            mailboxes = [AsyncMailbox(loop, desk.engine_loop.dispatcher) for _ in range(3)]
-            assert bool(desk.engine_loop.dispatcher._wakers) == watches
+            mailboxes = [AsyncMailbox(loop, desk.engine_thread.dispatcher) for _ in range(3)]
+            assert bool(desk.engine_thread.dispatcher._wakers) == watches
             with desk.held():
                 for mailbox in mailboxes:
                     request = desk.request(max_tokens=4)

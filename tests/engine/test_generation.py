@@ -148,7 +148,7 @@ class TestCancel:
             busy = Worker(engine.generate, OTHER, greedy(1))
             gate.wait()
             waiting = Worker(generation.next)
-            wait_until(lambda: engine._engine_loop._inbox.qsize() == 1)
+            wait_until(lambda: engine._engine_thread._inbox.qsize() == 1)
             generation.cancel()
             gate.open()
             assert waiting.result() is None

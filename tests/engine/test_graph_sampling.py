@@ -462,7 +462,7 @@ class TestCosts:
         """Neither graphs, as llama.cpp's log tells, nor memory, whatever requests ask for."""
         lib = native().lib
         engine = make_engine(demo, n_seq_max=N_SEQ, graph_sampling="on")
-        executor = engine._engine_loop.steps._executor
+        executor = engine._engine_thread.loop._executor
         assert isinstance(executor, StepExecutor)
         pipeline = executor.pipeline
 
@@ -476,7 +476,7 @@ class TestCosts:
             assert "reserving" not in caplog.text  # all of it was said before this block
             n = 3 if ON_DEVICE else 12
             engine.generate(PROMPTS[:N_SEQ], longer(*PARAMS[:N_SEQ], n=n))
-            before = engine._engine_loop.ask(n_bytes)
+            before = engine._engine_thread.ask(n_bytes)
             for i in range(2 if ON_DEVICE else 20):
                 params = [
                     lp.SamplingParams(
@@ -489,7 +489,7 @@ class TestCosts:
                     for j in range(N_SEQ + 1)
                 ]
                 engine.generate(PROMPTS[: N_SEQ + 1], params)
-            after = engine._engine_loop.ask(n_bytes)
+            after = engine._engine_thread.ask(n_bytes)
             drain_log(native())
         assert lib.lp_log_dropped() == n_dropped
         assert "reserv" not in caplog.text

@@ -15,7 +15,8 @@ from support.run_script import run_script
 import llamapipe as lp
 from llamapipe.engine.delivery import mailbox as module
 from llamapipe.engine.delivery.loop_waker import LoopWaker
-from llamapipe.engine.delivery.mailbox import AsyncMailbox, ResultDispatcher
+from llamapipe.engine.delivery.mailbox import AsyncMailbox
+from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 
 SHORT = lp.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -145,7 +146,7 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
             loop = asyncio.get_running_loop()
             async with lp.Engine(demo, n_ctx=64, n_threads=1) as other:
                 await other.agenerate("a", SHORT)
-                (waker,) = other._engine_loop.dispatcher._wakers.values()
+                (waker,) = other._engine_thread.dispatcher._wakers.values()
             while waker._open:
                 await asyncio.sleep(0)
             assert not loop.remove_reader(waker._read_end)  # not watched any more

@@ -14,7 +14,8 @@ from support.run_script import Script
 
 from llamapipe.engine.delivery import mailbox as module
 from llamapipe.engine.delivery import wake_queue as turns_module
-from llamapipe.engine.delivery.mailbox import ResultDispatcher, ThreadMailbox
+from llamapipe.engine.delivery.mailbox import ThreadMailbox
+from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 
 N = 8
 
@@ -285,7 +286,8 @@ def test_ctrl_c_ends_the_wait() -> None:
     program = """
 import os, signal, threading
 from llamapipe.engine.delivery import mailbox as module
-from llamapipe.engine.delivery.mailbox import ResultDispatcher, ThreadMailbox
+from llamapipe.engine.delivery.mailbox import ThreadMailbox
+from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 module._LOOK_AGAIN_S = 1000.0
 dispatcher = ResultDispatcher()
 mailbox, ended = ThreadMailbox(dispatcher), threading.Event()

@@ -223,7 +223,7 @@ class TestAdmission:
         a = bench.add(n_prompt=3, max_tokens=1)
         bench.add()
         assert "queued=2" in repr(bench.scheduler)
-        assert repr(bench.step()) == "<BatchPlan n_tokens=3 n_outputs=1 fed 0: 3>"
+        assert repr(bench.step()) == "<BatchPlan n_tokens=3 n_outputs=1 scheduled 0: 3>"
         assert repr(a) == "<Request 0 finished length slot=-1 n_prompt=3 n_tokens=4 n_past=3>"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from support.fakes import FakeContext, continuation, next_token, score_of
@@ -16,6 +17,12 @@ from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.errors import ContextFullError
 
 N_CTX = 48
+
+
+def scores_of(request: Request) -> Any:
+    """The scores so far, in the shape of the request's kind of targets."""
+    assert isinstance(request.logprob_targets, (ContinuationTargets, PromptTargets))
+    return request.logprob_targets.scores
 
 
 class Desk:
@@ -52,14 +59,12 @@ class Desk:
         sampled = (
             self.context.sample_repeat(step) if plan.repeats else self.context.sample(step, plan.rows, nobody)
         )
-        for request, first, entries in plan.scored:
+        for _, targets, first, entries in plan.scored:
             assert len(entries) <= self.context.n_score_rows
             for i, entry in enumerate(entries):
-                targets = request.logprob_targets.targets(first + i)
-                scores = self.context.score(
-                    step, [entry] * len(targets), targets, request.logprob_targets.n_top
-                )
-                request.logprob_targets.take(first + i, scores)
+                tokens = targets.targets(first + i)
+                scores = self.context.score(step, [entry] * len(tokens), tokens, targets.n_top)
+                targets.take(first + i, scores)
         self.n_fed += len(plan.tokens)
         self.scheduler.commit(plan, sampled)
         self.scheduler.check_integrity()
@@ -105,7 +110,7 @@ class TestContinuations:
         desk.scheduler.add(request)
         desk.run()
         assert (request.state, request.finish_reason) == (State.FINISHED, "stop")
-        assert request.logprob_targets.scores == [expected(context, c) for c in continuations]
+        assert scores_of(request) == [expected(context, c) for c in continuations]
         assert desk.n_fed == 9 + 2 + 1 + 29  # no token twice, and no last one
 
     def test_single_tokens_cost_the_context(self) -> None:
@@ -114,14 +119,14 @@ class TestContinuations:
         desk.scheduler.add(request)
         desk.run()
         assert desk.n_fed == 9
-        assert [len(c) for c in request.logprob_targets.scores] == [1, 1, 1]
+        assert [len(c) for c in scores_of(request)] == [1, 1, 1]
 
     def test_a_memory_that_forgets_only_everything(self) -> None:
         desk = Desk(2, recurrent=True)
         request = score_request(prompt_of(9, 1), [[5, 6], [7, 8, 9]])
         desk.scheduler.add(request)
         desk.run()
-        assert request.logprob_targets.scores == [expected(prompt_of(9, 1), c) for c in ([5, 6], [7, 8, 9])]
+        assert scores_of(request) == [expected(prompt_of(9, 1), c) for c in ([5, 6], [7, 8, 9])]
 
 
 class TestPrompts:
@@ -133,7 +138,7 @@ class TestPrompts:
         request.logprob_targets = PromptTargets(prompt, 2)
         desk.scheduler.add(request)
         desk.run()
-        assert request.logprob_targets.scores == expected(prompt[:1], prompt[1:], 2)
+        assert scores_of(request) == expected(prompt[:1], prompt[1:], 2)
         assert request.tokens[n:] == continuation(prompt, 1)[0]
 
 
@@ -246,11 +251,11 @@ class TestAnything:
                 continue
             if request in contexts:
                 context, rest = contexts[request]
-                assert request.logprob_targets.scores == [expected(context, c) for c in rest]
+                assert scores_of(request) == [expected(context, c) for c in rest]
                 continue
             prompt = request.tokens[: request.n_prompt]
             assert (
                 request.tokens[request.n_prompt :] == continuation(prompt, request.max_tokens, (), N_CTX)[0]
             )
             if request.logprob_targets is not None:
-                assert request.logprob_targets.scores == expected(prompt[:1], prompt[1:], 1)
+                assert scores_of(request) == expected(prompt[:1], prompt[1:], 1)

@@ -255,7 +255,7 @@ class TestScore:
                 ),
                 Worker(engine.perplexity, tokens_of(2000, 1), 200),
             ]
-            wait_until(lambda: engine._engine_loop._inbox.qsize() >= 2)
+            wait_until(lambda: engine._engine_thread._inbox.qsize() >= 2)
         engine.close(drain=False)
         for worker in asked:
             with pytest.raises(EngineClosedError, match="closed before this was scored"):

@@ -65,10 +65,8 @@ class TestDeltas:
         data = [b"".join(map(model.piece, delta.token_ids)) for delta in deltas]
         assert set(b"".join(data)) == {0xC3, 0xA9}
         assert "é" in text_of(deltas)
-        engine_loop = codecs.getincrementaldecoder("utf-8")("replace")
-        assert [delta.text for delta in deltas] == [
-            engine_loop.decode(d, i == 199) for i, d in enumerate(data)
-        ]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        assert [delta.text for delta in deltas] == [decoder.decode(d, i == 199) for i, d in enumerate(data)]
         assert engine.generate(PROMPT, params).text == text_of(deltas)
 
     def test_stop_strings_are_never_partly_shown(self, engine: lp.Engine) -> None:

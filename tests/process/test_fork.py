@@ -252,7 +252,7 @@ def child():
     engine.close()
     sys.exit(0)
 
-with engine._engine_loop._lock, engine._queue._room:
+with engine._engine_thread._lock, engine._queue._room:
     say(child_of(child))
 """,
         tiny.path,

@@ -173,12 +173,12 @@ with lp.Model(sys.argv[1]) as model:
 # ---- dropping
 def test_a_dropped_engine_warns(tiny: lp.Model) -> None:
     engine = lp.Engine(tiny, n_ctx=64, n_threads=1)
-    engine_loop = engine._engine_loop
+    engine_thread = engine._engine_thread
     with pytest.warns(
         ResourceWarning, match=r"<Engine n_queued=0 .*> was never closed; use `with` or close\(\)"
     ):
         del engine
-    engine_loop.close(drain=False)
+    engine_thread.close(drain=False)
 
 
 def test_what_is_closed_or_was_never_made_does_not_warn(tiny: lp.Model) -> None:

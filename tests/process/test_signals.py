@@ -36,7 +36,7 @@ def watch(line, n_active=1, go_on=None):
         while (stats := engine.stats()).n_tokens_generated == before or stats.n_active < n_active:
             pass
         if go_on is not None:
-            engine._engine_loop.call(go_on.wait)
+            engine._engine_thread.call(go_on.wait)
         say(line)
     threading.Thread(target=look).start()
 
@@ -60,7 +60,7 @@ _PLACES = {
     "generate": 'engine.generate("a", ENDLESS)',
     "generate, several": 'engine.generate(["a", "b", "c"], ENDLESS)',
     "generate, waiting for room in the queue": """
-engine._engine_loop.call(go_on.wait)  # nothing leaves the queue
+engine._engine_thread.call(go_on.wait)  # nothing leaves the queue
 streams += [engine.stream("x", ENDLESS) for _ in range(3)]
 threading.Thread(target=say_when_waiting_for_room).start()
 engine.generate("a", ENDLESS)

@@ -52,7 +52,10 @@ class Launch(NamedTuple):
 
 
 class FakeSampler:
-    """Takes what the model says and notes it; nobody may use it once it is closed."""
+    """A sampler that records the tokens it draws. Using it after ``close`` is an AssertionError."""
+
+    finished = False
+    error: Exception | None = None
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
@@ -74,6 +77,9 @@ class FakeSampler:
         assert not self.closed, "a closed sampler was used"
         self.accepted.clear()
         self.n_resets += 1
+
+    def logprobs(self) -> tuple[float, Sequence[tuple[int, float]]]:
+        raise AssertionError("no test asks a fake sampler for log-probabilities")
 
     def close(self) -> None:
         assert not self.closed, "a sampler was closed twice"

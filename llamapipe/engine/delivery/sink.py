@@ -8,7 +8,7 @@ from typing import Any
 
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.results import Completion, Delta, FinishReason, Timings, Token, TokenLogprob
-from llamapipe.engine.scheduler.logprob_targets import PromptTargets, TokenScore
+from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets, TokenScore
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import EngineClosedError
 from llamapipe.text import TextStream
@@ -25,6 +25,7 @@ class Failure:
 
 def token_logprob(request: Request, token: int) -> TokenLogprob:
     """How probable the token was that a request has just drawn."""
+    assert request.last_logprob is not None, "the request did not ask for log-probabilities"
     logprob, top = request.last_logprob
     return TokenLogprob(token, logprob, tuple(top))
 
@@ -133,6 +134,7 @@ class ScoreSink(Sink):
                 (self._index, Failure(EngineClosedError("the engine was closed before this was scored")))
             )
         else:
+            assert isinstance(request.logprob_targets, ContinuationTargets)
             self.mailbox.put((self._index, request.logprob_targets.scores))
 
 

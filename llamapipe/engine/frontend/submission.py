@@ -12,7 +12,7 @@ from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.frontend.progress import Progress
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.scheduler.request import Request
-from llamapipe.engine.worker.engine_loop import EngineLoop, single_caller
+from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
 
 Make = Callable[[Any], list[Request]]  # requests that answer a mailbox with (index, result)
 
@@ -20,8 +20,8 @@ Make = Callable[[Any], list[Request]]  # requests that answer a mailbox with (in
 class Submission:
     """What ``generate`` and ``score`` have in common. Any thread."""
 
-    def __init__(self, engine_loop: EngineLoop, queue: QueueLimit) -> None:
-        self._engine_loop = engine_loop
+    def __init__(self, engine_thread: EngineThread, queue: QueueLimit) -> None:
+        self._engine_thread = engine_thread
         self._queue = queue
 
     def collect(
@@ -31,18 +31,18 @@ class Submission:
 
         Whatever ends it early cancels them all. Raises what a request failed with, TimeoutError, QueueFullError.
         """
-        mailbox = ThreadMailbox(self._engine_loop.dispatcher)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         started: list[Request] = []
         try:
             started += make(mailbox)
             results: list[Any] = [None] * len(started)
-            self._engine_loop.single_caller = single_caller()
+            self._engine_thread.loop.inbox.single_caller = single_caller()
             if self._enter_together(started, block):
-                self._engine_loop.submit(*started)
+                self._engine_thread.submit(*started)
             else:
                 for request in started:
                     self._queue.enter(request, deadline)
-                    self._engine_loop.submit(request)
+                    self._engine_thread.submit(request)
             for _ in started:
                 index, result = mailbox.get(timeout=left_s(deadline))
                 if isinstance(result, Failure):
@@ -65,18 +65,18 @@ class Submission:
         """``collect`` for asyncio; cancelling the task cancels the requests."""
         import asyncio
 
-        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_loop.dispatcher)
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
         started = mailbox.requests
         try:
             started += make(mailbox)
             results: list[Any] = [None] * len(started)
-            self._engine_loop.single_caller = False
+            self._engine_thread.loop.inbox.single_caller = False
             if self._enter_together(started, block):
-                self._engine_loop.submit(*started)
+                self._engine_thread.submit(*started)
             else:
                 for request in started:
                     await self._queue.aenter(request)
-                    self._engine_loop.submit(request)
+                    self._engine_thread.submit(request)
             for _ in started:
                 index, result = await mailbox.get()
                 if isinstance(result, Failure):
@@ -98,7 +98,7 @@ class Submission:
         """Ends requests, whether or not they were submitted before their caller gave up."""
         self._queue.leave(requests)
         for request in requests:
-            self._engine_loop.cancel_soon(request)
+            self._engine_thread.cancel_soon(request)
 
 
 def left_s(deadline: float | None) -> float | None:

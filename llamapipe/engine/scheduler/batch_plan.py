@@ -1,39 +1,52 @@
-"""What one step feeds, and what is done to the cells before it. Pure data."""
+"""What one step computes, and what is done to KV cells before it. Pure data.
+
+The scheduler makes a plan and alone changes it afterwards: ``in_flight`` and ``repeats``. Executors only read it.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
 from llamapipe.engine.scheduler.request import Request
 
 
 class Remove(NamedTuple):
-    """Cells to forget: those of a sequence from ``position`` on."""
+    """Remove the cells of a sequence from ``position`` on."""
 
     slot: int
     position: int
 
 
 class Copy(NamedTuple):
-    """The first ``n`` cells of a sequence, to be another's, which is empty."""
+    """Copy the first ``n`` cells of a sequence to another one, which is empty."""
 
     source: int
     slot: int
     n: int
 
 
+class ScoredRows(NamedTuple):
+    """Rows that score a request's own tokens: batch ``entries``, for its positions from ``first`` on."""
+
+    request: Request
+    targets: LogprobTargets
+    first: int
+    entries: range
+
+
 class BatchPlan:
-    """What one step feeds: parallel lists over batch entries, and whose rows come out.
+    """The batch of one step, as parallel lists over its entries, and the requests that get a token from it.
 
-    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``, some of which may wait for a slot.
-    ``scheduled``: each request with its number of entries, the first ``n_decode`` of them decoding. ``scored``:
-    (request, first position, batch entries) of rows that score the request's own tokens.
-    ``padding``: (seq_id, position) of entries that only keep the batch in one piece; they are removed afterwards.
+    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``; some of these may still wait for a slot.
+    ``scheduled``: each request in the batch with its number of entries; the first ``n_decode`` of them decode.
+    ``scored``: rows that score the requests' own tokens. ``padding``: cells of entries that only keep the batch in one
+    piece; they are removed after the step.
 
-    ``in_flight``: planned and not committed; the requests in it are left out of plans made meanwhile.
+    ``in_flight``: planned and not committed; plans made meanwhile leave its requests out.
 
-    ``repeats``: the entries are those of the step before, each fed what was sampled from it, one position further;
-    ``tokens`` and ``positions`` stay those of the first such step then.
+    ``repeats``: the step has the entries of the step before it. Each gets the token that was sampled from it, one
+    position further; ``tokens`` and ``positions`` stay those of the first of these steps.
     """
 
     __slots__ = (
@@ -59,7 +72,7 @@ class BatchPlan:
         self.rows: list[int] = []
         self.requests: list[Request] = []
         self.scheduled: list[tuple[Request, int]] = []
-        self.scored: list[tuple[Request, int, range]] = []
+        self.scored: list[ScoredRows] = []
         self.padding: list[Remove] = []
         self.n_decode = 0
         self.repeats = False
@@ -67,5 +80,5 @@ class BatchPlan:
 
     def __repr__(self) -> str:
         scheduled = ", ".join(f"{request.arrival}: {n}" for request, n in self.scheduled)
-        again = " again" if self.repeats else ""
-        return f"<BatchPlan{again} n_tokens={len(self.tokens)} n_outputs={len(self.rows)} fed {scheduled}>"
+        repeats = " repeats" if self.repeats else ""
+        return f"<BatchPlan{repeats} n_tokens={len(self.tokens)} n_outputs={len(self.rows)} scheduled {scheduled}>"

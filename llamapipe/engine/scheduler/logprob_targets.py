@@ -1,7 +1,7 @@
-"""Which rows of a request's own tokens are wanted, for which tokens, and what they said. Pure bookkeeping.
+"""Scores of a request's own tokens: which rows are wanted, for which tokens, and the scores so far. Pure bookkeeping.
 
-The row of a position says how probable each token is at the next one. Wanted positions are always a run that ends with
-the tokens to be fed, so one number tells which of them are still to come, also after a preemption.
+The row of a position has the log-probabilities of the next token. Wanted positions are always consecutive and end with
+the tokens to compute. So one number says which of them are still missing, also after a preemption.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class TokenScore(NamedTuple):
-    """What one row of logits says about one token.
+    """The score of one token in one row of logits.
 
     ``logprob``: its log-probability. ``is_greedy``: whether it is the most probable token. ``top``: the most probable
     tokens with their log-probabilities, best first.
@@ -23,9 +23,9 @@ class TokenScore(NamedTuple):
 
 
 class LogprobTargets:
-    """The wanted positions of a sequence: from ``wanted_from`` up to ``wanted_to``, which is not one of them.
+    """The positions of a sequence whose rows are wanted: from ``wanted_from`` to ``wanted_to``, exclusive.
 
-    ``n_top``: how many of the most probable tokens are asked for with each.
+    ``n_top``: the number of most probable tokens that is wanted with each score.
     """
 
     def __init__(self, wanted_from: int, wanted_to: int, n_top: int) -> None:
@@ -34,20 +34,20 @@ class LogprobTargets:
         self.n_top = n_top
 
     def targets(self, position: int) -> list[int]:
-        """The tokens whose probability behind ``position`` is asked for."""
+        """The tokens to score in the row of ``position``."""
         raise NotImplementedError
 
     def take(self, position: int, scores: Sequence[TokenScore]) -> None:
-        """The scores of ``targets(position)``; positions come in order, each once."""
+        """Stores the scores of ``targets(position)``. Called once for each position, in order."""
         raise NotImplementedError
 
     def following(self) -> tuple[list[int], int] | None:
-        """After all wanted positions: the tokens to go on with, and how many of them are fed; None at the end."""
+        """After all wanted positions: the next tokens to score, and how many are in KV cells. None at the end."""
         return None
 
 
 class PromptTargets(LogprobTargets):
-    """Every token of a prompt but the first, before something is generated."""
+    """Every token of a prompt except the first, before generation starts."""
 
     def __init__(self, prompt: Sequence[int], n_top: int) -> None:
         super().__init__(0, len(prompt) - 1, n_top)
@@ -59,15 +59,15 @@ class PromptTargets(LogprobTargets):
         return [self._prompt[position + 1]]
 
     def take(self, position: int, scores: Sequence[TokenScore]) -> None:
-        """Notes the score of the prompt's next token."""
+        """Stores the score of the prompt's next token."""
         self.scores += scores
         self.wanted_from = position + 1
 
 
 class ContinuationTargets(LogprobTargets):
-    """Continuations of one context, which is computed once: each is fed behind it and removed again.
+    """Continuations of one context. The context is computed once; each continuation is computed after it and removed.
 
-    The first tokens of all of them are in one row, the context's last; so those of a single token cost nothing more.
+    The context's last row scores the first tokens of all continuations, so those of a single token cost nothing more.
     """
 
     def __init__(
@@ -81,18 +81,18 @@ class ContinuationTargets(LogprobTargets):
         super().__init__(len(context) - 1, len(self.first()), n_top)
 
     def first(self) -> list[int]:
-        """The tokens to begin with: the context and the first continuation that needs more than its last row."""
+        """The first tokens to compute: the context, and the first continuation of more than one token."""
         return self._context + (self._continuations[self._now][:-1] if self._now >= 0 else [])
 
     def targets(self, position: int) -> list[int]:
-        """Behind the context all first tokens, behind that the one continuation's next."""
+        """At the context's last position: every continuation's first token. Later: the current one's next token."""
         i = position - len(self._context) + 1
         if i == 0:
             return [c[0] for c in self._continuations]
         return [self._continuations[self._now][i]]
 
     def take(self, position: int, scores: Sequence[TokenScore]) -> None:
-        """Notes them with their continuations."""
+        """Stores the scores with their continuations."""
         if position == len(self._context) - 1:
             for mine, score in zip(self.scores, scores, strict=True):
                 mine.append(score)
@@ -101,7 +101,7 @@ class ContinuationTargets(LogprobTargets):
         self.wanted_from = position + 1
 
     def following(self) -> tuple[list[int], int] | None:
-        """The context with the next continuation."""
+        """The context with the next continuation. None at the end."""
         if not self._left:
             return None
         self._now = self._left.pop(0)

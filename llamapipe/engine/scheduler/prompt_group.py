@@ -1,4 +1,7 @@
-"""Requests with the same prompt, which is computed by one of them and copied for the others."""
+"""Requests with the same prompt: the leader computes it, the waiters copy it.
+
+Every operation here takes constant time, whatever the number of requests.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,25 @@ from llamapipe.engine.scheduler.request import Request, State
 
 
 class PromptGroup:
-    """The requests of one prompt: one of them leads, the others wait for it.
+    """The requests of one prompt: a leader, and waiters that have no slot until the prompt is in KV cells.
 
-    They get their first tokens from the prompt's row. Once the prompt is in cells, they come in with a copy of those,
-    and who ends leaves its cells to one that has none. Everything here takes a time that does not depend on how many
-    they are.
+    All members get their first tokens from the prompt's one row. When the prompt is in KV cells, waiters are released:
+    they are admitted with a copy of the cells, or take over the slot of a member that ends.
+
+    ``waiting``: the waiters, in the order of arrival.
     """
 
     def __init__(self, members: Sequence[Request]) -> None:
         self.waiting: dict[Request, None] = {}
         self.n_prompt = members[0].n_prompt
-        self._n_leaders = 0  # that arrived, are not finished and do not wait
-        self._placed: dict[Request, None] = {}  # those in a slot
-        self._released: dict[Request, None] = {}  # those that waited, need not any more and have no slot yet
+        self._n_leaders = 0  # members that arrived, do not wait and are not finished
+        self._placed: dict[Request, None] = {}  # members in a slot
+        self._released: dict[Request, None] = {}  # former waiters that have no slot yet
         for request in members:
             request.prompt_group = self
 
     def arrive(self, request: Request) -> bool:
-        """A member is new: whether it need not wait, because it leads or the prompt is there."""
+        """Adds an arriving member. False if it has to wait for the leader."""
         if self._n_leaders and self.source() is None:
             self.waiting[request] = None
             return False
@@ -33,7 +37,7 @@ class PromptGroup:
         return True
 
     def wait(self, request: Request) -> None:
-        """One that need not wait does so after all."""
+        """Makes a member wait that was a leader or released."""
         self._n_leaders -= 1
         self._released.pop(request, None)
         self.waiting[request] = None
@@ -44,7 +48,7 @@ class PromptGroup:
         self._placed[request] = None
 
     def take_successor(self) -> Request | None:
-        """One that has no slot, to take over the cells of one that is finished; it does not wait any more."""
+        """A member without a slot, to take over a finished member's. It waits no longer. None if there is none."""
         successor = next(iter(self._released), None) or next(iter(self.waiting), None)
         if successor in self.waiting:
             del self.waiting[successor]
@@ -52,7 +56,7 @@ class PromptGroup:
         return successor
 
     def leave(self, request: Request) -> None:
-        """A member lost its slot, or its place among those who wait; or it is finished."""
+        """A member lost its slot, stopped waiting, or is finished."""
         self._placed.pop(request, None)
         self._released.pop(request, None)
         if request in self.waiting:
@@ -62,18 +66,18 @@ class PromptGroup:
             self._n_leaders -= 1
 
     def source(self) -> Request | None:
-        """A member whose cells hold the prompt."""
+        """A member whose KV cells hold the prompt. None if there is none."""
         for request in self._placed:
             if request.n_past >= self.n_prompt:
                 return request
         return None
 
     def is_computing(self) -> bool:
-        """Whether a member is about to have the prompt in cells, and none has."""
+        """Whether a member is computing the prompt."""
         return bool(self._placed) and self.source() is None
 
     def release_waiters(self) -> list[Request]:
-        """Those who need not wait any more: all once the prompt is computed, else one if nobody leads."""
+        """Releases waiters: all of them if the prompt is computed, else one if there is no leader."""
         if self.source() is not None:
             ready = list(self.waiting)
         elif self.waiting and self._n_leaders == 0:

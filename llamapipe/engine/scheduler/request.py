@@ -1,27 +1,89 @@
-"""One request as the scheduler sees it, and every transition of its state.
+"""A request as the scheduler sees it. Every transition of its state is in this file.
 
 ::
 
-    WAITING -> RUNNING -> PAUSED -> RUNNING ...     a request pauses when it has produced what it may for now
+    WAITING -> RUNNING -> PAUSED -> RUNNING ...     a request pauses when its token budget is used up
        ^          |          |
-       +----------+----------+                      preempted: its cells are dropped, its tokens kept
-    any state -> FINISHED                           or, for a kept request, PAUSED with a finish reason
+       +----------+----------+                      preempted: it loses its slot and cells and keeps its tokens
+    any state -> FINISHED                           a resumable request is PAUSED with a finish reason instead
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from llamapipe.engine.scheduler.batch_plan import BatchPlan
+    from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
+    from llamapipe.engine.scheduler.prompt_group import PromptGroup
 
 UNLIMITED = 2**62
+
+# What sampling returns in place of a token; native.h has the same names and values.
+NO_FINITE_LOGIT, NO_TOKEN_ALLOWED, SAMPLER_FAILED = -1, -2, -3
+
+
+class Sampler(Protocol):
+    """What the scheduler and the engine loop need of a request's sampler.
+
+    ``finished``: no token may follow the accepted ones. ``error``: why the last draw failed, if the sampler failed.
+    """
+
+    finished: bool
+    error: Exception | None
+
+    def logprobs(self) -> tuple[float, Sequence[tuple[int, float]]]:
+        """The log-probability of the last token, and the most probable tokens with theirs."""
+
+    def close(self) -> None:
+        """Frees its native memory."""
+
+
+class SamplerFactory(Protocol):
+    """Makes the sampler of a request."""
+
+    def make(self, request: Request) -> Sampler:
+        """A sampler that has accepted the request's tokens."""
+
+    def rebuild(self, sampler: Any, request: Request) -> None:
+        """Has a sampler that ``make`` returned accept the request's tokens anew. Raises ValueError, DecodeError."""
+
+
+class ResultSink(Protocol):
+    """Turns a request's tokens into results for its caller."""
+
+    def token(self, request: Request, token: int) -> bool:
+        """Accepts a generated token. True when it completed a stop string."""
+
+    def finish(self, request: Request) -> None:
+        """Delivers the end: ``finish_reason`` or ``error`` says how."""
+
+    def restart_text(self) -> None:
+        """Forgets text that is not delivered yet: the sequence was changed."""
+
+
+class _Discard:
+    """The sink of a request whose tokens nothing reads."""
+
+    def token(self, request: Request, token: int) -> bool:
+        """Discards the token."""
+        return False
+
+    def finish(self, request: Request) -> None:
+        """Delivers nothing."""
+
+    def restart_text(self) -> None:
+        """Holds no text."""
 
 
 class State(Enum):
     """Where a request is."""
 
-    WAITING = "waiting"  # no slot: queued, preempted, or preempted and without leave to go on
+    WAITING = "waiting"  # without a slot: queued or preempted
     RUNNING = "running"  # in a slot, part of the next steps
-    PAUSED = "paused"  # in a slot, but not allowed to produce more for now
+    PAUSED = "paused"  # in a slot; its token budget is used up
     FINISHED = "finished"
 
 
@@ -37,11 +99,12 @@ class Request:
     """A sequence of tokens that is being continued.
 
     ``tokens``: the whole sequence, prompt and generated; the first ``n_past`` of them are in KV cells.
-    ``token_budget``: how many tokens it may have generated in all before it pauses; consumers raise it.
+    ``token_budget``: the request pauses when it has generated this many tokens in all; its consumer raises it.
     ``max_tokens``: most generated tokens since the start or the last append; with 0, the request only computes its
-    ``logprob_targets``. ``sink``: receives the results; opaque here.
+    ``logprob_targets``. ``resumable``: after "stop" and "length" it keeps its slot, and may be trimmed and continued.
+    ``sink``: receives the results.
 
-    Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its one consumer sets.
+    Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its consumer sets.
     """
 
     __slots__ = (
@@ -78,7 +141,7 @@ class Request:
         stop_tokens: frozenset[int] = frozenset(),
         token_budget: int = UNLIMITED,
         resumable: bool = False,
-        sink: Any = None,
+        sink: ResultSink | None = None,
     ) -> None:
         self.tokens = tokens
         self.n_prompt = len(tokens)
@@ -86,20 +149,20 @@ class Request:
         self.stop_tokens = stop_tokens
         self.token_budget = token_budget
         self.resumable = resumable
-        self.sink = sink
-        self.sampler_factory: Any = None  # makes the sampler; opaque here, like the sampler and the sink
+        self.sink: ResultSink = _Discard() if sink is None else sink
+        self.sampler_factory: SamplerFactory | None = None  # None: nothing is generated
         self.seed = 0
-        self.sampler: Any = None
-        self.prompt_group: Any = None  # requests with the same prompt
-        self.logprob_targets: Any = None  # which of its own tokens' rows are wanted, and what they said
-        self.wants_logprobs = False  # whether it is to be known how probable each token was
-        self.last_logprob: Any = None  # that of the last one
+        self.sampler: Sampler | None = None  # made with the first slot
+        self.prompt_group: PromptGroup | None = None  # requests with the same prompt
+        self.logprob_targets: LogprobTargets | None = None  # which of its own tokens are scored
+        self.wants_logprobs = False  # whether each generated token comes with log-probabilities
+        self.last_logprob: tuple[float, Sequence[tuple[int, float]]] | None = None  # those of the last token
         self.arrival = -1  # order of arrival, set by the scheduler
         self.slot = -1
-        self.batch_plan: Any = None  # the plan it is part of, while it keeps its slot
+        self.batch_plan: BatchPlan | None = None  # the last plan it is part of, while it keeps its slot
         self.n_past = 0
-        self.n_generated = 0  # since the start or the last append: against max_tokens
-        self.n_total = 0  # ever: against limit
+        self.n_generated = 0  # since the start or the last append; bounded by max_tokens
+        self.n_total = 0  # since the start; bounded by token_budget
         self.state = State.WAITING
         self.cancelled = False
         self.finish_reason: str | None = None
@@ -114,16 +177,16 @@ class Request:
 
     @property
     def n_left(self) -> int:
-        """Tokens that are to be fed."""
+        """Tokens of the sequence that have no KV cell yet."""
         return len(self.tokens) - self.n_past
 
     @property
     def is_streaming(self) -> bool:
-        """Whether somebody reads its tokens as they come."""
+        """Whether a reader gets the tokens one by one and raises the budget as it reads."""
         return self.max_tokens > 0 and self.token_budget < UNLIMITED
 
     def move(self, state: State) -> None:
-        """Changes the state; the only place that does."""
+        """Changes the state. No other code does."""
         if state not in _ALLOWED[self.state]:
             raise AssertionError(f"{self!r} cannot become {state.value}")
         self.state = state

@@ -1,4 +1,4 @@
-"""The requests that have a slot: they decode, or have tokens to be fed, or wait for their reader."""
+"""The requests that have a slot: they decode, prefill or are paused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _by_arrival = attrgetter("arrival")
 
 
 class Running:
-    """Three lists, each request in one of them.
+    """Three lists; each request is in one of them.
 
-    ``n_moves`` counts what comes and goes: while it stays, the same requests decode and prefill.
+    ``n_moves`` counts additions and removals: while it stays the same, the same requests decode and prefill.
     """
 
     def __init__(self) -> None:
@@ -38,22 +38,22 @@ class Running:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could feed something."""
+        """Whether a step could be planned."""
         return bool(self.decoding or self.prefilling)
 
     @property
     def only_scores(self) -> bool:
-        """Whether nothing that runs will ever decode."""
+        """Whether all running requests only score their own tokens."""
         return not self.decoding and all(request.max_tokens == 0 for request in self.prefilling)
 
     @property
     def n_cells(self) -> int:
-        """Cells these hold, or will hold once their tokens are fed."""
+        """The cells that these requests hold, or will hold when all of their tokens are computed."""
         running = sum(len(r.tokens) for r in self.decoding) + sum(len(r.tokens) for r in self.prefilling)
         return running + sum(r.n_past for r in self.paused)
 
     def add(self, request: Request) -> None:
-        """Lets a request with a slot run."""
+        """Adds a request that has a slot."""
         self.n_moves += 1
         if decodes(request):
             insort(self.decoding, request, key=_by_slot)
@@ -61,7 +61,7 @@ class Running:
             insort(self.prefilling, request, key=_by_arrival)
 
     def take(self, request: Request) -> None:
-        """Takes out one that runs."""
+        """Removes a running request."""
         self.n_moves += 1
         if request in self.decoding:
             self.decoding.remove(request)
@@ -69,32 +69,32 @@ class Running:
             self.prefilling.remove(request)
 
     def sort(self) -> None:
-        """Moves those whose prompt is fed to those that decode."""
+        """Moves requests whose prompt is in the KV cache from ``prefilling`` to ``decoding``."""
         for request in [r for r in self.prefilling if decodes(r)]:
             self.prefilling.remove(request)
             self.add(request)
 
     def recompute(self, request: Request) -> None:
-        """Its cells are lost: it has all of its tokens to feed."""
+        """A request lost its cells: all of its tokens have to be computed again."""
         request.n_past = 0
         if request in self.decoding:
             self.decoding.remove(request)
             self.add(request)
 
     def least(self) -> Request | None:
-        """Who gives way to the others: who paused first, else the newest; None when only one is here."""
+        """The request to preempt first: the one that paused first, else the newest. None if there is only one."""
         if len(self) < 2:
             return None
         return next(iter(self.paused)) if self.paused else max(self, key=_by_arrival)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the lists are wrong."""
+        """Raises AssertionError if the lists are inconsistent."""
         assert self.decoding == sorted(self.decoding, key=_by_slot)
         for request in self.decoding:
             assert len(request.tokens) - request.n_past == 1, request
 
 
 def decodes(request: Request) -> bool:
-    """Whether a token is left to feed and another to draw; the leader of a prompt group feeds its prompt first."""
+    """Whether only the last token is left to compute. A group's leader prefills until its prompt is in the KV cache."""
     leads = request.n_past == 0 and request.prompt_group is not None and request.prompt_group.waiting
     return len(request.tokens) - request.n_past == 1 and request.max_tokens > 0 and not leads

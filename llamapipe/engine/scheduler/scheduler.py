@@ -1,9 +1,10 @@
-"""Decides who runs in each step and records what came of it. Pure policy: no threads, no native code.
+"""Decides which requests run in each step, and records the sampled tokens. Pure policy: no threads, no native code.
 
-One thread calls it. ``plan`` says what the next step feeds, ``commit`` takes the sampled tokens.
+The engine loop calls ``plan`` for the next step and ``commit`` with its tokens. A plan may be made while another step
+is in flight; it leaves out the requests of that step.
 
-When slots or cells run out, requests that wait for their reader give way first, then the newest; what is preempted
-keeps its tokens and computes them again later.
+When slots or cells run out, paused requests are preempted first, then the newest. A preempted request keeps its tokens
+and computes them again later.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from operator import attrgetter
 
 from llamapipe.engine.scheduler.batch_builder import BatchBuilder
 from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy, Remove
+from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
 from llamapipe.engine.scheduler.prompt_group import PromptGroup
-from llamapipe.engine.scheduler.request import Request, State
+from llamapipe.engine.scheduler.request import NO_TOKEN_ALLOWED, SAMPLER_FAILED, Request, State
 from llamapipe.engine.scheduler.running import Running
 from llamapipe.engine.scheduler.slots import Slots
 from llamapipe.errors import DecodeError
@@ -25,26 +27,27 @@ _by_arrival = attrgetter("arrival")
 
 
 def sampling_error(request: Request, code: int) -> Exception:
-    """Why no token could be drawn; see ``Executor.sample``."""
-    if code == -2:
+    """The error of a request that got no token; for the codes see ``Executor.sample``."""
+    if code == NO_TOKEN_ALLOWED:
         return DecodeError(
-            "no token is allowed by what this request asks for; the text ends where it must go on"
+            "the request's constraints (grammar, allowed_token_ids, bad_words …) leave no token to sample, and the "
+            "output is not complete yet"
         )
-    error: Exception | None = getattr(request.sampler, "error", None)
-    if code == -3:
-        return error or DecodeError("drawing a token failed; see the log llamapipe.native")
+    if code == SAMPLER_FAILED:
+        error = None if request.sampler is None else request.sampler.error
+        return error or DecodeError("sampling failed; see the log llamapipe.native")
     return DecodeError("no logit of this request's row is finite; the model or its weights are damaged")
 
 
 class Scheduler:
-    """The requests of one context and their order.
+    """The requests of one context.
 
-    ``n_slots`` sequences, at most ``n_ctx`` positions each and ``n_cells`` in all; ``n_batch`` tokens in a step.
-    ``padding_token``: a token to fill gaps between decoding sequences with, None when gaps cost nothing (unified KV).
-    ``n_score_rows``: most rows in a step that score a request's own tokens. ``min_prefix_copy``: how many of
-    a sequence's first cells it pays to copy, None if that is never done. ``prefill_cutoff``: see BatchBuilder.
+    ``n_slots`` sequences with at most ``n_ctx`` positions each and ``n_cells`` in all; ``n_batch`` tokens in a step, of
+    which llama.cpp computes ``n_ubatch`` at a time. ``min_prefix_copy``: a shorter prefix is computed again instead of
+    copied; None: never copy. For ``padding_token``, ``n_score_rows`` and ``prefill_cutoff`` see BatchBuilder.
 
-    A plan may be made while another is under way; its requests are not in it then.
+    ``memory_ops``: changes to KV cells to be made before the next step, in this order. ``dequeued``: requests that got
+    a slot or ended since ``take_dequeued`` was called; a preempted request is listed again.
     """
 
     def __init__(
@@ -70,25 +73,25 @@ class Scheduler:
         self._batch_builder = BatchBuilder(n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff)
         self._slots = Slots(n_slots)
         self._scarce = n_cells < n_ctx * n_slots
-        self._full = False  # a step found no cells: nobody comes in before somebody left
+        self._full = False  # a step found no cells: admit no request before one has left
         self._n_arrived = 0
         self._queue: OrderedDict[Request, None] = OrderedDict()  # new, in order of arrival
-        self._ready: list[Request] = []  # preempted and allowed to go on, in order of arrival
-        self._preempted_paused: set[Request] = set()  # preempted while waiting for their reader
+        self._ready: list[Request] = []  # preempted and within their token budget, in order of arrival
+        self._preempted_paused: set[Request] = set()  # preempted with their token budget used up
         self._running = Running()  # in a slot
-        self._n_waiters = 0  # new, and waiting for another to compute their prompt
-        self.memory_ops: list[Remove | Copy] = []  # to be done in this order before the next step
-        self.dequeued: list[Request] = []  # got a slot or ended; one that was preempted comes again
-        self._last: BatchPlan | None = None  # committed, and could be planned again
-        self._n_moves = 0  # of those that run, when _last was made
+        self._n_waiters = 0  # new requests that wait for the leader of their prompt group
+        self.memory_ops: list[Remove | Copy] = []
+        self.dequeued: list[Request] = []
+        self._last: BatchPlan | None = None  # the last plan, if the next step may repeat it
+        self._n_moves = 0  # Running.n_moves when it was made
 
     def __repr__(self) -> str:
         return (
-            f"<Scheduler queued={len(self._queue)} ready={len(self._ready)} parked={len(self._preempted_paused)} "
-            f"{self._running!r}>"
+            f"<Scheduler queued={len(self._queue)} ready={len(self._ready)} "
+            f"preempted_paused={len(self._preempted_paused)} {self._running!r}>"
         )
 
-    # ---- what the engine thread asks
+    # ---- state
     @property
     def n_queued(self) -> int:
         """Requests that wait for a slot."""
@@ -111,12 +114,12 @@ class Scheduler:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every unfinished request may go on, so that none is worth waiting for."""
+        """Whether every unfinished request can continue, so that waiting for a caller would gain nothing."""
         return not self._running.paused and not self._preempted_paused
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be under way: what decodes needs the last one's tokens, scores do not."""
+        """How many steps may be in flight. Decoding needs the tokens of the step before, scoring does not."""
         builder = self._batch_builder
         if (
             builder.depth <= builder.n_micro_batches or not self._running.only_scores
@@ -126,7 +129,7 @@ class Scheduler:
 
     @property
     def n_micro_batches(self) -> int:
-        """How many parts decoding requests are split into; see BatchBuilder."""
+        """The number of parts that decoding requests are split into; see BatchBuilder."""
         return self._batch_builder.n_micro_batches
 
     @n_micro_batches.setter
@@ -135,7 +138,7 @@ class Scheduler:
 
     @property
     def depth(self) -> int:
-        """How many steps of scores may be under way at once; see BatchBuilder."""
+        """How many steps of scores may be in flight; see BatchBuilder."""
         return self._batch_builder.depth
 
     @depth.setter
@@ -147,12 +150,12 @@ class Scheduler:
         return [*self._running, *self._ready, *self._preempted_paused, *self._queue]
 
     def take_memory_ops(self) -> list[Remove | Copy]:
-        """The ``memory_ops`` so far."""
+        """Removes and returns ``memory_ops``."""
         ops, self.memory_ops = self.memory_ops, []
         return ops
 
     def take_dequeued(self) -> list[Request]:
-        """Those ``dequeued`` since this was asked last."""
+        """Removes and returns ``dequeued``."""
         dequeued, self.dequeued = self.dequeued, []
         return dequeued
 
@@ -182,10 +185,10 @@ class Scheduler:
             insort(self._ready, request, key=_by_arrival)
 
     def trim(self, request: Request, n_keep: int) -> None:
-        """Keeps the first ``n_keep`` tokens of a kept request that is not running."""
+        """Keeps the first ``n_keep`` tokens of a resumable request that is not running."""
         del request.tokens[n_keep:]
         request.n_prompt = min(request.n_prompt, n_keep)
-        # The last token is computed again: its logits are what the next one is drawn from.
+        # The last token is computed again: the next one is sampled from its logits.
         n_past = min(request.n_past, n_keep - 1)
         if request.slot >= 0 and n_past < request.n_past:
             self.memory_ops.append(Remove(request.slot, n_past))
@@ -193,9 +196,9 @@ class Scheduler:
         self._reopen(request)
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
-        """Adds tokens to a kept request that is not running."""
+        """Appends tokens to a resumable request that is not running."""
         request.tokens.extend(tokens)
-        if request.n_total == 0:  # nothing was generated: it is still the prompt
+        if request.n_total == 0:  # nothing was generated yet: these are part of the prompt
             request.n_prompt = len(request.tokens)
         self._reopen(request)
 
@@ -204,7 +207,7 @@ class Scheduler:
         request.n_generated = 0
 
     def finish(self, request: Request, reason: str) -> None:
-        """Ends a request: its slot is free at once; a kept one keeps slot and cells, unless cancelled."""
+        """Ends a request and frees its slot. A resumable request keeps slot and cells, unless it is cancelled."""
         if request.state is State.FINISHED:
             return
         request.finish_reason = reason
@@ -217,14 +220,15 @@ class Scheduler:
         )
         self._leave(request)
         request.move(State.FINISHED)
-        if slot >= 0 and holds_prompt:
-            self._hand_over_slot(request.prompt_group, slot)
-        if request.prompt_group is not None:
-            request.prompt_group.leave(request)
-            self._release_waiters(request.prompt_group)
+        group = request.prompt_group
+        if group is not None:
+            if slot >= 0 and holds_prompt:
+                self._hand_over_slot(group, slot)
+            group.leave(request)
+            self._release_waiters(group)
 
     def _hand_over_slot(self, group: PromptGroup, slot: int) -> None:
-        """Gives the cells of a prompt, whose request is finished, to another that has a token behind it to feed."""
+        """Hands a finished request's slot, with the prompt still in its KV cells, to a waiter of the same group."""
         successor = group.take_successor()
         if successor is None:
             return
@@ -232,7 +236,7 @@ class Scheduler:
             self._ready.remove(successor)
         else:
             self._n_waiters -= 1
-        self.memory_ops.pop()  # which would remove all of the cells
+        self.memory_ops.pop()  # the one that removes all of the slot's cells
         self._slots.take_back(slot)
         successor.slot = slot
         successor.n_past = min(successor.n_prompt, len(successor.tokens) - 1)
@@ -243,13 +247,18 @@ class Scheduler:
         self._running.add(successor)
 
     def _release_waiters(self, group: PromptGroup) -> None:
-        """Lets those in who wait for a prompt that is computed, or who have to compute it now."""
+        """Admits the waiters of a group whose prompt is computed, or one of them to compute it."""
         for request in group.release_waiters():
             self._n_waiters -= 1
             insort(self._ready, request, key=_by_arrival)
 
+    def stop(self, request: Request) -> None:
+        """Ends a request whose text completed a stop string, also if its last token had ended it already."""
+        self.finish(request, "stop")
+        request.finish_reason = "stop"
+
     def cancel(self, request: Request) -> None:
-        """Ends a request wherever it is."""
+        """Ends a request in any state."""
         self.finish(request, "cancelled")
 
     def fail(self, request: Request, error: BaseException) -> None:
@@ -259,21 +268,21 @@ class Scheduler:
             self.finish(request, "cancelled")
 
     def preempt(self, request: Request) -> None:
-        """Takes slot and cells from a request; it computes its tokens again when it gets its turn."""
+        """Takes a request's slot and cells. It computes its tokens again when it gets a slot."""
         paused = request.state is State.PAUSED
         self._leave(request)
         request.n_past = 0
         request.move(State.WAITING)
         self.n_preempted += 1
         if paused:
-            # `resume` brings it back: a reader that takes a little now and then must not keep others out.
+            # It waits for `resume`: a slow reader must not keep other requests out of its slot.
             self._preempted_paused.add(request)
         else:
             insort(self._ready, request, key=_by_arrival)
 
     # ---- steps
     def plan(self) -> BatchPlan | None:
-        """What the next step feeds, None when nothing can be done now."""
+        """The plan of the next step. None if nothing can be computed now."""
         if self._queue or self._ready:
             self._admit()
         running = self._running
@@ -287,28 +296,28 @@ class Scheduler:
             return last
         self._n_moves = running.n_moves
         plan = self._batch_builder.plan(running)
-        return plan if plan.tokens else None  # none: all that could be are in steps under way
+        return plan if plan.tokens else None  # none: all requests are in steps in flight
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Records a step: the cells it filled and the token drawn for each of ``plan.requests`` (-1: none could be).
+        """Records a step: its KV cells, and the token of each of ``plan.requests`` (below 0: a sampling code).
 
-        Returns requests with their tokens, without those that ended or lost their slot while the step was under way.
+        Returns the requests that are still part of the step, with their tokens.
         """
         plan.in_flight = False
         for request, n in plan.scheduled:
             if request.batch_plan is plan:
                 request.n_past += n
         taken = [(r, token) for r, token in zip(plan.requests, sampled, strict=True) if r.batch_plan is plan]
-        for request, _, _ in plan.scored:
+        for request, targets, *_ in plan.scored:
             if (
                 request.batch_plan is plan
                 and request.max_tokens == 0
                 and request.n_past == len(request.tokens)
             ):
-                self._score_on(request)
+                self._score_next(request, targets)
         if (
             len(plan.scheduled) > plan.n_decode
-        ):  # those who have no slot first: they need their tokens to inherit one
+        ):  # requests without a slot first: they need their tokens before a slot can be handed to them
             taken.sort(key=lambda pair: pair[0].slot >= 0)
         for request, token in taken:
             if token in request.stop_tokens:
@@ -321,7 +330,8 @@ class Scheduler:
             tokens.append(token)
             request.n_generated += 1
             request.n_total += 1
-            if getattr(request.sampler, "finished", False):
+            sampler = request.sampler
+            if sampler is not None and sampler.finished:
                 self.finish(request, "stop")
             elif request.n_generated >= request.max_tokens or len(tokens) >= self.n_ctx:
                 self.finish(request, "length")
@@ -338,12 +348,14 @@ class Scheduler:
             and len(plan.requests) == len(self._running.decoding)
             and not self._running.prefilling
         ):
-            self._last = plan  # of all: after a change from two micro-batches it may be of half of them
+            self._last = (
+                plan  # has all decoding requests: after a change from two micro-batches it may have half
+            )
         return taken
 
-    def _score_on(self, request: Request) -> None:
-        """Goes on with what is to be scored behind the same context, or ends."""
-        following = request.logprob_targets.following()
+    def _score_next(self, request: Request, targets: LogprobTargets) -> None:
+        """Continues with the next text to score after the same context. Ends the request if there is none."""
+        following = targets.following()
         if following is None:
             self.finish(request, "stop")
             return
@@ -352,36 +364,36 @@ class Scheduler:
         request.n_past = n_kept
 
     def abort(self, plan: BatchPlan, error: BaseException) -> list[Request]:
-        """Ends the requests of a step that failed, and nobody else's; returns them."""
+        """Ends the requests of a step that failed, and no others. Returns them."""
         requests = self.drop(plan)
         for request in requests:
             self.fail(request, error)
         return requests
 
     def drop(self, plan: BatchPlan) -> list[Request]:
-        """Forgets a step that came to nothing; the requests that were in it until now."""
+        """Discards a step that was not computed. Returns the requests that are still part of it."""
         plan.in_flight = False
         self.memory_ops += plan.padding
         return [request for request, _ in plan.scheduled if request.batch_plan is plan]
 
     def recompute(self, slot: int) -> None:
-        """The memory could not forget a part of this sequence and lost all of it: its tokens are computed again."""
+        """Has a sequence computed again: the memory could not remove a part of it and removed all of it."""
         for request in list(self._running):
             if request.slot == slot:
                 self._running.recompute(request)
 
     def relieve(self, plan: BatchPlan) -> Request | None:
-        """Drops a step that found no cells and preempts one of several requests; None when only one is left."""
+        """Discards a step that found no cells and preempts a request. None if only one request has a slot."""
         self.drop(plan)
-        nobody_paused = not self._running.paused
-        preempted = self._give_way()
-        # One that ran would come back at once, and to the same end.
-        self._full = preempted is not None and nobody_paused
+        none_paused = not self._running.paused
+        preempted = self._preempt_least()
+        # A request that was running would be admitted again at once, and fail again.
+        self._full = preempted is not None and none_paused
         return preempted
 
-    # ---- inside
-    def _give_way(self) -> Request | None:
-        """Preempts the request that paused first, else the newest; None when only one has a slot."""
+    # ---- slots and cells
+    def _preempt_least(self) -> Request | None:
+        """Preempts the request that paused first, else the newest. None if only one has a slot."""
         least = self._running.least()
         if least is not None:
             self.preempt(least)
@@ -406,20 +418,20 @@ class Scheduler:
             else:
                 del self._queue[request]
             if request.prompt_group is not None and request.prompt_group.is_computing():
-                request.prompt_group.wait(request)  # it comes in when there is something to copy
+                request.prompt_group.wait(request)  # it is admitted when the prompt can be copied
                 self._n_waiters += 1
                 continue
             self.dequeued.append(request)
             request.slot = self._slots.take()
             if request.prompt_group is not None:
-                self._copy_prompt(request)
+                self._copy_prompt(request, request.prompt_group)
                 request.prompt_group.place(request)
             request.move(State.RUNNING)
             self._running.add(request)
 
-    def _copy_prompt(self, request: Request) -> None:
-        """Begins with the cells of another's prompt, but with a token left to feed."""
-        source, n = request.prompt_group.source(), min(request.n_prompt, len(request.tokens) - 1)
+    def _copy_prompt(self, request: Request, group: PromptGroup) -> None:
+        """Begins with a copy of the prompt's cells from another member. At least one token is left to compute."""
+        source, n = group.source(), min(request.n_prompt, len(request.tokens) - 1)
         if (
             source is None
             or request.logprob_targets is not None
@@ -431,7 +443,7 @@ class Scheduler:
         request.n_past = n
 
     def _make_room(self) -> None:
-        while self._running.n_cells > self.n_cells and self._give_way() is not None:
+        while self._running.n_cells > self.n_cells and self._preempt_least() is not None:
             pass
 
     def _pause(self, request: Request) -> None:
@@ -441,7 +453,7 @@ class Scheduler:
             request.move(State.PAUSED)
 
     def _leave(self, request: Request) -> None:
-        """Takes a request out of wherever it is and frees its slot."""
+        """Removes a request from its list and frees its slot."""
         if request.state is State.RUNNING:
             self._running.take(request)
         elif request.state is State.PAUSED:
@@ -465,7 +477,7 @@ class Scheduler:
             self._full = False
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when slots, states and lists disagree. For tests and debugging."""
+        """Raises AssertionError if slots, states and lists disagree. For tests and debugging."""
         taken = sorted(request.slot for request in self._running)
         assert len(set(taken)) == len(taken), f"two requests in one slot: {taken}"
         assert self._slots.free.isdisjoint(taken), f"a used slot counts as free: {taken} {self._slots.free}"

@@ -1,4 +1,4 @@
-"""Which sequences are free: a new request gets the lowest, which keeps the used ones together."""
+"""The free sequences. A new request gets the lowest one, which keeps the used ones close together."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Slots:
 
     @property
     def n_free(self) -> int:
-        """How many are free."""
+        """The number of free slots."""
         return len(self._free)
 
     @property
     def free(self) -> frozenset[int]:
-        """The free ones."""
+        """The free slots."""
         return frozenset(self._free)
 
     def take(self) -> int:
-        """The lowest free one; IndexError when none is."""
+        """Takes the lowest free slot. Raises IndexError if there is none."""
         return heappop(self._free)
 
     def take_back(self, slot: int) -> None:
-        """Takes this one, which has just been freed."""
+        """Takes this slot, which is free."""
         self._free.remove(slot)
         heapify(self._free)
 
     def give(self, slot: int) -> None:
-        """Frees a taken one."""
+        """Frees a taken slot."""
         heappush(self._free, slot)

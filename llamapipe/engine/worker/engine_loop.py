@@ -1,57 +1,59 @@
-"""The engine thread: takes commands, has steps planned and run, and ends in order.
+"""The engine loop: plans, launches, samples, commits and delivers steps. It is the scheduler's only owner.
 
-It is the only thread that touches scheduler and context. Other threads talk to it through ``call``; it talks to them
-through mailboxes. Between two steps it takes every command that has come.
+Between two steps the loop executes every command that has arrived. Where a launch returns before its step is computed,
+step N+1 is launched before the tokens of step N are delivered. A stop string found then ends a request that is already
+part of step N+1; its token of that step is discarded. With micro-batches, two steps with different requests are in
+flight.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty
 from time import perf_counter
-from typing import Any
-from weakref import WeakSet
+from typing import Any, Protocol
 
+from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 from llamapipe.engine.results import EngineStats
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy
 from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.executor import Executor
-from llamapipe.engine.worker.step_runner import StepRunner
-from llamapipe.errors import BackendError, DecodeError, EngineClosedError, InvalidRequestError
-from llamapipe.host.at_exit import close_at_exit, forget
+from llamapipe.engine.worker.in_flight import StepsInFlight, draw, record_logprobs, score
+from llamapipe.engine.worker.inbox import Inbox
+from llamapipe.engine.worker.micro_batches import MicroBatchSwitch
+from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError
+from llamapipe.llama.native_pipeline import StepAbortedError
 
-Command = tuple[Callable[..., object], tuple[Any, ...]]
 _MAX_SKIPPED_WINDOWS = 7
-_JOIN_S = 1.0  # a Ctrl-C that comes just before Python begins to wait does not end the wait
-_THREAD_NAME = "llamapipe-engine"
 
 
-def single_caller() -> bool:
-    """Whether no other thread could make a request while this one waits for its own."""
-    mine = threading.current_thread()
-    return all(thread is mine or thread.name == _THREAD_NAME for thread in threading.enumerate())
+class StepTrace(Protocol):
+    """Where the loop records the stages ``plan`` and ``deliver``."""
+
+    on: bool
+
+    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
+        """Records a stage, in seconds of ``time.perf_counter``."""
 
 
-_engine_loops: WeakSet[EngineLoop] = WeakSet()
+class _NoTrace:
+    on = False
 
-
-def _mark_forked() -> None:
-    for engine_loop in list(_engine_loops):
-        engine_loop.forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_mark_forked)
+    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
+        """Records nothing."""
 
 
 class EngineLoop:
-    """Runs steps on a thread of its own, from ``start`` to ``close``; the thread closes the executor at its end.
+    """The steps of one context, from ``run`` until a ``stop`` command. Methods are for the engine thread.
 
-    ``window_s``: how long an idle decoder waits for siblings of the request that woke it. ``left_queue`` is told which
-    requests wait no longer.
+    ``inbox``: the commands of other threads. ``dispatcher``: wakes the callers that wait for results. ``in_flight``:
+    the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet.
+    ``trace``: records plan and deliver stages.
+
+    ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with
+    the requests that do not wait for a slot any longer.
     """
 
     def __init__(
@@ -61,140 +63,58 @@ class EngineLoop:
         window_s: float,
         left_queue: Callable[[Sequence[Request]], object],
     ) -> None:
-        self.single_caller = False  # set by callers: no other thread or task could call while this one waits
-        self.forked = False  # whether this process has the thread no more; readers look once a token
-        self._pid = os.getpid()
-        _engine_loops.add(self)
-        self.steps = StepRunner(scheduler, executor)
-        self.dispatcher = self.steps.dispatcher
+        self.inbox = Inbox()
+        self.dispatcher = ResultDispatcher(at_launch=not executor.overlaps)
+        if not executor.overlaps:
+            executor.wake_at_launch(self.dispatcher.wakes)
+        self.in_flight = StepsInFlight(executor)
+        self.open: dict[Request, None] = {}
+        self.trace: StepTrace = _NoTrace()
         self._scheduler = scheduler
-        self._window_s = window_s
+        self._executor = executor
         self._left_queue = left_queue
-        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._micro_batches = MicroBatchSwitch(executor)
+        scheduler.depth = executor.depth if executor.overlaps else 1
+        self._window_s = window_s
+        self._n_skip = self._n_skipped = 0  # windows to skip after one in vain, and skipped since
         self._stopping = False
-        self._error: BaseException | None = None
-        self._n_skip = self._n_skipped = 0  # windows to skip after waiting in vain, and skipped since
-        self._n_requests = 0
-        self._idle_s = 0.0
-        self._lock = threading.Lock()  # orders what callers submit before the command that ends the loop
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
+        self._error: BaseException | None = None  # a defect of the loop: every request fails with it
+        self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
+        self._last_step = -1  # the number of that step
+        self._n_wants_logprobs = 0  # open requests that want log-probabilities
+        self._n_requests = self._n_steps = self._n_prompt = self._n_generated = 0
+        self._plan_s = self._launch_s = self._sample_s = self._deliver_s = self._idle_s = 0.0
 
-    # ---- any thread
-    def start(self) -> None:
-        """Starts the thread. Whoever is interrupted here (Ctrl-C) closes decoder and executor: it may run or not."""
-        close_at_exit(self)
-        self._thread.start()
+    def __repr__(self) -> str:
+        return f"<EngineLoop n_steps={self._n_steps} n_in_flight={len(self.in_flight.steps)} n_open={len(self.open)}>"
 
-    @property
-    def closing(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closing
-
-    def in_child(self) -> bool:
-        """Whether the thread is in another process: ``forked``, or forked in C, which tells nobody."""
-        return self.forked or self._pid != os.getpid()
-
-    def check_process(self) -> None:
-        """Raises EngineClosedError in a process that was forked from this one's."""
-        if self.in_child():
-            raise EngineClosedError(
-                "the engine was made before fork(); make one in the child process, or use the spawn start method"
-            )
-
-    def check_open(self) -> None:
-        """Raises EngineClosedError when closed, or in a process that was forked from this one's.
-
-        RuntimeError on the engine thread itself, which would wait for itself.
-        """
-        self.check_process()
-        self._check_thread()
-        if self._closing:
-            raise EngineClosedError("the engine is closed; make another")
-
-    def _check_thread(self) -> None:
-        if threading.current_thread() is self._thread:
-            raise RuntimeError(
-                "this runs on the engine's own thread (in a logits processor?), which cannot wait for the engine"
-            )
-
-    def submit(self, *requests: Request) -> None:
-        """Queues new requests, so that one step takes them all if it can. Raises EngineClosedError."""
-        with self._lock:
-            self.check_open()
-            self._inbox.put((self.add, requests))
-
-    def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Has ``function`` run on the engine thread between two steps, in the order of calls."""
-        self._inbox.put((function, arguments))
-
-    def cancel_soon(self, request: Request) -> None:
-        """Has a request ended; a step that is being computed for nobody else is aborted."""
-        self.call(self.steps.cancel, request)
-        request.cancelled = True  # last: whoever is interrupted before it can cancel again
-        self.steps.abort_for_nobody()
-
-    def ask(self, question: Callable[[], Any]) -> Any:
-        """The result of ``question`` on the engine thread, or on this one after its end; raises what it raised."""
-        self._check_thread()
-        self.check_process()  # before the lock: another thread may have held it when this process was forked
-        replies: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-
-        def answer() -> None:
-            try:
-                replies.put((question(), None))
-            except Exception as e:
-                replies.put((None, e))
-
-        with self._lock:
-            if not self._closing:
-                self.check_open()
-                self._inbox.put((answer, ()))
-        if self._closing:
-            self._thread.join()
-            if replies.empty():
-                answer()
-        result, error = replies.get()
-        if error is not None:
-            raise error
-        return result
-
-    def close(self, drain: bool) -> None:
-        """Ends the thread and waits for it; the context is freed then. Does nothing in a forked child."""
-        if self.in_child():
-            return
-        self._check_thread()
-        with self._lock:
-            # Again without draining: whoever gave up waiting for the drain (Ctrl-C, then exit) wants it cancelled.
-            if not self._closing or not drain:
-                self._closing = True
-                self._inbox.put((self.stop, (drain,)))
-        if not drain:
-            self.steps.abort_all()
-        while self._thread.is_alive():
-            self._thread.join(_JOIN_S)
-        forget(self)
-
-    # ---- commands, run on the engine thread
+    # ---- commands
     def add(self, *requests: Request) -> None:
-        """Takes new requests."""
+        """Accepts new requests."""
         self._n_requests += len(requests)
-        self.steps.add(requests)
+        self.open.update(dict.fromkeys(requests))
+        self._n_wants_logprobs += sum(request.wants_logprobs for request in requests)
         for request in requests:
             if self._error is not None:
                 self._give_up(request, self._error)
                 continue
             self._scheduler.add(request)
             if request.cancelled:
-                self.steps.cancel(request)
+                self.cancel(request)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request in any state."""
+        if request.state is not State.FINISHED and request.arrival >= 0:
+            self._scheduler.cancel(request)
+            self._finished(request)
 
     def resume(self, request: Request) -> None:
-        """Lets a paused request go on, as far as its limit says."""
+        """Continues a paused request, as far as its token budget allows."""
         if request.state is not State.FINISHED:
             self._scheduler.resume(request)
 
-    def change(self, request: Request, n_keep: int | None, tokens: list[int]) -> None:
-        """Cuts a kept request's sequence to ``n_keep`` tokens, or adds some; penalties then look at what it is now."""
+    def change(self, request: Request, n_keep: int | None, tokens: Sequence[int]) -> None:
+        """Trims a resumable request's sequence to ``n_keep`` tokens, or appends some. Its sampler starts over."""
         if request.state is State.FINISHED:
             return
         if n_keep is not None:
@@ -202,85 +122,110 @@ class EngineLoop:
         if tokens:
             self._scheduler.append(request, tokens)
         request.sink.restart_text()
-        if request.sampler is not None:
-            self.dispatcher.wake()  # a grammar reads the sequence again
+        if request.sampler is not None and request.sampler_factory is not None:
+            self.dispatcher.wake()  # a grammar reads the whole sequence: that may take long
             try:
                 request.sampler_factory.rebuild(request.sampler, request)
-            except (ValueError, DecodeError) as e:  # the sequence is not what its constraints allow
+            except (ValueError, DecodeError) as e:  # the sequence violates the request's constraints
                 self._scheduler.fail(request, InvalidRequestError(str(e)))
-                self.steps.finished(request)
+                self._finished(request)
 
     def stop(self, drain: bool) -> None:
-        """Ends the loop, after the work that was asked for or at once."""
+        """Ends the loop: after the open requests are finished, or at once."""
         self._stopping = True
-        self.steps.deliver()  # what was sampled last: its tokens are in the sequences
-        for request in list(self.steps.open):
+        self._deliver()  # the tokens sampled last are part of the sequences already
+        for request in list(self.open):
             if not drain:
-                self.steps.cancel(request)
+                self.cancel(request)
             elif not request.resumable:
                 self._run_to_end(request)
 
     def stats(self) -> EngineStats:
-        """A copy of the counters; for the engine thread, or any thread after its end."""
+        """A copy of the counters. Also for other threads, after the engine thread's end."""
         return EngineStats(
             n_requests=self._n_requests,
             n_preempted=self._scheduler.n_preempted,
             n_active=self._scheduler.n_active,
             n_queued=self._scheduler.n_queued,
-            idle_s=self._idle_s,
             n_micro_batches=self._scheduler.n_micro_batches,
-            **self.steps.stats(),
+            steps=self._n_steps,
+            n_tokens_prompt=self._n_prompt,
+            n_tokens_generated=self._n_generated,
+            idle_s=self._idle_s,
+            plan_s=self._plan_s,
+            launch_s=self._launch_s,
+            sample_s=self._sample_s,
+            deliver_s=self._deliver_s,
+            **self._executor.stats(),
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the scheduler's state is inconsistent; threads as for ``stats``."""
+        """Raises AssertionError when the scheduler's state is inconsistent. Threads as for ``stats``."""
         self._scheduler.check_integrity()
 
+    def replace_executor(self, executor: Executor) -> Executor:
+        """Runs the next steps on another executor and returns this one: a seam for tests that hold or fail steps."""
+        replaced, self._executor = self._executor, executor
+        self.in_flight.executor = executor
+        return replaced
+
     # ---- the loop
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Runs until a ``stop`` command. Frees the context at the end."""
         try:
             self._loop()
-        except BaseException as e:  # callers wait for this thread: it must not end without telling them
+        except BaseException as e:  # callers wait for this thread: it must not end without an answer
             self._serve_errors(e)
         finally:
-            self.steps.close()
+            self.dispatcher.close()
+            self._executor.close()
+            self.in_flight.close()
 
     def _loop(self) -> None:
-        scheduler, steps, inbox = self._scheduler, self.steps, self._inbox
-        in_flight, dispatcher = steps.in_flight, self.dispatcher
+        scheduler, inbox, dispatcher, steps = (
+            self._scheduler,
+            self.inbox,
+            self.dispatcher,
+            self.in_flight.steps,
+        )
         started = perf_counter()
         while True:
             while not inbox.empty():
-                function, arguments = inbox.get()
-                function(*arguments)
-            if dispatcher.pending:  # whoever was cancelled need not wait for a step
-                steps.flush()
+                inbox.run_next()
+            if dispatcher.pending:  # a caller that cancelled need not wait for a step
+                self._flush()
             if scheduler.memory_ops:
-                steps.apply_memory_ops()  # before the plan: what cannot be removed in part is computed again
-            # After a change from two micro-batches to one, a step may be under way that has to come back first.
-            plan = scheduler.plan() if len(in_flight) < scheduler.max_in_flight else None
+                self._apply_memory_ops()  # before the plan: what cannot be removed in part is computed again
+            # After a change from two micro-batches to one, a step may be in flight that has to be sampled first.
+            plan = scheduler.plan() if len(steps) < scheduler.max_in_flight else None
             if scheduler.dequeued:
-                self._tell_dequeued()
+                self._left_queue(scheduler.take_dequeued())
             if plan is not None:
-                steps.launch(plan, started)
-            steps.deliver()
-            if in_flight and (plan is None or len(in_flight) >= scheduler.max_in_flight):
-                steps.sample()
+                self._launch(plan, started)
+            self._deliver()
+
+            # There are three cases for what to do next:
+            # 1. A step is in flight, and no further one can be launched: sample it.
+            if steps and (plan is None or len(steps) >= scheduler.max_in_flight):
+                self._sample()
                 started = perf_counter()
-                if scheduler.has_work or in_flight:
+                if scheduler.has_work or steps:
                     continue
-                # All wait for their callers: the first one back must not run off without the others.
-                steps.apply_memory_ops()
-            elif plan is not None:  # it failed, or there is room for another micro-batch
+                # All requests wait for their callers: the first one to return must not start a step without the
+                # others.
+                self._apply_memory_ops()
+            # 2. The launch failed, or there is room for another micro-batch: plan again.
+            elif plan is not None:
                 started = perf_counter()
                 continue
-            steps.deliver()
-            if scheduler.dequeued:  # those that ended without ever having a slot
-                self._tell_dequeued()
-            steps.flush(together=True)  # also where a thread was interrupted before it woke the next one
+            # 3. Nothing can be computed: wait for a command.
+            self._deliver()
+            if scheduler.dequeued:  # requests that ended without ever having a slot
+                self._left_queue(scheduler.take_dequeued())
+            self._flush(together=True)  # also wakes callers that an interrupted thread failed to wake
             if self._stopping:
-                if not self.steps.open:
-                    self._tell_dequeued()
+                if not self.open:
+                    self._left_queue(scheduler.take_dequeued())
                     return
                 self._end_waiting()
                 continue
@@ -289,11 +234,161 @@ class EngineLoop:
             self._idle_s += waited - started
             started = waited
 
+    def _wait(self) -> None:
+        """Blocks for a command, then a moment longer for more requests, if that has paid lately."""
+        inbox, scheduler = self.inbox, self._scheduler
+        if not inbox.single_caller and not self.open and inbox.empty():
+            self._executor.rest()
+        inbox.run_next()
+        if inbox.single_caller or self._window_s <= 0 or not scheduler.has_work:
+            return
+        if self._n_skipped < self._n_skip:
+            self._n_skipped += 1
+            return
+        deadline = perf_counter() + self._window_s
+        n_arrived = 0
+        while not (self._stopping or (scheduler.n_active and scheduler.all_ready)):
+            left_s = deadline - perf_counter()
+            if left_s <= 0:
+                break
+            try:
+                inbox.run_next(left_s)
+            except Empty:
+                break
+            n_arrived += 1
+        self._n_skip = 0 if n_arrived else min(2 * self._n_skip + 1, _MAX_SKIPPED_WINDOWS)
+        self._n_skipped = 0
+
+    # ---- one step
+    def _launch(self, plan: BatchPlan, started: float) -> None:
+        """Launches a plan that was begun at this time of ``perf_counter``. Handles its failure."""
+        if self._scheduler.memory_ops:
+            self._apply_memory_ops()
+        samplers: list[Any] = []
+        if not plan.repeats:
+            if any(request.sampler is None for request in plan.requests):
+                self.dispatcher.wake()  # making samplers takes long for grammars and long prompts
+            for request in plan.requests:
+                if request.sampler is None:
+                    assert request.sampler_factory is not None
+                    request.sampler = request.sampler_factory.make(request)
+                samplers.append(request.sampler)
+        planned = perf_counter()
+        try:
+            self.in_flight.launch(plan, samplers)
+        except (ContextFullError, DecodeError) as e:
+            self._failed(plan, e)
+        if self.trace.on and self.in_flight.steps:
+            self.trace.add("plan", self.in_flight.steps[-1].step, started, planned)
+        self._plan_s += planned - started
+        self._launch_s += perf_counter() - planned
+
+    def _sample(self) -> None:
+        """Draws the tokens of the oldest step in flight and commits them. Waits for the step if need be."""
+        oldest = self.in_flight.steps[0]
+        plan, executor, scheduler = oldest.plan, self._executor, self._scheduler
+        damaged: list[Request] = []
+        began = perf_counter()
+        try:
+            sampled = draw(executor, oldest)
+            if plan.scored:
+                damaged = score(executor, oldest)
+        except (ContextFullError, DecodeError) as e:  # a step that is computed asynchronously fails here
+            self.in_flight.complete_oldest()
+            self._failed(plan, e)
+            return
+        self.in_flight.complete_oldest()
+        if self._n_wants_logprobs:
+            record_logprobs(plan, sampled)
+        drawn = perf_counter()
+        if damaged:
+            self._fail_damaged(damaged)
+        self._undelivered += scheduler.commit(plan, sampled)
+        for request, *_ in plan.scored:
+            if request.max_tokens == 0 and request.finish_reason is not None and request in self.open:
+                self._finished(request)
+        self._last_step = oldest.step
+        self._n_steps += 1
+        self._n_generated += len(sampled)
+        self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.padding)
+        self._sample_s += drawn - began
+        if not executor.overlaps:
+            self._deliver()
+        elif self._micro_batches.step(len(sampled)):
+            scheduler.n_micro_batches = self._micro_batches.n
+
+    def _deliver(self) -> None:
+        """Gives the tokens sampled last to their sinks, and has the callers woken."""
+        if not self._undelivered and not self.dispatcher.pending:
+            return
+        began = perf_counter()
+        undelivered, self._undelivered = self._undelivered, []
+        for request, token in undelivered:
+            if request not in self.open:
+                continue  # it was cancelled meanwhile
+            if (
+                request.error is None
+                and token not in request.stop_tokens
+                and request.sink.token(request, token)
+            ):
+                self._scheduler.stop(request)
+            if request.finish_reason is not None:
+                self._finished(request)
+        if self.dispatcher.pending:
+            self._flush()
+        ended = perf_counter()
+        if undelivered and self.trace.on:
+            self.trace.add("deliver", self._last_step, began, ended)
+        self._deliver_s += ended - began
+
+    def _apply_memory_ops(self) -> None:
+        """Performs the changes to KV cells that the scheduler has queued."""
+        for op in self._scheduler.take_memory_ops():
+            done = self._executor.copy(*op) if isinstance(op, Copy) else self._executor.remove(*op)
+            if not done:
+                self._scheduler.recompute(op.slot)
+
+    def _flush(self, together: bool = False) -> None:
+        """Wakes callers; see ``ResultDispatcher.flush``. Requests of closed event loops are cancelled."""
+        for request in self.dispatcher.flush(together):
+            self.cancel(request)
+
+    # ---- ends and failures
+    def _finished(self, request: Request) -> None:
+        """Delivers the end of a request. Frees its sampler unless the request may continue after a change."""
+        if request.state is State.FINISHED:
+            if request in self.open:
+                del self.open[request]
+                self._n_wants_logprobs -= request.wants_logprobs
+            if request.sampler is not None:
+                self.in_flight.retire(request.sampler)
+                request.sampler = None
+        request.sink.finish(request)
+
+    def _fail_damaged(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request in self.open:
+                self._scheduler.fail(
+                    request, DecodeError("a logit is not finite; the model or its weights are damaged")
+                )
+                self._finished(request)
+
+    def _failed(self, plan: BatchPlan, error: Exception) -> None:
+        """Ends the requests of a step that failed, or makes room if it found no cells. The others continue."""
+        self._deliver()
+        if isinstance(error, StepAbortedError):
+            for request in self._scheduler.drop(plan):
+                if request.cancelled:
+                    self.cancel(request)
+        elif not isinstance(error, ContextFullError) or self._scheduler.relieve(plan) is None:
+            for request in self._scheduler.abort(plan, error):
+                self._finished(request)
+
     def _end_waiting(self) -> None:
-        """Lets those go on, or ends those, that wait for a caller while the engine closes."""
-        for request in list(self.steps.open):
+        """Continues or ends the requests that wait for a caller while the engine closes."""
+        for request in list(self.open):
             if request.resumable:
-                self.steps.cancel(request)
+                self.cancel(request)
             else:
                 self._run_to_end(request)
 
@@ -301,52 +396,22 @@ class EngineLoop:
         request.token_budget = UNLIMITED  # a stream's reader finds the rest in its mailbox
         self._scheduler.resume(request)
 
-    def _wait(self) -> None:
-        """Blocks for a command, then a moment longer for those of its siblings, if that has paid lately."""
-        if not self.single_caller and not self.steps.open and self._inbox.empty():
-            self.steps.rest()
-        function, arguments = self._inbox.get()
-        function(*arguments)
-        if self.single_caller or self._window_s <= 0 or not self._scheduler.has_work:
-            return
-        if self._n_skipped < self._n_skip:
-            self._n_skipped += 1
-            return
-        deadline = perf_counter() + self._window_s
-        n_came = 0
-        while not (self._stopping or (self._scheduler.n_active and self._scheduler.all_ready)):
-            left_s = deadline - perf_counter()
-            if left_s <= 0:
-                break
-            try:
-                function, arguments = self._inbox.get(timeout=left_s)
-            except Empty:
-                break
-            function(*arguments)
-            n_came += 1
-        self._n_skip = 0 if n_came else min(2 * self._n_skip + 1, _MAX_SKIPPED_WINDOWS)
-        self._n_skipped = 0
-
-    def _tell_dequeued(self) -> None:
-        self._left_queue(self._scheduler.take_dequeued())
-
     def _serve_errors(self, error: BaseException) -> None:
-        """After a defect of our own: fails all there is and all that comes, until the engine is closed."""
+        """After a defect of the loop itself: fails all requests, and those still to arrive, until ``stop``."""
         self._error = BackendError(
             f"the engine thread failed ({error!r}); close this engine and make another"
         )
         self._error.__cause__ = error
-        for request in list(self.steps.open):
+        for request in list(self.open):
             self._give_up(request, self._error)
         while True:
-            self.steps.flush(together=True)
+            self._flush(together=True)
             if self._stopping:
                 return
-            function, arguments = self._inbox.get()
-            function(*arguments)
+            self.inbox.run_next()
 
     def _give_up(self, request: Request, error: BaseException) -> None:
-        """Ends a request after a defect: its caller has to know, whatever is broken by now."""
+        """Ends a request after a defect. Its caller must get an answer, whatever is broken by now."""
         with suppress(Exception):
             self._scheduler.fail(request, error)
         if request.state is not State.FINISHED:
@@ -355,4 +420,4 @@ class EngineLoop:
         request.error = error
         request.finish_reason = "cancelled"
         with suppress(Exception):
-            self.steps.finished(request)
+            self._finished(request)

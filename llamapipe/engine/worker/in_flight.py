@@ -1,29 +1,119 @@
-"""A step that is under way, and what is read of it: tokens, scores, and how probable tokens were. Decoder thread."""
+"""The steps in flight: launched and not sampled yet, with the samplers they need.
+
+The rule of this file: a request whose ``batch_plan`` is no longer the step's plan has left the step (it finished or was
+preempted meanwhile). Nothing is drawn or recorded for it, because its sampler must not see tokens that are discarded.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 from llamapipe.engine.scheduler.batch_plan import BatchPlan
-from llamapipe.engine.scheduler.request import Request
+from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
+from llamapipe.engine.scheduler.request import Request, Sampler
 from llamapipe.engine.worker.executor import Executor
 
 
 class InFlightStep(NamedTuple):
-    """A launched step: what was planned, its number, and the samplers of its rows."""
+    """A launched step: its plan, its number, and the samplers of its rows."""
 
     plan: BatchPlan
     step: int
     samplers: list[Any]
 
 
-def draw(executor: Executor, launched: InFlightStep) -> list[int]:
-    """A token for each of the plan's requests; 0 for those that lost their place while the step was under way.
+class StepsInFlight:
+    """The launched steps of one context, oldest first. Methods are for the engine thread, unless they say otherwise.
 
-    Nothing is drawn for these: their samplers must not know of tokens that are thrown away.
+    ``steps``: the queue itself; the loop only looks at its length and its ends. ``executor``: what launches them.
     """
+
+    def __init__(self, executor: Executor) -> None:
+        self.steps: deque[InFlightStep] = deque()
+        self.executor = executor
+        self._n_completed = 0
+        self._retired: deque[tuple[int, Sampler]] = (
+            deque()
+        )  # samplers to close once that many steps are complete
+        self._launching: BatchPlan | None = (
+            None  # what a launch computes just now; read by threads that cancel
+        )
+
+    def __repr__(self) -> str:
+        return f"<StepsInFlight n={len(self.steps)} n_completed={self._n_completed}>"
+
+    def launch(self, plan: BatchPlan, samplers: list[Any]) -> int:
+        """Launches a plan and returns the step's number. Raises ContextFullError and DecodeError, as the executor."""
+        executor = self.executor
+        self._launching = plan
+        try:
+            if plan.repeats:
+                step = executor.launch_repeat()
+            else:
+                targets, n_top = targets_of(plan) if plan.scored else (None, 0)
+                step = executor.launch(
+                    plan.tokens,
+                    plan.positions,
+                    plan.seq_ids,
+                    plan.outputs,
+                    plan.rows,
+                    samplers,
+                    targets,
+                    n_top,
+                )
+            self.steps.append(InFlightStep(plan, step, samplers))
+            # A request may have been cancelled when the step was neither being launched nor in flight.
+            if plan.scheduled[0][0].cancelled and all(request.cancelled for request, _ in plan.scheduled):
+                executor.abort(step)
+        finally:
+            self._launching = None
+        return step
+
+    def complete_oldest(self) -> None:
+        """Removes the oldest step, which was sampled or failed, and closes the samplers that waited for it."""
+        self.steps.popleft()
+        self._n_completed += 1
+        while self._retired and self._retired[0][0] <= self._n_completed:
+            self._retired.popleft()[1].close()
+
+    def retire(self, sampler: Sampler) -> None:
+        """Closes a sampler, after the steps in flight if there are any: they may draw with it."""
+        if self.steps:
+            self._retired.append((self._n_completed + len(self.steps), sampler))
+        else:
+            sampler.close()
+
+    def close(self) -> None:
+        """Closes the samplers that are left. No step may be sampled afterwards."""
+        for _, sampler in self._retired:
+            sampler.close()
+
+    # ---- any thread
+    def abort_all(self) -> None:
+        """Cancels the requests of all steps in flight, so that the steps need not be computed."""
+        for plan in (self._launching, *(launched.plan for launched in list(self.steps))):
+            for request, _ in plan.scheduled if plan is not None else ():
+                request.cancelled = True
+        self.abort_cancelled()
+
+    def abort_cancelled(self) -> None:
+        """Aborts each step whose requests are all cancelled."""
+        plan = self._launching
+        computes = plan is not None and not self.executor.late_errors  # the launch itself computes
+        if plan is not None and computes and all(request.cancelled for request, _ in plan.scheduled):
+            step = self.executor.launching()
+            if self._launching is plan:  # so the number is this plan's, or that of a step in the past
+                self.executor.abort(step)
+        for launched in list(self.steps):
+            if all(request.cancelled for request, _ in launched.plan.scheduled):
+                self.executor.abort(launched.step)
+
+
+def draw(executor: Executor, launched: InFlightStep) -> list[int]:
+    """A token for each of the plan's requests; 0 for those that left the step. Waits for the step if need be."""
     plan, requests = launched.plan, launched.plan.requests
     for request in requests:
         if request.batch_plan is not plan:
@@ -44,46 +134,47 @@ def draw(executor: Executor, launched: InFlightStep) -> list[int]:
 
 
 def record_logprobs(plan: BatchPlan, sampled: Sequence[int]) -> None:
-    """Notes for those who asked how probable their tokens were."""
+    """Stores the log-probabilities of the tokens, for the requests that asked for them."""
     for request, token in zip(plan.requests, sampled, strict=True):
         if request.wants_logprobs and token >= 0 and request.batch_plan is plan:
+            assert request.sampler is not None
             request.last_logprob = request.sampler.logprobs()
 
 
 def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
-    """Which tokens each entry's row is asked about, and how many of the most probable ones besides."""
+    """The tokens whose log-probability is wanted, for each batch entry, and the most top tokens wanted with any."""
     found: dict[int, list[int]] = {}
     n_top = 0
-    for request, first, rows in plan.scored:
-        n_top = max(n_top, request.logprob_targets.n_top)
-        for i, entry in enumerate(rows):
-            found[entry] = request.logprob_targets.targets(first + i)
+    for _, targets, first, entries in plan.scored:
+        n_top = max(n_top, targets.n_top)
+        for i, entry in enumerate(entries):
+            found[entry] = targets.targets(first + i)
     return found, n_top
 
 
 def score(executor: Executor, launched: InFlightStep) -> list[Request]:
-    """Hands requests what the rows of their own tokens say; those for whom that is not a number."""
+    """Gives requests the scores of their own tokens. Returns the requests with a score that is not a number."""
     plan = launched.plan
-    entries: list[int] = []
-    targets: list[int] = []
-    asked: list[tuple[Request, int, int]] = []
+    rows: list[int] = []
+    wanted: list[int] = []
+    asked: list[tuple[Request, LogprobTargets, int, int]] = []
     n_top = 0
-    for request, first, rows in plan.scored:
+    for request, targets, first, entries in plan.scored:
         if request.batch_plan is not plan:
             continue
-        n_top = max(n_top, request.logprob_targets.n_top)
-        for i, entry in enumerate(rows):
-            wanted = request.logprob_targets.targets(first + i)
-            entries += [entry] * len(wanted)
-            targets += wanted
-            asked.append((request, first + i, len(wanted)))
-    scores = iter(executor.score(launched.step, entries, targets, n_top))
+        n_top = max(n_top, targets.n_top)
+        for i, entry in enumerate(entries):
+            tokens = targets.targets(first + i)
+            rows += [entry] * len(tokens)
+            wanted += tokens
+            asked.append((request, targets, first + i, len(tokens)))
+    scores = iter(executor.score(launched.step, rows, wanted, n_top))
     damaged: list[Request] = []
-    for request, position, n in asked:
+    for request, targets, position, n in asked:
         mine = list(islice(scores, n))
         if any(score.logprob != score.logprob for score in mine):
             damaged.append(request)
-        elif request.logprob_targets.n_top < n_top:  # another one asked for more
-            mine = [score._replace(top=score.top[: request.logprob_targets.n_top]) for score in mine]
-        request.logprob_targets.take(position, mine)
+        elif targets.n_top < n_top:  # another request of the step wanted more
+            mine = [score._replace(top=score.top[: targets.n_top]) for score in mine]
+        targets.take(position, mine)
     return damaged

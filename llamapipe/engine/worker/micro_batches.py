@@ -1,4 +1,7 @@
-"""Decides whether decoding requests are split into two micro-batches whose steps alternate."""
+"""Decides whether decoding requests are split into two micro-batches, whose steps alternate.
+
+See docs/design for the formula and its measurements.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,33 @@ from time import perf_counter
 from llamapipe.engine.worker.executor import Executor
 
 _WINDOW = 32  # steps between two decisions
-_LEAST_GAIN = 1.1  # predicted, to try
-_KEEP_GAIN = 1.03  # measured, to stay
-_LONGEST_PAUSE = 64  # windows before another try after one that did not pay
+_LEAST_GAIN = 1.1  # predicted gain that starts a try
+_KEEP_GAIN = 1.03  # measured gain that keeps it
+_LONGEST_PAUSE = 64  # windows between two tries
 
 
 class MicroBatchSwitch:
-    """Splits while that is faster: tried when the formula of the design promises a gain, kept when one is measured.
+    """Splits while that is faster: tried when the formula predicts a gain, kept when a gain is measured.
 
-    With T the time a step computes and b everything else on the way to the next, two alternating cohorts gain
-    (T + b) / max(2T, b, T + b/2). A window that brings no more tokens a second than the one before it ends the try,
-    and the next one waits longer.
+    Let T be the time that a step computes, and b the time of everything else until the next step is launched. Two
+    alternating micro-batches are (T + b) / max(2T, b, T + b/2) times as fast as one. A try ends when a window of steps
+    has no more tokens per second than the window before the try. Each failed try doubles the pause before the next.
+
+    ``n``: the number of micro-batches now.
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.n = 1  # micro-batches
+        self.n = 1
         self._executor = executor
         self._able = executor.overlaps and executor.depth > 1
         self._n_steps = self._n_tokens = 0
         self._began = perf_counter()
         self._compute_s = 0.0
-        self._before = 0.0  # tokens a second before the try
+        self._before = 0.0  # tokens per second before the try
         self._pause, self._n_paused = 1, 0
 
     def step(self, n_tokens: int) -> bool:
-        """Counts a step that gave ``n_tokens``; True when ``n`` has changed."""
+        """Counts a step that sampled ``n_tokens``. True when ``n`` has changed."""
         if not self._able:
             return False
         self._n_steps += 1
@@ -41,7 +46,7 @@ class MicroBatchSwitch:
         now, compute_s = perf_counter(), self._executor.compute_s()
         wall_s, busy_s = now - self._began, compute_s - self._compute_s
         speed, before = self._n_tokens / wall_s, self.n
-        if self._n_tokens >= 2 * _WINDOW:  # two requests a step, or there is nothing to split
+        if self._n_tokens >= 2 * _WINDOW:  # at least two requests a step: else there is nothing to split
             self.n = self._choose(busy_s / _WINDOW, max(wall_s - busy_s, 0.0) / _WINDOW, speed)
         else:
             self.n = 1
@@ -57,7 +62,7 @@ class MicroBatchSwitch:
             self._before = speed
             return 2
         if speed >= _KEEP_GAIN * self._before:
-            self._before = speed / _KEEP_GAIN  # from now on it need only stay as it is
+            self._before = speed / _KEEP_GAIN  # from now on the speed only has to stay the same
             self._pause = 1
             return 2
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -66,6 +71,6 @@ class MicroBatchSwitch:
 
 
 def gain(compute_s: float, other_s: float) -> float:
-    """How many times faster two micro-batches are, by the design's formula."""
+    """The predicted gain of two micro-batches over one."""
     slowest = max(2 * compute_s, other_s, compute_s + other_s / 2)
     return (compute_s + other_s) / slowest if slowest > 0 else 1.0

@@ -1,0 +1,178 @@
+"""The engine's thread: how it starts, how callers reach it, how it ends, and what is left of it after ``fork()``.
+
+The rule of this file: callers never touch the scheduler or the context. They put commands into the inbox, and the loop
+executes them between two steps, in the order of calls. Nothing here knows how steps are planned or run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
+from weakref import WeakSet
+
+from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
+from llamapipe.engine.results import EngineStats
+from llamapipe.engine.scheduler.request import Request
+from llamapipe.engine.worker.engine_loop import EngineLoop
+from llamapipe.errors import EngineClosedError
+from llamapipe.host.at_exit import close_at_exit, forget
+
+T = TypeVar("T")
+
+_JOIN_S = 1.0  # Ctrl-C that arrives just before Python blocks in join() does not interrupt it: join in slices
+_THREAD_NAME = "llamapipe-engine"
+
+_threads: WeakSet[EngineThread] = WeakSet()
+
+
+def single_caller() -> bool:
+    """Whether no other thread could submit a request while this one waits for its own."""
+    mine = threading.current_thread()
+    return all(thread is mine or thread.name == _THREAD_NAME for thread in threading.enumerate())
+
+
+def _mark_forked() -> None:
+    for thread in list(_threads):
+        thread.forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_forked)
+
+
+class EngineThread:
+    """Runs an ``EngineLoop`` on a thread of its own, from ``start`` to ``close``. Methods are for any thread.
+
+    ``forked``: this process is a child that was forked from the engine's, so the thread does not exist here. A plain
+    attribute, because readers look at it once a token.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.forked = False
+        self.loop = loop
+        self._pid = os.getpid()
+        _threads.add(self)
+        self._inbox = loop.inbox
+        self._lock = threading.Lock()  # no request is submitted after the command that ends the loop
+        self._closing = False
+        self._thread = threading.Thread(target=loop.run, name=_THREAD_NAME, daemon=True)
+
+    def __repr__(self) -> str:
+        state = "closing" if self._closing else "open"
+        return f"<EngineThread {state} {self.loop!r}>"
+
+    @property
+    def dispatcher(self) -> ResultDispatcher:
+        """Wakes the mailboxes of this engine's callers."""
+        return self.loop.dispatcher
+
+    # ---- start, checks
+    def start(self) -> None:
+        """Starts the thread. If Ctrl-C interrupts this call, close the engine thread: it may run or not."""
+        close_at_exit(self)
+        self._thread.start()
+
+    @property
+    def closing(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closing
+
+    def in_child(self) -> bool:
+        """Whether the thread belongs to another process. Also true after a fork in C code, which runs no hooks."""
+        return self.forked or self._pid != os.getpid()
+
+    def check_process(self) -> None:
+        """Raises EngineClosedError in a process that was forked from the engine's."""
+        if self.in_child():
+            raise EngineClosedError(
+                "the engine was made before fork(); make one in the child process, or use the spawn start method"
+            )
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError when closed or in a forked process, RuntimeError on the engine thread itself."""
+        self.check_process()
+        self._check_thread()
+        if self._closing:
+            raise EngineClosedError("the engine is closed; make another")
+
+    def _check_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "this runs on the engine's own thread (in a logits processor?), which cannot wait for the engine"
+            )
+
+    # ---- commands
+    def submit(self, *requests: Request) -> None:
+        """Queues new requests, so that one step takes them all if it can. Raises EngineClosedError."""
+        with self._lock:
+            self.check_open()
+            self._inbox.put(self.loop.add, *requests)
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Has the engine thread call a function between two steps, in the order of calls. Does not wait."""
+        self._inbox.put(function, *arguments)
+
+    def resume(self, request: Request) -> None:
+        """Has a paused request continue, as far as its token budget allows."""
+        self._inbox.put(self.loop.resume, request)
+
+    def cancel_soon(self, request: Request) -> None:
+        """Has a request end. A step that computes nothing but cancelled requests is aborted."""
+        self._inbox.put(self.loop.cancel, request)
+        request.cancelled = True  # last: a caller that is interrupted before this line can cancel again
+        self.loop.in_flight.abort_cancelled()
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """The result of a function that the engine thread calls between two steps, or this thread after its end.
+
+        Raises what the function raised, EngineClosedError in a forked process, RuntimeError on the engine thread.
+        """
+        self._check_thread()
+        self.check_process()  # before the lock: in a forked child another thread may hold it for ever
+        replies: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
+
+        def answer() -> None:
+            try:
+                replies.put((question(), None))
+            except Exception as e:
+                replies.put((None, e))
+
+        with self._lock:
+            if not self._closing:
+                self.check_open()
+                self._inbox.put(answer)
+        if self._closing:
+            self._thread.join()
+            if replies.empty():
+                answer()
+        result, error = replies.get()
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def stats(self) -> EngineStats:
+        """A consistent copy of the counters. Waits for the end of the running step."""
+        return self.ask(self.loop.stats)
+
+    # ---- end
+    def close(self, drain: bool) -> None:
+        """Ends the thread and waits for it; the context is freed then. Does nothing in a forked child.
+
+        ``drain``: finish the open requests first, else cancel them.
+        """
+        if self.in_child():
+            return
+        self._check_thread()
+        with self._lock:
+            # A second call without drain cancels what the first one waits for: Ctrl-C, then exit.
+            if not self._closing or not drain:
+                self._closing = True
+                self._inbox.put(self.loop.stop, drain)
+        if not drain:
+            self.loop.in_flight.abort_all()
+        while self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+        forget(self)

@@ -1,0 +1,39 @@
+"""Commands on their way to the engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+
+
+class Inbox:
+    """A queue of function calls. Any thread puts, the engine thread runs them; both are safe under Ctrl-C.
+
+    ``single_caller``: callers set it before they submit. True when no other thread or task could submit meanwhile, so
+    the engine need not wait for more requests before it starts a step.
+    """
+
+    __slots__ = ("_commands", "empty", "single_caller")
+
+    def __init__(self) -> None:
+        self.single_caller = False
+        self._commands: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]]] = SimpleQueue()
+        self.empty = (
+            self._commands.empty
+        )  # asked several times a step: the queue's own method, without another call
+
+    def __repr__(self) -> str:
+        return f"<Inbox n={self._commands.qsize()}>"
+
+    def put(self, function: Callable[..., object], *arguments: object) -> None:
+        """Adds a call. Never blocks."""
+        self._commands.put((function, arguments))
+
+    def run_next(self, timeout: float | None = None) -> None:
+        """Waits for the next call and makes it. Raises queue.Empty after ``timeout`` seconds."""
+        function, arguments = self._commands.get(timeout=timeout)
+        function(*arguments)
+
+    def qsize(self) -> int:
+        """The number of calls that wait."""
+        return self._commands.qsize()

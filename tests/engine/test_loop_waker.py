@@ -13,7 +13,7 @@ import pytest
 from support.run_script import run_script
 
 import llamapipe as lp
-from llamapipe.engine.delivery import mailbox as module
+from llamapipe.engine.delivery import result_dispatcher as module
 from llamapipe.engine.delivery.loop_waker import LoopWaker
 from llamapipe.engine.delivery.mailbox import AsyncMailbox
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
@@ -205,7 +205,7 @@ def test_closed_loops_are_forgotten_while_others_work() -> None:
     assert n_open() <= before
 
 
-def test_an_engine_that_ends_while_a_loop_gets_its_bell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_ends_while_a_loop_gets_its_waker(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = ResultDispatcher()
 
     class Late(LoopWaker):

@@ -288,7 +288,7 @@ import os, signal, threading
 from llamapipe.engine.delivery import mailbox as module
 from llamapipe.engine.delivery.mailbox import ThreadMailbox
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
-module._LOOK_AGAIN_S = 1000.0
+module._RECHECK_S = 1000.0
 dispatcher = ResultDispatcher()
 mailbox, ended = ThreadMailbox(dispatcher), threading.Event()
 def interrupt(*_):

@@ -315,6 +315,18 @@ class Context:
         """How often llama.cpp could reuse its last compute graph."""
         return int(self._native.lib.llama_perf_context(self.handle).n_reused)
 
+    def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
+        """Computes with other numbers of threads from the next decode on; see ``n_threads``. Any thread, at any time.
+
+        Threads that are left out sleep. Raises TypeError and ValueError for bad numbers, BackendError when threads
+        cannot be started; nothing is changed then.
+        """
+        n = check_int("n_threads", n_threads, 1, 512)
+        n_batch = check_int("n_threads_batch", n if n_threads_batch is None else n_threads_batch, 1, 512)
+        if self._native.lib.lp_context_set_threads(self.handle, n, n_batch) < 0:
+            raise BackendError(f"{n} and {n_batch} threads cannot be used ({last_error(self._native)})")
+        self.n_threads, self.n_threads_batch = n, n_batch
+
     # ---- memory
     def seq_pos_max(self, seq_id: int) -> int:
         """Largest position held for a sequence, -1 when it is empty."""

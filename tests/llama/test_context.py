@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -574,3 +575,53 @@ def test_compute_threads_that_rest(make_context: MakeContext, monkeypatch: pytes
         assert sum(map(cpu_ns, workers)) - worked < 100_000_000
         assert np.array_equal(logits(), expected)
     context.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="tells what threads do on Linux only")
+def test_threads_that_are_left_out_sleep(make_context: MakeContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that waits for a graph spins, here for half a second; one that no graph needs must not."""
+    monkeypatch.setattr(context_module, "_POLL", 100)
+    tasks = Path("/proc/self/task")
+    before = {path.name for path in tasks.iterdir()}
+    context = make_context(n_threads=2)
+    workers = {path.name for path in tasks.iterdir()} - before
+    if not workers:
+        pytest.skip("OpenMP's threads are its own business")
+
+    def logits() -> Any:
+        context.clear()
+        context.decode(Batch([1, 2, 3], [0, 1, 2], [0] * 3, [0, 0, 1]))
+        return context.logits(2)
+
+    def works_on(worked: int) -> bool:
+        return sum(map(cpu_ns, workers)) > worked
+
+    expected = logits()
+    for n in (1, 2, 1, 2):
+        context.set_threads(n)
+        assert context.n_threads == context.n_threads_batch == n
+        worked = sum(map(cpu_ns, workers))
+        assert np.array_equal(logits(), expected)
+        if n == 2:
+            wait_until(partial(works_on, worked))  # the kernel counts at its next tick
+            continue
+        wait_until(lambda: all(map(asleep, workers)))
+        for _ in range(5):
+            assert np.array_equal(logits(), expected)
+        assert all(map(asleep, workers))
+        assert sum(map(cpu_ns, workers)) - worked < 100_000_000
+    assert {path.name for path in tasks.iterdir()} - before == workers  # none were started again
+    context.set_threads(1, 3)
+    assert (context.n_threads, context.n_threads_batch) == (1, 3)
+    assert len({path.name for path in tasks.iterdir()} - before) == 3
+    assert np.array_equal(logits(), expected)
+    wait_until(lambda: all(map(asleep, workers)))
+    context.close()
+    wait_until(lambda: {path.name for path in tasks.iterdir()} == before)
+
+
+@pytest.mark.parametrize(("n_threads", "n_threads_batch"), [(0, 1), (1, 0), (513, 1), (1, 513)])
+def test_numbers_of_threads_that_cannot_be(context: Context, n_threads: int, n_threads_batch: int) -> None:
+    with pytest.raises(ValueError, match="n_threads"):
+        context.set_threads(n_threads, n_threads_batch)
+    assert context.n_threads == 1

@@ -134,6 +134,15 @@ class TestLazy:
             assert ids.tolist() == order and np.array_equal(logits, row[order].astype(np.float32))
             assert abs(lse - np.log(np.exp(row).sum())) < 1e-7  # exponentials in float32, added up in float64
 
+    def test_threads_may_change_while_steps_are_computed(self, pipe: lp.Pipeline, plain: Context) -> None:
+        batches = [run(position, 4) for position in range(0, 64, 4)]
+        outputs = []
+        for i, batch in enumerate(batches):
+            outputs.append(pipe.submit(batch))
+            pipe._core.context.set_threads(1 + i % 3, 1 + i % 2)
+        for output, expected in zip(outputs, rows_of(plain, *batches), strict=True):
+            np.testing.assert_array_equal(output.logits, expected)
+
     def test_many_threads_read_one_output(self, pipe: lp.Pipeline, plain: Context) -> None:
         batch = run(0, 16)
         (expected,) = rows_of(plain, batch)

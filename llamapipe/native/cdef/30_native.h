@@ -32,6 +32,7 @@ struct llama_context * lp_context_new(struct llama_model * model, const struct l
                                       lp_collector * collector);
 void lp_context_free(struct llama_context * ctx);
 void lp_context_rest(struct llama_context * ctx);
+int  lp_context_set_threads(struct llama_context * ctx, int n_threads, int n_threads_batch);
 int64_t lp_context_scratch_bytes(struct llama_context * ctx);
 int  lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
                const int32_t * seq_ids, const int8_t * outputs);

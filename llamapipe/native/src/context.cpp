@@ -42,12 +42,11 @@ llama_context * lp_context_new(llama_model * model, const llama_context_params *
         }
         return llama_init_from_model(model, copy);
     });
-    const int n_threads = std::max(params->n_threads, params->n_threads_batch);
-    if (!ctx || n_threads < 2) {
-        return ctx;
+    if (!ctx) {
+        return nullptr;
     }
     const bool attached = lp::guard(false, [&] {
-        lp::attach_threads(ctx, n_threads, poll);
+        lp::attach_threads(ctx, params->n_threads, params->n_threads_batch, poll);
         return true;
     });
     if (!attached) {
@@ -67,7 +66,18 @@ void lp_context_free(llama_context * ctx) {
 
 void lp_context_rest(llama_context * ctx) {
     lp::guard(0, [&] {
-        lp::rest_threads(ctx);
+        if (const auto threads = lp::threads_of(ctx)) {
+            threads->rest();
+        }
+        return 0;
+    });
+}
+
+int lp_context_set_threads(llama_context * ctx, int n_threads, int n_threads_batch) {
+    return lp::guard(LP_ERROR, [&] {
+        if (const auto threads = lp::threads_of(ctx)) {
+            threads->set(n_threads, n_threads_batch);
+        }
         return 0;
     });
 }
@@ -96,6 +106,9 @@ int lp_decode(llama_context * ctx, int n_tokens, const int32_t * tokens, const i
         batch.n_seq_id    = n_seq_id.data();
         batch.seq_id      = seq_id.data();
         batch.logits      = const_cast<int8_t *>(outputs);
+        if (const auto threads = lp::threads_of(ctx)) {
+            threads->apply();
+        }
         lp::set_error("see the log llamapipe.native");
         return (int) llama_decode(ctx, batch);
     });

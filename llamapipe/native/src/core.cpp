@@ -11,7 +11,7 @@
 namespace lp {
 
 Core::Core(llama_context * ctx, std::shared_ptr<Collector> collector, const Options & o)
-    : ctx_(ctx), collector_(std::move(collector)), mode_(o.mode), depth_(o.depth), n_slots_(o.n_slots),
+    : ctx_(ctx), collector_(std::move(collector)), threads_(threads_of(ctx)), mode_(o.mode), depth_(o.depth), n_slots_(o.n_slots),
       slot_rows_(o.slot_rows), n_vocab_(llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)))),
       n_seq_max_((int) llama_n_seq_max(ctx)), shape_(o.shape), threaded_(o.threaded), slots_((size_t) o.n_slots),
       positions_((size_t) n_seq_max_), shares_((size_t) n_seq_max_, std::vector<char>((size_t) n_seq_max_)) {
@@ -288,6 +288,9 @@ int Core::decode(Step & step, const Part & part) {
     int code = 0;
     if (injected(Fault::launch, &code)) {
         return code;
+    }
+    if (threads_) {
+        threads_->apply();
     }
     code = llama_decode(ctx_, batch);
     if (step.stamps.inputs == 0 && collector_) {

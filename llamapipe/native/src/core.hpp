@@ -14,6 +14,7 @@
 #include "positions.hpp"
 #include "row.hpp"
 #include "step.hpp"
+#include "threads.hpp"
 #include "turns.hpp"
 
 #include <atomic>
@@ -178,6 +179,7 @@ private:
 
     llama_context * const            ctx_;
     const std::shared_ptr<Collector> collector_;
+    std::shared_ptr<ComputeThreads>  threads_;  // until `close`: they end with the context
     std::unique_ptr<Copier>          copier_;
     const Mode                       mode_;
     const int                        depth_, n_slots_, slot_rows_, n_vocab_, n_seq_max_;

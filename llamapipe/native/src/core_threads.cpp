@@ -297,6 +297,7 @@ void Core::close(bool drain) {
     copier_.reset();
     llama_synchronize(ctx_);
     llama_set_abort_callback(ctx_, nullptr, nullptr);
+    threads_.reset();
 }
 
 }  // namespace lp

@@ -52,6 +52,9 @@ struct llama_context * lp_context_new(struct llama_model * model, const struct l
                                       lp_collector * collector);      // NULL for none
 void lp_context_free(struct llama_context * ctx);
 void lp_context_rest(struct llama_context * ctx);  // its compute threads sleep until the next graph; not during one
+// Computes with other numbers of threads (1 to 512) from the next decode on, for single tokens and for batches. Any thread, at any
+// time, also while a decode runs. Threads that are left out sleep.
+int  lp_context_set_threads(struct llama_context * ctx, int n_threads, int n_threads_batch);
 int64_t lp_context_scratch_bytes(struct llama_context * ctx);         // the buffers that graphs are computed in
 int  lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
                const int32_t * seq_ids, const int8_t * outputs);

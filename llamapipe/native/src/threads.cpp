@@ -1,7 +1,6 @@
 // Threadpools of contexts, made by the CPU backend module.
 #include "threads.hpp"
 
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -22,10 +21,14 @@ template <typename Function> Function of_cpu_backend(const char * name) {
     return (Function) found;
 }
 
-class Pool {
+}  // namespace
+
+namespace lp {
+
+class ThreadPool {
 public:
-    explicit Pool(ggml_threadpool_params params)
-        : free_(of_cpu_backend<free_pool>("ggml_threadpool_free")),
+    explicit ThreadPool(ggml_threadpool_params params)
+        : n_threads(params.n_threads), free_(of_cpu_backend<free_pool>("ggml_threadpool_free")),
           use_(of_cpu_backend<use_pool>("ggml_backend_cpu_set_threadpool")),
           threads(of_cpu_backend<new_pool>("ggml_threadpool_new")(&params)) {
         if (!threads) {
@@ -34,7 +37,7 @@ public:
         other_ = ggml_backend_dev_init(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), nullptr);
     }
 
-    ~Pool() {
+    ~ThreadPool() {
         free_(threads);
         if (other_) {
             ggml_backend_free(other_);
@@ -48,6 +51,8 @@ public:
         }
     }
 
+    const int n_threads;
+
 private:
     free_pool free_;
     use_pool  use_;
@@ -58,37 +63,77 @@ public:
     const ggml_threadpool_t threads;
 };
 
+ComputeThreads::ComputeThreads(llama_context * ctx, int n_threads, int n_threads_batch, int poll)
+    : ctx_(ctx), poll_((uint32_t) poll), n_threads_(n_threads), n_threads_batch_(n_threads_batch) {
+    pool(n_threads, false);
+    pool(n_threads_batch, false);
+    switch_pools();
+}
+
+ComputeThreads::~ComputeThreads() = default;
+
+// A pool of one thread has no workers, and is no special case: llama.cpp would take a missing pool for batches as "the
+// other one".
+ThreadPool & ComputeThreads::pool(int n_threads, bool is_paused) {
+    for (const auto & made : pools_) {
+        if (made->n_threads == n_threads) {
+            return *made;
+        }
+    }
+    ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
+    params.poll                   = poll_;
+    params.paused                 = is_paused;
+    pools_.push_back(std::make_unique<ThreadPool>(params));
+    return *pools_.back();
+}
+
+void ComputeThreads::set(int n_threads, int n_threads_batch) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pool(n_threads, true);  // here and not before a decode: starting threads takes a while, and may fail
+    pool(n_threads_batch, true);
+    n_threads_       = n_threads;
+    n_threads_batch_ = n_threads_batch;
+    is_changed_.store(true, std::memory_order_release);
+}
+
+void ComputeThreads::switch_pools() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_changed_ = false;
+    llama_attach_threadpool(ctx_, pool(n_threads_, true).threads, pool(n_threads_batch_, true).threads);
+    llama_set_n_threads(ctx_, n_threads_, n_threads_batch_);
+}
+
+void ComputeThreads::rest() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto & made : pools_) {
+        made->rest();
+    }
+}
+
+}  // namespace lp
+
+namespace {
+
 std::mutex mutex;
 // Not destroyed when the process ends: a forked child has none of the threads that would be waited for.
-auto & pools = *new std::unordered_map<llama_context *, std::shared_ptr<Pool>>;
-
-std::shared_ptr<Pool> pool_of(llama_context * ctx) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto                        found = pools.find(ctx);
-    return found == pools.end() ? nullptr : found->second;
-}
+auto & contexts = *new std::unordered_map<llama_context *, std::shared_ptr<lp::ComputeThreads>>;
 
 }  // namespace
 
-void lp::attach_threads(llama_context * ctx, int n_threads, int poll) {
-    ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
-    params.poll                   = (uint32_t) poll;
-    const auto pool               = std::make_shared<Pool>(params);
-    {
-        const std::lock_guard<std::mutex> lock(mutex);
-        pools[ctx] = pool;
-    }
-    llama_attach_threadpool(ctx, pool->threads, pool->threads);
-}
-
-void lp::rest_threads(llama_context * ctx) {
-    if (const auto pool = pool_of(ctx)) {
-        pool->rest();
-    }
-}
-
-std::shared_ptr<void> lp::take_threads(llama_context * ctx) {
+void lp::attach_threads(llama_context * ctx, int n_threads, int n_threads_batch, int poll) {
+    auto                              made = std::make_shared<ComputeThreads>(ctx, n_threads, n_threads_batch, poll);
     const std::lock_guard<std::mutex> lock(mutex);
-    auto                              taken = pools.extract(ctx);
+    contexts[ctx] = std::move(made);
+}
+
+std::shared_ptr<lp::ComputeThreads> lp::threads_of(llama_context * ctx) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto                        found = contexts.find(ctx);
+    return found == contexts.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<lp::ComputeThreads> lp::take_threads(llama_context * ctx) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto                              taken = contexts.extract(ctx);
     return taken ? std::move(taken.mapped()) : nullptr;
 }

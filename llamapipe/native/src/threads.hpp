@@ -1,19 +1,56 @@
-// The compute threads of a context: a ggml threadpool of its own, so that nothing is created for each graph.
+// The compute threads of a context: ggml threadpools of its own, so that no thread is started for a graph.
 #pragma once
 
 #include "native.h"
 
+#include <atomic>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 namespace lp {
 
-// Makes a pool of n_threads and has the context use it. poll: how eagerly idle workers spin, 0 to 100.
-void attach_threads(llama_context * ctx, int n_threads, int poll);
+// A ggml threadpool whose unused workers still spin: a worker that a graph leaves out polls for the next one all the
+// same, for half of the graphs. So there is a pool for each number of threads, made when that number is first asked for,
+// and ggml pauses the pool that it switches away from: its workers sleep until it is used again.
+class ThreadPool;
 
-// Has the pool's workers sleep until the next graph. Not while one is computed: it would never end.
-void rest_threads(llama_context * ctx);
+class ComputeThreads {
+public:
+    // poll: how eagerly idle workers spin for the next graph, 0 to 100. Throws std::runtime_error.
+    ComputeThreads(llama_context * ctx, int n_threads, int n_threads_batch, int poll);
+    ~ComputeThreads();
+
+    // Any thread, at any time; the change happens at the next `apply`. Throws std::runtime_error, with nothing changed.
+    void set(int n_threads, int n_threads_batch);
+
+    // Before each decode, on the thread that decodes.
+    void apply() {
+        if (is_changed_.load(std::memory_order_acquire)) {
+            switch_pools();
+        }
+    }
+
+    // Has all workers sleep until the next graph. Not while one is computed: it would never end.
+    void rest();
+
+private:
+    ThreadPool & pool(int n_threads, bool is_paused);
+    void         switch_pools();
+
+    llama_context * const                    ctx_;
+    const uint32_t                           poll_;
+    std::mutex                               mutex_;
+    std::vector<std::unique_ptr<ThreadPool>> pools_;  // of different sizes
+    int                                      n_threads_ = 0, n_threads_batch_ = 0;
+    std::atomic<bool>                        is_changed_{ false };
+};
+
+// The threads of a context that was made with `attach_threads`; null for any other.
+void                            attach_threads(llama_context * ctx, int n_threads, int n_threads_batch, int poll);
+std::shared_ptr<ComputeThreads> threads_of(llama_context * ctx);
 
 // What a context computes with, to be kept until it is freed; it has no threads then.
-std::shared_ptr<void> take_threads(llama_context * ctx);
+std::shared_ptr<ComputeThreads> take_threads(llama_context * ctx);
 
 }  // namespace lp

@@ -86,7 +86,7 @@ class BareLoop:
 
     def _sample(self) -> Any:
         lib, ffi = self.module.lib, self.module.ffi
-        assert lib.lp_sample_plain(self.context.handle, self.n, self.rows, self.samplers, self.sampled) == 0
+        assert lib.lp_sample_context(self.context.handle, self.n, self.rows, self.samplers, self.sampled) == 0
         return ffi.unpack(self.sampled, self.n)
 
     def close(self) -> None:

@@ -211,7 +211,7 @@ def candidates(arguments: argparse.Namespace) -> None:
         lib.llama_sampler_init_dist(1),
     ):
         lib.llama_sampler_chain_add(theirs, stage)
-    handle = int(ffi.cast("uintptr_t", context.handle))
+    handle = int(ffi.cast("uintptr_t", context.llama))
 
     def own() -> None:
         native.lib.lp_sampler_draw(chain.handle, row, token)

@@ -1,8 +1,18 @@
-"""Every exception that llamapipe defines; this module imports nothing.
+"""Every exception that llamapipe defines; this module imports nothing of llamapipe.
 
 Messages name the value, the limit and the fix. Wrong arguments raise ``ValueError`` (``InvalidRequestError`` is one)
 or ``TypeError``.
 """
+
+from enum import IntEnum
+
+
+class NoToken(IntEnum):
+    """Why no token was sampled from a row; stands in place of the token. The same as native/cdef's lp_no_token."""
+
+    NO_FINITE_LOGIT = -1
+    NO_ALLOWED_TOKEN = -2
+    SAMPLER_FAILED = -3  # the sampler's ``error`` says why, if it has one
 
 
 class LlamapipeError(Exception):

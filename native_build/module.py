@@ -96,7 +96,7 @@ def _generate(declarations: str, target: Path) -> None:
             f"cffi cannot read llamapipe/native/cdef: {error}", "correct the declaration"
         ) from None
     # cffi's C code keeps to the stable ABI by itself unless this Python has none.
-    ffi.set_source(NAME, '#include "native.h"\n')
+    ffi.set_source(NAME, '#include "native_test.h"\n')
     with contextlib.redirect_stdout(io.StringIO()):  # cffi announces the file's name
         ffi.emit_c_code(str(target))
 

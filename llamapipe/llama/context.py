@@ -47,8 +47,8 @@ class Context:
     format of the cache; ``flash_attn``: ``"auto"`` (off on software devices), ``"on"`` or ``"off"``. ``n_threads``
     compute single tokens (default: the cores this process may use; give fewer where other processes compute, since
     threads wait for each other by spinning), ``n_threads_batch`` several tokens (default ``n_threads``).
-    ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``collector``
-    is None where that cannot be); ``logits`` has nothing then.
+    ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``has_ring``
+    is False where that cannot be); ``logits`` has nothing then.
     ``graph_sampling``: with a ring, let the graph sample, too; the attribute tells whether it does, and
     ``graph_problem`` why not.
 
@@ -77,9 +77,10 @@ class Context:
         graph_sampling: bool = False,
     ) -> None:
         self._handle: Any = None
+        self._llama: Any = None
         self.graph_sampling = graph_sampling and n_ring_slots > 0
         self.graph_problem = "outputs go through llama.cpp's own buffer" if graph_sampling else ""
-        self.collector: Any = None
+        self.has_ring = False
         self.n_ring_slots = n_ring_slots
         if not isinstance(model, Model):
             raise TypeError(f"model must be a Model, not {type(model).__name__}")
@@ -175,47 +176,41 @@ class Context:
                     f"a context of {self.n_cells} cells for {self.n_seq_max} sequences could not be created "
                     f"({reason}); try a smaller n_ctx, n_seq_max or n_batch, or another cache type"
                 )
-            got = lib.llama_n_ctx(self._handle) if self.kv_unified else lib.llama_n_ctx_seq(self._handle)
+            got = lib.llama_n_ctx(self._llama) if self.kv_unified else lib.llama_n_ctx_seq(self._llama)
             wanted = self.n_cells if self.kv_unified else self.n_ctx
             if got < wanted:
                 raise BackendError(
                     f"llama.cpp gave {got} KV cells where {wanted} were asked for; set n_ctx to at most {got}"
                 )
-            self.n_batch = min(self.n_batch, lib.llama_n_batch(self._handle))
+            self.n_batch = min(self.n_batch, lib.llama_n_batch(self._llama))
         except BaseException:
             self.close()
             model.release(self)
             raise
 
     def _create(self, params: Any, n_ring_slots: int) -> Any:
-        """The native context, with a collector of its output rows if one is wanted and can be attached."""
+        """The native context, with a ring for its output rows if one is wanted and rows can be staged."""
         ffi, lib = self._native.ffi, self._native.lib
-        if n_ring_slots <= 0:
-            return lib.lp_context_new(self.model.handle, params, _POLL, ffi.NULL)
-        collector = lib.lp_collector_new(
-            self.model.handle, self.n_seq_max, n_ring_slots * self.n_outputs_max, self.graph_sampling
-        )
-        new = lib.lp_context_new(self.model.handle, params, _POLL, collector)
+        n_rows = max(n_ring_slots, 0) * self.n_outputs_max
+        new = lib.lp_context_new(self.model.handle, params, _POLL, n_rows, self.graph_sampling)
         if new == ffi.NULL:
-            lib.lp_collector_free(collector)
             return new
-        problem = lib.lp_collector_problem(collector)
-        if problem == ffi.NULL:
-            self.collector = collector
-            problem = lib.lp_collector_sampler_problem(collector)
-            if self.graph_sampling and problem != ffi.NULL:
+        self._llama = lib.lp_context_llama(new)
+        self.has_ring = lib.lp_context_has_ring(new)
+        problem = lib.lp_context_staging_problem(new)
+        if problem != ffi.NULL:
+            logging.getLogger("llamapipe").warning(
+                "output rows of %s cannot be staged (%s); they are read from llama.cpp's own buffer, with more waiting",
+                self.model.path.name,
+                ffi.string(problem).decode(),
+            )
+        if self.graph_sampling and not self.has_ring:
+            self.graph_sampling = False
+        elif self.graph_sampling:
+            problem = lib.lp_context_sampler_problem(new)
+            if problem != ffi.NULL:
                 self.graph_sampling, self.graph_problem = False, ffi.string(problem).decode()
-            return new
-        self.graph_sampling = False
-        reason = ffi.string(problem).decode()
-        lib.lp_context_free(new)
-        lib.lp_collector_free(collector)
-        logging.getLogger("llamapipe").warning(
-            "output rows of %s cannot be staged (%s); they are read from llama.cpp's own buffer, with more waiting",
-            self.model.path.name,
-            reason,
-        )
-        return lib.lp_context_new(self.model.handle, params, _POLL, ffi.NULL)
+        return new
 
     def __repr__(self) -> str:
         kind = "unified" if self.kv_unified else "per-sequence"
@@ -313,7 +308,7 @@ class Context:
     @property
     def n_reused(self) -> int:
         """How often llama.cpp could reuse its last compute graph."""
-        return int(self._native.lib.llama_perf_context(self.handle).n_reused)
+        return int(self._native.lib.llama_perf_context(self.llama).n_reused)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Computes with other numbers of threads from the next decode on; see ``n_threads``. Any thread, at any time.
@@ -332,7 +327,7 @@ class Context:
         """Largest position held for a sequence, -1 when it is empty."""
         lib = self._native.lib
         check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
-        return int(lib.llama_memory_seq_pos_max(lib.llama_get_memory(self.handle), seq_id))
+        return int(lib.llama_memory_seq_pos_max(lib.llama_get_memory(self.llama), seq_id))
 
     def seq_remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> bool:
         """Forgets positions ``[p0, p1)`` of a sequence (to the end for -1).
@@ -341,9 +336,9 @@ class Context:
         """
         self.claim()
         check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
-        result = self._native.lib.lp_memory_remove(
-            self.handle, seq_id, check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX)
-        )
+        first, end = check_int("p0", p0, 0, _INT32_MAX), check_int("p1", p1, -1, _INT32_MAX)
+        lib = self._native.lib
+        result = lib.lp_context_memory(self.handle, lib.LP_REMOVE, seq_id, 0, first, end)
         if result < 0:
             raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
         return bool(result)
@@ -362,23 +357,30 @@ class Context:
                 f"positions {first} to {end} of sequence {src} cannot be copied alone; "
                 "copy all and remove the rest, or use kv_unified=True"
             )
-        if self._native.lib.lp_memory_copy(self.handle, src, dst, first, end) != 0:
+        lib = self._native.lib
+        if lib.lp_context_memory(self.handle, lib.LP_COPY, src, dst, first, end) < 0:
             raise DecodeError(f"copying sequence {src} to {dst} failed ({last_error(self._native)})")
 
     def clear(self) -> None:
         """Forgets all sequences."""
         self.claim()
-        self._native.lib.lp_memory_clear(self.handle)
+        lib = self._native.lib
+        lib.lp_context_memory(self.handle, lib.LP_CLEAR, 0, 0, 0, -1)
 
     # ---- lifetime
     @property
     def handle(self) -> Any:
-        """The native ``llama_context *``. Raises EngineClosedError when closed, or in a forked child."""
+        """The native ``lp_context *``. Raises EngineClosedError when closed, or in a forked child."""
         if self._handle is None:
             raise EngineClosedError("the context is closed; create another")
         if self._pid != os.getpid():
             raise EngineClosedError("the context was created before fork(); create one in the child process")
         return self._handle
+
+    @property
+    def llama(self) -> Any:
+        """The native ``llama_context *``. Raises as ``handle`` does."""
+        return self._llama if self.handle else None
 
     @property
     def closed(self) -> bool:
@@ -393,7 +395,7 @@ class Context:
     _getpid = staticmethod(os.getpid)  # modules may be gone when the interpreter ends
 
     def claim(self) -> Any:
-        """Takes the context for this thread; the native ``llama_context *``.
+        """Takes the context for this thread; the native ``lp_context *``.
 
         Raises EngineClosedError when closed, or in a forked child; RuntimeError when another thread has it.
         """
@@ -417,9 +419,6 @@ class Context:
             return
         handle, self._handle = self._handle, None
         self._native.lib.lp_context_free(handle)
-        if self.collector is not None:  # after the context, which calls it
-            collector, self.collector = self.collector, None
-            self._native.lib.lp_collector_free(collector)
         self.model.release(self)
 
     def __enter__(self) -> Context:

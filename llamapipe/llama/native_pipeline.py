@@ -10,11 +10,10 @@ from llamapipe.arguments import check_choice
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, EngineClosedError
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
-from llamapipe.native.load import drain_log, last_error, native
+from llamapipe.native.load import drain_log, enum_names, last_error, native
 
 GRAPH_SAMPLING = ("auto", "on", "off")
 RINGS = ("auto", "events", "sync", "off")
-_MODES = ("host", "events", "sync", "stock")
 
 
 def ring_slots(model: Model, ring: str, n_slots: int) -> int:
@@ -47,10 +46,15 @@ def on_gpu(model: Model) -> bool:
     return any(d.type in ("gpu", "igpu") and not d.is_software for d in model.devices)
 
 
-class NativePipeline:
-    """Owns a native pipeline and its context; ``close`` frees both, the pipeline first.
+def mode_names() -> dict[int, str]:
+    """The names of native.h's modes: ``"host"``, ``"events"``, ``"sync"``, ``"direct"``."""
+    return {value: name.removeprefix("LP_").lower() for value, name in enum_names("lp_mode").items()}
 
-    ``mode``: where rows are and who waits for what: ``"host"``, ``"events"``, ``"sync"`` or ``"stock"`` (see
+
+class NativePipeline:
+    """Owns a native pipeline and its context; ``close`` frees both.
+
+    ``mode``: where rows are and who waits for what: ``"host"``, ``"events"``, ``"sync"`` or ``"direct"`` (see
     ``docs/backends.md``). ``threaded``: it launches on a thread of its own, else on the caller's.
     """
 
@@ -60,9 +64,9 @@ class NativePipeline:
         self.depth = depth
         self.threaded = threaded
         lib, ffi = self.native.lib, self.native.ffi
-        if context.collector is None:
-            modes = [lib.LP_STOCK]
-        elif lib.lp_collector_in_host_memory(context.collector):
+        if not context.has_ring:
+            modes = [lib.LP_DIRECT]
+        elif lib.lp_context_ring_in_host_memory(context.handle):
             modes = [lib.LP_HOST]
         elif ring == "sync":
             modes = [lib.LP_SYNC]
@@ -72,13 +76,12 @@ class NativePipeline:
         for mode in modes:
             self.handle = lib.lp_pipeline_new(
                 context.handle,
-                context.collector or ffi.NULL,
                 mode,
                 depth,
                 n_slots,
                 context.n_outputs_max,
-                context.n_ubatch if context.collector is not None else context.n_batch,
-                context.collector is not None and not context.kv_unified and context.n_seq_max > 1,
+                context.n_ubatch if context.has_ring else context.n_batch,
+                context.has_ring and not context.kv_unified and context.n_seq_max > 1,
                 threaded,
             )
             if self.handle != ffi.NULL:
@@ -88,7 +91,7 @@ class NativePipeline:
             logging.getLogger("llamapipe").warning("no events: %s", last_error(self.native))
         if self.handle == ffi.NULL:
             raise BackendError(f"the pipeline could not be made ({last_error(self.native)})")
-        self.mode = _MODES[mode]
+        self.mode = mode_names()[mode]
         if context.graph_problem and not context.graph_sampling:
             logging.getLogger("llamapipe").warning(
                 "%s cannot be sampled in the graph: %s", context.model.path.name, context.graph_problem
@@ -177,12 +180,12 @@ class NativePipeline:
 def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePipeline:
     """The pipeline of an engine: on the CPU a thread of its own only if steps shall overlap."""
     lib = native().lib
-    on_host = context.collector is None or lib.lp_collector_in_host_memory(context.collector)
+    on_host = not context.has_ring or lib.lp_context_ring_in_host_memory(context.handle)
     if depth is None:
         depth = 1 if on_host else 2
     # A recurrent memory may refuse to forget a part: who asks has to learn of it at once.
     threaded = depth > 1 and bool(on_host) and not context.model.is_recurrent
-    n_slots = context.n_ring_slots if context.collector is not None else depth + 1
+    n_slots = context.n_ring_slots if context.has_ring else depth + 1
     return NativePipeline(context, ring, depth, n_slots, threaded=threaded)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex
 import numpy as np
 
 from llamapipe.arguments import check_float, check_int, check_tokens
-from llamapipe.errors import DecodeError, EngineClosedError
+from llamapipe.errors import DecodeError, EngineClosedError, NoToken
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
 
@@ -379,7 +379,7 @@ class SamplerChain:
         return True
 
     def draw_row(self, logits: npt.NDArray[np.float32]) -> int:
-        """Draws from a copy of ``logits`` that the processors have changed; -3 with ``error`` set if that fails."""
+        """Draws from a copy of ``logits`` that the processors have changed; ``SAMPLER_FAILED``, with ``error`` set, if that fails."""
         from_buffer = self._native.ffi.from_buffer
         try:
             row = logits.copy()
@@ -395,7 +395,7 @@ class SamplerChain:
             return token
         except BaseException as e:  # also SystemExit: it is one request's, not the engine's
             self.error = _as_exception(e)
-            return -3
+            return NoToken.SAMPLER_FAILED
 
     def draw_processed(self, logits: npt.NDArray[np.float32]) -> int:
         """``draw_row``, and accepts the token."""
@@ -405,7 +405,7 @@ class SamplerChain:
                 self.accept_drawn([token])
             except ValueError as e:
                 self.error = e
-                return -3
+                return NoToken.SAMPLER_FAILED
         return token
 
     def _checked(self, code: int) -> SamplerChain:

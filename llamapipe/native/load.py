@@ -73,6 +73,12 @@ def last_error(module: Any) -> str:
     return str(module.ffi.string(module.lib.lp_last_error()).decode("utf-8", "replace"))
 
 
+def enum_names(enum: str) -> dict[int, str]:
+    """The constants of a native enum: value to name. Names are written once, in native/cdef."""
+    elements: dict[int, str] = native().ffi.typeof(f"enum {enum}").elements
+    return elements
+
+
 def drain_log(module: Any) -> list[str]:
     """Passes queued native log records to ``logging``; returns the texts of warnings and errors. Any thread."""
     ffi, lib = module.ffi, module.lib

@@ -15,12 +15,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from llamapipe.arguments import check_int
+from llamapipe.native.load import enum_names
 from llamapipe.pipeline.span import Span
 
 if TYPE_CHECKING:
     from llamapipe.llama.native_pipeline import NativePipeline
 
-STAGES = ("launch", "compute", "copy", "wait", "sample", "memory")  # in the order of native.h's LP_STAGE_...
 # Top to bottom in the timeline, followed by the caller's own stages.
 ORDER = ("plan", "memory", "launch", "compute", "copy", "wait", "sample", "deliver")
 
@@ -153,10 +153,13 @@ class Trace:
         # Both clocks are steady; reading them one right after the other gives their difference.
         offset_s = perf_counter() - lib.lp_now_ns() * 1e-9
         span = ffi.new("lp_span *")
+        names = {
+            value: name.removeprefix("LP_STAGE_").lower() for value, name in enum_names("lp_stage").items()
+        }
         while lib.lp_next_span(self._pipeline.handle, span):
             self._spans.append(
                 Span(
-                    STAGES[span.stage],
+                    names[span.stage],
                     span.step,
                     span.begin_ns * 1e-9 + offset_s,
                     span.end_ns * 1e-9 + offset_s,

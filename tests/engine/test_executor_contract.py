@@ -18,7 +18,7 @@ from support.gguf_models import BROKEN, PRESETS, damaged_model, make_model, recu
 
 import llamapipe as lp
 from llamapipe.engine.worker.executor import Executor, StepExecutor
-from llamapipe.errors import ContextFullError, EngineClosedError
+from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 from llamapipe.llama import Batch, Context, Model, SamplerChain
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
 
@@ -156,22 +156,22 @@ KITS: dict[str, Callable[[dict[str, Model]], AbstractContextManager[Kit]]] = {
     "streams, a thread of its own": partial(steps, depth=2),
     "unified, a thread of its own": partial(steps, kv_unified=True, depth=2),
     "few cells, a thread of its own": partial(steps, kv_unified=True, n_cells=N_CTX, depth=2),
-    "stock, streams": partial(steps, ring="off"),
-    "stock, unified": partial(steps, ring="off", kv_unified=True),
-    "stock, few cells": partial(steps, ring="off", kv_unified=True, n_cells=N_CTX),
-    "stock, a thread of its own": partial(steps, ring="off", depth=2),
+    "direct, streams": partial(steps, ring="off"),
+    "direct, unified": partial(steps, ring="off", kv_unified=True),
+    "direct, few cells": partial(steps, ring="off", kv_unified=True, n_cells=N_CTX),
+    "direct, a thread of its own": partial(steps, ring="off", depth=2),
     "sync, streams": partial(steps, ring="sync"),
 }
 SCARCE = {name: kit for name, kit in KITS.items() if "few cells" in name}
 if ON_DEVICE:  # each step takes long there: the ways that differ
     KITS = {
-        name: KITS[name] for name in ("streams", "unified", "recurrent", "stock, streams", "sync, streams")
+        name: KITS[name] for name in ("streams", "unified", "recurrent", "direct, streams", "sync, streams")
     }
 DAMAGED: dict[str, Callable[[dict[str, Model]], AbstractContextManager[Kit]]] = {
     "fake": partial(fake, broken=[BROKEN]),
     "streams": partial(steps, name="damaged"),
     "unified": partial(steps, name="damaged", kv_unified=True),
-    "stock": partial(steps, name="damaged", ring="off"),
+    "direct": partial(steps, name="damaged", ring="off"),
 }
 if ON_DEVICE:  # whose arithmetic may make a number of what is none
     DAMAGED = {"fake": DAMAGED["fake"]}
@@ -341,7 +341,7 @@ class TestSample:
         with DAMAGED[make](models) as kit:
             kit.launch((0, 0, prompt_of(4), True), (1, 0, [3, BROKEN], True), (2, 0, prompt_of(5, 2), True))
             first, second, third = kit.sample()
-            assert second == -1
+            assert second == NoToken.NO_FINITE_LOGIT
             assert (first, third) == (kit.says(prompt_of(4)), kit.says(prompt_of(5, 2)))
             assert kit.executor.remove(1, 0)
             kit.launch((0, 4, [3], True), (1, 0, prompt_of(9), True))

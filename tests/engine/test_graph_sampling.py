@@ -468,7 +468,7 @@ class TestCosts:
 
         def n_bytes() -> tuple[int, int]:
             context = pipeline.context
-            return lib.lp_context_scratch_bytes(context.handle), lib.lp_collector_bytes(context.collector)
+            return lib.lp_context_scratch_bytes(context.handle), lib.lp_context_ring_bytes(context.handle)
 
         with caplog.at_level(logging.DEBUG, "llamapipe.native"):
             drain_log(native())

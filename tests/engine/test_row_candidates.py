@@ -257,7 +257,7 @@ class Known:
         ids, logits, others, other_logits = (
             ffi.from_buffer("float[]", a) for a in (self.ids, self.logits, self.others, self.other_logits)
         )
-        code = lib.lp_sampler_draw_known(
+        code = lib.lp_sampler_draw_partial(
             chain.handle, len(self.ids), ids, logits, len(self.others), others, other_logits, self.log_sum_exp, token
         )  # fmt: skip
         assert code in (0, 1)

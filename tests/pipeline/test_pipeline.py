@@ -139,7 +139,7 @@ class TestLazy:
         outputs = []
         for i, batch in enumerate(batches):
             outputs.append(pipe.submit(batch))
-            pipe._core.context.set_threads(1 + i % 3, 1 + i % 2)
+            pipe._pipeline.context.set_threads(1 + i % 3, 1 + i % 2)
         for output, expected in zip(outputs, rows_of(plain, *batches), strict=True):
             np.testing.assert_array_equal(output.logits, expected)
 
@@ -253,7 +253,7 @@ class TestHeld:
         outputs = []
         for i in range(6):
             outputs.append(pipe.submit(run(n * i, n, outputs=False)))
-            if pipe.mode in ("host", "stock"):  # elsewhere nobody asked whether they are
+            if pipe.mode in ("host", "direct"):  # elsewhere nobody asked whether they are
                 assert sum(not output.ready for output in outputs) <= 2
 
 
@@ -330,7 +330,7 @@ class TestMemory:
         """Random operations, and llama.cpp's own answer once they are done."""
         rng = np.random.default_rng(5)
         pipe = make_pipeline(kv_unified=True, n_ctx=512, n_batch=512)
-        lib, handle = pipe._pipeline.native.lib, pipe._pipeline.context.handle
+        lib, handle = pipe._pipeline.native.lib, pipe._pipeline.context.llama
         for i in range(60 if ON_DEVICE else 300):
             a, b = (int(x) for x in rng.integers(0, 3, 2))
             p0 = int(rng.integers(0, 12))
@@ -446,7 +446,7 @@ class TestErrors:
         pipe.submit(run(0, 5)).wait()
 
     def test_rows_that_came_otherwise_fail_their_step(self, pipe: lp.Pipeline) -> None:
-        if pipe.mode == "stock":
+        if pipe.mode == "direct":
             pytest.skip("llama.cpp's own buffer has no rows to mix up")
         pipe._pipeline.fail_next("rows", 0)
         output = pipe.submit(run(0, 5))
@@ -457,7 +457,7 @@ class TestErrors:
 
     @pytest.mark.skipif(not ON_DEVICE, reason="rows are not copied out where the ring is host memory")
     def test_a_failed_copy_fails_its_step(self, pipe: lp.Pipeline) -> None:
-        if pipe.mode == "stock":
+        if pipe.mode == "direct":
             pytest.skip("rows are copied by llama.cpp")
         pipe._pipeline.fail_next("copy", -3)
         output = pipe.submit(run(0, 5))
@@ -564,9 +564,9 @@ def test_bad_ring(tiny: lp.Model) -> None:
         lp.Pipeline("model.gguf")  # type: ignore[arg-type]
 
 
-def test_a_model_whose_rows_cannot_be_told_apart_takes_the_stock_path(recurrent: lp.Model) -> None:
+def test_a_model_whose_rows_cannot_be_told_apart_takes_the_direct_path(recurrent: lp.Model) -> None:
     with lp.Pipeline(recurrent, n_ctx=64, n_seq_max=2, n_threads=1) as pipe:
-        assert pipe.mode == "stock"
+        assert pipe.mode == "direct"
         outputs = [pipe.submit(Batch.of_tokens([5, 6, 7], 0, seq_id, all_outputs=True)) for seq_id in (0, 1)]
         first, second = (np.asarray(output.logits) for output in outputs)
         assert_near(first, second)
@@ -643,7 +643,7 @@ with lp.Model.demo() as model:
 @pytest.mark.skipif(
     ON_DEVICE or sys.platform != "linux", reason="limits the address space of a Linux process"
 )
-def test_without_room_for_the_ring_the_stock_path_is_taken_with_a_warning() -> None:
+def test_without_room_for_the_ring_the_direct_path_is_taken_with_a_warning() -> None:
     text = run_script(NO_MEMORY_FOR_A_RING)
     assert "WARNING output rows of demo.gguf cannot be staged (there is no memory" in text
-    assert "stock (3, 2400) True" in text
+    assert "direct (3, 2400) True" in text

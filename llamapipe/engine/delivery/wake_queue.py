@@ -1,4 +1,4 @@
-"""Threads that sleep where the interpreter's lock is free, and wake one another: what Python holds of ``turns.hpp``."""
+"""Threads that wait for results without the GIL, and wake one another: the Python side of ``wake_queue.hpp``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class WakeQueue:
 
     def __init__(self) -> None:
         self._native = module = native()
-        self.handle = self._own(module.lib.lp_turns_new(int(_PATIENCE_S * 1e9)), module.lib.lp_turns_free)
+        self.handle = self._own(
+            module.lib.lp_wake_queue_new(int(_PATIENCE_S * 1e9)), module.lib.lp_wake_queue_free
+        )
 
     def waiter(self) -> Waiter:
         """A new one."""
@@ -45,20 +47,20 @@ class WakeQueue:
 
     def add(self, waiters: Sequence[Waiter]) -> None:
         """Says whose turns come; wakes nobody."""
-        if self._native.lib.lp_turns_add(self.handle, waiters, len(waiters)) < 0:
+        if self._native.lib.lp_wake_queue_add(self.handle, waiters, len(waiters)) < 0:
             raise MemoryError("no memory is left for waking threads")
 
     def next(self) -> None:
         """Wakes the next one that sleeps; all of them where the last one has kept its turn for long."""
-        self._native.lib.lp_turns_next(self.handle)
+        self._native.lib.lp_wake_queue_yield_turn(self.handle)
 
     def wake_all_if_stalled(self) -> None:
         """Wakes all that are left where the last one has kept its turn for long; a CPU asks this while it computes."""
-        self._native.lib.lp_turns_hurry(self.handle)
+        self._native.lib.lp_wake_queue_wake_all_if_stalled(self.handle)
 
     def all(self) -> None:
         """Wakes all that are left."""
-        self._native.lib.lp_turns_all(self.handle)
+        self._native.lib.lp_wake_queue_wake_all(self.handle)
 
 
 class LaunchWakeList:
@@ -73,8 +75,8 @@ class LaunchWakeList:
         self._fds = module.ffi.new("int[]", 4)
         self._waiters = module.ffi.new("lp_waiter *[]", 32)
         self._kept: list[Waiter] = []  # the array only has their addresses
-        self.handle = module.ffi.new("lp_wakes *")
-        self.handle.turns = wake_queue.handle
+        self.handle = module.ffi.new("lp_wake_list *")
+        self.handle.queue = wake_queue.handle
         self.handle.fds, self.handle.waiters = self._fds, self._waiters
 
     @property
@@ -112,8 +114,8 @@ class LaunchWakeList:
 
     def begin(self) -> None:
         """What a launch does at its beginning: writes the bytes and wakes the first whose turn it is."""
-        self._native.lib.lp_wakes_begin(self.handle)
+        self._native.lib.lp_wake_list_begin(self.handle)
 
     def now(self) -> None:
         """Wakes all of them, and whose turn has not come yet."""
-        self._native.lib.lp_wakes_now(self.handle)
+        self._native.lib.lp_wake_list_wake_all(self.handle)

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 UNLIMITED = 2**62
 
-# What sampling returns in place of a token; native.h has the same names and values.
-NO_FINITE_LOGIT, NO_TOKEN_ALLOWED, SAMPLER_FAILED = -1, -2, -3
-
 
 class Sampler(Protocol):
     """What the scheduler and the engine loop need of a request's sampler.

@@ -18,22 +18,22 @@ from llamapipe.engine.scheduler.batch_builder import BatchBuilder
 from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy, Remove
 from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
 from llamapipe.engine.scheduler.prompt_group import PromptGroup
-from llamapipe.engine.scheduler.request import NO_TOKEN_ALLOWED, SAMPLER_FAILED, Request, State
+from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.scheduler.running import Running
 from llamapipe.engine.scheduler.slots import Slots
-from llamapipe.errors import DecodeError
+from llamapipe.errors import DecodeError, NoToken
 
 _by_arrival = attrgetter("arrival")
 
 
 def sampling_error(request: Request, code: int) -> Exception:
     """The error of a request that got no token; for the codes see ``Executor.sample``."""
-    if code == NO_TOKEN_ALLOWED:
+    if code == NoToken.NO_ALLOWED_TOKEN:
         return DecodeError(
             "the request's constraints (grammar, allowed_token_ids, bad_words …) leave no token to sample, and the "
             "output is not complete yet"
         )
-    if code == SAMPLER_FAILED:
+    if code == NoToken.SAMPLER_FAILED:
         error = None if request.sampler is None else request.sampler.error
         return error or DecodeError("sampling failed; see the log llamapipe.native")
     return DecodeError("no logit of this request's row is finite; the model or its weights are damaged")
@@ -299,7 +299,7 @@ class Scheduler:
         return plan if plan.tokens else None  # none: all requests are in steps in flight
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Records a step: its KV cells, and the token of each of ``plan.requests`` (below 0: a sampling code).
+        """Records a step: its KV cells, and the token of each of ``plan.requests`` (or a NoToken).
 
         Returns the requests that are still part of the step, with their tokens.
         """

@@ -9,7 +9,7 @@ import numpy as np
 
 from llamapipe.engine.delivery.wake_queue import LaunchWakeList
 from llamapipe.engine.scheduler.logprob_targets import TokenScore
-from llamapipe.errors import DecodeError
+from llamapipe.errors import DecodeError, NoToken
 from llamapipe.llama.native_pipeline import NativePipeline
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error
@@ -60,8 +60,7 @@ class Executor(Protocol):
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         """Draws and accepts a token for each output entry of a step.
 
-        Where none can be drawn: -1 if no logit is finite, -2 if no token is allowed, -3 if the sampler has an
-        ``error``.
+        Where none can be drawn: a NoToken.
         """
 
     def sample_repeat(self, step: int) -> list[int]:
@@ -259,7 +258,7 @@ class StepExecutor:
         drawn = [0] * len(rows)
         for i, sampler in enumerate(samplers):
             if not sampler.ask_guide():
-                drawn[i] = -3
+                drawn[i] = NoToken.SAMPLER_FAILED
         plain = [i for i, s in enumerate(samplers) if drawn[i] == 0 and not s.processors]
         self._set_rows([rows[i] for i in plain], [samplers[i] for i in plain])
         code = lib.lp_sample_rows(self._handle, step, len(plain), self._rows, self._samplers, self._sampled)
@@ -267,7 +266,7 @@ class StepExecutor:
             self._sampling_failed(code)
         for i, token in zip(plain, native.ffi.unpack(self._sampled, len(plain)), strict=True):
             drawn[i] = token
-            if token == -3:
+            if token == NoToken.SAMPLER_FAILED:
                 samplers[i].error = DecodeError(f"drawing a token failed: {last_error(native)}")
         for i, sampler in enumerate(samplers):
             if drawn[i] == 0 and sampler.processors:
@@ -277,7 +276,7 @@ class StepExecutor:
                 buffer = native.ffi.buffer(row, 4 * sampler.n_vocab)
                 drawn[i] = sampler.draw_processed(np.frombuffer(buffer, np.float32))
             if drawn[i] >= 0 and not sampler.tell_guide(drawn[i]):
-                drawn[i] = -3
+                drawn[i] = NoToken.SAMPLER_FAILED
         self._set_rows(rows, samplers)
         self._sampled[0 : len(drawn)] = drawn
         return drawn

@@ -1,20 +1,28 @@
-// llamapipe's own entries: see src/native.h for what each does.
-#define LP_ERROR ...
-#define LP_ERROR_LOGITS ...
-#define LP_ERROR_MASK ...
-#define LP_ERROR_FULL ...
-#define LP_ERROR_ABORTED ...
-#define LP_ERROR_ROWS ...
-#define LP_ERROR_POSITIONS ...
-#define LP_ERROR_CLOSED ...
-#define LP_ERROR_STEP ...
+// llamapipe's own C entries, as cffi reads them and src/native.h includes them: plain C, without directives but #define.
+//
+// Conventions: an entry that can fail returns a negative code (or NULL) and leaves a message for lp_last_error() on the
+// calling thread. No exception leaves an entry. Nothing here enters Python except the progress callback of lp_model_load.
 
+// Result codes. Python uses the same names (lib.LP_ERROR...).
+enum lp_error {
+    LP_ERROR           = -1000,  // an exception was caught; lp_last_error() has its text
+    LP_ERROR_LOGITS    = -1001,  // no logit of a row is finite
+    LP_ERROR_FULL      = -1002,  // no KV cells are left; nothing changed
+    LP_ERROR_ABORTED   = -1003,  // a step was aborted; parts computed before may have stayed in the KV cache
+    LP_ERROR_ROWS      = -1004,  // llama.cpp cut a batch otherwise than expected
+    LP_ERROR_POSITIONS = -1005,  // a batch does not continue its sequence
+    LP_ERROR_CLOSED    = -1006,  // the pipeline is closed
+    LP_ERROR_STEP      = -1007,  // an exception while a step was launched or copied
+    LP_ERROR_MASK      = -1008   // no token of a row is allowed
+};
+
+// ---- errors and log (log.cpp)
 const char * lp_last_error(void);
-void lp_log_start(void);
-int lp_log_next(char * text, int n_bytes, int * level);
-uint64_t lp_log_dropped(void);
+void         lp_log_start(void);                                  // routes llama.cpp's and ggml's log into a ring
+int          lp_log_next(char * text, int n_bytes, int * level);  // the oldest record: its length, or -1 if there is none
 
-int lp_load_backends(const char * folder);
+// ---- backends, model, vocabulary (model.cpp)
+int                  lp_load_backends(const char * folder);  // number of devices known afterwards
 struct llama_model * lp_model_load(const char * path, const struct llama_model_params * params);
 int lp_tokenize(const struct llama_vocab * vocab, const char * text, int n_bytes, int32_t * tokens, int n_max,
                 bool add_special, bool parse_special);
@@ -22,140 +30,147 @@ int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int 
                   bool remove_special, bool unparse_special);
 int lp_pieces(const struct llama_vocab * vocab, int32_t first, int n, char * bytes, int n_max, int32_t * ends);
 
-typedef struct lp_collector lp_collector;
-lp_collector * lp_collector_new(const struct llama_model * model, int n_seq_max, int64_t n_rows, bool samples);
-const char *   lp_collector_problem(const lp_collector * collector);
-const char *   lp_collector_sampler_problem(const lp_collector * collector);
-int64_t        lp_collector_bytes(const lp_collector * collector);
-void           lp_collector_free(lp_collector * collector);
-struct llama_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll,
-                                      lp_collector * collector);
-void lp_context_free(struct llama_context * ctx);
-void lp_context_rest(struct llama_context * ctx);
-int  lp_context_set_threads(struct llama_context * ctx, int n_threads, int n_threads_batch);
-int64_t lp_context_scratch_bytes(struct llama_context * ctx);
-int  lp_decode(struct llama_context * ctx, int n_tokens, const int32_t * tokens, const int32_t * positions,
-               const int32_t * seq_ids, const int8_t * outputs);
-int  lp_logits(struct llama_context * ctx, int n_rows, const int32_t * rows, int n_vocab, float * out);
-int  lp_memory_remove(struct llama_context * ctx, int seq_id, int p0, int p1);
-int  lp_memory_copy(struct llama_context * ctx, int src, int dst, int p0, int p1);
-int  lp_memory_clear(struct llama_context * ctx);
+// ---- context (context_api.cpp): a llama_context with its logits ring and its compute threads
+typedef struct lp_context lp_context;
+// `poll`: how eagerly idle compute threads spin for the next graph, 0 to 100. `n_ring_rows`: rows to stage logits in, or 0.
+// `samples`: with a ring, the graph shall sample, too. Where rows cannot be staged the context has no ring.
+lp_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll,
+                            int64_t n_ring_rows, bool samples);
+void         lp_context_free(lp_context * context);  // in any order with its pipeline, which keeps it until it is closed
+struct llama_context * lp_context_llama(const lp_context * context);
+bool         lp_context_has_ring(const lp_context * context);
+bool         lp_context_ring_in_host_memory(const lp_context * context);
+const char * lp_context_staging_problem(const lp_context * context);  // why there is no ring; NULL if there is, or none was wanted
+const char * lp_context_sampler_problem(const lp_context * context);  // why the graph does not sample; NULL if it does
+// The compute threads sleep until the next graph. Not while one is computed.
+void         lp_context_rest(lp_context * context);
+// Computes with other numbers of threads (1 to 512) from the next decode on, for single tokens and for batches. Any thread,
+// at any time, also while a decode runs. Threads that are left out sleep.
+int          lp_context_set_threads(lp_context * context, int n_threads, int n_threads_batch);
+int lp_decode(lp_context * context, int n_tokens, const int32_t * tokens, const int32_t * positions,
+              const int32_t * seq_ids, const int8_t * outputs);  // llama_decode's code
+int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_vocab, float * out);
+
+// Operations on the KV cells of a sequence: positions from p0 to before p1 (negative: the end).
+enum lp_memory_op {
+    LP_REMOVE,
+    LP_COPY,   // to the sequence `other`
+    LP_KEEP,   // removes all other sequences
+    LP_SHIFT,  // adds `delta` to positions
+    LP_CLEAR   // removes all sequences
+};
+int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1);  // 1 done, 0 refused
+
+// ---- readers that wait for results (wake_queue_api.cpp; wake_queue.hpp says what each entry does)
 typedef struct lp_waiter lp_waiter;
-typedef struct lp_turns lp_turns;
+typedef struct lp_wake_queue lp_wake_queue;
 lp_waiter * lp_waiter_new(void);
 void lp_waiter_free(lp_waiter * waiter);
-bool lp_waiter_wait(lp_waiter * waiter, lp_turns * turns, double timeout_s);
+bool lp_waiter_wait(lp_waiter * waiter, lp_wake_queue * queue, double timeout_s);  // yields its turn first
 bool lp_waiter_asleep(const lp_waiter * waiter);
-lp_turns * lp_turns_new(int64_t patience_ns);
-void lp_turns_free(lp_turns * turns);
-int  lp_turns_add(lp_turns * turns, lp_waiter * const * waiters, int n);
-void lp_turns_next(lp_turns * turns);
-void lp_turns_all(lp_turns * turns);
-void lp_turns_hurry(lp_turns * turns);
+lp_wake_queue * lp_wake_queue_new(int64_t patience_ns);
+void lp_wake_queue_free(lp_wake_queue * queue);
+int  lp_wake_queue_add(lp_wake_queue * queue, lp_waiter * const * waiters, int n);
+void lp_wake_queue_yield_turn(lp_wake_queue * queue);
+void lp_wake_queue_wake_all(lp_wake_queue * queue);
+void lp_wake_queue_wake_all_if_stalled(lp_wake_queue * queue);
+
+// The readers that each launch wakes. Kept by the caller in shared memory and changed between launches: a call for each
+// change would release the GIL each time. A launch first writes a byte into each of the non-blocking pipes `fds`, adds the
+// waiters to the queue, sets both numbers to 0 and wakes the first waiter. It wakes the others if that one stalls while a
+// CPU computes, and those that are left when the launch ends.
+typedef struct {
+    int n_fds, n_waiters;
+    const int * fds;
+    lp_waiter * const * waiters;
+    lp_wake_queue * queue;
+} lp_wake_list;
+void lp_wake_list_begin(lp_wake_list * wakes);     // does what a launch does at its beginning
+void lp_wake_list_wake_all(lp_wake_list * wakes);  // the same, and wakes all waiters
+
+// ---- pipeline (pipeline_api.cpp; pipeline.hpp says what each entry does)
+// Where output rows are, and which thread waits for what.
+enum lp_mode {
+    LP_HOST,    // the ring is host memory, and a decode returns when it is computed: readers look into the slot itself
+    LP_EVENTS,  // the device copies rows out after the graph, and an event says when they have arrived
+    LP_SYNC,    // the same without events: llama_synchronize, at most once a step
+    LP_DIRECT   // llama.cpp's own output buffer; no ring
+};
+// Stages of a step in the trace.
+enum lp_stage { LP_STAGE_LAUNCH, LP_STAGE_COMPUTE, LP_STAGE_COPY, LP_STAGE_WAIT, LP_STAGE_SAMPLE, LP_STAGE_MEMORY };
+
 typedef struct lp_sampler lp_sampler;
 typedef struct lp_pipeline lp_pipeline;
 typedef struct lp_step lp_step;
 typedef struct {
     int64_t n_steps, n_decodes, n_waits, n_syncs, n_copies, n_bytes, n_moved, n_memory_ops;
-    int64_t n_graph, compute_ns, wait_ns;
+    int64_t n_graph;              // tokens that the graph sampled
+    int64_t compute_ns, wait_ns;  // computing (where it is known), and blocked in a wait
 } lp_counters;
+#define LP_SEQUENCES 48
 typedef struct {
-    int64_t step, begin_ns, end_ns;
+    int64_t step, begin_ns, end_ns;  // the step is -1 between steps
     int     stage, n_tokens, n_rows;
-    char    sequences[...];
+    char    sequences[LP_SEQUENCES];  // such as "0-3,7"
 } lp_span;
-enum { LP_HOST, LP_EVENTS, LP_SYNC, LP_STOCK };
-enum { LP_REMOVE, LP_COPY, LP_KEEP, LP_SHIFT, LP_CLEAR };
-enum { LP_FAULT_NONE, LP_FAULT_LAUNCH, LP_FAULT_ROWS, LP_FAULT_COPY };
-lp_pipeline * lp_pipeline_new(struct llama_context * ctx, lp_collector * collector, int mode, int depth, int n_slots,
-                              int slot_rows, int n_ubatch, bool streams, bool threaded);
-void lp_pipeline_stop(lp_pipeline * pipeline);
-void lp_pipeline_close(lp_pipeline * pipeline, bool drain);
+
+lp_pipeline * lp_pipeline_new(lp_context * context, enum lp_mode mode, int depth, int n_slots, int slot_rows, int n_ubatch,
+                              bool kv_streams, bool threaded);
+void lp_pipeline_stop(lp_pipeline * pipeline);               // steps that are not done fail
+void lp_pipeline_close(lp_pipeline * pipeline, bool drain);  // ends its threads and lets go of the context
 void lp_pipeline_free(lp_pipeline * pipeline);
-bool lp_collector_in_host_memory(const lp_collector * collector);
-lp_step *     lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
-                        const int32_t * seq_ids, const int8_t * outputs, int * code);
-int           lp_next_position(lp_pipeline * pipeline, int seq_id);
+
+lp_step * lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
+                    const int32_t * seq_ids, const int8_t * outputs, int * code);
+int       lp_next_position(lp_pipeline * pipeline, int seq_id);  // once everything queued is done
+int       lp_memory(lp_pipeline * pipeline, enum lp_memory_op op, int seq_id, int other, int p0, int p1, int delta);
+
 bool          lp_step_ready(lp_step * step);
 bool          lp_step_wait(lp_step * step, int64_t timeout_ns);
-int           lp_step_code(lp_step * step);
+int           lp_step_code(lp_step * step);          // of a finished step: 0, or why it failed
 const char *  lp_step_error(const lp_step * step);
-int64_t       lp_step_number(const lp_step * step);
+int64_t       lp_step_number(const lp_step * step);  // -1 until it was launched
 const float * lp_step_expose(lp_step * step, bool * in_place);
 void          lp_step_unexpose(lp_step * step);
 void          lp_step_release(lp_step * step);
 void          lp_step_free(lp_step * step);
+
+// `samplers` and `targets` have an element for each output, in the order of the batch: a sampler, and LP_TARGETS tokens to
+// score (-1: no more) with the n_top most probable ones. Either may be NULL, and so may a sampler. With graph sampling,
+// per output row: (a) supported samplers are drawn in the graph and only the token is copied; (b) other samplers, and rows
+// with targets, get the top candidates copied; (c) everything else gets the whole row. A draw in the graph looks at the
+// sampler's next uniform number, which lp_sample_rows uses up.
+#define LP_TARGETS 4
 int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
                   const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets, int n_top);
-typedef struct {
-    int n_fds, n_waiters;
-    const int * fds;
-    lp_waiter * const * waiters;
-    lp_turns * turns;
-} lp_wakes;
-void    lp_wake_at_launch(lp_pipeline * pipeline, lp_wakes * wakes);
-void    lp_wakes_begin(lp_wakes * wakes);                             // what a launch does at its beginning
-void    lp_wakes_now(lp_wakes * wakes);                               // wakes all of them
+// The last batch with each entry one position further. All entries are outputs; `samplers` (or NULL) are in their order.
 int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers);
-int     lp_memory(lp_pipeline * pipeline, int op, int seq_id, int other, int p0, int p1, int delta);
+void    lp_wake_at_launch(lp_pipeline * pipeline, lp_wake_list * wakes);
 void    lp_abort(lp_pipeline * pipeline, int64_t number);
-int64_t lp_launching(const lp_pipeline * pipeline);
-void    lp_fail_next(lp_pipeline * pipeline, int fault, int code);
-void    lp_get_counters(lp_pipeline * pipeline, lp_counters * counters);
-void    lp_trace(lp_pipeline * pipeline, int64_t n_max);
-bool    lp_next_span(lp_pipeline * pipeline, lp_span * span);
-int64_t lp_now_ns(void);
+int64_t lp_launching(const lp_pipeline * pipeline);  // the step that is being computed, or -1
 
-typedef struct lp_dry lp_dry;
-lp_sampler * lp_sampler_new(const struct llama_vocab * vocab, uint64_t seed);
-void lp_sampler_free(lp_sampler * s);
-int  lp_sampler_set_bias(lp_sampler * s, int n, const int32_t * tokens, const float * biases);
-int  lp_sampler_set_allowed(lp_sampler * s, int n, const int32_t * tokens);
-int  lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask);
-void lp_sampler_set_python(lp_sampler * s, bool needs_row, bool guided);
-int  lp_sampler_add_bad_word(lp_sampler * s, int n, const int32_t * tokens);
-int  lp_sampler_set_min_tokens(lp_sampler * s, int min_tokens, int n_ends, const int32_t * ends);
-int  lp_sampler_set_grammar(lp_sampler * s, const char * text, const char * root);
-int  lp_sampler_set_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence);
-int  lp_sampler_set_dry(lp_sampler * s, const lp_dry * dry);
-int  lp_sampler_add_dry(lp_sampler * s, const lp_dry * dry);
-int  lp_sampler_add_penalties(lp_sampler * s, int last_n, float repeat, float frequency, float presence);
-int  lp_sampler_add_top_k(lp_sampler * s, int k);
-int  lp_sampler_add_typical(lp_sampler * s, float p);
-int  lp_sampler_add_top_p(lp_sampler * s, float p);
-int  lp_sampler_add_min_p(lp_sampler * s, float p);
-int  lp_sampler_add_temperature(lp_sampler * s, float t);
-int  lp_sampler_add_dynamic_temperature(lp_sampler * s, float t, float range, float exponent);
-int  lp_sampler_add_top_n_sigma(lp_sampler * s, float n);
-int  lp_sampler_add_xtc(lp_sampler * s, float probability, float threshold);
-int  lp_sampler_add_infill(lp_sampler * s);
-int  lp_sampler_add_mirostat(lp_sampler * s, int version, float tau, float eta);
-int  lp_sampler_add_adaptive_p(lp_sampler * s, float target, float decay);
-int  lp_sampler_set_logprobs(lp_sampler * s, int n);
-int  lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);
-int  lp_sampler_accept_grammar(lp_sampler * s, int n, const int32_t * tokens);
-int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);
-int  lp_sampler_reset(lp_sampler * s);
-int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);
-int  lp_sampler_draw_known(lp_sampler * s, int n, const float * ids, const float * logits, int n_others,
-                           const float * other_ids, const float * other_logits, double log_sum_exp, int32_t * token);
-int  lp_sampler_note(lp_sampler * s, const float * logits, int32_t token);
-int  lp_sampler_logprobs(const lp_sampler * s, int n_max, float * logprob, int32_t * ids, float * logprobs);
-lp_dry * lp_dry_new(const struct llama_vocab * vocab, float multiplier, float base, int allowed_length, int last_n,
-                    int n_breakers, const char ** breakers);
-void lp_dry_free(lp_dry * dry);
+// Why no token was drawn from a row, in place of the token. Python: errors.NoToken.
+enum lp_no_token {
+    LP_NO_FINITE_LOGIT  = -1,
+    LP_NO_ALLOWED_TOKEN = -2,
+    LP_SAMPLER_FAILED   = -3  // an exception, or the sampler's Python part failed
+};
+// Waits for a launched step, then draws and accepts a token from the row of each entry: a token or an lp_no_token.
+// Returns how many have no token, or a negative code.
 int lp_sample_rows(lp_pipeline * pipeline, int64_t step, int n_rows, const int32_t * entries, lp_sampler ** samplers,
                    int32_t * tokens);
+// The row of an output entry; NULL if the entry is not an output or the step failed. Valid as long as the step's rows.
 const float * lp_step_row(lp_pipeline * pipeline, int64_t step, int entry);
-int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * ids, float * logits, double * log_sum_exp);
+// Scores tokens by the rows of entries: log-probabilities, whether each token is the most probable, and the n_top most
+// probable tokens of each row. Entries of the same row must be adjacent.
 int lp_score_rows(lp_pipeline * pipeline, int64_t step, int n, const int32_t * entries, const int32_t * targets,
                   float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs);
-bool lp_in_graph(lp_sampler * s);
-#define LP_GRAPH_RESULTS ...
-#define LP_TARGETS ...
-int lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
-                    const int32_t * targets, float * results, float * candidates);
-int lp_sample_plain(struct llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
+// The k largest logits of each row of n_vocab, sorted, on ties the lower ids first (-1 where fewer are finite), and each
+// row's log-sum-exp.
+int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * ids, float * logits, double * log_sum_exp);
 
-// Called while a model loads, on the loading thread; returning false stops the load.
-extern "Python" bool lp_on_progress(float progress, void * user_data);
+// ---- counters and trace
+void    lp_get_counters(lp_pipeline * pipeline, lp_counters * counters);
+void    lp_trace(lp_pipeline * pipeline, int64_t n_max);  // most spans kept; 0: off
+bool    lp_next_span(lp_pipeline * pipeline, lp_span * span);
+int64_t lp_now_ns(void);

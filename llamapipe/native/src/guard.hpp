@@ -4,6 +4,7 @@
 #include "native.h"
 
 #include <exception>
+#include <type_traits>
 #include <utility>
 
 namespace lp {
@@ -11,7 +12,7 @@ namespace lp {
 void set_error(const char * text) noexcept;
 
 // Runs `body`; any exception becomes `failed` and a message for lp_last_error().
-template <typename Result, typename Body> Result guard(Result failed, Body && body) noexcept {
+template <typename Failed, typename Body> std::invoke_result_t<Body> guard(Failed failed, Body && body) noexcept {
     try {
         return std::forward<Body>(body)();
     } catch (const std::exception & e) {

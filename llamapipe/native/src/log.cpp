@@ -3,6 +3,7 @@
 // llama_log_set is process-wide and its callback may run on any thread, also while Python is shutting down: so the
 // callback only copies into fixed memory and never enters Python.
 #include "guard.hpp"
+#include "native_test.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,18 +1,165 @@
-// What Python holds of the pipeline: each handle shares what it points to, so handles may outlive one another.
+// The pipeline: queues steps, launches them, and lets readers wait for one of them.
+//
+// It is driven in one of two ways. With threads of its own, any thread calls `submit` and `wait`, one thread of the
+// pipeline launches steps, and with LP_EVENTS a second one waits for copies. Without them, one caller calls `launch` and
+// `finish`, which then do the work of both threads. Where rows are, and which thread waits for what, depends on the mode
+// (see lp_mode).
+//
+// One lock guards the queue, the progress of steps and the slots of the ring. It is never held while llama.cpp computes
+// or rows are copied. Private entries that need it take it as an argument.
 #pragma once
 
-#include "core.hpp"
+#include "abort_flags.hpp"
+#include "context.hpp"
+#include "fault_injector.hpp"
+#include "logits_ring.hpp"
+#include "row.hpp"
+#include "sequence_positions.hpp"
+#include "trace_log.hpp"
+#include "wake_queue.hpp"
 
-struct lp_collector {
-    std::shared_ptr<lp::Collector> shared;
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace lp {
+
+// What the launch thread does next: a step, or an operation between steps.
+struct Command {
+    std::shared_ptr<Step> step;  // null: the operation
+    MemoryOp              op;
 };
 
-struct lp_pipeline {
-    std::shared_ptr<lp::Core> shared;
-    lp_wakes *                wakes;  // of the caller, or null
+class Pipeline {
+public:
+    struct Options {
+        lp_mode      mode;
+        int          depth;  // most steps submitted and not done
+        int          n_slots, slot_rows;
+        UbatchLimits limits;
+        bool         threaded;  // launches on a thread of its own
+    };
+
+    // Keeps the context until `close`. Throws std::runtime_error, also where mode is LP_EVENTS and the device has none.
+    Pipeline(std::shared_ptr<Context> context, const Options & options);
+    ~Pipeline();
+
+    // ---- queue (pipeline_queue.cpp)
+    std::shared_ptr<Step> make(const BatchArrays & batch) const;
+    int  submit(const std::shared_ptr<Step> & step);  // 0, LP_ERROR_POSITIONS or LP_ERROR_CLOSED. Any thread, if threaded.
+    int  next_position(int seq_id);                   // once everything queued is done. Any thread, if threaded.
+    int  memory(const MemoryOp & op);                 // between steps: 1 done or queued, 0 refused, LP_ERROR...
+    void stop();                                      // unfinished steps fail, and no more are accepted
+    void close(bool drain);                           // ends the threads. One thread at a time.
+
+    // ---- launch (pipeline_launch.cpp): the one thread that drives a pipeline, whether that is threaded or not
+    // The step's number, or a negative code.
+    int64_t launch(const BatchArrays & batch, lp_sampler ** samplers, const int32_t * targets, int n_top);
+    // The last step again, each entry one position further and with its sampled token.
+    int64_t launch_again(const int32_t * sampled, lp_sampler ** samplers);
+
+    // ---- wait (pipeline_wait.cpp)
+    // Of submitted steps; any thread.
+    bool          is_ready(Step & step);
+    bool          wait(Step & step, int64_t timeout_ns);  // false: not done in time; timeout < 0: no limit
+    const float * expose(const std::shared_ptr<Step> & step, bool * in_place);  // of a done step
+    void          unexpose(Step & step);
+    void          release(Step & step);
+    void          observe(Step & step);  // its submitter knows whether it failed
+    // Of launched steps; the thread that launched them.
+    Step *        finish(int64_t number);       // waits for it; null if there is no such step
+    const float * row(Step & step, int entry);  // a whole row of a finished step; null where the entry is not an output
+    // The token that the graph drew, if the sampler would ask for the same draw now; else -1.
+    int32_t       drawn_token(const Step & step, int entry, lp_sampler * sampler) const;
+    bool          partial_row(const Step & step, int entry, Row * row) const { return ring_.partial_row(step, entry, row); }
+    void          count_drawn(int n);
+
+    // ---- any thread
+    AbortFlags &    aborts() { return aborts_; }
+    FaultInjector & faults() { return faults_; }
+    TraceLog &      trace() { return trace_; }
+    lp_counters     counters();
+    int             n_vocab() const { return n_vocab_; }
+
+    // Readers to wake one by one while a launch computes, or null; set before the first launch.
+    std::shared_ptr<WakeQueue> wake_queue;
+
+private:
+    bool stop_computing();  // a CPU asks after each node of a graph, on the launching thread
+
+    // queue
+    void run_launch_thread();
+    void run_copy_thread();
+    int  apply(const MemoryOp & op);
+    void reread_positions(const Lock &);
+    std::shared_ptr<Step> next_awaited(const Lock &, bool computed_only) const;
+
+    // launch
+    std::shared_ptr<Step> spare_step();
+    void    make_room();
+    int64_t launch_live(const std::shared_ptr<Step> & step);
+    void    launch_step(const std::shared_ptr<Step> & step);
+    int     launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_done);
+    int     decode(Step & step, const Ubatch & ubatch);
+    int     take_slot(const std::shared_ptr<Step> & step);
+    void    give_slot_back(const Step & step, int slot);
+    void    stage_out(const std::shared_ptr<Step> & step, int slot, int ubatch);
+    void    read_direct(Step & step, const Ubatch & ubatch);
+    void    undo(const Step & step, size_t n_ubatches);
+
+    // wait
+    void process(const RowCopy & copy);
+    void synchronize();
+    void fetch(Lock & lock, Step & step);
+    void move_out(Lock & lock, Step & step);
+    const float * fetch_row(Step & step, int output);
+    void forget(int64_t number);
+
+    // progress
+    void free_slot(const Lock & lock, int slot);
+    void mark_computed(const Lock & lock, Step & step);
+    void count_computed(const Lock & lock, const Step & step, int64_t when_ns);
+    void finish_step(const Lock & lock, Step & step, State state);
+    void fail(const Lock & lock, Step & step, int code, const char * why);
+    void see_failure(const Lock & lock, Step & step);
+    void count_copy(const Lock &, int64_t n_bytes) {
+        counters_.n_copies++;
+        counters_.n_bytes += n_bytes;
+    }
+
+    std::shared_ptr<Context> context_;  // until `close`
+    const lp_mode            mode_;
+    const int                depth_, n_vocab_;
+    const UbatchLimits       limits_;
+    const bool               threaded_;
+
+    std::mutex              mutex_;
+    std::condition_variable work_, done_, copies_;
+    LogitsRing              ring_;
+    SequencePositions       positions_;
+
+    std::deque<Command>               queue_;
+    std::deque<RowCopy>               row_copies_;
+    std::deque<std::shared_ptr<Step>> launched_;   // and not final
+    std::deque<std::shared_ptr<Step>> live_;       // launched by `launch` and not yet forgotten
+    std::vector<std::shared_ptr<Step>> spares_;
+    std::shared_ptr<Step>             last_;       // the last step of `launch`
+    int                               n_pending_ = 0;
+    int64_t                           n_numbers_ = 0, last_computed_ns_ = 0;
+    std::atomic<bool>                 has_failed_{ false };  // a step failed, and its submitter may not know yet
+    int                               n_unobserved_ = 0;     // such steps
+    bool is_busy_ = false;  // the launch thread executes a command
+    bool is_closing_ = false, is_closed_ = false, drain_ = true, launch_thread_is_done_ = false;
+
+    lp_counters   counters_ = {};
+    TraceLog      trace_;
+    AbortFlags    aborts_;
+    FaultInjector faults_;
+    std::thread   launch_thread_, copy_thread_;
 };
 
-struct lp_step {
-    std::shared_ptr<lp::Core> core;
-    std::shared_ptr<lp::Step> shared;
-};
+}  // namespace lp

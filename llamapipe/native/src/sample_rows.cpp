@@ -1,6 +1,7 @@
 // Drawing and scoring for the rows of a step.
+#include "clock.hpp"
 #include "guard.hpp"
-#include "pipeline.hpp"
+#include "handles.hpp"
 #include "sampler.hpp"
 #include "scan.hpp"
 
@@ -10,24 +11,25 @@
 
 namespace {
 
-// Where the rows of one call are.
+// Where the rows of one call come from.
 struct Rows {
-    std::function<bool(int, lp::Row *)> some;  // whether something of it is on the host that may do
-    std::function<const float *(int)>   all;   // null: this row is none
+    std::function<bool(int, lp::Row *)> partial;  // whether a part of the row is on the host, and which
+    std::function<const float *(int)>   full;     // null: the entry is not an output
 };
 
 constexpr int no_row = 2;
 
-// Calls use(row), first with what is on the host and then, if that says `more`, with all of it. Its code, or `no_row`.
+// Calls use(row) with the part that is on the host, and with the full row if that was not enough. Returns its code, or
+// `no_row`.
 template <typename Use> int with_row(const Rows & rows, int i, Use && use) {
     lp::Row row;
-    if (rows.some && rows.some(i, &row)) {
+    if (rows.partial && rows.partial(i, &row)) {
         const int code = use(row);
-        if (code != lp_sampler::more) {
+        if (code != lp_sampler::needs_full_row) {
             return code;
         }
     }
-    const float * all = rows.all(i);
+    const float * all = rows.full(i);
     if (!all) {
         lp::set_error("this entry of the step is not an output");
         return no_row;
@@ -35,8 +37,8 @@ template <typename Use> int with_row(const Rows & rows, int i, Use && use) {
     return use(lp::Row(all));
 }
 
-// Draws and accepts a token for each row that has none yet; how many could not be drawn (their requests fail, the others go
-// on), whose token is the code of the error then.
+// Draws and accepts a token for each row that has none yet. Returns how many have no token afterwards, but an lp_no_token:
+// their requests fail, the others continue.
 int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, const Rows & rows) {
     int n_failed = 0;
     for (int i = 0; i < n_rows; i++) {
@@ -59,22 +61,18 @@ int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, const Rows &
             return LP_ERROR;
         }
         if (code != 0) {
-            tokens[i] = code == LP_ERROR_LOGITS ? -1 : code == LP_ERROR_MASK ? -2 : -3;
+            tokens[i] = code == LP_ERROR_LOGITS ? LP_NO_FINITE_LOGIT : code == LP_ERROR_MASK ? LP_NO_ALLOWED_TOKEN : LP_SAMPLER_FAILED;
             n_failed++;
         }
     }
     return n_failed;
 }
 
-}  // namespace
-
-namespace {
-
-// Runs `body` with a step that was waited for; its code if it failed.
+// Waits for a step and runs `body` with it; the step's code if it failed.
 template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, Body && body) {
     return lp::guard(LP_ERROR, [&] {
-        lp::Core & core = *pipeline->shared;
-        lp::Step * step = core.finish(number);
+        lp::Pipeline & pipe = *pipeline->shared;
+        lp::Step *     step = pipe.finish(number);
         if (!step) {
             return (int) LP_ERROR;
         }
@@ -82,10 +80,10 @@ template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, B
             lp::set_error(step->error.c_str());
             return step->code;
         }
-        const int64_t begin_ns = core.tracing() ? lp::now_ns() : 0;
-        const int     code     = body(core, *step);
-        if (core.tracing()) {
-            core.note_span(*step, lp::Stage::sample, begin_ns, lp::now_ns());
+        const int64_t begin_ns = pipe.trace().is_on() ? lp::now_ns() : 0;
+        const int     code     = body(pipe, *step);
+        if (pipe.trace().is_on()) {
+            pipe.trace().add(*step, LP_STAGE_SAMPLE, begin_ns, lp::now_ns());
         }
         return code;
     });
@@ -95,25 +93,25 @@ template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, B
 
 int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int32_t * entries, lp_sampler ** samplers,
                    int32_t * tokens) {
-    return with_step(pipeline, number, [&](lp::Core & core, lp::Step & step) {
+    return with_step(pipeline, number, [&](lp::Pipeline & pipe, lp::Step & step) {
         int n_drawn = 0;
         for (int i = 0; i < n_rows; i++) {
-            tokens[i] = core.drawn(step, entries[i], samplers[i]);
+            tokens[i] = pipe.drawn_token(step, entries[i], samplers[i]);
             n_drawn += tokens[i] >= 0;
         }
         if (n_drawn > 0) {
-            core.note_drawn(n_drawn);
+            pipe.count_drawn(n_drawn);
         }
         return draw_rows(n_rows, samplers, tokens,
-                         { [&](int i, lp::Row * row) { return core.known(step, entries[i], row); },
-                           [&](int i) { return core.row(step, entries[i]); } });
+                         { [&](int i, lp::Row * row) { return pipe.partial_row(step, entries[i], row); },
+                           [&](int i) { return pipe.row(step, entries[i]); } });
     });
 }
 
 const float * lp_step_row(lp_pipeline * pipeline, int64_t number, int entry) {
     const float * row = nullptr;
-    with_step(pipeline, number, [&](lp::Core & core, lp::Step & step) {
-        row = core.row(step, entry);
+    with_step(pipeline, number, [&](lp::Pipeline & pipe, lp::Step & step) {
+        row = pipe.row(step, entry);
         return 0;
     });
     return row;
@@ -138,7 +136,7 @@ int lp_candidates(const float * rows, int n_rows, int n_vocab, int k, int32_t * 
 
 int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t * entries, const int32_t * targets,
                   float * logprobs, int8_t * greedy, int n_top, int32_t * top_ids, float * top_logprobs) {
-    return with_step(pipeline, number, [&](lp::Core & core, lp::Step & step) {
+    return with_step(pipeline, number, [&](lp::Pipeline & pipe, lp::Step & step) {
         std::vector<llama_token_data> top;
         double                        total = 0;
         int32_t                       best  = -1;
@@ -146,7 +144,7 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
         for (int i = 0; i < n; i++) {
             const bool again = i > 0 && entries[i] == entries[i - 1];
             float      logit;
-            if (!again && core.known(step, entries[i], &row) && row.is_exact(n_top)) {
+            if (!again && pipe.partial_row(step, entries[i], &row) && row.is_exact(n_top)) {
                 total = row.log_sum_exp();
                 best  = row.best();
                 top.clear();
@@ -157,17 +155,17 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
                 row = {};
             }
             if (!row.find(targets[i], &logit)) {
-                const float * all = core.row(step, entries[i]);
+                const float * all = pipe.row(step, entries[i]);
                 if (!all) {
                     lp::set_error("this entry of the step is not an output");
                     return (int) LP_ERROR;
                 }
                 row   = lp::Row(all);
-                total = lp::log_sum_exp(all, core.n_vocab());
-                best  = lp::argmax(all, core.n_vocab());
+                total = lp::log_sum_exp(all, pipe.n_vocab());
+                best  = lp::argmax(all, pipe.n_vocab());
                 logit = all[targets[i]];
                 if (n_top > 0) {
-                    lp::top_k(all, core.n_vocab(), n_top, top);
+                    lp::top_k(all, pipe.n_vocab(), n_top, top);
                     top.resize((size_t) n_top, { -1, -INFINITY, 0.0f });
                 }
             }
@@ -182,8 +180,9 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
     });
 }
 
-int lp_sample_plain(llama_context * ctx, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
+int lp_sample_context(lp_context * context, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
+        llama_context * ctx = context->shared->llama();
         std::fill(tokens, tokens + n_rows, -1);
         return draw_rows(n_rows, samplers, tokens, { {}, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); } });
     });

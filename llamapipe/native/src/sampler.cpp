@@ -359,7 +359,7 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
             break;
         }
         if (!logits) {
-            return more;
+            return needs_full_row;
         }
         // A mask that leaves few is looked up in the whole row at once; a grammar costs more for each token.
         n = (mask || !allowed.empty()) && !grammar ? (size_t) n_vocab : n * 8;
@@ -379,7 +379,7 @@ int lp_sampler::draw(const lp::Row & row, int32_t * token) {
         return LP_ERROR_MASK;
     }
     if (!row.all() && n_logprobs > 0 && !row.is_exact(n_logprobs)) {
-        return more;
+        return needs_full_row;
     }
     const bool too_early = n_accepted_ < min_tokens;
     changed_.clear();
@@ -422,7 +422,7 @@ int lp_sampler::choose(const lp::Row & row, int32_t * token) {
         }
     } else {
         if (!logits) {
-            return more;
+            return needs_full_row;
         }
         if (lp::argmax(logits, n_vocab) < 0) {
             return LP_ERROR_LOGITS;
@@ -494,7 +494,7 @@ int32_t lp_sampler::pick(const llama_token_data_array & a) {
 int lp_sampler::note(const lp::Row & row, int32_t token) {
     float logit;
     if (!row.find(token, &logit) || (!row.all() && !row.is_exact(n_logprobs))) {
-        return more;
+        return needs_full_row;
     }
     log_sum_exp = row.all() ? lp::log_sum_exp(row.all(), n_vocab) : row.log_sum_exp();
     logprob     = (float) (logit - log_sum_exp);

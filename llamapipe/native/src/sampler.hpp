@@ -42,16 +42,16 @@ using SamplerPtr = std::unique_ptr<llama_sampler, SamplerFree>;
 struct lp_sampler {
     lp_sampler(const llama_vocab * vocab, uint64_t seed);
 
-    // Draws a token; does not accept it. 0, or LP_ERROR_LOGITS, LP_ERROR_MASK; `more`, with nothing changed, where the
+    // Draws a token; does not accept it. 0, or LP_ERROR_LOGITS, LP_ERROR_MASK; `needs_full_row`, with nothing changed, where the
     // whole row is needed.
-    static constexpr int more = 1;
+    static constexpr int needs_full_row = 1;
     int draw(const lp::Row & row, int32_t * token);
 
     void accept(int32_t token);     // of the sequence: for penalties, DRY and bad words
     void accept_grammar(int32_t token);  // throws where the grammar does not go on with it, which is of no use then
     void accepted(int32_t token);   // drawn: for both, and counted
     void reset();                   // forgets what was accepted
-    // What the row says of a token, for those who want to know: 0, or `more`.
+    // What the row says of a token, for those who want to know: 0, or `needs_full_row`.
     int note(const lp::Row & row, int32_t token);
 
     // The next number of the generator (splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number

@@ -1,5 +1,6 @@
 // The C entries of samplers: their options, and drawing from a row.
 #include "guard.hpp"
+#include "native_test.h"
 #include "sampler.hpp"
 
 #include <algorithm>
@@ -306,7 +307,7 @@ int lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token) {
     return lp::guard(LP_ERROR, [&] { return s->draw(lp::Row(logits), token); });
 }
 
-int lp_sampler_draw_known(lp_sampler * s, int n, const float * ids, const float * logits, int n_others, const float * other_ids,
+int lp_sampler_draw_partial(lp_sampler * s, int n, const float * ids, const float * logits, int n_others, const float * other_ids,
                           const float * other_logits, double log_sum_exp, int32_t * token) {
     return lp::guard(LP_ERROR, [&] {
         return s->draw(lp::Row(ids, logits, n, other_ids, other_logits, n_others, (int32_t) ids[0], log_sum_exp), token);

@@ -1,6 +1,7 @@
 // What a request's sampling asks of the graph.
 #include "graph_sampler.hpp"
 #include "guard.hpp"
+#include "native_test.h"
 #include "sampler.hpp"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // The one name of llama.cpp used here that its public headers do not have: the scheduler of a context, and through it the
 // backend that computes, on which an event can be recorded. Everything works without it, with more waiting.
-#include "accessor.hpp"
+#include "llama_internals.hpp"
 
 #include "llama-context.h"
 

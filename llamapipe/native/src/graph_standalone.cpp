@@ -1,6 +1,7 @@
 // Runs the sampling subgraph on rows that are given, without a model: for tests and measurements.
 #include "graph_sampler.hpp"
 #include "guard.hpp"
+#include "native_test.h"
 
 #include "ggml-alloc.h"
 

@@ -15,13 +15,13 @@
 
 namespace lp {
 
-class Collector {
+class LogitsStager {
 public:
     // `n_rows` of `n_vocab` floats, for contexts of `n_seq_max` sequences. `samples`: the graph shall sample, too.
-    Collector(int n_vocab, int n_seq_max, int64_t n_rows, bool samples);
-    ~Collector();
-    Collector(const Collector &) = delete;
-    Collector & operator=(const Collector &) = delete;
+    LogitsStager(int n_vocab, int n_seq_max, int64_t n_rows, bool samples);
+    ~LogitsStager();
+    LogitsStager(const LogitsStager &) = delete;
+    LogitsStager & operator=(const LogitsStager &) = delete;
 
     // Adds our samplers to the parameters of the one context this collector is for; it must outlive that context.
     void configure(llama_context_params & params);
@@ -49,7 +49,7 @@ public:
     float * host() const { return host_; }
 
 private:
-    static Collector & of(const llama_sampler * sampler) { return *(Collector *) sampler->ctx; }
+    static LogitsStager & of(const llama_sampler * sampler) { return *(LogitsStager *) sampler->ctx; }
     static const llama_sampler_i & interface();
 
     bool init(ggml_backend_buffer_type_t buft);
@@ -86,7 +86,5 @@ private:
     std::vector<float>   scattered_;  // rows computed in place that do not lie side by side in the end, or are unexpected
     bool                 is_scattered_ = false;
 };
-
-int64_t now_ns();
 
 }  // namespace lp

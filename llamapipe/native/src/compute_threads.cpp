@@ -1,9 +1,8 @@
 // Threadpools of contexts, made by the CPU backend module.
-#include "threads.hpp"
+#include "compute_threads.hpp"
 
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 
 namespace {
 
@@ -111,29 +110,3 @@ void ComputeThreads::rest() {
 }
 
 }  // namespace lp
-
-namespace {
-
-std::mutex mutex;
-// Not destroyed when the process ends: a forked child has none of the threads that would be waited for.
-auto & contexts = *new std::unordered_map<llama_context *, std::shared_ptr<lp::ComputeThreads>>;
-
-}  // namespace
-
-void lp::attach_threads(llama_context * ctx, int n_threads, int n_threads_batch, int poll) {
-    auto                              made = std::make_shared<ComputeThreads>(ctx, n_threads, n_threads_batch, poll);
-    const std::lock_guard<std::mutex> lock(mutex);
-    contexts[ctx] = std::move(made);
-}
-
-std::shared_ptr<lp::ComputeThreads> lp::threads_of(llama_context * ctx) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto                        found = contexts.find(ctx);
-    return found == contexts.end() ? nullptr : found->second;
-}
-
-std::shared_ptr<lp::ComputeThreads> lp::take_threads(llama_context * ctx) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    auto                              taken = contexts.extract(ctx);
-    return taken ? std::move(taken.mapped()) : nullptr;
-}

@@ -46,11 +46,4 @@ private:
     std::atomic<bool>                        is_changed_{ false };
 };
 
-// The threads of a context that was made with `attach_threads`; null for any other.
-void                            attach_threads(llama_context * ctx, int n_threads, int n_threads_batch, int poll);
-std::shared_ptr<ComputeThreads> threads_of(llama_context * ctx);
-
-// What a context computes with, to be kept until it is freed; it has no threads then.
-std::shared_ptr<ComputeThreads> take_threads(llama_context * ctx);
-
 }  // namespace lp

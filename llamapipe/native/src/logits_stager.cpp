@@ -1,26 +1,20 @@
 // Stages the logits of each decode in rows of our own, with public headers of llama.cpp only.
-#include "collector.hpp"
+#include "logits_stager.hpp"
 
-#include "guard.hpp"
+#include "clock.hpp"
 
 #include <algorithm>
-#include <chrono>
-
-int64_t lp::now_ns() {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-}
 
 namespace lp {
 
-Collector::Collector(int n_vocab, int n_seq_max, int64_t n_rows, bool samples)
+LogitsStager::LogitsStager(int n_vocab, int n_seq_max, int64_t n_rows, bool samples)
     : n_vocab_(n_vocab), n_seq_max_(n_seq_max), n_rows_(n_rows) {
     if (samples) {
         sampler_ = std::make_unique<GraphSampler>(n_vocab);
     }
 }
 
-Collector::~Collector() {
+LogitsStager::~LogitsStager() {
     for (llama_sampler * chain : samplers_) {
         llama_sampler_free(chain);
     }
@@ -32,10 +26,10 @@ Collector::~Collector() {
     }
 }
 
-const llama_sampler_i & Collector::interface() {
+const llama_sampler_i & LogitsStager::interface() {
     static const llama_sampler_i iface = [] {
         llama_sampler_i i   = {};
-        i.name              = [](const llama_sampler *) { return "collector"; };
+        i.name              = [](const llama_sampler *) { return "logits_stager"; };
         i.apply             = [](llama_sampler *, llama_token_data_array *) {};
         i.free              = [](llama_sampler *) {};
         i.backend_init      = [](llama_sampler * s, ggml_backend_buffer_type_t buft, uint32_t) { return of(s).init(buft); };
@@ -56,7 +50,7 @@ const llama_sampler_i & Collector::interface() {
     return iface;
 }
 
-void Collector::configure(llama_context_params & params) {
+void LogitsStager::configure(llama_context_params & params) {
     for (int seq_id = 0; seq_id < n_seq_max_; seq_id++) {
         llama_sampler * chain = llama_sampler_chain_init(llama_sampler_chain_default_params());
         samplers_.push_back(chain);
@@ -68,7 +62,7 @@ void Collector::configure(llama_context_params & params) {
     params.n_outputs_max_per_seq = params.n_outputs_max;
 }
 
-const char * Collector::problem() const {
+const char * LogitsStager::problem() const {
     if (!staging_) {
         return supported_ ? "llama.cpp took no sampler for this model's devices" : "there is no memory for the output rows";
     }
@@ -78,11 +72,11 @@ const char * Collector::problem() const {
     return n_unknown_ ? "llama.cpp's graph has another form than expected" : "llama.cpp built no graph with outputs";
 }
 
-const char * Collector::sampler_problem() const {
+const char * LogitsStager::sampler_problem() const {
     return sampler() ? nullptr : !attached() ? problem() : sampler_problem_.c_str();
 }
 
-bool Collector::init(ggml_backend_buffer_type_t buft) {
+bool LogitsStager::init(ggml_backend_buffer_type_t buft) {
     if (staging_ || !supported_) {  // once for all sequences
         return staging_ != nullptr;
     }
@@ -122,7 +116,7 @@ bool Collector::init(ggml_backend_buffer_type_t buft) {
     return true;
 }
 
-void Collector::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_data * data) {
+void LogitsStager::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_data * data) {
     ggml_tensor * row = data->logits;
     data->logits = data->probs = data->candidates = data->sampled = nullptr;  // so llama.cpp copies none of it out
     if (!first_ || !staging_ || !supported_) {
@@ -159,7 +153,7 @@ void Collector::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_dat
 
 // Called once for every sequence that has an output, and without saying which part of a batch this is: hence one decode is
 // one ubatch. Where llama.cpp cut it otherwise, the number of rows differs; no row that is in use is written then.
-void Collector::set_input() {
+void LogitsStager::set_input() {
     if (outputs_ && n_written_ == 0) {
         inputs_ns_ = now_ns();
         set_place();
@@ -185,7 +179,7 @@ void Collector::set_input() {
     }
 }
 
-void Collector::expect(const int64_t * rows, const GraphRow * parameters, int n) {
+void LogitsStager::expect(const int64_t * rows, const GraphRow * parameters, int n) {
     rows_       = rows;
     parameters_ = parameters;
     n_expected_ = n;
@@ -201,7 +195,7 @@ void Collector::expect(const int64_t * rows, const GraphRow * parameters, int n)
 }
 
 // Rows computed in place are written side by side: to where they shall be if that is so, else they are brought there later.
-void Collector::set_place() {
+void LogitsStager::set_place() {
     const int64_t n     = outputs_->ne[1];
     const bool    known = n == n_expected_;
     if (!known) {
@@ -213,7 +207,7 @@ void Collector::set_place() {
     n_wrong_ += !known;
 }
 
-bool Collector::settle() {
+bool LogitsStager::settle() {
     if (n_written_ != n_expected_ || n_wrong_ > 0) {
         return false;
     }

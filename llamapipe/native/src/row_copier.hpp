@@ -1,7 +1,7 @@
 // Copies staged rows from a device to host memory, ordered behind the graph that writes them by events.
 #pragma once
 
-#include "step.hpp"
+#include "native.h"
 
 #include <vector>
 
@@ -9,13 +9,13 @@ namespace lp {
 
 // One lane for each slot of the ring, with a backend instance of its own: its queue where the device has several, and
 // in any case its own command memory, so that one thread may wait for a lane while another records into the next.
-class Copier {
+class RowCopier {
 public:
     // Throws std::runtime_error where the device has no events.
-    Copier(ggml_backend_t compute, int n_lanes);
-    ~Copier();
-    Copier(const Copier &) = delete;
-    Copier & operator=(const Copier &) = delete;
+    RowCopier(ggml_backend_t compute, int n_lanes);
+    ~RowCopier();
+    RowCopier(const RowCopier &) = delete;
+    RowCopier & operator=(const RowCopier &) = delete;
 
     // After a launch, on the launching thread: copies run once the graph has. A lane must be idle.
     void begin(int lane);

@@ -1,11 +1,11 @@
 // Copies staged rows from a device to host memory, ordered behind the graph that writes them by events.
-#include "copier.hpp"
+#include "row_copier.hpp"
 
 #include <stdexcept>
 
 namespace lp {
 
-Copier::Copier(ggml_backend_t compute, int n_lanes) : compute_(compute), lanes_((size_t) n_lanes) {
+RowCopier::RowCopier(ggml_backend_t compute, int n_lanes) : compute_(compute), lanes_((size_t) n_lanes) {
     ggml_backend_dev_t device = ggml_backend_get_device(compute);
     for (Lane & lane : lanes_) {
         lane.backend  = ggml_backend_dev_init(device, nullptr);
@@ -19,9 +19,9 @@ Copier::Copier(ggml_backend_t compute, int n_lanes) : compute_(compute), lanes_(
     }
 }
 
-Copier::~Copier() { free_lanes(); }
+RowCopier::~RowCopier() { free_lanes(); }
 
-void Copier::free_lanes() {
+void RowCopier::free_lanes() {
     for (Lane & lane : lanes_) {
         if (lane.backend) {
             ggml_backend_synchronize(lane.backend);
@@ -38,7 +38,7 @@ void Copier::free_lanes() {
     lanes_.clear();
 }
 
-void Copier::begin(int i) {
+void RowCopier::begin(int i) {
     Lane & lane = lanes_[(size_t) i];
     if (lane.used) {
         // Long past, so this waits for nothing; some backends keep what an event used until it is waited for.
@@ -50,15 +50,15 @@ void Copier::begin(int i) {
     ggml_backend_event_record(lane.computed, lane.backend);
 }
 
-void Copier::copy(int i, const ggml_tensor * from, int64_t first_row, int64_t n_rows, float * to) {
+void RowCopier::copy(int i, const ggml_tensor * from, int64_t first_row, int64_t n_rows, float * to) {
     const size_t row = (size_t) from->nb[1];
     ggml_backend_tensor_get_async(lanes_[(size_t) i].backend, from, to, (size_t) first_row * row, (size_t) n_rows * row);
 }
 
-void Copier::end(int i) { ggml_backend_event_record(lanes_[(size_t) i].copied, lanes_[(size_t) i].backend); }
+void RowCopier::end(int i) { ggml_backend_event_record(lanes_[(size_t) i].copied, lanes_[(size_t) i].backend); }
 
-void Copier::wait_computed(int i) { ggml_backend_event_synchronize(lanes_[(size_t) i].computed); }
+void RowCopier::wait_computed(int i) { ggml_backend_event_synchronize(lanes_[(size_t) i].computed); }
 
-void Copier::wait_copied(int i) { ggml_backend_event_synchronize(lanes_[(size_t) i].copied); }
+void RowCopier::wait_copied(int i) { ggml_backend_event_synchronize(lanes_[(size_t) i].copied); }
 
 }  // namespace lp

@@ -1,0 +1,27 @@
+// Entries that only tests and benchmarks call, as cffi reads them and src/native_test.h includes them.
+
+uint64_t lp_log_dropped(void);  // log records overwritten before they were read
+
+// ---- contexts
+int64_t lp_context_scratch_bytes(lp_context * context);     // of the buffers that graphs are computed in
+int64_t lp_context_ring_bytes(const lp_context * context);  // of the ring's buffer on the device
+
+// ---- faults: the next launch, row count or copy of a pipeline fails with a code
+enum lp_fault { LP_FAULT_NONE, LP_FAULT_LAUNCH, LP_FAULT_ROWS, LP_FAULT_COPY };
+void lp_fail_next(lp_pipeline * pipeline, enum lp_fault fault, int code);
+
+// ---- sampling
+// lp_sample_rows from llama.cpp's own buffer, of a context without a pipeline; `rows` are entries of its last batch.
+int  lp_sample_context(lp_context * context, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens);
+// A draw where only the n largest logits and some others are known, as on a device (see Row): 1, and nothing changed,
+// where the whole row is needed.
+int  lp_sampler_draw_partial(lp_sampler * s, int n, const float * ids, const float * logits, int n_others,
+                             const float * other_ids, const float * other_logits, double log_sum_exp, int32_t * token);
+bool lp_in_graph(lp_sampler * s);  // whether the graph can make its next draw
+#define LP_GRAPH_RESULTS 8
+// The sampling subgraph on given rows, float32 (n, n_vocab), without a model. Samplers, of vocabularies of that size, may be
+// NULL and keep their uniform numbers. For each row LP_GRAPH_RESULTS numbers (see GraphResult): the token, its
+// log-probability, the row's log-sum-exp, the most probable token, and the logits of LP_TARGETS targets, of which the first
+// is given.
+int  lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
+                     const int32_t * targets, float * results, float * candidates);

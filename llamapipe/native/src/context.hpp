@@ -1,0 +1,51 @@
+// The owner of a llama_context, its logits stager and its compute threads.
+//
+// llama.cpp calls the stager while it builds and computes graphs, and computes on the threads. So both end after the
+// llama_context does, in whichever order callers let go of their handles.
+#pragma once
+
+#include "compute_threads.hpp"
+#include "logits_stager.hpp"
+#include "step.hpp"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace lp {
+
+class Context {
+public:
+    struct Options {
+        int     poll;         // how eagerly idle compute threads spin for the next graph, 0 to 100
+        int64_t n_ring_rows;  // rows to stage logits in; 0: none
+        bool    samples;      // with a ring: the graph shall sample, too
+    };
+
+    // Where rows cannot be staged, the context is made without a stager. Throws std::runtime_error.
+    Context(llama_model * model, const llama_context_params & params, const Options & options);
+
+    llama_context *                       llama() const { return llama_.get(); }
+    const std::shared_ptr<LogitsStager> & stager() const { return stager_; }  // null: rows stay in llama.cpp's own buffer
+    ComputeThreads &                      threads() { return *threads_; }
+
+    // Why rows are not staged although a ring was asked for; null if they are, or none was.
+    const char * staging_problem() const { return staging_problem_.empty() ? nullptr : staging_problem_.c_str(); }
+
+    // llama_decode of entries that are in llama.cpp's order: its code. One thread at a time.
+    int decode(const BatchArrays & batch);
+
+private:
+    struct Free {
+        void operator()(llama_context * ctx) const { llama_free(ctx); }
+    };
+
+    std::shared_ptr<LogitsStager>        stager_;
+    std::unique_ptr<ComputeThreads>      threads_;
+    std::string                          staging_problem_;
+    std::vector<int32_t>                 n_seq_id_;  // scratch of `decode`
+    std::vector<llama_seq_id *>          seq_id_;
+    std::unique_ptr<llama_context, Free> llama_;     // the last member, so the first to end
+};
+
+}  // namespace lp

@@ -1,0 +1,118 @@
+// The C entries of the pipeline.
+#include "clock.hpp"
+#include "guard.hpp"
+#include "handles.hpp"
+
+lp_pipeline * lp_pipeline_new(lp_context * context, enum lp_mode mode, int depth, int n_slots, int slot_rows, int n_ubatch,
+                              bool kv_streams, bool threaded) {
+    return lp::guard((lp_pipeline *) nullptr, [&] {
+        const lp::Pipeline::Options options = {
+            mode, depth, n_slots, slot_rows, { n_ubatch, slot_rows, kv_streams }, threaded,
+        };
+        return new lp_pipeline{ std::make_shared<lp::Pipeline>(context->shared, options), nullptr };
+    });
+}
+
+void lp_pipeline_stop(lp_pipeline * pipeline) { pipeline->shared->stop(); }
+
+void lp_pipeline_close(lp_pipeline * pipeline, bool drain) {
+    lp::guard(0, [&] {
+        pipeline->shared->close(drain);
+        return 0;
+    });
+}
+
+void lp_pipeline_free(lp_pipeline * pipeline) { delete pipeline; }
+
+// ---- queue
+lp_step * lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
+                    const int32_t * seq_ids, const int8_t * outputs, int * code) {
+    *code = LP_ERROR;
+    return lp::guard((lp_step *) nullptr, [&]() -> lp_step * {
+        const auto step   = pipeline->shared->make({ n, tokens, positions, seq_ids, outputs });
+        auto       handle = std::make_unique<lp_step>(lp_step{ pipeline->shared, step });
+        *code             = pipeline->shared->submit(step);
+        return *code == 0 ? handle.release() : nullptr;
+    });
+}
+
+int lp_next_position(lp_pipeline * pipeline, int seq_id) { return pipeline->shared->next_position(seq_id); }
+
+int lp_memory(lp_pipeline * pipeline, enum lp_memory_op op, int seq_id, int other, int p0, int p1, int delta) {
+    return pipeline->shared->memory({ op, seq_id, other, p0, p1, delta });
+}
+
+// ---- launch
+// Wakes readers one by one while a step computes, and those that are left at its end: no launch will wake them then, and
+// sampling may take long.
+template <typename Launch> static int64_t launch_and_wake(lp_pipeline & pipeline, Launch && launch) {
+    if (pipeline.wakes) {
+        lp_wake_list_begin(pipeline.wakes);
+    }
+    const int64_t step = lp::guard((int64_t) LP_ERROR, launch);
+    if (pipeline.wakes) {
+        pipeline.wakes->queue->shared->wake_all();
+    }
+    return step;
+}
+
+int64_t lp_launch(lp_pipeline * pipeline, int n, const int32_t * tokens, const int32_t * positions,
+                  const int32_t * seq_ids, const int8_t * outputs, lp_sampler ** samplers, const int32_t * targets,
+                  int n_top) {
+    return launch_and_wake(*pipeline, [&] {
+        return pipeline->shared->launch({ n, tokens, positions, seq_ids, outputs }, samplers, targets, n_top);
+    });
+}
+
+int64_t lp_launch_again(lp_pipeline * pipeline, const int32_t * sampled, lp_sampler ** samplers) {
+    return launch_and_wake(*pipeline, [&] { return pipeline->shared->launch_again(sampled, samplers); });
+}
+
+void lp_wake_at_launch(lp_pipeline * pipeline, lp_wake_list * wakes) {
+    pipeline->wakes              = wakes;
+    pipeline->shared->wake_queue = wakes->queue->shared;
+}
+
+void lp_abort(lp_pipeline * pipeline, int64_t number) { pipeline->shared->aborts().abort(number); }
+
+int64_t lp_launching(const lp_pipeline * pipeline) { return pipeline->shared->aborts().running(); }
+
+// ---- wait
+bool lp_step_ready(lp_step * step) { return step->pipeline->is_ready(*step->shared); }
+
+bool lp_step_wait(lp_step * step, int64_t timeout_ns) { return step->pipeline->wait(*step->shared, timeout_ns); }
+
+int lp_step_code(lp_step * step) {
+    step->pipeline->observe(*step->shared);
+    return step->shared->code;
+}
+
+const char * lp_step_error(const lp_step * step) { return step->shared->error.c_str(); }
+
+int64_t lp_step_number(const lp_step * step) { return step->shared->number; }
+
+const float * lp_step_expose(lp_step * step, bool * in_place) {
+    *in_place = false;
+    return lp::guard((const float *) nullptr, [&] { return step->pipeline->expose(step->shared, in_place); });
+}
+
+void lp_step_unexpose(lp_step * step) { step->pipeline->unexpose(*step->shared); }
+
+void lp_step_release(lp_step * step) { step->pipeline->release(*step->shared); }
+
+void lp_step_free(lp_step * step) {
+    step->pipeline->release(*step->shared);
+    delete step;
+}
+
+// ---- counters and trace
+void lp_get_counters(lp_pipeline * pipeline, lp_counters * counters) { *counters = pipeline->shared->counters(); }
+
+void lp_trace(lp_pipeline * pipeline, int64_t n_max) { pipeline->shared->trace().start((size_t) n_max); }
+
+bool lp_next_span(lp_pipeline * pipeline, lp_span * span) { return pipeline->shared->trace().next(span); }
+
+int64_t lp_now_ns(void) { return lp::now_ns(); }
+
+// ---- tests
+void lp_fail_next(lp_pipeline * pipeline, enum lp_fault fault, int code) { pipeline->shared->faults().fail_next(fault, code); }

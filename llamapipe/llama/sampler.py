@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex
@@ -14,6 +13,7 @@ import numpy as np
 
 from llamapipe.arguments import check_float, check_int, check_tokens
 from llamapipe.errors import DecodeError, EngineClosedError, NoToken
+from llamapipe.llama.sampling_options import Dry, SamplingOptions
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
 
@@ -47,77 +47,42 @@ class Guide(Protocol):
         """Frees what it holds."""
 
 
-class Dry:
-    """The DRY sampler's options with its sequence breakers looked up in a vocabulary, which takes a while.
+class SamplerChain:
+    """Turns logits into tokens for one request: bias and penalties, then samplers in their order, then the draw.
 
-    ``multiplier * base ** (length - allowed_length)`` is taken from the logit of a token that would lengthen a
-    repetition of the last ``last_n`` tokens to ``length``; repetitions end at ``breakers``. Freed when nobody refers
-    to it any more, or by ``close``; the vocabulary's model may be closed before.
+    ``seed`` (0 to 2**64 - 1) starts a generator of its own, which gives one uniform number to each drawn token.
+    ``options``: all of a request's options at once, checked by the caller; the methods below change them one by one.
+    ``processors`` and ``guide``: see ``set_python``. Not thread-safe; needs the vocabulary's model to live. Close it,
+    or use ``with``.
+
+    Raises TypeError and ValueError for bad arguments here and in every method, before anything is changed.
     """
 
     def __init__(
         self,
         vocab: Vocab,
-        multiplier: float,
-        base: float,
-        allowed_length: int,
-        last_n: int,
-        breakers: Sequence[str],
+        seed: int = 0,
+        options: SamplingOptions | None = None,
+        processors: Sequence[Processor] = (),
+        guide: Guide | None = None,
     ) -> None:
-        lib, ffi = native().lib, native().ffi
-        texts = [ffi.new("char[]", text.encode()) for text in breakers]
-        handle = lib.lp_dry_new(
-            vocab.handle,
-            multiplier,
-            base,
-            allowed_length,
-            last_n,
-            len(texts),
-            ffi.new("const char *[]", texts),
-        )
-        if handle == ffi.NULL:
-            raise MemoryError(last_error(native()))
-        self._handle = handle
-        # Shared by the chains of many requests, so it goes with the last of those who may make one.
-        self._free = weakref.finalize(self, lib.lp_dry_free, handle)
-
-    @property
-    def handle(self) -> Any:
-        """The native ``lp_dry *``. Raises EngineClosedError when closed."""
-        if not self._free.alive:
-            raise EngineClosedError("these options of DRY are closed; make others")
-        return self._handle
-
-    def close(self) -> None:
-        """Frees the native memory; a second call does nothing. Chains made with it have their own."""
-        self._free()
-
-
-class SamplerChain:
-    """Turns logits into tokens for one request: bias and penalties, then truncation in the order added, then the draw.
-
-    ``seed`` (0 to 2**64 - 1) starts a generator of its own, which gives one uniform number to each drawn token. Not
-    thread-safe; needs the vocabulary's model to live. Close it, or use ``with``.
-
-    Raises TypeError and ValueError for bad arguments here and in every method, before anything is changed.
-    """
-
-    def __init__(self, vocab: Vocab, seed: int = 0) -> None:
         self._handle: Any = None
         if not isinstance(vocab, Vocab):
             raise TypeError(f"vocab must be a Vocab (model.vocab), not {type(vocab).__name__}")
         self._pid = os.getpid()
         self._native = native()
         self._lib = self._native.lib
-        self.processors: tuple[Processor, ...] = ()
-        self.guide: Guide | None = None
-        self.error: Exception | None = None  # why the last draw failed, where that is not the row's doing
+        self.processors = tuple(processors)
+        self.guide = guide
+        self.error: Exception | None = None  # why the last draw failed, if not because of the row
         self.finished = False  # nothing may follow the tokens accepted so far
-        self.n_logprobs = -1
         self._vocab = vocab  # keeps what the native chain points to
         self.n_vocab = vocab.n_vocab
         self.seed = check_int("seed", seed, 0, 2**64 - 1)
-        handle = self._lib.lp_sampler_new(vocab.handle, self.seed)
+        self._options = SamplingOptions() if options is None else options
+        self._owns_options = options is None
+        self.n_logprobs: int = self._options.struct.n_logprobs
+        handle = self._lib.lp_sampler_new(vocab.handle, self.seed, self._options.struct)
         if handle == self._native.ffi.NULL:
             raise MemoryError(last_error(self._native))
         self._handle = handle
@@ -125,164 +90,142 @@ class SamplerChain:
     def __repr__(self) -> str:
         return f"<SamplerChain seed={self.seed}{' closed' if self._handle is None else ''}>"
 
-    # ---- changes of logits: before every stage
+    # ---- options one by one. A change keeps the accepted tokens and the state of the generator.
+    def _change(self) -> SamplingOptions:
+        """The options, to be changed and handed to ``_configure``. Raises EngineClosedError when closed."""
+        _ = self.handle
+        if not self._owns_options:
+            self._options, self._owns_options = self._options.copy(), True
+        return self._options
+
+    def _configure(self) -> SamplerChain:
+        return self._checked(self._lib.lp_sampler_configure(self.handle, self._options.struct))
+
+    def _add(self, sampler: int, at_front: bool = False, **values: float) -> SamplerChain:
+        options = self._change()
+        for name, value in values.items():
+            setattr(options.struct, name, value)
+        options.put(sampler, at_front)
+        return self._configure()
+
     def set_bias(self, bias: Mapping[int, float]) -> SamplerChain:
         """Adds a number, of at most a million, to the logits of some tokens; minus infinity forbids a token."""
         if not isinstance(bias, Mapping):
             raise TypeError(f"bias must map token ids to numbers, not be a {type(bias).__name__}")
         tokens = check_tokens("bias", list(bias), self.n_vocab)
         values = [check_bias(f"bias of token {t}", v) for t, v in bias.items()]
-        return self._checked(self._lib.lp_sampler_set_bias(self.handle, len(tokens), tokens, values))
+        self._change().set_bias(dict(zip(tokens, values, strict=True)))
+        return self._configure()
 
     def set_allowed(self, tokens: Iterable[SupportsIndex]) -> SamplerChain:
         """Only these tokens may be drawn."""
-        ids = check_tokens("tokens", tokens, self.n_vocab)
-        return self._checked(self._lib.lp_sampler_set_allowed(self.handle, len(ids), ids))
+        self._change().set_allowed(check_tokens("tokens", tokens, self.n_vocab))
+        return self._configure()
 
-    def add_bad_word(self, tokens: Iterable[SupportsIndex]) -> SamplerChain:
-        """Never draws the last of these tokens after the others."""
-        ids = check_tokens("tokens", tokens, self.n_vocab)
-        if not ids:
+    def set_bad_words(self, words: Iterable[Iterable[SupportsIndex]]) -> SamplerChain:
+        """Never draws the last token of one of these words after the others."""
+        checked = [check_tokens("tokens", word, self.n_vocab) for word in words]
+        if not all(checked):
             raise ValueError("a bad word has no tokens; give at least one")
-        return self._checked(self._lib.lp_sampler_add_bad_word(self.handle, len(ids), ids))
+        self._change().set_bad_words(checked)
+        return self._configure()
 
     def set_min_tokens(self, n: int, ends: Iterable[SupportsIndex]) -> SamplerChain:
         """Draws none of ``ends`` before ``n`` tokens were drawn and accepted."""
         ids = check_tokens("ends", ends, self.n_vocab)
-        least = check_int("n", n, 0, 2**31 - 1)
-        return self._checked(self._lib.lp_sampler_set_min_tokens(self.handle, least, len(ids), ids))
+        self._change().set_min_tokens(check_int("n", n, 0, 2**31 - 1), ids)
+        return self._configure()
 
     def set_grammar(self, text: str, root: str = "root") -> SamplerChain:
-        """Draws what a grammar in llama.cpp's GBNF allows, from its rule ``root``. Raises ValueError if it is none.
+        """Draws only what a grammar in llama.cpp's GBNF allows, from its rule ``root``. Raises ValueError for bad ones.
 
         Text that llama.cpp's parser does not survive has to be refused before (``llamapipe.structured``).
         """
         if not text.strip() or "\0" in text:
             raise ValueError("the grammar is empty or has a NUL in it, where llama.cpp would end it")
-        code = self._lib.lp_sampler_set_grammar(self.handle, text.encode(), root.encode())
-        if code < 0:
+        before = self._change().copy()
+        self._options.set_grammar(text, root)
+        if self._lib.lp_sampler_configure(self.handle, self._options.struct) < 0:
+            self._options = before
             raise ValueError(f"{last_error(self._native)}; the log llamapipe.native says where")
         return self
 
     def set_penalties(
         self, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0
     ) -> SamplerChain:
-        """Penalties on tokens among the last ``last_n`` accepted, as llama.cpp defines them.
+        """Penalties on tokens among the last ``last_n`` accepted, as llama.cpp defines them; before other samplers.
 
         A logit is divided by ``repeat`` when positive and multiplied when not, then lowered by ``presence`` and by
         ``frequency`` for each occurrence.
         """
-        return self._checked(
-            self._lib.lp_sampler_set_penalties(self.handle, *_penalties(last_n, repeat, frequency, presence))
+        return self._add(
+            self._lib.LP_SAMPLER_PENALTIES,
+            at_front=True,
+            repeat_last_n=check_int("last_n", last_n, 0, 2**31 - 1),
+            repeat_penalty=check_float("repeat", repeat, 1e-6, 1e6),
+            frequency_penalty=check_float("frequency", frequency, -1e6, 1e6),
+            presence_penalty=check_float("presence", presence, -1e6, 1e6),
         )
 
     def set_dry(self, dry: Dry) -> SamplerChain:
-        """Lowers what would lengthen a repetition."""
-        return self._checked(self._lib.lp_sampler_set_dry(self.handle, dry.handle))
-
-    # ---- stages: in the order they are added
-    def add_dry(self, dry: Dry) -> SamplerChain:
-        """``set_dry`` as a stage, behind others."""
-        return self._checked(self._lib.lp_sampler_add_dry(self.handle, dry.handle))
-
-    def add_penalties(
-        self, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0
-    ) -> SamplerChain:
-        """``set_penalties`` as a stage, behind others."""
-        return self._checked(
-            self._lib.lp_sampler_add_penalties(self.handle, *_penalties(last_n, repeat, frequency, presence))
-        )
+        """Lowers the logits of tokens that would lengthen a repetition; before other samplers but penalties."""
+        handle, options = dry.handle, self._change()
+        penalizes = self._lib.LP_SAMPLER_PENALTIES in options.order
+        options.put(self._lib.LP_SAMPLER_DRY, at_front=True)
+        if penalizes:  # they stay in front
+            order = options.order
+            order.insert(0, order.pop(order.index(self._lib.LP_SAMPLER_PENALTIES)))
+            options.struct.order[0 : len(order)] = order
+        options.struct.dry = handle
+        try:
+            return self._configure()
+        finally:
+            options.set_dry(None)  # the chain has its own copy now, and ``dry`` may be freed
 
     def add_top_k(self, k: int) -> SamplerChain:
-        """Keeps the ``k`` largest logits, on ties the lower ids; 0 keeps all."""
-        return self._checked(self._lib.lp_sampler_add_top_k(self.handle, check_int("k", k, 0, 2**31 - 1)))
+        """Keeps the ``k`` largest logits, on ties the lower ids; 0 keeps all. The smallest of several counts."""
+        top_k = check_int("k", k, 0, 2**31 - 1)
+        before = self._options.struct.top_k
+        return self._add(self._lib.LP_SAMPLER_TOP_K, top_k=min(top_k or before, before or top_k))
 
     def add_typical(self, p: float) -> SamplerChain:
         """Keeps the locally typical tokens of mass ``p`` (arXiv 2202.00666)."""
-        return self._checked(self._lib.lp_sampler_add_typical(self.handle, check_float("p", p, 0, 1)))
+        return self._add(self._lib.LP_SAMPLER_TYPICAL_P, typical_p=check_float("p", p, 0, 1))
 
     def add_top_p(self, p: float) -> SamplerChain:
         """Keeps the smallest set of tokens of mass ``p`` (arXiv 1904.09751)."""
-        return self._checked(self._lib.lp_sampler_add_top_p(self.handle, check_float("p", p, 0, 1)))
+        return self._add(self._lib.LP_SAMPLER_TOP_P, top_p=check_float("p", p, 0, 1))
 
     def add_min_p(self, p: float) -> SamplerChain:
         """Keeps tokens at least ``p`` times as probable as the first."""
-        return self._checked(self._lib.lp_sampler_add_min_p(self.handle, check_float("p", p, 0, 1)))
-
-    def add_top_n_sigma(self, n: float) -> SamplerChain:
-        """Keeps logits within ``n`` standard deviations of the largest (arXiv 2411.07641)."""
-        return self._checked(
-            self._lib.lp_sampler_add_top_n_sigma(self.handle, check_float("n", n, 1e-6, 1e6))
-        )
-
-    def add_xtc(self, probability: float, threshold: float) -> SamplerChain:
-        """With a probability, drops all tokens above a probability but the least of them ("exclude top choices").
-
-        Decides with a generator of llama.cpp's, seeded from this chain's.
-        """
-        chance, least = (
-            check_float("probability", probability, 0, 1),
-            check_float("threshold", threshold, 0, 1),
-        )
-        return self._checked(self._lib.lp_sampler_add_xtc(self.handle, chance, least))
+        return self._add(self._lib.LP_SAMPLER_MIN_P, min_p=check_float("p", p, 0, 1))
 
     def add_temperature(self, temperature: float) -> SamplerChain:
         """Divides the logits; 0 makes the chain greedy (largest logit, on ties the lowest id)."""
         divisor = check_float("temperature", temperature, 0, 1e6)
-        return self._checked(self._lib.lp_sampler_add_temperature(self.handle, divisor))
+        return self._add(self._lib.LP_SAMPLER_TEMPERATURE, temperature=divisor)
 
-    def add_dynamic_temperature(self, temperature: float, spread: float, exponent: float) -> SamplerChain:
-        """A temperature between ``temperature`` less and plus ``spread``, by the row's entropy (arXiv 2309.02772)."""
-        middle = check_float("temperature", temperature, 0, 1e6)
-        return self._checked(
-            self._lib.lp_sampler_add_dynamic_temperature(
-                self.handle,
-                middle,
-                check_float("spread", spread, 0, 1e6),
-                check_float("exponent", exponent, 0, 1e6),
-            )
-        )
+    def set_python(self, processors: Sequence[Processor], guide: Guide | None) -> SamplerChain:
+        """Callables that look at rows, and a guide that decides what may follow; it is closed with the chain."""
+        if self.guide is not None and self.guide is not guide:
+            self.guide.close()
+        self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.NULL)
+        self.processors, self.guide = tuple(processors), guide
+        struct = self._change().struct
+        struct.needs_row, struct.has_guide = bool(self.processors), guide is not None
+        return self._configure()
 
-    def add_infill(self) -> SamplerChain:
-        """For filling in the middle: ends where that is likely, and merges tokens with a common prefix."""
-        return self._checked(self._lib.lp_sampler_add_infill(self.handle))
-
-    def add_mirostat(self, version: int, tau: float, eta: float) -> SamplerChain:
-        """Mirostat 1 or 2 (arXiv 2007.14966), which draws by itself: the last stage."""
-        which = check_int("version", version, 1, 2)
-        return self._checked(
-            self._lib.lp_sampler_add_mirostat(
-                self.handle, which, check_float("tau", tau, 0, 1e3), check_float("eta", eta, 0, 1e3)
-            )
-        )
-
-    def add_adaptive_p(self, target: float, decay: float) -> SamplerChain:
-        """Favours tokens of a probability near ``target`` over time; draws by itself: the last stage."""
-        return self._checked(
-            self._lib.lp_sampler_add_adaptive_p(
-                self.handle, check_float("target", target, 0, 1), check_float("decay", decay, 0, 0.99)
-            )
-        )
+    def set_logprobs(self, n: int) -> SamplerChain:
+        """Every draw notes the log-probability of its token and of the ``n`` most probable ones."""
+        self.n_logprobs = check_int("n", n, 0, self.n_vocab)
+        self._change().struct.n_logprobs = self.n_logprobs
+        return self._configure()
 
     # ---- use
     @property
     def is_native(self) -> bool:
         """Whether a draw needs no Python: no processors and no guide."""
         return not self.processors and self.guide is None
-
-    def set_python(self, processors: Sequence[Processor], guide: Guide | None) -> SamplerChain:
-        """What looks at rows, and decides what may follow, in Python; the guide is closed with the chain."""
-        if self.guide is not None and self.guide is not guide:
-            self.guide.close()
-        self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.NULL)
-        self.processors, self.guide = tuple(processors), guide
-        self._lib.lp_sampler_set_python(self.handle, bool(self.processors), guide is not None)
-        return self
-
-    def set_logprobs(self, n: int) -> SamplerChain:
-        """Every draw notes the log-probability of its token and of the ``n`` most probable ones."""
-        self.n_logprobs = check_int("n", n, 0, self.n_vocab)
-        return self._checked(self._lib.lp_sampler_set_logprobs(self.handle, self.n_logprobs))
 
     def logprobs(self) -> tuple[float, list[tuple[int, float]]]:
         """Of the last draw: its token's log-probability in the unchanged row, and the most probable tokens'.
@@ -379,7 +322,10 @@ class SamplerChain:
         return True
 
     def draw_row(self, logits: npt.NDArray[np.float32]) -> int:
-        """Draws from a copy of ``logits`` that the processors have changed; ``SAMPLER_FAILED``, with ``error`` set, if that fails."""
+        """Draws from a copy of ``logits`` that the processors have changed.
+
+        ``NoToken.SAMPLER_FAILED``, with ``error`` set, if that fails.
+        """
         from_buffer = self._native.ffi.from_buffer
         try:
             row = logits.copy()
@@ -454,17 +400,6 @@ def _as_exception(error: BaseException) -> Exception:
     failure = DecodeError(f"what chooses this request's tokens raised {error!r}")
     failure.__cause__ = error
     return failure
-
-
-def _penalties(
-    last_n: int, repeat: float, frequency: float, presence: float
-) -> tuple[int, float, float, float]:
-    return (
-        check_int("last_n", last_n, 0, 2**31 - 1),
-        check_float("repeat", repeat, 1e-6, 1e6),
-        check_float("frequency", frequency, -1e6, 1e6),
-        check_float("presence", presence, -1e6, 1e6),
-    )
 
 
 def check_bias(name: str, value: SupportsFloat) -> float:

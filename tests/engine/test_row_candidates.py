@@ -20,7 +20,8 @@ from support.sampler_definitions import TokenData, TokenDataArray, Uniform
 
 import llamapipe as lp
 from llamapipe.errors import DecodeError
-from llamapipe.llama.sampler import Dry, SamplerChain
+from llamapipe.llama.sampler import SamplerChain
+from llamapipe.llama.sampling_options import Dry
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import LIB_DIR
 
@@ -50,8 +51,7 @@ class Options:
         chain = SamplerChain(vocab, seed).set_bias(self.bias | dict.fromkeys(self.forbidden, -np.inf))
         if self.allowed:
             chain.set_allowed(self.allowed)
-        for word in self.bad_words:
-            chain.add_bad_word(word)
+        chain.set_bad_words(self.bad_words)
         if self.ends:
             chain.set_min_tokens(self.min_tokens, self.ends)
         chain.set_penalties(self.last_n, self.repeat, self.frequency, self.presence)

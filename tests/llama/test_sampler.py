@@ -15,7 +15,7 @@ from support.bad_values import INF, INTEGERS, NAN, NUMBERS, TOKENS, Bad, names
 import llamapipe as lp
 from llamapipe.errors import DecodeError, EngineClosedError
 from llamapipe.llama import SamplerChain
-from llamapipe.llama.sampler import Dry
+from llamapipe.llama.sampling_options import Dry
 
 pytestmark = pytest.mark.native
 
@@ -404,7 +404,7 @@ class TestWhatReviewsFound:
         row = np.zeros(tiny.n_vocab, np.float32)
         row[[5, 6, 7]] = 3, 2, 1
         with SamplerChain(tiny.vocab).add_temperature(0) as chain:
-            chain.add_bad_word([5]).set_bias({6: -math.inf})
+            chain.set_bad_words([[5]]).set_bias({6: -math.inf})
             assert chain.sample(row) == 7
 
     def test_logprobs_nobody_asked_for(self, tiny: lp.Model) -> None:

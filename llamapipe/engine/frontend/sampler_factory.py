@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import InvalidRequestError
-from llamapipe.llama.sampler import Dry, Guide, SamplerChain
+from llamapipe.llama.sampler import Guide, SamplerChain
+from llamapipe.llama.sampling_options import Dry, SamplingOptions
 from llamapipe.llama.vocab import Vocab
 
 _N_KEPT = 64
@@ -56,7 +57,6 @@ class SamplerFactory:
         self.params = params
         self._vocab = vocab
         self._n_ctx = n_ctx
-        self._order = SAMPLER_ORDER if params.sampler_order is None else params.sampler_order
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             bad = [t for t in getattr(params, name) or () if t >= vocab.n_vocab]
             if bad:
@@ -117,6 +117,7 @@ class SamplerFactory:
                 from llamapipe.structured.compile import compile_guide
 
                 self._guide = compile_guide(vocab, **{name: getattr(params, name)}).new
+        self._options = self._make_options()
 
     @property
     def penalizes(self) -> bool:
@@ -136,13 +137,15 @@ class SamplerFactory:
 
     def make(self, request: Request) -> SamplerChain:
         """The sampler of a request when it gets its first slot; for the engine thread."""
-        chain = SamplerChain(self._vocab, request.seed)
-        self._add_changes(chain)
-        self._add_stages(chain)
-        if self.params.logits_processors or self._guide is not None:
-            chain.set_python(self.params.logits_processors, None if self._guide is None else self._guide())
-        if self.params.logprobs is not None:
-            chain.set_logprobs(self.params.logprobs)
+        guide = None if self._guide is None else self._guide()
+        try:
+            chain = SamplerChain(
+                self._vocab, request.seed, self._options, self.params.logits_processors, guide
+            )
+        except BaseException:
+            if guide is not None:
+                guide.close()
+            raise
         history = self.history(request.tokens)
         if history:
             chain.accept(history)
@@ -169,73 +172,23 @@ class SamplerFactory:
             except ValueError as e:
                 raise InvalidRequestError(f"grammar: {e}") from None
 
-    def _penalties(self) -> tuple[int, float, float, float]:
-        p = self.params
-        last_n = self._n_ctx if p.repeat_last_n < 0 else min(p.repeat_last_n, self._n_ctx)
-        return last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty
-
-    def _add_changes(self, chain: SamplerChain) -> None:
-        p = self.params
-        if self._biases:
-            chain.set_bias(self._biases)
-        if p.allowed_token_ids is not None:
-            chain.set_allowed(p.allowed_token_ids)
-        for word in self._bad_words:
-            chain.add_bad_word(word)
-        if self._ends:
-            chain.set_min_tokens(p.min_tokens, self._ends)
+    def _make_options(self) -> SamplingOptions:
+        """The native options; numbers have the same names there."""
+        p, options = self.params, SamplingOptions()
+        options.set_named(p)
+        options.set_order(SAMPLER_ORDER if p.sampler_order is None else p.sampler_order)
+        options.set_bias(self._biases)
+        options.set_allowed(p.allowed_token_ids)
+        options.set_bad_words(self._bad_words)
+        options.set_min_tokens(p.min_tokens, self._ends)
+        options.set_dry(self._dry)
         if p.grammar is not None:
-            chain.set_grammar(p.grammar)
-
-    def _add_stages(self, chain: SamplerChain) -> None:
-        p, order = self.params, list(self._order)
-        greedy = p.temperature == 0
-        # In front they are changes of few logits; behind others they are stages over what is left. Nothing is cut off
-        # for a greedy draw, so there they are always in front.
-        for name in ("penalties", "dry"):
-            if name in order and (greedy or order[0] == name):
-                order.remove(name)
-                if name == "penalties" and self.penalizes:
-                    chain.set_penalties(*self._penalties())
-                elif name == "dry" and self._dry is not None:
-                    chain.set_dry(self._dry)
-        if greedy:
-            chain.add_temperature(0)
-            return
-        if p.mirostat:
-            order = [name for name in order if name in ("penalties", "dry", "temperature")]
-        for name in order:
-            self._add_stage(chain, name)
-        if p.mirostat:
-            chain.add_mirostat(p.mirostat, p.mirostat_tau, p.mirostat_eta)
-        elif p.adaptive_target >= 0:
-            chain.add_adaptive_p(p.adaptive_target, p.adaptive_decay)
-
-    def _add_stage(self, chain: SamplerChain, name: str) -> None:
-        p = self.params
-        if name == "penalties" and self.penalizes:
-            chain.add_penalties(*self._penalties())
-        elif name == "dry" and self._dry is not None:
-            chain.add_dry(self._dry)
-        elif name == "top_n_sigma" and p.top_n_sigma > 0:
-            chain.add_top_n_sigma(p.top_n_sigma)
-        elif name == "top_k":
-            chain.add_top_k(p.top_k)
-        elif name == "typical_p" and p.typical_p < 1.0:
-            chain.add_typical(p.typical_p)
-        elif name == "top_p" and p.top_p < 1.0:
-            chain.add_top_p(p.top_p)
-        elif name == "min_p" and p.min_p > 0.0:
-            chain.add_min_p(p.min_p)
-        elif name == "xtc" and p.xtc_probability > 0:
-            chain.add_xtc(p.xtc_probability, p.xtc_threshold)
-        elif name == "temperature" and p.temperature > 0:
-            if p.dynatemp_range > 0:
-                chain.add_dynamic_temperature(p.temperature, p.dynatemp_range, p.dynatemp_exponent)
-            else:
-                chain.add_temperature(p.temperature)
-        elif name == "infill" and p.infill:
-            chain.add_infill()
+            options.set_grammar(p.grammar)
+        struct = options.struct
+        struct.repeat_last_n = self._n_ctx if p.repeat_last_n < 0 else min(p.repeat_last_n, self._n_ctx)
+        struct.n_logprobs = -1 if p.logprobs is None else p.logprobs
+        struct.needs_row, struct.has_guide = bool(p.logits_processors), self._guide is not None
+        return options
 
 
 def _is_on(params: SamplingParams, name: str) -> bool:

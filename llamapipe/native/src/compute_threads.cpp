@@ -1,4 +1,4 @@
-// Threadpools of contexts, made by the CPU backend module.
+// The compute threads of a context: threadpools made by the CPU backend module.
 #include "compute_threads.hpp"
 
 #include <stdexcept>

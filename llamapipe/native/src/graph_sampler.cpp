@@ -78,7 +78,7 @@ void GraphSampler::build(ggml_context * ctx, ggml_cgraph * graph, ggml_tensor * 
     input_ = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, row_size, logits->ne[1]);
     ggml_set_name(input_, "lp_sampling");
     ggml_set_input(input_);
-    // A copy first: the scheduler would bring every view of an input to the device by itself.
+    // A copy first: ggml's scheduler would copy every view of an input to the device separately.
     const Found found = sample(ctx, logits, ggml_cont(ctx, input_));
     ggml_build_forward_expand(graph, ggml_set_rows(ctx, results_, found.result, index));
     ggml_build_forward_expand(graph, ggml_set_rows(ctx, candidates_, found.candidates, index));
@@ -96,9 +96,9 @@ void GraphSampler::set_input(const GraphRow * rows) {
     ggml_backend_tensor_set(input_, rows, 0, n * sizeof(GraphRow));
 }
 
-// The order is llama.cpp's own: top_k, top_p among what that left, min_p, temperature. Every comparison is strict, as `step`
-// is, and each kept set is a prefix of the candidates in their order. Rows without a request or with NaN in them must do
-// no harm either: whatever indexes something is clamped, and what is compared is a number.
+// The order is llama.cpp's own: top_k, top_p among the tokens that are left, min_p, temperature. Every comparison is strict, as
+// `step` is, and each kept set is a prefix of the candidates in their order. Rows without a request and rows with NaN must do
+// no harm either: every index is clamped, and every compared value is a number.
 GraphSampler::Found GraphSampler::sample(ggml_context * c, ggml_tensor * logits, ggml_tensor * rows) const {
     const int64_t n = logits->ne[1], k = k_;
     const auto    column = [&](ggml_tensor * t, int64_t i) {  // (1, n)
@@ -108,13 +108,13 @@ GraphSampler::Found GraphSampler::sample(ggml_context * c, ggml_tensor * logits,
                 * log_min_p = column(rows, 3), * uniform = column(rows, 4),
                 * targets = ggml_view_2d(c, rows, GraphRow::n_targets, n, rows->nb[1], 5 * sizeof(float));
 
-    // The candidates, in whatever order the device has them and with whatever order it gives equal ones.
+    // The candidates, in the device's own order.
     ggml_tensor * some = sorts_ ? ggml_cont(c, ggml_argsort_top_k(c, logits, k_)) : ggml_top_k(c, logits, k_);
     ggml_tensor * z    = ggml_clamp(c, look_up(c, logits, some), -largest, largest);
     ggml_tensor * ids  = ggml_cast(c, some, GGML_TYPE_F32);
 
-    // How many come before each: larger logits, and of equal ones the lower ids. All ranks differ, so sorting by them gives
-    // the same on every device, and a comparison with NaN cannot lead a sort astray.
+    // The rank of each candidate: how many have a larger logit, or the same logit and a lower id. All ranks differ, so sorting
+    // by them has the same result on every device, and a comparison with NaN cannot lead a sort astray.
     ggml_tensor * before = ggml_step(c, ggml_sub(c, ggml_scale(c, compare(c, z), 2.0f), compare(c, ids)));
     ggml_tensor * order  = ggml_argsort(c, ggml_reshape_2d(c, ggml_sum_rows(c, before), k, n), GGML_SORT_ORDER_ASC);
     z   = look_up(c, z, order);
@@ -129,8 +129,8 @@ GraphSampler::Found GraphSampler::sample(ggml_context * c, ggml_tensor * logits,
     ggml_tensor * in_p  = ggml_step(c, ggml_add(c, ggml_sub(c, p, ggml_cumsum(c, p)), top_p));
     ggml_tensor * in_m  = ggml_step(c, ggml_sub(c, below, log_min_p));
 
-    // The draw: as many weights as end at or below a share of their sum lie before the one that is chosen. Sums of parts may
-    // be rounded so that none lies above: then it is the last one with a weight, and never one without.
+    // The draw: the first candidate whose cumulative weight exceeds the uniform share of the sum. Rounding may leave none; then
+    // it is the last candidate with a weight, and never one without.
     ggml_tensor * weight = ggml_exp(c, ggml_mul(c, below, inverse_temperature));
     weight               = ggml_mul(c, ggml_mul(c, ggml_mul(c, weight, in_k), in_p), in_m);
     ggml_tensor * sum    = ggml_cumsum(c, weight);

@@ -1,4 +1,4 @@
-// Runs the sampling subgraph on rows that are given, without a model: for tests and measurements.
+// Runs the sampling subgraph on given rows, without a model: for tests and benchmarks.
 #include "graph_sampler.hpp"
 #include "guard.hpp"
 #include "native_test.h"
@@ -39,7 +39,7 @@ void compute(ggml_backend_dev_t device, int n_vocab, int n, const float * logits
     const Context context(made(ggml_init({ n_bytes, nullptr, true }), "there is no memory"));
     const Backend backend(made(ggml_backend_dev_init(device, nullptr), "the device cannot be used"));
     const auto    buft = ggml_backend_get_default_buffer_type(backend.get());
-    // Threads that wait for each other at every node are slower than one where cores are few or busy.
+    // One thread: several wait for each other at every node, which is slower on few or busy cores.
     const auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(
         ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
     if (set_n_threads) {

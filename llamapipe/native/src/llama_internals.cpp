@@ -1,5 +1,5 @@
-// The one name of llama.cpp used here that its public headers do not have: the scheduler of a context, and through it the
-// backend that computes, on which an event can be recorded. Everything works without it, with more waiting.
+// The one name of llama.cpp that its public headers do not declare: llama_context::get_sched(). Through a context's scheduler
+// we find the backend that computes, to record events on. Without it everything works, with more waiting.
 #include "llama_internals.hpp"
 
 #include "llama-context.h"

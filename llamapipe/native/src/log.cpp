@@ -1,7 +1,7 @@
-// Error text of the calling thread, and the ring that native log records wait in until Python drains them.
+// The calling thread's error text, and the ring that holds native log records until Python drains them.
 //
-// llama_log_set is process-wide and its callback may run on any thread, also while Python is shutting down: so the
-// callback only copies into fixed memory and never enters Python.
+// llama_log_set is process-wide, and its callback may run on any thread, also while Python shuts down. So the callback only
+// copies into fixed memory and never enters Python.
 #include "guard.hpp"
 #include "native_test.h"
 
@@ -26,7 +26,7 @@ struct ring {
     uint64_t   n_written = 0;
     uint64_t   n_read    = 0;
     uint64_t   n_dropped = 0;
-    bool       skipping  = false;  // continuations of a record that was left out are left out too
+    bool       skipping  = false;  // the last record was dropped, and so are its continuations
 };
 
 ring & the_ring() {
@@ -37,7 +37,7 @@ ring & the_ring() {
 void on_log(ggml_log_level level, const char * text, void *) {
     ring & r = the_ring();
     const std::lock_guard<std::mutex> lock(r.mutex);
-    // ggml's debug level is hundreds of lines for a context: it would push out what matters.
+    // ggml writes hundreds of debug lines for a context: they would push out the records that matter.
     r.skipping = level == GGML_LOG_LEVEL_DEBUG || (level == GGML_LOG_LEVEL_CONT && r.skipping);
     if (r.skipping) {
         return;

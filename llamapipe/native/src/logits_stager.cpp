@@ -1,4 +1,4 @@
-// Stages the logits of each decode in rows of our own, with public headers of llama.cpp only.
+// Stages the logits of each decode in rows of our own, using only public headers of llama.cpp.
 #include "logits_stager.hpp"
 
 #include "clock.hpp"
@@ -64,7 +64,7 @@ void LogitsStager::configure(llama_context_params & params) {
 
 const char * LogitsStager::problem() const {
     if (!staging_) {
-        return supported_ ? "llama.cpp took no sampler for this model's devices" : "there is no memory for the output rows";
+        return supported_ ? "llama.cpp accepted no sampler for this model's devices" : "there is no memory for the output rows";
     }
     if (!supported_) {
         return "the device cannot copy rows in its graph";
@@ -101,7 +101,8 @@ bool LogitsStager::init(ggml_backend_buffer_type_t buft) {
     staging_ = staging;
     host_    = ggml_backend_buffer_is_host(buffer_) ? (float *) staging_->data : nullptr;
     in_place_ = host_ && !sampler_;
-    // A tensor with memory of its own is computed by the first device that can use that memory, whatever its weights need.
+    // llama.cpp computes a tensor that already has memory on the first device that can use that memory, wherever its weights
+    // are. So rows are computed in place only if no other device could be chosen.
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
         in_place_ = in_place_ && ggml_backend_dev_type(ggml_backend_dev_get(i)) == GGML_BACKEND_DEVICE_TYPE_CPU;
     }
@@ -123,7 +124,7 @@ void LogitsStager::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_
         return;
     }
     first_ = false;
-    // The row is a view of all rows with one of padding; llama.cpp's probe gives a tensor of its own instead.
+    // The row is a view of all rows and one row of padding. llama.cpp's probe passes a tensor of its own instead.
     ggml_tensor * padded = row ? row->view_src : nullptr;
     if (!padded) {
         return;
@@ -138,7 +139,7 @@ void LogitsStager::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_
         return;
     }
     if (in_place_ && !rows->view_src && !rows->data && rows->ne[1] <= n_rows_) {
-        ggml_backend_tensor_alloc(buffer_, rows, host_);  // llama.cpp's scheduler leaves alone what has memory
+        ggml_backend_tensor_alloc(buffer_, rows, host_);  // llama.cpp's scheduler skips tensors that have memory
         outputs_ = rows;
         return;
     }
@@ -151,8 +152,9 @@ void LogitsStager::apply(ggml_context * ctx, ggml_cgraph * graph, llama_sampler_
     }
 }
 
-// Called once for every sequence that has an output, and without saying which part of a batch this is: hence one decode is
-// one ubatch. Where llama.cpp cut it otherwise, the number of rows differs; no row that is in use is written then.
+// llama.cpp calls this once for every sequence that has an output, and does not say which ubatch it is setting inputs for.
+// That is why one decode of ours is one ubatch. Where llama.cpp cuts a batch otherwise, the number of rows differs; then the
+// extra row is written, and no row in use.
 void LogitsStager::set_input() {
     if (outputs_ && n_written_ == 0) {
         inputs_ns_ = now_ns();
@@ -194,7 +196,7 @@ void LogitsStager::expect(const int64_t * rows, const GraphRow * parameters, int
     }
 }
 
-// Rows computed in place are written side by side: to where they shall be if that is so, else they are brought there later.
+// Rows computed in place are contiguous. If their destinations are too, they are computed there; else `settle` copies them.
 void LogitsStager::set_place() {
     const int64_t n     = outputs_->ne[1];
     const bool    known = n == n_expected_;

@@ -1,4 +1,4 @@
-// Backends, models and vocabularies: llama.cpp's calls that allocate or throw, behind the guard.
+// Backends, models and vocabularies: llama.cpp's calls that allocate or throw, inside the guard.
 #include "guard.hpp"
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace {
 
-// Some vocabularies split text with std::regex, which recurses once for each character of a run: some 320 bytes of
-// stack a character were seen, and a thread's usual 8 MiB end at 26,000 of them with SIGSEGV.
+// Some vocabularies split text with std::regex, which recurses once for each character of a run. We measured about 320 bytes
+// of stack per character: a thread's usual 8 MiB overflow (SIGSEGV) at 26,000 characters.
 constexpr int    short_text      = 4096;
 constexpr size_t bytes_each_char = 1024;
 constexpr size_t bytes_at_least  = 16u << 20;
@@ -60,7 +60,7 @@ int lp_tokenize(const llama_vocab * vocab, const char * text, int n_bytes, int32
         job.run();
         return job.result;
     }
-    // The stack is only reserved: what is not touched costs no memory.
+    // The stack is only reserved: pages that are not touched cost no memory.
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, bytes_at_least + bytes_each_char * (size_t) n_bytes);
@@ -89,7 +89,7 @@ int lp_pieces(const llama_vocab * vocab, int32_t first, int n, char * bytes, int
         for (int i = 0; i < n; i++) {
             const int room = (int) std::max<int64_t>(n_max - end, 0);
             const int size = llama_token_to_piece(vocab, first + i, bytes + (room ? end : 0), room, 0, false);
-            end += std::abs((int64_t) size);  // negative: what it would have been
+            end += std::abs((int64_t) size);  // negative: the size it needs
             ends[i] = (int32_t) end;
         }
         if (end > INT32_MAX) {

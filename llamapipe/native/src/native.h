@@ -16,8 +16,8 @@
 extern "C" {
 #endif
 
-#include "../cdef/30_native.h"
-#include "../cdef/40_sampling.h"
+#include "../cdef/30_sampling.h"
+#include "../cdef/40_native.h"
 
 #ifdef __cplusplus
 }

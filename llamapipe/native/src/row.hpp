@@ -1,4 +1,4 @@
-// The logits of one output, as far as they are on the host: all of them, or the largest ones and a few others.
+// The logits of one output that are on the host: the full row, or a partial row of the largest logits and a few others.
 #pragma once
 
 #include "native.h"
@@ -12,26 +12,26 @@ class Row {
 public:
     Row() = default;
     explicit Row(const float * all) : all_(all) {}
-    // `ids` (as numbers) and `logits` of the `n` largest, finite and in descending order, of equal ones the lower ids first; of
-    // what equals the last of them any may be missing. `other_ids` may be among them. `best`: the first of the largest.
+    // A partial row: `ids` (as floats) and `logits` of the `n` largest, finite and in descending order, on ties the lower ids
+    // first. Any logits that equal the last one may be missing. `other_ids` may be among `ids`. `best`: the most probable token.
     Row(const float * ids, const float * logits, int n, const float * other_ids, const float * other_logits, int n_others,
         int32_t best, double log_sum_exp)
         : ids_(ids), logits_(logits), other_ids_(other_ids), other_logits_(other_logits), n_(n), n_others_(n_others),
           best_(best), log_sum_exp_(log_sum_exp) {}
 
-    // All of them by token, or null.
+    // The full row by token, or null.
     const float * all() const { return all_; }
 
-    // ---- where these are not all
+    // ---- of a partial row
     int     n() const { return n_; }
     int32_t id(int i) const { return (int32_t) ids_[i]; }
     float   logit(int i) const { return logits_[i]; }
-    float   bar() const { return n_ > 0 ? logits_[n_ - 1] : INFINITY; }  // no logit that is not here is larger
-    bool    is_exact(int n) const { return n == 0 || (n < n_ && logits_[n - 1] > bar()); }  // the n largest, that is
+    float   bar() const { return n_ > 0 ? logits_[n_ - 1] : INFINITY; }  // no missing logit is larger
+    bool    is_exact(int n) const { return n == 0 || (n < n_ && logits_[n - 1] > bar()); }  // whether the n largest are known
     int32_t best() const { return best_; }
     double  log_sum_exp() const { return log_sum_exp_; }  // of all, float32
 
-    // Whether a token's logit is here; if not, `logit` is the most that it can be.
+    // Whether a token's logit is known; if not, `logit` is its upper bound.
     bool find(int32_t token, float * logit) const {
         if (all_) {
             *logit = all_[token];

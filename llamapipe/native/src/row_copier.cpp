@@ -1,4 +1,4 @@
-// Copies staged rows from a device to host memory, ordered behind the graph that writes them by events.
+// Copies staged rows from a device to host memory, ordered after the graph that writes them by events.
 #include "row_copier.hpp"
 
 #include <stdexcept>
@@ -41,7 +41,7 @@ void RowCopier::free_lanes() {
 void RowCopier::begin(int i) {
     Lane & lane = lanes_[(size_t) i];
     if (lane.used) {
-        // Long past, so this waits for nothing; some backends keep what an event used until it is waited for.
+        // The event is long past, so this returns at once. Some backends keep an event's memory until it is waited for.
         ggml_backend_event_synchronize(lane.launched);
     }
     lane.used = true;

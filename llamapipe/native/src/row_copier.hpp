@@ -1,4 +1,4 @@
-// Copies staged rows from a device to host memory, ordered behind the graph that writes them by events.
+// Copies staged rows from a device to host memory, ordered after the graph that writes them by events.
 #pragma once
 
 #include "native.h"
@@ -7,8 +7,9 @@
 
 namespace lp {
 
-// One lane for each slot of the ring, with a backend instance of its own: its queue where the device has several, and
-// in any case its own command memory, so that one thread may wait for a lane while another records into the next.
+// One lane for each slot of the ring. Each lane has a backend instance of its own: so it has a queue of its own where the
+// device has several, and in any case its own command memory. One thread may wait for a lane while another records into
+// the next.
 class RowCopier {
 public:
     // Throws std::runtime_error where the device has no events.
@@ -22,7 +23,7 @@ public:
     void copy(int lane, const ggml_tensor * from, int64_t first_row, int64_t n_rows, float * to);
     void end(int lane);
 
-    // One thread at a time for each lane: returns when the graph, then when the copies are done.
+    // Return when the graph, and when the copies are done. One thread at a time for each lane.
     void wait_computed(int lane);
     void wait_copied(int lane);
 

@@ -1,4 +1,4 @@
-// Drawing and scoring for the rows of a step.
+// Sampling from the rows of a step, and scoring tokens by them.
 #include "clock.hpp"
 #include "guard.hpp"
 #include "handles.hpp"

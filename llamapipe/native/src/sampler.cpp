@@ -11,13 +11,10 @@
 namespace {
 
 constexpr float none = -std::numeric_limits<float>::infinity();
-constexpr float max_logit = 1e8f;  // llama.cpp sorts by a rounded multiple of it, an int
 
 bool better(const llama_token_data & a, const llama_token_data & b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
-
-bool has(const uint32_t * bits, int32_t token) { return bits[token / 32] >> (token % 32) & 1; }
 
 }  // namespace
 
@@ -33,6 +30,9 @@ double lp_sampler::peek() const {
 
 void lp_sampler::add(lp::Kind kind, float value, llama_sampler * stage) {
     lp::SamplerPtr owned(stage);
+    if (!stage) {
+        throw std::runtime_error("llama.cpp made no sampler of these options");
+    }
     stages.push_back({ kind, value });
     if (!first_) {
         first_ = std::move(owned);
@@ -44,226 +44,15 @@ void lp_sampler::add(lp::Kind kind, float value, llama_sampler * stage) {
     llama_sampler_chain_add(chain_.get(), owned.release());
 }
 
-// ---- the sequence
-void lp_sampler::accept(int32_t token) {
-    if (penalizes()) {
-        window_.push_back(token);
-        counts_[token]++;
-        while (window_.size() > (size_t) last_n_) {
-            const auto oldest = counts_.find(window_.front());
-            if (--oldest->second == 0) {
-                counts_.erase(oldest);
-            }
-            window_.pop_front();
-        }
-    }
-    if (!bad_words.empty()) {
-        tail_.push_back(token);
-        size_t longest = 0;
-        for (const auto & word : bad_words) {
-            longest = std::max(longest, word.size());
-        }
-        if (tail_.size() >= longest) {
-            tail_.pop_front();
-        }
-    }
-    if (dry) {
-        llama_sampler_accept(dry.get(), token);
-    }
-    for (llama_sampler * s : { first_.get(), chain_.get() }) {
-        if (s) {
-            llama_sampler_accept(s, token);
-        }
-    }
+void lp_sampler::clear_stages() {
+    stages.clear();
+    first_.reset();
+    chain_.reset();
+    greedy_ = false;
 }
 
-void lp_sampler::accept_grammar(int32_t token) {
-    if (!grammar) {
-        return;
-    }
-    // llama.cpp ends the process where a text ends that must not, and does not survive what follows any other refusal.
-    if (broken_ || !allowed_by_grammar(token)) {
-        broken_ = true;
-        throw std::runtime_error("the grammar does not go on with token " + std::to_string(token));
-    }
-    llama_sampler_accept(grammar.get(), token);
-}
-
-bool lp_sampler::allowed_by_grammar(int32_t token) const {
-    llama_token_data       one = { token, 0.0f, 0.0f };
-    llama_token_data_array a   = { &one, 1, -1, false };
-    llama_sampler_apply(grammar.get(), &a);
-    return std::isfinite(one.logit);
-}
-
-void lp_sampler::accepted(int32_t token) {
-    accept_grammar(token);
-    accept(token);
-    n_accepted_++;
-}
-
-void lp_sampler::set_penalties(int n, float repeat, float frequency, float presence) {
-    last_n_    = n;
-    repeat_    = repeat;
-    frequency_ = frequency;
-    presence_  = presence;
-    if (!penalizes()) {
-        window_.clear();
-        counts_.clear();
-    }
-}
-
-// Stages that draw by themselves go on from where they are, as our own generator does.
-static void forget(llama_sampler * s) {
-    const std::string name = llama_sampler_name(s);
-    if (name == "penalties" || name == "dry") {
-        llama_sampler_reset(s);
-    }
-}
-
-void lp_sampler::reset() {
-    window_.clear();
-    tail_.clear();
-    counts_.clear();
-    n_accepted_ = 0;
-    broken_     = false;
-    for (llama_sampler * s : { first_.get(), dry.get() }) {
-        if (s) {
-            forget(s);
-        }
-    }
-    for (int i = 0; chain_ && i < llama_sampler_chain_n(chain_.get()); i++) {
-        forget(llama_sampler_chain_get(chain_.get(), i));
-    }
-    if (grammar) {
-        llama_sampler_reset(grammar.get());
-    }
-}
-
-// ---- changes
-bool lp_sampler::may(int32_t token) const {
-    return (allowed.empty() || has(allowed.data(), token)) && (!mask || has(mask, token));
-}
-
-// What is known to differ from the row, token by token.
-void lp_sampler::collect_changes(const lp::Row & row, bool with_ends) {
-    // Of what is not here, the most it can be: no change turns the order of two logits round.
-    const auto raw = [&](int32_t token) {
-        float logit;
-        row.find(token, &logit);
-        return logit;
-    };
-    changed_.clear();
-    for (const auto & [token, bias] : biases) {
-        changed_[token] = raw(token) + bias;
-    }
-    for (const auto & [token, count] : counts_) {
-        const auto biased = changed_.find(token);
-        float      l      = biased == changed_.end() ? raw(token) : biased->second;
-        l                 = l <= 0 ? l * repeat_ : l / repeat_;
-        l -= (float) count * frequency_ + presence_;
-        changed_[token] = l;
-    }
-    for (auto & [token, l] : changed_) {
-        l = std::min(l, max_logit);
-    }
-    for (const auto * tokens : { &forbidden, &bad_tokens }) {
-        for (const int32_t token : *tokens) {
-            changed_[token] = none;
-        }
-    }
-    if (with_ends && n_accepted_ < min_tokens) {
-        for (const int32_t token : ends) {
-            changed_[token] = none;
-        }
-    }
-    for (const auto & word : bad_words) {
-        const size_t n = word.size() - 1;
-        if (tail_.size() >= n && std::equal(word.begin(), word.end() - 1, tail_.end() - (std::ptrdiff_t) n)) {
-            changed_[word.back()] = none;
-        }
-    }
-}
-
-int lp_sampler::raised(float * tokens, int n) const {
-    int n_found = 0;
-    for (const auto & [token, bias] : biases) {
-        if (bias > 0 && n_found < n) {
-            tokens[n_found++] = (float) token;
-        }
-    }
-    const bool raises = penalizes() && (repeat_ < 1.0f || frequency_ < 0.0f || presence_ < 0.0f);
-    for (auto it = counts_.begin(); raises && it != counts_.end() && n_found < n; ++it) {
-        tokens[n_found++] = (float) it->first;
-    }
-    return n_found;
-}
-
-bool lp_sampler::is_forbidden(int32_t token) {
-    const auto changed = changed_.find(token);
-    return (changed != changed_.end() && !std::isfinite(changed->second)) || !may(token) ||
-           (grammar && !allowed_by_grammar(token));
-}
-
-// Every finite logit that the masks allow: in a structured text they often allow few.
-void lp_sampler::collect_allowed(const float * logits) {
-    if (allowed.empty() && !mask) {
-        lp::all(logits, n_vocab, candidates_);
-        return;
-    }
-    candidates_.clear();
-    for (int32_t first = 0; first < n_vocab; first += 32) {
-        uint32_t bits = allowed.empty() ? ~0u : allowed[(size_t) first / 32];
-        bits &= mask ? mask[first / 32] : ~0u;
-        for (int32_t token = first; bits && token < n_vocab; token++, bits >>= 1) {
-            if (bits & 1 && std::isfinite(logits[token])) {
-                candidates_.push_back({ token, logits[token], 0.0f });
-            }
-        }
-    }
-}
-
-// Leaves what the grammar allows, lowered by DRY.
-void lp_sampler::check(std::vector<llama_token_data> & candidates) {
-    llama_token_data_array a = { candidates.data(), candidates.size(), -1, false };
-    for (llama_sampler * s : { grammar.get(), dry.get() }) {
-        if (s && a.size > 0) {
-            llama_sampler_apply(s, &a);
-        }
-    }
-    candidates.erase(std::remove_if(candidates.begin(), candidates.end(),
-                                    [](const llama_token_data & c) { return !std::isfinite(c.logit); }),
-                     candidates.end());
-}
-
-// The whole row with all changes; what is forbidden is minus infinity.
-const float * lp_sampler::change(const float * logits) {
-    if (changed_.empty() && !checks()) {
-        return logits;
-    }
-    row_.assign(logits, logits + n_vocab);
-    for (const auto & [token, logit] : changed_) {
-        row_[(size_t) token] = std::isfinite(logits[token]) ? logit : none;
-    }
-    const uint32_t * const masks[] = { allowed.empty() ? nullptr : allowed.data(), mask };
-    for (const uint32_t * bits : masks) {
-        for (int32_t token = 0; bits && token < n_vocab; token++) {
-            row_[(size_t) token] = has(bits, token) ? row_[(size_t) token] : none;
-        }
-    }
-    if (grammar || dry) {
-        lp::all(row_.data(), n_vocab, candidates_);
-        check(candidates_);
-        std::fill(row_.begin(), row_.end(), none);
-        for (const llama_token_data & c : candidates_) {
-            row_[(size_t) c.id] = c.logit;
-        }
-    }
-    return row_.data();
-}
-
-// Whether the stage behind the first top_k leaves only some of the `n` largest candidates, whatever the `n_missing` others are
-// that top_k would keep, none of which is above `bar`. With a margin, so that rounding cannot decide.
+// Whether the stage after the first top_k keeps only some of the `n` largest candidates, whatever the `n_missing` other logits
+// are that top_k would keep (none of which is above `bar`). With a margin, so that rounding cannot decide.
 bool lp_sampler::cuts_off(size_t n, size_t n_missing, float bar) {
     constexpr double margin = 1e-5;
     if (stages.size() < 2 || stages[0].kind != lp::Kind::top_k) {
@@ -278,7 +67,8 @@ bool lp_sampler::cuts_off(size_t n, size_t n_missing, float bar) {
     if (next.kind == lp::Kind::min_p) {
         return bar + margin * std::max(1.0, std::abs(top)) < top + std::log((double) next.value);
     }
-    // top_p keeps the fewest whose share is enough: of those that are known at least, of them and the others at most.
+    // top_p keeps the fewest candidates whose share suffices. The share lies between two bounds: of the known candidates only, and
+    // of these plus all missing ones at `bar`.
     const double most  = (double) n_missing * std::exp((double) bar - top);
     double       known = 0, sum = 0;
     for (size_t i = 0; i < n; i++) {
@@ -294,15 +84,15 @@ bool lp_sampler::cuts_off(size_t n, size_t n_missing, float bar) {
     return false;
 }
 
-// Fills candidates_ with the `n_wanted` largest changed logits (all that are allowed, if those are fewer), sorted, on ties
-// the lower ids first.
+// Fills candidates_ with the `n_wanted` largest changed logits (or all allowed ones, if those are fewer), sorted, on ties the
+// lower ids first.
 int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
     const float * const logits = row.all();
     const bool plain = changed_.empty() && !checks();
     size_t     n     = plain ? n_wanted : n_wanted + changed_.size() + 1 + (checks() ? 2 * n_wanted + 32 : 0);
     for (;;) {
         bool  whole = logits && n >= (size_t) n_vocab / 2;
-        float bar   = none;  // nothing that was left out was above it
+        float bar   = none;  // no token that was left out is above it
         if (!logits) {
             candidates_.clear();
             for (int i = 0; i < row.n(); i++) {
@@ -361,7 +151,7 @@ int lp_sampler::gather(const lp::Row & row, size_t n_wanted) {
         if (!logits) {
             return needs_full_row;
         }
-        // A mask that leaves few is looked up in the whole row at once; a grammar costs more for each token.
+        // A mask may leave few tokens, so the full row is looked up at once. A grammar costs more for each token.
         n = (mask || !allowed.empty()) && !grammar ? (size_t) n_vocab : n * 8;
     }
     if (candidates_.empty()) {
@@ -387,7 +177,7 @@ int lp_sampler::draw(const lp::Row & row, int32_t * token) {
         collect_changes(row, true);
     }
     int code = choose(row, token);
-    if (code == LP_ERROR_MASK && too_early) {  // a constraint allows nothing but the end
+    if (code == LP_ERROR_MASK && too_early) {  // a constraint allows only tokens that end the text
         collect_changes(row, false);
         code = choose(row, token);
     }
@@ -399,13 +189,13 @@ int lp_sampler::n_wanted() const {
         return 1;
     }
     const bool cuts = !stages.empty() && stages[0].kind == lp::Kind::top_k && stages[0].value < (float) n_vocab;
-    return cuts ? (int) stages[0].value : n_vocab;  // a larger one may be more than an int
+    return cuts ? (int) stages[0].value : n_vocab;  // a larger k may not fit an int
 }
 
 int lp_sampler::choose(const lp::Row & row, int32_t * token) {
     const float * const logits = row.all();
     const lp::StageInfo first  = stages.empty() ? lp::StageInfo{ lp::Kind::other, 0 } : stages[0];
-    bool                found  = true;  // what the first stage leaves
+    bool                found  = true;  // candidates_ holds the result of the first stage
     bool                sorted = true;
     const size_t        n_wanted = (size_t) this->n_wanted();
     if (logits && greedy_ && changed_.empty() && !checks()) {
@@ -432,7 +222,7 @@ int lp_sampler::choose(const lp::Row & row, int32_t * token) {
             return LP_ERROR_MASK;
         }
         const bool alone = !chain_ && (stages.empty() || first.kind == lp::Kind::temperature || first.kind == lp::Kind::top_k);
-        if (alone) {  // nothing is cut off
+        if (alone) {  // no token is cut off
             *token = lp::draw(changed, n_vocab, first.kind == lp::Kind::temperature ? first.value : 1.0f, peek());
             advance();
             return 0;
@@ -445,7 +235,7 @@ int lp_sampler::choose(const lp::Row & row, int32_t * token) {
         } else {
             lp::all(changed, n_vocab, candidates_);
             sorted = false;
-            found  = first.kind == lp::Kind::top_k;  // more than there are tokens: all of them
+            found  = first.kind == lp::Kind::top_k;  // k is at least n_vocab: it keeps all
         }
     }
     llama_token_data_array a = { candidates_.data(), candidates_.size(), -1, sorted };
@@ -463,7 +253,7 @@ int lp_sampler::choose(const lp::Row & row, int32_t * token) {
 }
 
 int32_t lp_sampler::pick(const llama_token_data_array & a) {
-    if (a.selected >= 0) {  // mirostat and adaptive-p choose themselves
+    if (a.selected >= 0) {  // mirostat and adaptive-p draw themselves
         return a.data[a.selected].id;
     }
     float top = none;
@@ -490,7 +280,7 @@ int32_t lp_sampler::pick(const llama_token_data_array & a) {
     return a.data[last].id;
 }
 
-// What the unchanged row says of the token that was drawn, and which tokens it holds most probable.
+// Records the drawn token's log-probability in the unchanged row, and the most probable tokens.
 int lp_sampler::note(const lp::Row & row, int32_t token) {
     float logit;
     if (!row.find(token, &logit) || (!row.all() && !row.is_exact(n_logprobs))) {

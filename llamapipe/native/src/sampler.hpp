@@ -1,15 +1,16 @@
 // One request's sampling: changes of logits, then truncation, then the final draw, which is ours.
 //
-//   changes      what is forbidden (biases of minus infinity, allowed tokens, bad words, a mask, a grammar), biases,
-//                penalties, DRY: all of it known for few tokens, or checked token by token
-//   truncation   top_k, top_p or min_p as the first stage are looked for in the row itself, without an array of all
-//                tokens; every other stage is llama.cpp's own sampler, over what is left
+//   changes      forbidden tokens (biases of minus infinity, allowed tokens, bad words, a mask, a grammar), biases,
+//                penalties and DRY. They concern few tokens, or are checked token by token.
+//   truncation   top_k, top_p or min_p as the first stage scan the row itself, without an array of all tokens. Every other
+//                stage is llama.cpp's own sampler, over the tokens that are left.
 //   draw         one uniform number in [0, 1) per token from the request's own generator
 //
-// Candidates: the largest raw logits are enough when, after all changes, as many of them as are wanted lie above the
-// smallest of them, because nothing else was raised; or fewer, if a top_p or min_p behind the top_k cuts the others off
-// whatever they are. Otherwise more are taken, up to the whole row. Where only candidates are on the host (a Row that is not
-// whole) the same rule says whether the rest must be fetched.
+// Only the top candidates by raw logit, plus the tokens whose logits were modified, are examined. This is exact as long as
+// the requested number of candidates, after all modifications, still ranks above the smallest unmodified one. It is also
+// exact with fewer candidates if the top_p or min_p that follows the top_k cuts off all others, whatever they are.
+// Otherwise more candidates are examined, up to the full row. With a partial row the same rule says whether the full row
+// must be fetched.
 #pragma once
 
 #include "native.h"
@@ -27,7 +28,7 @@ namespace lp {
 
 enum class Kind { none, top_k, top_p, min_p, temperature, other };  // in llama.cpp's order
 
-struct StageInfo {  // what was added to a chain, in its order
+struct StageInfo {  // a stage of the chain
     Kind  kind;
     float value;
 };
@@ -42,16 +43,15 @@ using SamplerPtr = std::unique_ptr<llama_sampler, SamplerFree>;
 struct lp_sampler {
     lp_sampler(const llama_vocab * vocab, uint64_t seed);
 
-    // Draws a token; does not accept it. 0, or LP_ERROR_LOGITS, LP_ERROR_MASK; `needs_full_row`, with nothing changed, where the
-    // whole row is needed.
+    // Draws a token; does not accept it. Returns 0, LP_ERROR_LOGITS, LP_ERROR_MASK, or `needs_full_row` with nothing changed.
     static constexpr int needs_full_row = 1;
     int draw(const lp::Row & row, int32_t * token);
 
-    void accept(int32_t token);     // of the sequence: for penalties, DRY and bad words
-    void accept_grammar(int32_t token);  // throws where the grammar does not go on with it, which is of no use then
-    void accepted(int32_t token);   // drawn: for both, and counted
-    void reset();                   // forgets what was accepted
-    // What the row says of a token, for those who want to know: 0, or `needs_full_row`.
+    void accept(int32_t token);          // a token of the sequence: for penalties, DRY and bad words
+    void accept_grammar(int32_t token);  // throws where the grammar does not allow it, and refuses everything from then on
+    void accepted(int32_t token);        // a drawn token: both of the above, and counts it
+    void reset();                        // forgets the accepted tokens
+    // Records log-probabilities of a token: 0, or `needs_full_row`.
     int note(const lp::Row & row, int32_t token);
 
     // The next number of the generator (splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
@@ -59,17 +59,20 @@ struct lp_sampler {
     double peek() const;
     void   advance() { state += 0x9e3779b97f4a7c15ull; }
 
-    void add(lp::Kind kind, float value, llama_sampler * stage);
+    // Takes a request's options; see lp_sampler_configure. Throws std::runtime_error.
+    void configure(const lp_sampling_options & options);
+    void add(lp::Kind kind, float value, llama_sampler * stage);  // takes ownership; throws if there is no stage
+    void clear_stages();
     bool greedy() const { return greedy_; }
-    // Whether this token must not be drawn next, found out for itself.
+    // Whether this one token must not be drawn next.
     bool is_forbidden(int32_t token);
     void set_penalties(int n, float repeat, float frequency, float presence);
-    // Whether the next draw is from the unchanged row, by stages alone.
+    // Whether the next draw uses the unchanged row and stages only.
     bool is_plain() const {
-        return !needs_row && !guided && biases.empty() && forbidden.empty() && bad_tokens.empty() && bad_words.empty() && !checks() &&
+        return !needs_row && !has_guide && biases.empty() && forbidden.empty() && bad_tokens.empty() && bad_words.empty() && !checks() &&
                !penalizes() && n_accepted_ >= min_tokens;
     }
-    void take(int32_t token) {  // drawn elsewhere with the number that was peeked at
+    void take(int32_t token) {  // drawn by the graph, with the uniform number that `peek` returned
         if (!greedy_) {
             advance();
         }
@@ -89,14 +92,14 @@ struct lp_sampler {
     std::vector<uint32_t>                allowed;       // a bit for each token; empty: all
     const uint32_t *                     mask = nullptr; // the same for the next draws; the caller's
     std::vector<std::vector<int32_t>>    bad_words;     // of at least two tokens
-    bool                                 needs_row = false;  // something outside looks at the row first
-    bool                                 guided    = false;  // there will be a mask when it is drawn from
+    bool                                 needs_row = false;  // a logits processor looks at the row first
+    bool                                 has_guide    = false;  // a mask will be set before the draw
     int                                  min_tokens = 0;
-    std::vector<int32_t>                 ends;          // forbidden until there are so many
+    std::vector<int32_t>                 ends;          // forbidden until min_tokens were drawn
     lp::SamplerPtr                       grammar, dry;
 
-    // of the row drawn from last, where asked for: log-probabilities of the unchanged row
-    int                           n_logprobs = -1;      // how many of the most probable; < 0: not asked for
+    // of the last draw, if asked for: log-probabilities in the unchanged row
+    int                           n_logprobs = -1;      // of that many most probable tokens, too; < 0: not asked for
     double                        log_sum_exp = 0;
     float                         logprob = 0;          // of the token drawn
     std::vector<llama_token_data> top;                  // p is the log-probability
@@ -104,14 +107,17 @@ struct lp_sampler {
     std::vector<lp::StageInfo> stages;
 
     bool penalizes() const { return last_n_ > 0 && (repeat_ != 1.0f || frequency_ != 0.0f || presence_ != 0.0f); }
-    // Tokens whose logits the changes may raise: at most `n` of them.
+    // Fills in at most `n` tokens whose logits the changes may raise; returns how many.
     int raised(float * tokens, int n) const;
-    // How many candidates the first stage wants; all if it needs the row.
+    // How many candidates the first stage needs; n_vocab if it needs the full row.
     int n_wanted() const;
 
 private:
     bool checks() const { return !allowed.empty() || mask || grammar || dry; }
-    bool may(int32_t token) const;
+    static bool has_bit(const uint32_t * bits, int32_t token) { return bits[token / 32] >> (token % 32) & 1; }
+    bool may(int32_t token) const {
+        return (allowed.empty() || has_bit(allowed.data(), token)) && (!mask || has_bit(mask, token));
+    }
     bool allowed_by_grammar(int32_t token) const;
     void collect_changes(const lp::Row & row, bool with_ends);
     int  choose(const lp::Row & row, int32_t * token);
@@ -124,13 +130,14 @@ private:
     bool  greedy_ = false, broken_ = false;
     int   last_n_ = 0;  // penalty window in tokens
     float repeat_ = 1.0f, frequency_ = 0.0f, presence_ = 0.0f;
-    lp::SamplerPtr                       first_;      // the first stage, where it was not looked for in the row
-    lp::SamplerPtr                       chain_;      // of what comes after it
-    std::deque<int32_t>                  window_;     // the last accepted tokens that penalties look at, oldest first
-    std::deque<int32_t>                  tail_;       // as many as the longest bad word has before its last
+    std::string                          grammar_text_;
+    lp::SamplerPtr                       first_;      // the first stage, unless a scan of the row replaces it
+    lp::SamplerPtr                       chain_;      // the stages after it
+    std::deque<int32_t>                  window_;     // the last accepted tokens, for penalties, oldest first
+    std::deque<int32_t>                  tail_;       // the last accepted tokens, for bad words
     std::unordered_map<int32_t, int>     counts_;     // of the tokens in the window
     int                                  n_accepted_ = 0;
-    std::unordered_map<int32_t, float>   changed_;    // logits that are not those of the row; minus infinity: forbidden
+    std::unordered_map<int32_t, float>   changed_;    // logits that differ from the row's; minus infinity: forbidden
     std::vector<llama_token_data>        candidates_;
     std::vector<float>                   row_;        // the changed copy
     std::vector<double>                  weights_;

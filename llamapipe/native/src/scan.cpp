@@ -1,4 +1,4 @@
-// Scans of a logits row: argmax, top-K and sums without an array of all candidates.
+// Scans of a logits row: argmax, top-k and sums without an array of all candidates.
 #include "scan.hpp"
 
 #include <algorithm>
@@ -6,8 +6,8 @@
 #include <limits>
 #include <numeric>
 
-// Where the compiler can, versions for wider instructions are compiled too and one is chosen when the module is loaded, so
-// that a build for any machine of the architecture is not slow on this one.
+// Where the compiler can, it also compiles versions for wider instructions, and one is chosen when the module is loaded. So a
+// build for every machine of an architecture is not slow on a newer one.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define LP_WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -18,13 +18,13 @@
 
 namespace {
 
-// Sixteen values at a time, with the compiler's vector types: it turns them into the instructions there are.
+// Sixteen values at a time, in the compiler's vector types, which it maps to the available instructions.
 constexpr int lanes = 16;
 typedef float   Floats __attribute__((vector_size(4 * lanes)));
 typedef float   Loose __attribute__((vector_size(4 * lanes), aligned(4)));  // anywhere in memory
 typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
 
-constexpr int   block = 32;  // looked through value by value when it holds a candidate
+constexpr int   block = 32;  // searched value by value if it holds a candidate
 constexpr float none  = -std::numeric_limits<float>::infinity();
 
 #define LP_INLINE __attribute__((always_inline)) inline
@@ -82,7 +82,7 @@ LP_WIDE void block_maxima(const float * row, int n, int size, float * maxima) {
     }
 }
 
-// exp(x) for x <= 0, to about 1e-7 of it; 0 for what is no number and below where float32 has no normal numbers.
+// exp(x) for x <= 0, with a relative error of about 1e-7; 0 for NaN and for results below float32's normal numbers.
 // Cody and Waite's reduction by ln 2 in two parts, then the series of the exponential function.
 LP_INLINE Floats exp_of(const Floats & x) {
     const Floats least   = Floats{} - 87.0f;
@@ -108,8 +108,8 @@ float exp_of_one(float x) {
 
 constexpr int run = 16 * lanes;
 
-// Sums of exp((row[i] - top) * scale), one for each run and one for the rest. Sixteen numbers are added up in float32,
-// which keeps seven digits; all beyond in float64.
+// Sums of exp((row[i] - top) * scale), one for each run and one for the rest. Sixteen numbers at a time are added in float32,
+// which keeps seven digits; their sums in float64.
 LP_WIDE void sums_of_exp(const float * row, int n, float top, float scale, double * sums) {
     int i = 0;
     for (; i + run <= n; i += run) {
@@ -134,7 +134,7 @@ LP_WIDE void sums_of_exp(const float * row, int n, float top, float scale, doubl
 // The largest finite value, minus infinity if there is none.
 float largest_finite(const float * row, int n) {
     float top = largest(row, n);
-    if (top == -none) {  // damaged: only what is finite counts, as for every other way of choosing
+    if (top == -none) {  // a damaged row: only finite logits count, here as everywhere
         top = none;
         for (int i = 0; i < n; i++) {
             top = std::isfinite(row[i]) && row[i] > top ? row[i] : top;
@@ -143,7 +143,7 @@ float largest_finite(const float * row, int n) {
     return top;
 }
 
-// sums_of_exp of a row in which only what is finite counts.
+// sums_of_exp of the finite values of a row.
 std::vector<double> & run_sums(const float * row, int n, float top, float scale) {
     thread_local std::vector<double> sums;
     thread_local std::vector<float>  clean;
@@ -159,7 +159,7 @@ std::vector<double> & run_sums(const float * row, int n, float top, float scale)
     return sums;
 }
 
-// The first block from i on with a value above the bar; the last, shorter block is never looked into: its start, or n.
+// The start of the first block from i on with a value above the bar. The last, shorter block is not searched: its start, or n.
 LP_WIDE int next_above(const float * row, int i, int n, float bar) {
     for (; i + block <= n; i += block) {
         int any = 0;
@@ -201,8 +201,8 @@ LP_WIDE int count_from(const float * values, int n, float bar) {
     return count;
 }
 
-// A bar that at least k of the values reach, and not many more where they differ: found by halving what it may be.
-// Minus infinity when fewer are finite.
+// A bar that at least k of the values reach, and not many more where they differ; found by bisection. Minus infinity when
+// fewer are finite.
 float reached_by(const float * values, int n, int k) {
     float low = std::numeric_limits<float>::infinity(), high = none;
     for (int i = 0; i < n; i++) {
@@ -246,7 +246,7 @@ int32_t lp::argmax(const float * logits, int n) {
 }
 
 void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data> & out) {
-    // A bar that at least k of the blocks' maxima reach, and so as many values; most blocks do not.
+    // A bar that at least k of the blocks' maxima reach, and so at least k values. Most blocks do not reach it.
     out.clear();
     int size = max_block;
     while (size > min_block && n / size < 8 * k) {
@@ -258,7 +258,7 @@ void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data>
         maxima.resize((size_t) ((n + size - 1) / size));
         block_maxima(logits, n, size, maxima.data());
         for (size_t b = 0; b < maxima.size(); b++) {
-            if (maxima[b] == -none) {  // damaged: only what is finite counts
+            if (maxima[b] == -none) {  // a damaged row: only finite logits count
                 const int first = (int) b * size;
                 maxima[b]       = largest_finite(logits + first, std::min(size, n - first));
             }
@@ -272,7 +272,7 @@ void lp::top_k(const float * logits, int n, int k, std::vector<llama_token_data>
     } else {
         collect(logits, 0, n, none, out);
     }
-    // Later ids come behind equal earlier ones, so that the lowest ids are kept on ties.
+    // Later ids come after equal earlier ones, so that the lowest ids are kept on ties.
     if (out.size() > (size_t) k) {
         std::nth_element(out.begin(), out.begin() + (k - 1), out.end(), better);
         out.resize((size_t) k);
@@ -320,13 +320,13 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
     if (top == none) {
         return;
     }
-    // Which logits are needed is found in a histogram of the probabilities, so that no others are sorted.
+    // A histogram of the probabilities tells which logits are needed, so that no others are sorted.
     constexpr int   n_bins = 512;
-    constexpr float depth  = 32.0f;  // below the largest by more: the last bin
+    constexpr float depth  = 32.0f;  // logits further below the largest are in the last bin
     double          mass[n_bins] = {};
     for (int i = 0; i < n; i++) {
         if (logits[i] > top - depth && logits[i] <= top) {
-            const int below = (int) ((top - logits[i]) * (n_bins / depth));  // which may round up to the depth
+            const int below = (int) ((top - logits[i]) * (n_bins / depth));  // may round up to the depth
             mass[std::min(below, n_bins - 1)] += (double) exp_of_one(logits[i] - top);
         }
     }
@@ -336,7 +336,7 @@ void lp::nucleus(const float * logits, int n, float p, std::vector<llama_token_d
     while (bin < n_bins && sum < wanted) {
         sum += mass[bin++];
     }
-    // A bin more, for rounding; all of the row where the histogram ends.
+    // One more bin, for rounding; the full row where the histogram ends.
     const float bar = bin < n_bins ? top - (float) (bin + 1) * (depth / n_bins) : none;
     collect(logits, 0, n, bar, out);
     std::sort(out.begin(), out.end(), better);

@@ -99,7 +99,6 @@ enum lp_mode {
 // Stages of a step in the trace.
 enum lp_stage { LP_STAGE_LAUNCH, LP_STAGE_COMPUTE, LP_STAGE_COPY, LP_STAGE_WAIT, LP_STAGE_SAMPLE, LP_STAGE_MEMORY };
 
-typedef struct lp_sampler lp_sampler;
 typedef struct lp_pipeline lp_pipeline;
 typedef struct lp_step lp_step;
 typedef struct {

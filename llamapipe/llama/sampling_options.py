@@ -1,0 +1,149 @@
+"""All options of a request's sampling, as the struct that native code reads."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from llamapipe.errors import EngineClosedError
+from llamapipe.llama.vocab import Vocab
+from llamapipe.native.load import last_error, native
+
+
+class Dry:
+    """The DRY sampler's options with its sequence breakers looked up in a vocabulary, which takes a while.
+
+    ``multiplier * base ** (length - allowed_length)`` is taken from the logit of a token that would lengthen a
+    repetition of the last ``last_n`` tokens to ``length``; repetitions end at ``breakers``. Freed with its last
+    reference, or by ``close``; the vocabulary's model may be closed before.
+    """
+
+    def __init__(
+        self,
+        vocab: Vocab,
+        multiplier: float,
+        base: float,
+        allowed_length: int,
+        last_n: int,
+        breakers: Sequence[str],
+    ) -> None:
+        lib, ffi = native().lib, native().ffi
+        texts = [ffi.new("char[]", text.encode()) for text in breakers]
+        handle = lib.lp_dry_new(
+            vocab.handle,
+            multiplier,
+            base,
+            allowed_length,
+            last_n,
+            len(texts),
+            ffi.new("const char *[]", texts),
+        )
+        if handle == ffi.NULL:
+            raise MemoryError(last_error(native()))
+        self._handle = handle
+        # Shared by the chains of many requests, so it is freed with the last object that may make one.
+        self._free = weakref.finalize(self, lib.lp_dry_free, handle)
+
+    @property
+    def handle(self) -> Any:
+        """The native ``lp_dry *``. Raises EngineClosedError when closed."""
+        if not self._free.alive:
+            raise EngineClosedError("these options of DRY are closed; make others")
+        return self._handle
+
+    def close(self) -> None:
+        """Frees the native memory; a second call does nothing. Chains made with it have their own."""
+        self._free()
+
+
+class SamplingOptions:
+    """A native ``lp_sampling_options`` and the memory that it points to. Nothing is checked here.
+
+    ``struct``: the native pointer. Fields have the names of SamplingParams; ``native/cdef/30_sampling.h`` says what
+    each means. One object may serve any number of chains.
+    """
+
+    def __init__(self) -> None:
+        module = native()
+        self._ffi, self._lib = module.ffi, module.lib
+        self._kept: dict[str, Any] = {}  # arrays and texts, by field
+        self.struct = self._ffi.new("lp_sampling_options *", self._lib.lp_sampling_default_options())
+
+    def copy(self) -> SamplingOptions:
+        """Another one with the same values."""
+        other = SamplingOptions()
+        other.struct[0] = self.struct[0]
+        other._kept = dict(self._kept)
+        return other
+
+    def set_named(self, params: object) -> None:
+        """Takes every number that ``params`` has under the name of a field."""
+        for name in _numbers(self._ffi):
+            if hasattr(params, name):
+                setattr(self.struct, name, getattr(params, name))
+
+    def set_order(self, names: Iterable[str]) -> None:
+        """The samplers that are applied, in this order: names of ``SAMPLER_ORDER``."""
+        order = [getattr(self._lib, f"LP_SAMPLER_{name.upper()}") for name in names]
+        self.struct.order[0 : len(order)] = order
+        self.struct.n_order = len(order)
+
+    @property
+    def order(self) -> list[int]:
+        """The samplers that are applied, as constants of ``lp_sampler_name``."""
+        return list(self.struct.order[0 : self.struct.n_order])
+
+    def put(self, sampler: int, at_front: bool = False) -> None:
+        """Adds a sampler to the order, unless it is there."""
+        order = self.order
+        if sampler not in order:
+            order.insert(0 if at_front else len(order), sampler)
+            self.struct.order[0 : len(order)] = order
+            self.struct.n_order = len(order)
+
+    def set_bias(self, bias: Mapping[int, float]) -> None:
+        """Numbers to add to logits; minus infinity forbids a token."""
+        self._set_array("bias_tokens", "int32_t[]", list(bias))
+        self._set_array("biases", "float[]", list(bias.values()))
+        self.struct.n_biases = len(bias)
+
+    def set_allowed(self, tokens: Sequence[int] | None) -> None:
+        """The only tokens that may be drawn; None allows all."""
+        self._set_array("allowed", "int32_t[]", tokens)
+        self.struct.n_allowed = 0 if tokens is None else len(tokens)
+
+    def set_bad_words(self, words: Sequence[Sequence[int]]) -> None:
+        """Sequences of tokens whose last one is not drawn after the others."""
+        tokens: list[int] = []
+        ends = []
+        for word in words:
+            tokens += word
+            ends.append(len(tokens))
+        self._set_array("bad_word_tokens", "int32_t[]", tokens)
+        self._set_array("bad_word_ends", "int32_t[]", ends)
+        self.struct.n_bad_words = len(ends)
+
+    def set_min_tokens(self, n: int, ends: Sequence[int]) -> None:
+        """Draws none of ``ends`` before ``n`` tokens were drawn."""
+        self._set_array("end_tokens", "int32_t[]", ends)
+        self.struct.min_tokens, self.struct.n_end_tokens = n, len(ends)
+
+    def set_grammar(self, text: str, root: str = "root") -> None:
+        """A grammar in llama.cpp's GBNF."""
+        self._set_array("grammar", "char[]", text.encode())
+        self._set_array("grammar_root", "char[]", root.encode())
+
+    def set_dry(self, dry: Dry | None) -> None:
+        """DRY's options; None leaves a chain those it has. The caller keeps ``dry`` until chains are made."""
+        self.struct.dry = self._ffi.NULL if dry is None else dry.handle
+
+    def _set_array(self, name: str, kind: str, values: Any) -> None:
+        self._kept[name] = self._ffi.NULL if values is None else self._ffi.new(kind, values)
+        setattr(self.struct, name, self._kept[name])
+
+
+def _numbers(ffi: Any) -> list[str]:
+    """The fields that are numbers of their own, not the length of an array."""
+    fields = ffi.typeof("lp_sampling_options").fields
+    return [name for name, field in fields if field.type.kind == "primitive" and not name.startswith("n_")]

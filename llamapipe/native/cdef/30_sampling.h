@@ -1,0 +1,78 @@
+// Sampling: a request's options and its sampler, as cffi reads them and src/native.h includes them.
+//
+// To add a sampler: give it a name and its options here, make its stage in src/sampler_options.cpp, and give SamplingParams
+// the same options in engine/params.py. Nothing else names it.
+
+// Samplers that a request's order may name. Python: SAMPLER_ORDER, in lower case and without the prefix.
+enum lp_sampler_name {
+    LP_SAMPLER_PENALTIES,
+    LP_SAMPLER_DRY,
+    LP_SAMPLER_TOP_N_SIGMA,
+    LP_SAMPLER_TOP_K,
+    LP_SAMPLER_TYPICAL_P,
+    LP_SAMPLER_TOP_P,
+    LP_SAMPLER_MIN_P,
+    LP_SAMPLER_XTC,
+    LP_SAMPLER_TEMPERATURE,
+    LP_SAMPLER_INFILL
+};
+#define LP_MAX_SAMPLERS 16
+
+typedef struct lp_dry lp_dry;  // DRY's options with its sequence breakers looked up in a vocabulary, to be cloned
+lp_dry * lp_dry_new(const struct llama_vocab * vocab, float multiplier, float base, int allowed_length, int last_n,
+                    int n_breakers, const char ** breakers);
+void lp_dry_free(lp_dry * dry);
+
+// All options of a request. A field has the name, the meaning and the neutral value of the option of SamplingParams.
+typedef struct {
+    // ---- which tokens may be drawn, before any sampler
+    int             n_biases;
+    const int32_t * bias_tokens;
+    const float *   biases;                   // minus infinity forbids a token
+    int             n_allowed;
+    const int32_t * allowed;                  // NULL: every token
+    int             n_bad_words;
+    const int32_t * bad_word_tokens;          // of all bad words, one after another
+    const int32_t * bad_word_ends;            // where each of them ends
+    int             min_tokens, n_end_tokens;
+    const int32_t * end_tokens;               // forbidden until min_tokens were drawn
+    const char *    grammar;                  // GBNF; NULL: none
+    const char *    grammar_root;
+    bool            needs_row, has_guide;     // Python looks at each row first; Python sets a mask before each draw
+
+    // ---- samplers, in the order they are applied
+    int             n_order;
+    int             order[LP_MAX_SAMPLERS];   // of lp_sampler_name
+    int             repeat_last_n;
+    float           repeat_penalty, frequency_penalty, presence_penalty;
+    const lp_dry *  dry;                      // NULL: as it was
+    float           top_n_sigma;
+    int             top_k;
+    float           typical_p, top_p, min_p;
+    float           xtc_probability, xtc_threshold;
+    float           temperature, dynatemp_range, dynatemp_exponent;  // a temperature of 0 (or below 1e-6) is greedy
+    bool            infill;
+    int             mirostat;                 // 1 or 2 replaces all samplers but penalties, DRY and temperature
+    float           mirostat_tau, mirostat_eta;
+    float           adaptive_target, adaptive_decay;
+
+    int             n_logprobs;               // of the n most probable tokens, too; -1: none at all
+} lp_sampling_options;
+
+lp_sampling_options lp_sampling_default_options(void);  // no sampler; every option neutral
+
+typedef struct lp_sampler lp_sampler;
+lp_sampler * lp_sampler_new(const struct llama_vocab * vocab, uint64_t seed, const lp_sampling_options * options);
+void lp_sampler_free(lp_sampler * s);
+// Takes other options. Keeps the generator's state and the accepted tokens; samplers with a state of their own start anew.
+// On an error nothing is changed.
+int  lp_sampler_configure(lp_sampler * s, const lp_sampling_options * options);
+int  lp_sampler_set_mask(lp_sampler * s, const uint32_t * mask);  // a bit for each token, kept by the caller; NULL: none
+int  lp_sampler_accept(lp_sampler * s, int n, const int32_t * tokens);          // tokens of the sequence
+int  lp_sampler_accept_grammar(lp_sampler * s, int n, const int32_t * tokens);  // generated ones; refuses what it forbids
+int  lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens);    // both, and counts them
+int  lp_sampler_reset(lp_sampler * s);  // forgets the accepted tokens; the generator continues from where it is
+int  lp_sampler_draw(lp_sampler * s, const float * logits, int32_t * token);    // 0, LP_ERROR_LOGITS or LP_ERROR_MASK
+// Records log-probabilities for lp_sampler_logprobs where the token was drawn from a changed row.
+int  lp_sampler_note(lp_sampler * s, const float * logits, int32_t token);
+int  lp_sampler_logprobs(const lp_sampler * s, int n_max, float * logprob, int32_t * ids, float * logprobs);  // of the last draw: n

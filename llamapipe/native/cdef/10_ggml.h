@@ -1,4 +1,4 @@
-// From ggml.h and ggml-backend.h: only what is called.
+// From ggml.h and ggml-backend.h: the declarations that Python uses.
 enum ggml_log_level { GGML_LOG_LEVEL_NONE, GGML_LOG_LEVEL_DEBUG, GGML_LOG_LEVEL_INFO, GGML_LOG_LEVEL_WARN,
                       GGML_LOG_LEVEL_ERROR, GGML_LOG_LEVEL_CONT, ... };
 enum ggml_type { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1,

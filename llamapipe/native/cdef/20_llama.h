@@ -1,4 +1,4 @@
-// From llama.h: only what is called, and only what cannot throw; the rest goes through native.h.
+// From llama.h: the declarations that Python uses. Functions that may throw are called through llamapipe's own entries.
 typedef int32_t llama_pos;
 typedef int32_t llama_token;
 typedef int32_t llama_seq_id;

@@ -40,7 +40,7 @@ void         lp_context_free(lp_context * context);  // in any order with its pi
 struct llama_context * lp_context_llama(const lp_context * context);
 bool         lp_context_has_ring(const lp_context * context);
 bool         lp_context_ring_in_host_memory(const lp_context * context);
-const char * lp_context_staging_problem(const lp_context * context);  // why there is no ring; NULL if there is, or none was wanted
+const char * lp_context_staging_problem(const lp_context * context);  // why there is no ring; NULL if one was not wanted
 const char * lp_context_sampler_problem(const lp_context * context);  // why the graph does not sample; NULL if it does
 // The compute threads sleep until the next graph. Not while one is computed.
 void         lp_context_rest(lp_context * context);

@@ -1,4 +1,4 @@
-// The catch-all around every entry: llama.cpp throws in places, and an exception through a C frame ends the process.
+// The catch-all around every C entry: llama.cpp may throw, and an exception that leaves a C frame aborts the process.
 #pragma once
 
 #include "native.h"

@@ -67,7 +67,7 @@ public:
     void        stop_copies() { copier_.reset(); }
     bool        has_copier() const { return copier_ != nullptr; }
 
-    // What the graph found, where it sampled. A row's candidates, or what is known of its targets: false if not enough.
+    // With graph sampling: a row's candidates and targets, if any of them came to the host.
     bool partial_row(const Step & step, int entry, Row * row) const;
 
 private:

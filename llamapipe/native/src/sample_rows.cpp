@@ -61,7 +61,9 @@ int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, const Rows &
             return LP_ERROR;
         }
         if (code != 0) {
-            tokens[i] = code == LP_ERROR_LOGITS ? LP_NO_FINITE_LOGIT : code == LP_ERROR_MASK ? LP_NO_ALLOWED_TOKEN : LP_SAMPLER_FAILED;
+            tokens[i] = code == LP_ERROR_LOGITS ? LP_NO_FINITE_LOGIT
+                        : code == LP_ERROR_MASK ? LP_NO_ALLOWED_TOKEN
+                                                : LP_SAMPLER_FAILED;
             n_failed++;
         }
     }

@@ -67,8 +67,8 @@ bool lp_sampler::cuts_off(size_t n, size_t n_missing, float bar) {
     if (next.kind == lp::Kind::min_p) {
         return bar + margin * std::max(1.0, std::abs(top)) < top + std::log((double) next.value);
     }
-    // top_p keeps the fewest candidates whose share suffices. The share lies between two bounds: of the known candidates only, and
-    // of these plus all missing ones at `bar`.
+    // top_p keeps the fewest candidates whose share suffices. The share lies between two bounds: of the known candidates only,
+    // and of these plus all missing ones at `bar`.
     const double most  = (double) n_missing * std::exp((double) bar - top);
     double       known = 0, sum = 0;
     for (size_t i = 0; i < n; i++) {

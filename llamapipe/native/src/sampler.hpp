@@ -69,8 +69,8 @@ struct lp_sampler {
     void set_penalties(int n, float repeat, float frequency, float presence);
     // Whether the next draw uses the unchanged row and stages only.
     bool is_plain() const {
-        return !needs_row && !has_guide && biases.empty() && forbidden.empty() && bad_tokens.empty() && bad_words.empty() && !checks() &&
-               !penalizes() && n_accepted_ >= min_tokens;
+        return !needs_row && !has_guide && biases.empty() && forbidden.empty() && bad_tokens.empty() && bad_words.empty() &&
+               !checks() && !penalizes() && n_accepted_ >= min_tokens;
     }
     void take(int32_t token) {  // drawn by the graph, with the uniform number that `peek` returned
         if (!greedy_) {

@@ -61,7 +61,7 @@ private:
     void separate(size_t seq_id);
 
     llama_context * const          ctx_;
-    bool                           copy_replaces_;  // a copied sequence takes the place of what was there
+    bool                           copy_replaces_;  // a copy replaces the positions of its destination
     std::vector<PositionRanges>    ranges_;         // by sequence
     std::vector<std::vector<char>> shares_;         // which sequences may have cells in common
 };

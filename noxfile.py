@@ -62,6 +62,14 @@ def lm_eval(session: nox.Session) -> None:
 
 
 @nox.session
+def examples(session: nox.Session) -> None:
+    """Install the package and run the programs in examples/, then check their types with mypy and pyright."""
+    session.install(*nox.project.dependency_groups(GROUPS, "examples"))
+    _install(session)
+    _pytest(session, default=["tests/examples"])
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, by ruff."""
     session.install(*nox.project.dependency_groups(GROUPS, "lint"))

@@ -116,13 +116,13 @@ def engine(model: lp.Model, args: argparse.Namespace) -> int:
                     if i:  # the first one warms up
                         times[choice].append((perf_counter() - began) / (e.stats().steps - steps) * 1e6)
             us = {choice: median(values) for choice, values in times.items()}
-            share = engines["on"].stats().n_graph_sampled / engines["on"].stats().n_tokens_generated
+            share = engines["on"].stats().n_graph_sampled / engines["on"].stats().n_completion_tokens
             print(f"engine, {n:3} requests: {us['on']:9.1f} us a step in the graph ({share:.0%} of the tokens), "
                   f"{us['off']:9.1f} us outside")  # fmt: skip
             for choice, e in engines.items():
                 stats = e.stats()
                 print(
-                    f"    {choice}: {stats.n_copied_bytes / stats.n_tokens_generated:.0f} bytes a token to the host"
+                    f"    {choice}: {stats.n_copied_bytes / stats.n_completion_tokens:.0f} bytes a token to the host"
                 )
     return 0
 

@@ -4,7 +4,17 @@ from llamapipe import errors
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import Completion, Delta, EngineStats, Score, Timings, Token, TokenLogprob
+from llamapipe.engine.results import (
+    Choice,
+    Completion,
+    Delta,
+    EngineStats,
+    Score,
+    Timings,
+    Token,
+    TokenLogprob,
+    TopLogprob,
+)
 from llamapipe.engine.stream import AsyncStream, Stream
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.devices import Device, devices
@@ -19,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncStream",
     "Batch",
+    "Choice",
     "Completion",
     "Delta",
     "Device",
@@ -36,9 +47,15 @@ __all__ = [
     "Timings",
     "Token",
     "TokenLogprob",
+    "TopLogprob",
     "Trace",
     "__version__",
     "demo_model_path",
     "devices",
     "errors",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion in an editor or notebook."""
+    return list(__all__)

@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
             seconds = time.perf_counter() - loaded
             stats = engine.stats()
             print(
-                f"{stats.n_tokens_prompt} prompt tokens, {stats.n_tokens_generated} generated in {seconds:.2f} s: "
-                f"{stats.n_tokens_generated / seconds:.0f} tokens/s, {stats.steps} steps; "
+                f"{stats.n_prompt_tokens} prompt tokens, {stats.n_completion_tokens} generated in {seconds:.2f} s: "
+                f"{stats.n_completion_tokens / seconds:.0f} tokens/s, {stats.steps} steps; "
                 f"loaded in {loaded - start:.2f} s",
                 file=sys.stderr,
             )
@@ -203,7 +203,7 @@ def _record(index: int, prompt: str, out: lp.Completion) -> dict[str, Any]:
         "prompt": prompt,
         "text": out.text,
         "finish_reason": out.finish_reason,
-        "n_tokens_prompt": out.prompt_tokens,
-        "n_tokens": len(out.token_ids),
+        "n_prompt_tokens": out.n_prompt_tokens,
+        "n_completion_tokens": out.n_completion_tokens,
         "seed": out.seed,
     }

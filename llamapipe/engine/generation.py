@@ -18,9 +18,11 @@ from llamapipe.errors import InvalidRequestError
 class Generation:
     """A sequence that is continued by ``next``; nothing is computed ahead of a call.
 
-    For one thread at a time, except ``cancel``. Between calls the sequence keeps its slot and cells until somebody
-    else needs them; then it computes its tokens again when it goes on. Close it, or use ``with``, when done.
+    For one thread at a time, except ``cancel``. Between calls the sequence keeps its slot and cells until another
+    request needs them; its tokens are then computed again when it continues. Close it, or use ``with``, when done.
     """
+
+    engine: object = None  # kept alive by its generations
 
     def __init__(
         self, engine_thread: EngineThread, request: Request, mailbox: ThreadMailbox, n_vocab: int, n_ctx: int

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen and when it ends."""
+"""Options of a request: how its tokens are sampled and when it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INT32_MAX = 2**31 - 1
 
 LogitsProcessor = Callable[["npt.NDArray[np.float32]"], object]
 
-# llama.cpp's default order. "infill" happens only where it is asked for.
+# llama.cpp's default order. "infill" is applied only if params ask for it.
 SAMPLER_ORDER = (
     "penalties",
     "dry",
@@ -51,36 +51,38 @@ CONSTRAINTS = ("grammar", "json_schema", "regex", "lark")
 class SamplingParams:
     """Options of one request; frozen, usable for any number of requests and threads.
 
-    What may not be drawn is decided first, then ``logit_bias`` is added, then the samplers of ``sampler_order`` follow,
-    which by default is llama.cpp's order. Sampler names, meanings and defaults are llama.cpp's.
+    Forbidden tokens are masked first, then ``logit_bias`` is added, then the samplers of ``sampler_order`` run, by
+    default in llama.cpp's order. Sampler names, meanings and defaults are llama.cpp's.
 
-    - ``max_tokens``: most generated tokens; None: until end of generation or of the context. ``min_tokens``: so many
-      are generated before one that ends it, unless a constraint below allows nothing else.
-    - ``temperature``: 0 takes the most probable token, on ties the lowest id, and cuts nothing off before.
-      ``dynatemp_range``, ``dynatemp_exponent``: a temperature that follows the entropy, by so much at most.
-    - ``top_k`` (0: all), ``top_p``, ``min_p``, ``typical_p``, ``top_n_sigma`` (0 or less: off) and ``xtc_probability``
-      with ``xtc_threshold`` cut candidates off.
-    - ``repeat_penalty``, ``presence_penalty``, ``frequency_penalty`` look at the last ``repeat_last_n`` tokens, the
-      prompt's included (-1: all of them, 0: none).
+    - ``max_tokens``: most generated tokens; None: until end of generation or of the context. ``min_tokens``:
+      end-of-generation and stop tokens are masked until this many tokens have been generated, unless a constraint
+      leaves no other token.
+    - ``temperature``: 0 takes the most probable token, on ties the lowest id, and applies no truncation.
+      ``dynatemp_range``, ``dynatemp_exponent``: vary the temperature by up to this range with the entropy.
+    - ``top_k`` (0 or -1: all), ``top_p``, ``min_p``, ``typical_p``, ``top_n_sigma`` (0 or less: off) and
+      ``xtc_probability`` with ``xtc_threshold`` remove candidates.
+    - ``repeat_penalty``, ``presence_penalty``, ``frequency_penalty`` look at the last ``repeat_last_n`` tokens,
+      including the prompt's (-1: all of them, 0: none).
     - ``dry_multiplier`` (0: off), ``dry_base``, ``dry_allowed_length``, ``dry_penalty_last_n`` (-1: all) and
-      ``dry_sequence_breakers``: lowers what would lengthen a repetition.
-    - ``mirostat``: 1 or 2 with ``mirostat_tau`` and ``mirostat_eta`` take the place of everything that cuts off.
-      ``adaptive_target`` (below 0: off) with ``adaptive_decay`` choose at the end. ``infill``: for filling in the
+      ``dry_sequence_breakers``: lower the logits of tokens that would continue a repetition.
+    - ``mirostat``: 1 or 2, with ``mirostat_tau`` and ``mirostat_eta``, replaces all samplers that remove candidates.
+      ``adaptive_target`` (below 0: off) with ``adaptive_decay`` samples at the end. ``infill``: for filling in the
       middle.
-    - ``sampler_order``: names of ``SAMPLER_ORDER`` in the order they shall have; what is left out does not happen.
-    - ``logit_bias``: token id to a number added to its logit; ``float("-inf")`` forbids it, else at
-      most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are not generated, as they are
-      tokenized alone and after a space.
-    - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, on the engine's thread; one
+    - ``sampler_order``: the samplers to apply, names of ``SAMPLER_ORDER``, in this order; samplers not listed are
+      skipped.
+    - ``logit_bias``: maps token ids to numbers added to their logits; ``float("-inf")`` forbids a token, other numbers
+      are at most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are not generated, as they
+      are tokenized alone and after a space.
+    - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, on the engine thread; one
       that raises fails its own request.
-    - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict or JSON text), ``regex`` and ``lark`` (these
-      need the extra ``structured``): what the text has to be.
-    - ``logprobs``: natural logarithms of the model's own probabilities, before any of the above, of each generated
-      token and of the ``k`` most probable ones; ``prompt_logprobs``: the same for the prompt's tokens.
-    - ``n``: completions of each prompt, which is computed once for those that run together.
-    - ``seed``: 0 to 2**64 - 1; None draws one, told in ``Completion.seed``. The i-th of ``n`` has ``seed + i``.
-    - ``stop``: strings that end the text before them; ``stop_token_ids``: tokens that end it.
-    - ``ignore_eos``: never choose a token that ends generation.
+    - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict or JSON text), ``regex`` and ``lark`` (with the
+      extra ``structured``): a format that the text must have.
+    - ``logprobs=k``: natural logarithms of the model's own probabilities, before any of the above, of each generated
+      token and of the ``k`` most probable ones; ``prompt_logprobs=k``: the same for the prompt's tokens.
+    - ``n``: choices for each prompt, which is computed once for those that run together.
+    - ``seed``: 0 to 2**64 - 1; None or -1: a random one, reported in ``Choice.seed``. The i-th choice has ``seed + i``.
+    - ``stop``: a string, or several, that end the text before them; ``stop_token_ids``: tokens that end it.
+    - ``ignore_eos``: never sample a token that ends generation.
 
     Raises ValueError or TypeError naming the field.
     """
@@ -97,19 +99,19 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: str | None = None
-    json_schema: Mapping[str, Any] | str | bool | None = None
+    json_schema: Mapping[str, object] | str | bool | None = None
     regex: str | None = None
     lark: str | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
+    bad_words: str | Sequence[str] | None = ()
     logits_processors: Sequence[LogitsProcessor] = ()
     sampler_order: Sequence[str] | None = None
     dynatemp_range: float = 0.0
@@ -131,9 +133,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._int("max_tokens", 1, _INT32_MAX, optional=True)
-        self._int("top_k", 0, _INT32_MAX)
+        self._int("top_k", -1, _INT32_MAX)
+        self._set("top_k", max(self.top_k, 0))
         self._int("repeat_last_n", -1, _INT32_MAX)
-        self._int("seed", 0, 2**64 - 1, optional=True)
+        self._int("seed", -1, 2**64 - 1, optional=True)
+        self._set("seed", None if self.seed == -1 else self.seed)
         self._float("temperature", 0.0, 1e6)
         self._float("top_p", 0.0, 1.0)
         self._float("min_p", 0.0, 1.0)
@@ -175,12 +179,15 @@ class SamplingParams:
             allowed = _items("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise ValueError(
-                    "allowed_token_ids is empty, so nothing could be drawn; None allows every token"
+                    "allowed_token_ids is empty, so no token could be sampled; None allows every token"
                 )
             self._set("allowed_token_ids", tuple(_token("allowed_token_ids", t) for t in allowed))
         self._set(
             "stop_token_ids",
-            tuple(_token("stop_token_ids", t) for t in _items("stop_token_ids", self.stop_token_ids)),
+            tuple(
+                _token("stop_token_ids", t)
+                for t in _items("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
+            ),
         )
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
@@ -224,7 +231,7 @@ class SamplingParams:
     def _check_constraints(self) -> None:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} are both given; a text has to follow one of them")
+            raise ValueError(f"{given[0]} and {given[1]} are both given; a text can follow only one of them")
         for name in ("grammar", "regex", "lark"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -284,6 +291,8 @@ def _items(name: str, value: Any) -> list[Any]:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if value is None and name != "dry_sequence_breakers":
+        return ()
     strings = [value] if isinstance(value, str) else _items(name, value)
     for s in strings:
         if not isinstance(s, str):

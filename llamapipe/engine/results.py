@@ -1,7 +1,8 @@
-"""What callers get: completions, deltas, tokens, and an engine's counters."""
+"""What callers get: completions and their choices, deltas, tokens, scores, and an engine's counters."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -10,52 +11,178 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+_MOST_CHARACTERS = 60  # of a text in a repr
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Durations in seconds since the request was submitted; ``first_token_s`` is None when none came."""
+    """Seconds from the submission to the first token (None if there was none), and to the end."""
 
     first_token_s: float | None
     total_s: float
 
 
-class TokenLogprob(NamedTuple):
-    """How probable a token was: natural logarithms of the model's own probabilities, before any change of them.
-
-    ``top``: the most probable tokens with theirs, as many as were asked for, the first first.
-    """
-
+class _IdLogprob(NamedTuple):
     id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A finished request.
+class TopLogprob(_IdLogprob):
+    """A token and the natural logarithm of its probability; unpacks into those two, so ``dict(entry.top)`` works.
 
-    ``token_ids``: the generated tokens, without the one that ended generation. ``text``: their text, cut before a
-    stop string. ``prompt_tokens``: length of the prompt. ``seed``: the one used, also when it was drawn. ``logprobs``:
-    one for each of ``token_ids`` where params ask for it; ``prompt_logprobs``: one for each token of the prompt but the
-    first, which follows nothing.
+    ``piece``: the token's bytes, which may split a UTF-8 character. ``text``: the same as text.
     """
 
+    piece: bytes
+
+    def __new__(cls, id: int, logprob: float, piece: bytes = b"") -> TopLogprob:  # noqa: A002
+        """A pair of ``id`` and ``logprob`` that also has its ``piece``."""
+        self = super().__new__(cls, id, logprob)
+        self.piece = piece
+        return self
+
+    @property
+    def text(self) -> str:
+        """The piece as text; bytes that are no whole character are replaced by U+FFFD."""
+        return self.piece.decode(errors="replace")
+
+    def __repr__(self) -> str:
+        return f"({self.id}, {self.text!r}, {self.logprob:.4f})"
+
+
+class _TokenLogprob(NamedTuple):
+    id: int
+    logprob: float
+    top: tuple[TopLogprob, ...]
+
+
+class TokenLogprob(_TokenLogprob):
+    """The natural logarithm of a token's probability under the model, before any sampler or bias changed it.
+
+    ``top``: the most probable tokens at this position, best first; their number is ``logprobs`` or
+    ``prompt_logprobs`` of the params. Unpacks into ``id, logprob, top``. ``piece``: the token's bytes, which may split
+    a UTF-8 character. ``text``: the same as text.
+    """
+
+    piece: bytes
+
+    def __new__(  # noqa: D102
+        cls,
+        id: int,  # noqa: A002
+        logprob: float,
+        top: tuple[TopLogprob, ...],
+        piece: bytes = b"",
+    ) -> TokenLogprob:
+        self = super().__new__(cls, id, logprob, top)
+        self.piece = piece
+        return self
+
+    @property
+    def text(self) -> str:
+        """The piece as text; bytes that are no whole character are replaced by U+FFFD."""
+        return self.piece.decode(errors="replace")
+
+    def __repr__(self) -> str:
+        top = f", top={list(self.top)}" if self.top else ""
+        return f"TokenLogprob({self.id}, {self.text!r}, {self.logprob:.4f}{top})"
+
+
+@dataclass(frozen=True, repr=False)
+class Choice:
+    """One of the ``n`` texts generated for a prompt.
+
+    ``token_ids``: the generated tokens, without the one that ended generation. ``text``: their text, cut before a
+    stop string. ``seed``: the one used, also when it was drawn. ``logprobs``: one for each of ``token_ids`` if the
+    params ask for them.
+    """
+
+    index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    prompt_tokens: int
     seed: int
-    timings: Timings
     logprobs: list[TokenLogprob] | None = None
+
+    def __repr__(self) -> str:
+        return f"Choice({self.index}, {shortened(self.text)}, n_tokens={len(self.token_ids)}, {self.finish_reason!r})"
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities; None without ``SamplingParams(logprobs=...)``."""
+        return None if self.logprobs is None else math.fsum(entry.logprob for entry in self.logprobs)
+
+
+@dataclass(frozen=True, repr=False)
+class Completion:
+    """A finished prompt: its ``choices``, one or more, and counters.
+
+    ``text``, ``token_ids``, ``finish_reason``, ``seed``, ``logprobs`` and ``cumulative_logprob`` are those of the first
+    choice. ``n_prompt_tokens``: length of the prompt, which is computed once for all choices. ``n_cached_tokens``: how
+    many of them were in the KV cache already, from an earlier request, and were not computed again; 0 today, as nothing
+    is kept between requests. ``prompt_logprobs``: one for each token of the prompt except the first, if the params ask
+    for them. ``timings``: from the submission to the first token of any choice, and to the end of the last.
+    """
+
+    choices: tuple[Choice, ...]
+    n_prompt_tokens: int
+    n_cached_tokens: int
+    timings: Timings
     prompt_logprobs: list[TokenLogprob] | None = None
+
+    def __repr__(self) -> str:
+        first = self.choices[0]
+        more = f", n_choices={len(self.choices)}" if len(self.choices) > 1 else ""
+        return (
+            f"Completion({shortened(first.text)}, n_tokens={len(first.token_ids)}, {first.finish_reason!r}{more}, "
+            f"n_prompt_tokens={self.n_prompt_tokens})"
+        )
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated tokens of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def seed(self) -> int:
+        """The seed of the first choice; the i-th has ``seed + i``."""
+        return self.choices[0].seed
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """The log-probabilities of the first choice's tokens."""
+        return self.choices[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the first choice's log-probabilities; None without ``SamplingParams(logprobs=...)``."""
+        return self.choices[0].cumulative_logprob
+
+    @property
+    def n_completion_tokens(self) -> int:
+        """Generated tokens of all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens of all choices, divided by the time from submission to the end."""
+        return self.n_completion_tokens / self.timings.total_s if self.timings.total_s > 0 else 0.0
 
 
 class Delta(NamedTuple):
-    """A part of a stream: new text (whole characters, maybe none yet), new tokens, at the end a finish reason.
+    """A part of a stream: new text (whole characters, possibly empty), new tokens, and in the last one a finish reason.
 
-    ``logprobs``: one for each of ``token_ids`` where params ask for it.
+    ``logprobs``: one for each of ``token_ids`` if the params ask for them.
     """
 
     text: str
@@ -65,24 +192,24 @@ class Delta(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One generated token: its id, its bytes, and the text that is complete with it.
+    """One generated token: its id, its bytes, and the text that became complete with it.
 
-    ``logprob`` and ``top`` where params ask for logprobs, as in ``TokenLogprob``.
+    ``logprob`` and ``top``: as in ``TokenLogprob``, if the params ask for log-probabilities.
     """
 
     id: int
     piece: bytes
     text: str
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] | None = None
+    top: tuple[TopLogprob, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Score:
-    """How probable a model holds a text behind another.
+    """The log-probabilities of a continuation's tokens, each given all tokens before it.
 
-    ``token_ids``: int32 ``(n,)``; ``logprobs``: float32 ``(n,)``, the natural logarithm of each one's probability
-    behind all before it; ``is_greedy``: whether each is the most probable token at its place.
+    ``token_ids``: int32 ``(n,)``; ``logprobs``: float32 ``(n,)``, natural logarithms; ``is_greedy``: whether every
+    token is the most probable one at its position.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -91,24 +218,25 @@ class Score:
 
     @property
     def total(self) -> float:
-        """The logarithm of the whole text's probability, added up in float64."""
+        """The log-probability of the whole continuation: the sum of ``logprobs``, added up in float64."""
         return float(self.logprobs.sum(dtype=np.float64))
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine was made, and what it holds now; a consistent copy between two steps.
+    """Counters since the engine was made, and its current state; a consistent copy taken between two steps.
 
-    ``n_tokens_prompt``: prompt tokens fed, again for what was preempted. Stage times are seconds of the engine thread;
-    ``compute_s`` is what steps took to compute and ``wait_s`` how long it was waited for them, as far as that is known.
-    ``n_waits``: waits for a step; ``n_syncs``: waits for all that was launched; ``n_copies``, ``n_copied_bytes``: rows
-    brought to host memory; ``n_reused``: compute graphs that llama.cpp used again; ``n_micro_batches``: parts that
-    decoding requests are split into now; ``n_graph_sampled``: tokens that the graph itself sampled.
+    ``n_prompt_tokens``: prompt tokens computed, again after a preemption. ``n_completion_tokens``: tokens generated.
+    Stage times are seconds of the engine thread. ``compute_s``: time spent computing steps; ``wait_s``: time the engine
+    thread was blocked on them, where the backend reports it. ``n_waits``: waits for a step; ``n_syncs``: waits for
+    everything that was launched; ``n_copies``, ``n_copied_bytes``: rows copied to host memory; ``n_reused``: compute
+    graphs that llama.cpp reused; ``n_micro_batches``: micro-batches that decoding requests are split into now;
+    ``n_graph_sampled``: tokens sampled in the compute graph.
     """
 
     steps: int
-    n_tokens_prompt: int
-    n_tokens_generated: int
+    n_prompt_tokens: int
+    n_completion_tokens: int
     n_requests: int
     n_preempted: int
     n_active: int
@@ -127,3 +255,10 @@ class EngineStats:
     compute_s: float = 0.0
     wait_s: float = 0.0
     n_graph_sampled: int = 0
+
+
+def shortened(text: str) -> str:
+    """A text as a literal, the middle left out if it is long."""
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS // 2]}…{text[-_MOST_CHARACTERS // 2 + 1 :]}"
+    return repr(text)

@@ -1,8 +1,8 @@
-"""Streams: a request's deltas as they come, for a thread or an asyncio task."""
+"""Streams: a request's deltas as they arrive, for a thread or an asyncio task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from queue import Empty
 from time import perf_counter
 from types import TracebackType
@@ -14,12 +14,14 @@ from llamapipe.engine.results import Delta
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.worker.engine_thread import EngineThread
 
-_RUNNING = State.RUNNING  # what is read once a token is not searched for in its class
-BUFFER_TOKENS = 64  # what a stream may be ahead of its reader before its sequence pauses
+_RUNNING = State.RUNNING  # read once a token: a global is faster than a class attribute
+BUFFER_TOKENS = 64  # tokens a stream may be ahead of its reader before its sequence pauses
 
 
 class _Reader:
-    """What both kinds of stream share: credit for what was read, the end, cancelling."""
+    """The part both kinds of stream share: the budget for further tokens, the end, cancelling."""
+
+    engine: object = None  # kept alive by its streams
 
     def __init__(self, engine_thread: EngineThread, request: Request, deadline: float | None) -> None:
         self._engine_thread = engine_thread
@@ -39,7 +41,7 @@ class _Reader:
             self._done = True
         request = self._request
         request.token_budget += len(delta.token_ids)
-        # Waking the decoder for every token would cost it a command each: half a buffer at once is enough.
+        # A command to the engine thread for every token would be expensive: half a buffer at once is enough.
         if (
             request.state is not _RUNNING
             and request.state in (State.PAUSED, State.WAITING)
@@ -49,7 +51,7 @@ class _Reader:
         return delta
 
     def _left_s(self) -> float | None:
-        """How long the next delta may take; None when it is sure to come."""
+        """Seconds the next delta may take; None without a deadline, or if the request is finished."""
         if self._deadline is None or self._request.state is State.FINISHED:
             return None
         return max(self._deadline - perf_counter(), 0.0)
@@ -63,10 +65,10 @@ class _Reader:
         request = self._request
         if not request.cancelled and request.state is not State.FINISHED:
             self._engine_thread.cancel_soon(request)
-        self._done = True  # last: whoever is interrupted before it can cancel again
+        self._done = True  # last: a caller that is interrupted before this line can cancel again
 
     def __del__(self) -> None:
-        # Dropped before its end: nobody can read the rest. Taking no lock, this is safe wherever the collector runs.
+        # Dropped before its end: the rest can no longer be read. This takes no lock, so any thread may collect it.
         if not getattr(self, "_done", True):
             self.cancel()
 
@@ -74,8 +76,8 @@ class _Reader:
 class Stream(_Reader):
     """An iterator over a request's deltas; closing or dropping it cancels the request.
 
-    For one thread at a time. When its reader is slow, only its own sequence waits. Iterating raises what the request
-    failed with, and TimeoutError when its timeout passed.
+    For one thread at a time. A slow reader pauses only its own sequence. Iterating raises the error of the request, and
+    TimeoutError when its timeout passed.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Stream(_Reader):
         if self._engine_thread.forked:
             self._engine_thread.check_process()
         left_s = None if self._deadline is None else self._left_s()
-        if left_s == 0:  # what is in the mailbox does not put the end off
+        if left_s == 0:  # also if deltas are left in the mailbox
             raise self._expired()
         try:
             item = self._mailbox.get(timeout=left_s)
@@ -105,7 +107,7 @@ class Stream(_Reader):
         return self._read(item)
 
     def close(self) -> None:
-        """Cancels what is left."""
+        """Cancels the request if it is not finished."""
         self.cancel()
 
     def __enter__(self) -> Stream:
@@ -120,34 +122,36 @@ class Stream(_Reader):
 class AsyncStream(_Reader):
     """An asynchronous iterator over a request's deltas.
 
-    Closing or dropping it, or cancelling the task that waits for it, cancels the request. For one task at a
-    time, of the event loop it was made in. Raises as ``Stream`` does.
+    Closing or dropping it, or cancelling the task that waits for it, cancels the request. For one task at a time, of
+    one event loop. Raises as ``Stream`` does.
     """
 
     def __init__(
         self,
         engine_thread: EngineThread,
-        begin: Callable[[], Coroutine[Any, Any, tuple[Request, AsyncMailbox]]],
+        make: Callable[[], tuple[Request, AsyncMailbox]],
+        submit: Callable[[Request], Awaitable[None]],
         deadline: float | None,
     ) -> None:
         self._engine_thread = engine_thread
         self._deadline = deadline
-        self._begin: Callable[[], Coroutine[Any, Any, tuple[Request, AsyncMailbox]]] | None = begin
+        self._make: Callable[[], tuple[Request, AsyncMailbox]] | None = make
+        self._submit = submit
         self._done = True  # nothing to cancel before it is started
 
     def __repr__(self) -> str:
-        return "<AsyncStream not started>" if self._begin is not None else super().__repr__()
+        return "<AsyncStream not started>" if self._make is not None else super().__repr__()
 
     def __aiter__(self) -> AsyncStream:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._begin is None and self._done:
+        if self._make is None and self._done:
             raise StopAsyncIteration
         if self._engine_thread.forked:
             self._engine_thread.check_process()
         try:
-            if self._begin is not None or self._deadline is not None:
+            if self._make is not None or self._deadline is not None:
                 item = await self._next_in_time()
             else:
                 item = await self._mailbox.get()
@@ -157,12 +161,12 @@ class AsyncStream(_Reader):
         return self._read(item)
 
     async def _next_in_time(self) -> Any:
-        """The next item, or TimeoutError; asks for the first one."""
+        """The next item, or TimeoutError; the first call submits the request."""
         import asyncio
 
-        if self._begin is None:
+        if self._make is None:
             left_s = self._left_s()
-        else:  # there is no request yet
+        else:  # the request is not made yet
             left_s = None if self._deadline is None else max(self._deadline - perf_counter(), 0.0)
         if left_s is None:
             return await self._next()
@@ -172,20 +176,21 @@ class AsyncStream(_Reader):
             raise self._expired() from None
 
     async def _next(self) -> Any:
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            self._request, self._mailbox = await begin()
+        if self._make is not None:
+            make, self._make = self._make, None
+            self._request, self._mailbox = make()
             self._done = False
+            await self._submit(self._request)
         return await self._mailbox.get()
 
     def cancel(self) -> None:
         """Ends the request within a step; the stream then ends too. A second call does nothing."""
-        self._begin = None
+        self._make = None
         if not self._done:
             super().cancel()
 
     async def aclose(self) -> None:
-        """Cancels what is left."""
+        """Cancels the request if it is not finished."""
         self.cancel()
 
     async def __aenter__(self) -> AsyncStream:

@@ -135,6 +135,11 @@ class Model:
         sizes = f"n_params={self.n_params} n_vocab={self.n_vocab} n_ctx_train={self.n_ctx_train}"
         return f"<Model {self.path.name!r} {sizes}>"
 
+    def __dir__(self) -> list[str]:
+        """The names for callers; those for contexts and engines are left out."""
+        hidden = {"adopt", "release", "handle"}
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in hidden]
+
     # ---- text
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of ``text``; see ``Vocab.tokenize``."""
@@ -189,11 +194,11 @@ class Model:
         """True once ``close`` was called."""
         return self._handle is None
 
-    def adopt(self, child: object) -> None:
-        """Registers an object that uses the native model; ``close`` is refused until it is released."""
+    def adopt(self, child: object, name: str | None = None) -> None:
+        """Registers an object that uses the native model: ``close`` is refused while it lives, and shows ``name``."""
         with self._lock:
             self.handle  # noqa: B018
-            self._children[id(child)] = type(child).__name__
+            self._children[id(child)] = name or type(child).__name__
 
     def release(self, child: object) -> None:
         """Removes an object registered by ``adopt``."""
@@ -211,7 +216,7 @@ class Model:
             if self._handle is None:
                 return
             if self._children:
-                names = ", ".join(sorted(set(self._children.values())))
+                names = ", ".join(sorted(self._children.values()))
                 raise EngineClosedError(
                     f"{len(self._children)} open objects still use the model ({names}); close them first"
                 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from llamapipe.arguments import check_flag, check_int
+from llamapipe.engine.engine import CacheType, FlashAttention
 
 _INT32_MAX = 2**31 - 1
 _DEFAULT_SEQUENCES = 8  # Engine's
@@ -42,9 +43,9 @@ class Options:
     n_ubatch: int = 512
     n_gpu_layers: int | None = None
     kv_unified: bool | None = None
-    type_k: str = "f16"
-    type_v: str = "f16"
-    flash_attn: str = "auto"
+    type_k: CacheType = "f16"
+    type_v: CacheType = "f16"
+    flash_attn: FlashAttention = "auto"
     max_gen_toks: int | None = None
     add_bos_token: bool | None = None
     prefix_token_id: int | None = None

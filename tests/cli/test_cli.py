@@ -152,9 +152,9 @@ class TestGenerate:
         first, second = map(json.loads, lines)
         assert (first["index"], second["index"]) == (0, 1)
         assert (first["prompt"], second["prompt"]) == (STORY, "1, 2, 3,")
-        assert first["n_tokens"] == 16
+        assert first["n_completion_tokens"] == 16
         assert first["finish_reason"] == "length"
-        assert first["n_tokens_prompt"] > 5
+        assert first["n_prompt_tokens"] > 5
         assert isinstance(first["seed"], int)
         assert first["text"]
 

@@ -177,7 +177,7 @@ def test_lone_surrogates(engine: lp.Engine, call: Call, text: str) -> None:
 def test_strange_but_good_texts(engine: lp.Engine, text: str) -> None:
     out = engine.generate(text, GREEDY)
     assert len(out.token_ids) == 8
-    assert out.prompt_tokens == len(engine.model.tokenize(text))
+    assert out.n_prompt_tokens == len(engine.model.tokenize(text))
     assert engine.generate(engine.model.tokenize(text), GREEDY).token_ids == out.token_ids
 
 

@@ -116,7 +116,7 @@ class TestConstraints:
         assert (out.finish_reason, len(out.token_ids)) == ("length", 5)
 
     def test_several_of_one_prompt(self, engine: lp.Engine) -> None:
-        outs = engine.generate([START], wild(regex="[a-f]{12}", n=6))
+        outs = engine.generate(START, wild(regex="[a-f]{12}", n=6)).choices
         assert all(re.fullmatch("[a-f]{12}", out.text) for out in outs)
         assert len({out.text for out in outs}) > 1
 

@@ -11,7 +11,8 @@ import random
 import struct
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -40,7 +41,7 @@ class TestGenerate:
         out = engine.generate(PROMPT, greedy(20, seed=77))
         assert out.token_ids == loop.greedy(ids, 20)
         assert out.text == b"".join(map(engine.model.piece, out.token_ids)).decode("utf-8", "replace")
-        assert (out.finish_reason, out.prompt_tokens, out.seed) == ("length", len(ids), 77)
+        assert (out.finish_reason, out.n_prompt_tokens, out.seed) == ("length", len(ids), 77)
         assert out.timings.first_token_s is not None
         assert 0 < out.timings.first_token_s <= out.timings.total_s
 
@@ -49,7 +50,7 @@ class TestGenerate:
         engine.generate(PROMPT, greedy(12))
         stats = engine.stats()
         n_prompt = len(engine.model.tokenize(PROMPT))
-        assert (stats.steps, stats.n_tokens_prompt, stats.n_tokens_generated) == (12, n_prompt, 12)
+        assert (stats.steps, stats.n_prompt_tokens, stats.n_completion_tokens) == (12, n_prompt, 12)
         assert (stats.n_requests, stats.n_preempted, stats.n_active, stats.n_queued) == (1, 0, 0, 0)
         assert min(stats.plan_s, stats.launch_s, stats.sample_s, stats.deliver_s, stats.idle_s) > 0
 
@@ -84,7 +85,7 @@ class TestGenerate:
         outs = engine.generate(prompts, greedy(15))
         assert all(loop.agrees(i, out.token_ids, BOUND) for i, out in zip(ids, outs, strict=True))
         assert [len(out.token_ids) for out in outs] == [15] * len(ids)
-        assert [out.prompt_tokens for out in outs] == [len(i) for i in ids]
+        assert [out.n_prompt_tokens for out in outs] == [len(i) for i in ids]
         matrix: Any = np.array([[1, 300, 301], [1, 302, 303]])
         outs = engine.generate(matrix, greedy(5))
         for row, out in zip(matrix.tolist(), outs, strict=True):
@@ -118,6 +119,77 @@ class TestGenerate:
                 shown += os.read(controller, 100_000)
         os.close(controller)
         assert b"3/3" in shown
+
+    def test_a_failing_prompt_of_a_list_is_named_and_the_others_are_kept(self, engine: lp.Engine) -> None:
+        def fail(row: Any) -> None:
+            raise ArithmeticError("no row for you")
+
+        prompts = [PROMPT, "", PROMPT, PROMPT]
+        params = [greedy(5), greedy(5), greedy(5, logits_processors=[fail]), greedy(5)]
+        with pytest.raises(InvalidRequestError, match=r"^the prompt is empty.* \(prompt 1 of the list\)$"):
+            engine.generate(prompts, params)
+        outs = engine.generate(prompts, params, on_error="return")
+        assert isinstance(outs[1], InvalidRequestError) and isinstance(outs[2], Exception)
+        for out in (outs[0], outs[3]):
+            assert isinstance(out, lp.Completion) and out.n_completion_tokens == 5
+        assert isinstance(engine.generate("", on_error="return"), InvalidRequestError)
+        with pytest.raises(ValueError, match="on_error"):
+            engine.generate(PROMPT, on_error="keep")  # type: ignore[call-overload]
+
+    def test_a_timeout_can_return_what_was_generated(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=1, max_queue=1)
+        with Gate(engine) as gate:
+            worker = Worker(
+                lambda: engine.generate([PROMPT] * 3, greedy(20), timeout=0.05, on_timeout="return")
+            )
+            gate.wait()
+            wait_until(lambda: any(request.cancelled for request in engine._engine_thread.loop.open))
+            gate.open()
+            outs = worker.result()
+        assert [out.finish_reason for out in outs] == ["timeout"] * 3
+        assert all(len(out.token_ids) < 20 for out in outs)
+        assert engine._queue.n == 0
+        assert engine.generate(PROMPT, greedy(3), timeout=60, on_timeout="return").finish_reason == "length"
+
+    def test_completions_as_they_finish(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=2)
+        read: list[int] = []
+
+        def prompts() -> Iterator[str]:
+            for i in range(40):
+                read.append(i)
+                yield "" if i == 7 else f"{PROMPT} {i}"
+
+        seen: dict[int, Any] = {}
+        for index, out in engine.iter_completed(prompts(), greedy(3), on_error="return"):
+            seen[index] = out
+            assert len(read) <= len(seen) + 4 + 1
+        assert sorted(seen) == list(range(40))
+        assert isinstance(seen.pop(7), InvalidRequestError)
+        assert all(out.n_completion_tokens == 3 for out in seen.values())
+        rest = engine.iter_completed([PROMPT] * 100, greedy(200))
+        next(rest)
+        rest.close()  # type: ignore[attr-defined]
+        wait_until(lambda: engine.stats().n_active == engine.stats().n_queued == 0)
+        with pytest.raises(InvalidRequestError, match=r"\(prompt 1 of the list\)"):
+            list(engine.iter_completed([PROMPT, ""], greedy(3)))
+
+    def test_unknown_keywords_show_the_call_that_was_meant(self, engine: lp.Engine) -> None:
+        with pytest.raises(TypeError, match=r"generate\(prompt, lp.SamplingParams\(max_tokens=3\)\)"):
+            engine.generate("a", max_tokens=3)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match=r"stream\(\) has no option 'timout'; did you mean timeout"):
+            engine.stream("a", timout=3)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"generate\(prompt, lp.SamplingParams\(max_tokens=100\)\)"):
+            engine.generate("a", {"max_tokens": 3})  # type: ignore[call-overload]
+
+    def test_what_a_completion_says_of_itself(self, engine: lp.Engine) -> None:
+        out = engine.generate(PROMPT, greedy(7))
+        assert (out.n_prompt_tokens, out.n_cached_tokens) == (len(engine.model.tokenize(PROMPT)), 0)
+        assert (out.n_completion_tokens, out.cumulative_logprob) == (7, None)
+        assert out.tokens_per_s == pytest.approx(7 / out.timings.total_s)
+        assert f"{out.text!r}, n_tokens=7, 'length'" in repr(out)
+        long = replace(out, choices=(replace(out.choices[0], text="a" * 1000), *out.choices))
+        assert "n_choices=2" in repr(long) and len(repr(long)) < 160
 
     def test_repr(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_ctx=100, n_seq_max=3)
@@ -459,7 +531,7 @@ class TestClose:
         engine.close(drain=False)
         assert threading.active_count() == before
         assert id(engine) not in tiny._children
-        assert engine.stats().n_tokens_generated == 2
+        assert engine.stats().n_completion_tokens == 2
         engine.check_integrity()
         for call in (engine.generate, engine.stream, engine.start):
             with pytest.raises(EngineClosedError):

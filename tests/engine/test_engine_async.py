@@ -68,7 +68,7 @@ class TestGenerate:
     def test_bad_arguments_raise_at_the_call(self, engine: lp.Engine) -> None:
         async def main() -> None:
             with pytest.raises(TypeError):
-                await engine.agenerate(3)  # type: ignore[arg-type]
+                await engine.agenerate(3)  # type: ignore[call-overload]
             with pytest.raises(ValueError, match="timeout"):
                 await engine.agenerate(PROMPT, timeout=-1)
             with pytest.raises(ValueError, match="timeout"):
@@ -122,8 +122,8 @@ class TestStream:
             outs = await engine.agenerate([OTHER] * 3, greedy(200))
             assert len(outs) == 3
             # It pauses 64 tokens ahead, or one later if the first was read before that.
-            await in_thread(wait_until, lambda: engine.stats().n_tokens_generated >= 600 + BUFFER_TOKENS)
-            assert (await in_thread(engine.stats)).n_tokens_generated <= 600 + BUFFER_TOKENS + 1
+            await in_thread(wait_until, lambda: engine.stats().n_completion_tokens >= 600 + BUFFER_TOKENS)
+            assert (await in_thread(engine.stats)).n_completion_tokens <= 600 + BUFFER_TOKENS + 1
             assert engine.stats().n_active == 1
             assert [*first.token_ids, *await tokens_of(slow)] == expected
 
@@ -285,10 +285,10 @@ class TestCancel:
 
         async def main() -> None:
             for n, ends in ((None, True), (20, False)):
-                n_before = engine.stats().n_tokens_generated
+                n_before = engine.stats().n_completion_tokens
                 stream = engine.astream(PROMPT, greedy(n), timeout=PATIENCE_S)
                 await anext(stream)
-                await in_thread(wait_until, lambda n=n_before: engine.stats().n_tokens_generated >= n + 20)
+                await in_thread(wait_until, lambda n=n_before: engine.stats().n_completion_tokens >= n + 20)
                 stream._deadline = perf_counter()  # it passes now
                 if ends:
                     with pytest.raises(TimeoutError):
@@ -348,10 +348,8 @@ class TestQueue:
                     await engine.agenerate(OTHER, greedy(2), block=False)
                 with pytest.raises(QueueFullError):
                     await anext(engine.astream(OTHER, greedy(2), block=False))
-                waiting = [
-                    asyncio.ensure_future(engine.agenerate(OTHER, greedy(2))),
-                    asyncio.ensure_future(tokens_of(engine.astream(OTHER, greedy(2)))),
-                ]
+                waiting = asyncio.ensure_future(engine.agenerate(OTHER, greedy(2)))
+                streaming = asyncio.ensure_future(tokens_of(engine.astream(OTHER, greedy(2))))
                 await asyncio.sleep(0)
                 with pytest.raises(TimeoutError):
                     await engine.agenerate(OTHER, greedy(2), timeout=0.01)
@@ -364,7 +362,7 @@ class TestQueue:
                 gate.open()
                 expected = (await first).token_ids
                 assert (await second).token_ids == expected
-                assert [(await waiting[0]).token_ids, await waiting[1]] == [expected] * 2
+                assert [(await waiting).token_ids, await streaming] == [expected] * 2
 
         run(main())
         assert engine.stats().n_requests == 4
@@ -376,12 +374,11 @@ class TestQueue:
         expected = engine.generate(PROMPT, greedy(4)).token_ids
 
         async def main() -> list[lp.Completion]:
-            outs = await asyncio.gather(
-                *[engine.agenerate(PROMPT, greedy(4)) for _ in range(40)],
+            outs, together = await asyncio.gather(
+                asyncio.gather(*[engine.agenerate(PROMPT, greedy(4)) for _ in range(40)]),
                 engine.agenerate([PROMPT] * 20, greedy(4)),
             )
-            together: list[lp.Completion] = [*outs[:-1], *outs[-1]]
-            return together
+            return [*outs, *together]
 
         workers = [Worker(engine.generate, PROMPT, greedy(4)) for _ in range(20)]
         workers += [Worker(run, main()) for _ in range(2)]
@@ -516,7 +513,7 @@ class TestLoops:
             await anext(stream)
             streams.append(stream)
             if not running:
-                await in_thread(wait_until, lambda: engine.stats().n_tokens_generated >= BUFFER_TOKENS)
+                await in_thread(wait_until, lambda: engine.stats().n_completion_tokens >= BUFFER_TOKENS)
 
         run(main())
         outs = engine.generate([OTHER] * 4, greedy(100))

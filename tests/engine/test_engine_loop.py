@@ -21,7 +21,7 @@ from support.run_script import run_script
 import llamapipe as lp
 from llamapipe.engine.delivery import result_dispatcher as dispatcher_module
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
-from llamapipe.engine.delivery.sink import CompletionSink, DeltaSink, Failure, TokenSink
+from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink, Failure, TokenSink
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.results import Completion, Token
@@ -107,7 +107,7 @@ class Answer:
         tokens, reason = continuation(r.tokens[: r.n_prompt], r.max_tokens, r.stop_tokens, N_CTX)
         assert (result.token_ids, result.finish_reason) == (tokens, reason)
         assert result.text == "".join(f"{t} " for t in tokens)
-        assert result.prompt_tokens == r.n_prompt
+        assert result.n_prompt_tokens == r.n_prompt
 
 
 class Desk:
@@ -164,7 +164,7 @@ class Desk:
             self.request(n_prompt, max_tokens, **options),
             ThreadMailbox(self.engine_thread.dispatcher),
         )
-        request.sink = CompletionSink(mailbox, piece, (), 0, 0)
+        request.sink = CompletionSink(Choices(mailbox, 0), piece, (), 0)
         self.submit(request)
         return Answer(request, mailbox)
 
@@ -274,7 +274,7 @@ class TestWork:
             answer.check()
         stats = desk.engine_thread.stats()
         assert (stats.steps, stats.n_requests, stats.n_preempted) == (5, 2, 0)
-        assert (stats.n_tokens_prompt, stats.n_tokens_generated) == (10, 8)
+        assert (stats.n_prompt_tokens, stats.n_completion_tokens) == (10, 8)
         assert (stats.n_active, stats.n_queued) == (0, 0)
 
     def test_each_request_has_a_sampler_that_sees_its_tokens(self, make_desk: MakeDesk) -> None:
@@ -437,7 +437,7 @@ class TestDefects:
         desk = make_desk()
         with desk.held():
             bad = desk.complete(max_tokens=1)
-            bad.request.sink = BadSink(bad.mailbox, piece, (), 0, 0)
+            bad.request.sink = BadSink(Choices(bad.mailbox, 0), piece, (), 0)
             other = desk.complete(max_tokens=1)
         self.assert_told([bad.result, other.result])
         self.assert_dead(desk)

@@ -142,7 +142,7 @@ class TestLate:
         given = prompts(engine.model, 3)
         for n in range(6):
             cancelled = engine.stream(given[0], greedy(200))
-            others = [Worker(lambda p=p: engine.generate([p], greedy(12))[0]) for p in given[1:]]
+            others = [Worker(lambda p=p: engine.generate(p, greedy(12))) for p in given[1:]]
             for _ in range(n):
                 next(cancelled)
             cancelled.close()

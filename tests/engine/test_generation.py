@@ -41,7 +41,7 @@ class TestNext:
         expected = loop.greedy(ids, 10)
         with engine.start(PROMPT, greedy(10)) as generation:
             stats = engine.stats()
-            assert (stats.steps, stats.n_tokens_prompt, stats.n_active, stats.n_queued) == (0, 0, 0, 0)
+            assert (stats.steps, stats.n_prompt_tokens, stats.n_active, stats.n_queued) == (0, 0, 0, 0)
             assert (generation.token_ids, generation.n_tokens) == (ids, len(ids))
             for i, token_id in enumerate(expected, 1):
                 token = generation.next()
@@ -264,7 +264,7 @@ class TestTrimAndAppend:
             stats = engine.stats()
             n_prompt = len(engine.model.tokenize(PROMPT))
             # The last kept token's logits are needed again only when nothing follows it.
-            assert (stats.steps, stats.n_tokens_prompt) == (5, n_prompt + 3)
+            assert (stats.steps, stats.n_prompt_tokens) == (5, n_prompt + 3)
 
     def test_penalties_see_the_sequence_as_it_is(self, engine: lp.Engine) -> None:
         params = greedy(None, presence_penalty=1000.0, repeat_last_n=-1)

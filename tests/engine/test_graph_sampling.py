@@ -349,9 +349,9 @@ class TestEngine:
             stats = engine.stats()
             n_full = sum(map(len, found[choice][3:-2]))
             n_all = sum(map(len, found[choice]))
-            assert stats.n_tokens_generated >= n_all
+            assert stats.n_completion_tokens >= n_all
             if choice == "on":  # a token that ends a request is sampled, too
-                assert n_all - n_full <= stats.n_graph_sampled <= stats.n_tokens_generated - n_full
+                assert n_all - n_full <= stats.n_graph_sampled <= stats.n_completion_tokens - n_full
             else:
                 assert stats.n_graph_sampled == 0
         same = [a == b for a, b in zip(found["off"], found["on"], strict=True)]
@@ -364,9 +364,9 @@ class TestEngine:
         engine = make_engine(demo, n_seq_max=N_SEQ, ring=ring, graph_sampling="on")
         engine.generate(PROMPTS[:N_SEQ], longer(*PARAMS[:N_SEQ]))
         stats = engine.stats()
-        assert stats.n_graph_sampled == stats.n_tokens_generated
+        assert stats.n_graph_sampled == stats.n_completion_tokens
         per_token = 4 * native().lib.LP_GRAPH_RESULTS if ON_DEVICE else 0  # the CPU's are in place
-        assert stats.n_copied_bytes == per_token * stats.n_tokens_generated
+        assert stats.n_copied_bytes == per_token * stats.n_completion_tokens
 
     @pytest.mark.parametrize("ring", RINGS)
     def test_candidates_come_before_rows(self, make_engine: MakeEngine, demo: lp.Model, ring: str) -> None:
@@ -424,7 +424,7 @@ class TestEngine:
 
     def test_bad_choices(self, demo: lp.Model) -> None:
         with pytest.raises(ValueError, match="graph_sampling"):
-            lp.Engine(demo, graph_sampling="yes")
+            lp.Engine(demo, graph_sampling="yes")  # type: ignore[arg-type]
 
     def test_where_it_cannot_be(
         self, make_engine: MakeEngine, demo: lp.Model, caplog: pytest.LogCaptureFixture
@@ -494,7 +494,7 @@ class TestCosts:
         assert lib.lp_log_dropped() == n_dropped
         assert "reserv" not in caplog.text
         assert before == after and min(before) > 0
-        assert engine.stats().n_graph_sampled == engine.stats().n_tokens_generated
+        assert engine.stats().n_graph_sampled == engine.stats().n_completion_tokens
 
     def test_llama_cpp_does_say_when_it_reserves(
         self, demo: lp.Model, caplog: pytest.LogCaptureFixture

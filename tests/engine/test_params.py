@@ -23,9 +23,9 @@ make: Callable[..., SamplingParams] = SamplingParams
 INT32_MAX = 2**31 - 1
 INTEGERS = {
     "max_tokens": (1, INT32_MAX),
-    "top_k": (0, INT32_MAX),
+    "top_k": (-1, INT32_MAX),
     "repeat_last_n": (-1, INT32_MAX),
-    "seed": (0, 2**64 - 1),
+    "seed": (-1, 2**64 - 1),
     "logprobs": (0, INT32_MAX),
     "prompt_logprobs": (0, INT32_MAX),
     "n": (1, 10_000),
@@ -133,6 +133,11 @@ class TestLimits:
     @pytest.mark.parametrize("stop", ["END", ["END"], ("END",), iter(["END"]), {"END"}])
     def test_one_stop_string_or_several(self, stop: Any) -> None:
         assert SamplingParams(stop=stop).stop == ("END",)
+
+    def test_other_libraries_ways_to_say_none(self) -> None:
+        assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+        assert SamplingParams(seed=-1) == SamplingParams(seed=None)
+        assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None) == SamplingParams()
 
     def test_the_order_of_stop_strings_is_kept(self) -> None:
         assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a", "b")

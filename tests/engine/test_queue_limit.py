@@ -60,14 +60,15 @@ class TestCount:
         queue = QueueLimit(3)
         enter_at_once(queue, 2)
         with pytest.raises(
-            QueueFullError, match=r"2 requests wait and 2 more were asked for; max_queue is 3: .* block=True"
+            QueueFullError,
+            match=r"2 requests are queued and 2 more were submitted; max_queue is 3: .* block=True",
         ):
             enter_at_once(queue, 2)
         assert queue.n == 2
 
     def test_more_than_fit_at_all(self) -> None:
         with pytest.raises(
-            QueueFullError, match=r"^4 requests are asked for at once and max_queue is 3: that never fits"
+            QueueFullError, match=r"^4 requests are submitted at once and max_queue is 3: that never fits"
         ):
             enter_at_once(QueueLimit(3), 4)
 

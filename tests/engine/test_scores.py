@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -133,6 +134,7 @@ class TestScore:
         assert [s.token_ids.tolist() for s in engine.score([5, 6], [[7], [8, 9]])] == [[7], [8, 9]]
         assert [s.token_ids.tolist() for s in engine.score([[5], [6]], [[7], [8]])] == [[7], [8]]
         nested = engine.score([[5], [6], [5]], [[[7], [8]], [9], [[7]]])
+        assert isinstance(nested[0], list) and isinstance(nested[1], lp.Score) and isinstance(nested[2], list)
         assert [s.token_ids.tolist() for s in nested[0]] == [[7], [8]]
         assert nested[1].token_ids.tolist() == [9]
         assert nested[2][0].logprobs.tolist() == nested[0][0].logprobs.tolist()
@@ -150,9 +152,9 @@ class TestScore:
     def test_a_context_is_computed_once(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         context = tokens_of(100, 3)
-        before = engine.stats().n_tokens_prompt
+        before = engine.stats().n_prompt_tokens
         engine.score([context] * 4, [[7], [8], [9, 10, 11], [12, 13]])
-        assert engine.stats().n_tokens_prompt - before == 100 + 2 + 1
+        assert engine.stats().n_prompt_tokens - before == 100 + 2 + 1
 
     def test_only_asked_rows_are_outputs(self, make_engine: MakeEngine) -> None:
         """A row costs a product with the whole vocabulary: the context has one."""
@@ -327,17 +329,47 @@ class TestPerplexity:
         found = engine.perplexity(tokens, window)
         assert found == pytest.approx(self.expected(rows, tokens, window), rel=1e-3)
         if window == 256:
-            assert engine.perplexity(tokens) == found
+            assert engine.perplexity(tokens, engine.n_ctx) == found
+
+    @pytest.mark.parametrize("n", [2, 40, 257, 258, 700])
+    def test_of_every_token(self, make_engine: MakeEngine, rows: Rows, n: int) -> None:
+        """By default each token but the first counts once, given as much of the text before it as fits."""
+        engine = make_engine(n_ubatch=32)
+        tokens = tokens_of(n, 7)
+        found = engine.perplexity(tokens)
+        if n < 100:
+            every = rows(tokens)
+            total = sum(float(every[i - 1, tokens[i]]) for i in range(1, n))
+            assert found == pytest.approx(math.exp(-total / (n - 1)), rel=1e-3)
+        elif n == 257:
+            assert found == pytest.approx(math.exp(-engine.score_tokens(tokens).total / 256), rel=1e-6)
+        else:
+            pairs = [(tokens[:1], tokens[1:257])]
+            pairs += [
+                (tokens[begin - 128 : begin], tokens[begin : begin + 129]) for begin in range(257, n, 129)
+            ]
+            assert sum(len(continuation) for _, continuation in pairs) == n - 1
+            scores = [engine.score(context, continuation) for context, continuation in pairs]
+            total = sum(score.total for score in scores)
+            assert found == pytest.approx(math.exp(-total / (n - 1)), rel=1e-6)
+
+    def test_of_text(self, make_engine: MakeEngine, demo: lp.Model) -> None:
+        engine = make_engine(demo)
+        text = "Once upon a time, there was a little fox."
+        assert engine.perplexity(text) == engine.perplexity(demo.tokenize(text))
+        assert engine.perplexity(text) < engine.perplexity("fox little upon a there was, Once a time.")
 
     @pytest.mark.parametrize("n_ctx", [1, 2, 3])
     def test_a_context_too_small_for_a_window(self, make_engine: MakeEngine, n_ctx: int) -> None:
         with pytest.raises(InvalidRequestError, match=f"n_ctx is {n_ctx} and a window needs 4 tokens"):
-            make_engine(n_ctx=n_ctx).perplexity(tokens_of(100, 1))
+            make_engine(n_ctx=n_ctx).perplexity(tokens_of(100, 1), 4)
 
     def test_bad_input(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         with pytest.raises(InvalidRequestError, match="there are 100 tokens and a window has 256"):
-            engine.perplexity(tokens_of(100, 1))
+            engine.perplexity(tokens_of(100, 1), 256)
+        with pytest.raises(InvalidRequestError, match="the text has 1 tokens; perplexity needs at least 2"):
+            engine.perplexity([5])
         with pytest.raises(ValueError, match="n_window"):
             engine.perplexity(tokens_of(300, 1), 257)
 
@@ -392,6 +424,21 @@ class TestLogprobs:
         assert out.logprobs is not None and out.prompt_logprobs is not None
         assert [len(out.logprobs), len(out.prompt_logprobs)] == [4, 1]
         assert {p.top for p in (*out.logprobs, *out.prompt_logprobs)} == {()}
+
+    def test_entries_have_the_text_of_their_tokens(self, make_engine: MakeEngine, demo: lp.Model) -> None:
+        out = make_engine(demo).generate(
+            "1, 2, 3,", lp.SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=6, temperature=0)
+        )
+        assert out.logprobs is not None and out.prompt_logprobs is not None
+        assert "".join(entry.text for entry in out.logprobs) == out.text
+        for entry in (*out.logprobs, *out.prompt_logprobs):
+            assert entry.piece == demo.piece(entry.id)
+            assert [top.piece for top in entry.top] == [demo.piece(top.id) for top in entry.top]
+            assert dict(entry.top)[entry.top[0].id] == entry.top[0].logprob
+        assert out.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in out.logprobs))
+        copy = pickle.loads(pickle.dumps(out))
+        assert copy == out and copy.logprobs[0].text == out.logprobs[0].text
+        assert repr(out.logprobs[0].text) in repr(out.logprobs[0])
 
     def test_the_whole_vocabulary(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
@@ -460,7 +507,8 @@ class TestSeveral:
         engine = make_engine(n_seq_max=n_slots, n_ubatch=32, kv_unified=unified)
         prompt = tokens_of(100, 2)
         options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-        outs = engine.generate(prompt, lp.SamplingParams(n=5, seed=7, **options))
+        outs = engine.generate(prompt, lp.SamplingParams(n=5, seed=7, **options)).choices
+        assert [out.index for out in outs] == [0, 1, 2, 3, 4]
         assert [out.seed for out in outs] == [7, 8, 9, 10, 11]
         alone = [
             engine.generate(prompt, lp.SamplingParams(seed=out.seed, **options)).token_ids for out in outs
@@ -471,7 +519,7 @@ class TestSeveral:
     def test_the_prompt_is_computed_once(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_seq_max=8)
         engine.generate(tokens_of(100, 2), lp.SamplingParams(n=8, max_tokens=4, ignore_eos=True))
-        assert engine.stats().n_tokens_prompt == 100
+        assert engine.stats().n_prompt_tokens == 100
 
     @pytest.mark.parametrize("n_prompt", [1, 2, 120])
     @pytest.mark.parametrize("depth", [1, 2])
@@ -483,7 +531,7 @@ class TestSeveral:
         alone = engine.generate(
             [tokens_of(n_prompt, 1)], lp.SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
         )
-        assert [out.token_ids for out in outs].count(alone[0].token_ids) >= 7
+        assert [out.token_ids for out in outs[0].choices].count(alone[0].token_ids) >= 7
         assert engine.stats().steps <= 2 * 10 + 2
 
     @pytest.mark.parametrize("max_queue", [1, 2, 3, None])
@@ -491,8 +539,8 @@ class TestSeveral:
     def test_a_short_queue(self, make_engine: MakeEngine, max_queue: int | None, max_tokens: int) -> None:
         engine = make_engine(n_seq_max=2, n_batch=16, n_ubatch=16, max_queue=max_queue)
         params = lp.SamplingParams(n=6, max_tokens=max_tokens, ignore_eos=True)
-        outs = engine.generate([tokens_of(200, 1)], params, timeout=60)
-        assert [len(out.token_ids) for out in outs] == [max_tokens] * 6
+        (out,) = engine.generate([tokens_of(200, 1)], params, timeout=60)
+        assert [len(choice.token_ids) for choice in out.choices] == [max_tokens] * 6
         if max_queue is not None:
             with pytest.raises(lp.errors.QueueFullError, match=f"max_queue is {max_queue}: that never fits"):
                 engine.generate([tokens_of(200, 1)], params, block=False)
@@ -508,14 +556,18 @@ class TestSeveral:
         engine = make_engine(n_seq_max=4)
         params = lp.SamplingParams(n=2, max_tokens=3, ignore_eos=True, prompt_logprobs=0)
         outs = engine.generate([tokens_of(3, 1), tokens_of(80, 2), tokens_of(1, 3)], params)
-        assert [out.prompt_tokens for out in outs] == [3, 3, 80, 80, 1, 1]
-        assert [len(out.prompt_logprobs) for out in outs] == [2, 2, 79, 79, 0, 0]
-        assert asyncio.run(engine.agenerate([5, 6], params))[1].prompt_tokens == 2
+        assert [out.n_prompt_tokens for out in outs] == [3, 80, 1]
+        assert [len(out.prompt_logprobs or ()) for out in outs] == [2, 79, 0]
+        assert [len(out.choices) for out in outs] == [2, 2, 2]
+        assert [out.n_completion_tokens for out in outs] == [6, 6, 6]
+        one = asyncio.run(engine.agenerate([5, 6], params))
+        assert (one.n_prompt_tokens, len(one.choices)) == (2, 2)
+        assert (one.text, one.token_ids) == (one.choices[0].text, one.choices[0].token_ids)
 
     def test_when_cells_run_out(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_seq_max=4, n_ubatch=32, n_cells=256)
         params = lp.SamplingParams(n=4, max_tokens=60, temperature=0, ignore_eos=True)
-        first, *others = engine.generate(tokens_of(90, 2), params)
+        first, *others = engine.generate(tokens_of(90, 2), params).choices
         assert len(first.token_ids) == 60
         assert [out.token_ids for out in others].count(first.token_ids) >= 2
 
@@ -523,12 +575,12 @@ class TestSeveral:
         engine = make_engine(n_seq_max=2)
         with pytest.raises(TimeoutError):
             engine.generate(tokens_of(200, 2), lp.SamplingParams(n=6, max_tokens=50), timeout=0)
-        assert len(engine.generate(tokens_of(20, 2), lp.SamplingParams(n=3, max_tokens=2))) == 3
+        assert len(engine.generate(tokens_of(20, 2), lp.SamplingParams(n=3, max_tokens=2)).choices) == 3
 
     def test_a_recurrent_model(self, make_engine: MakeEngine, recurrent: lp.Model) -> None:
         engine = make_engine(recurrent, n_seq_max=3)
         params = lp.SamplingParams(n=3, temperature=0, max_tokens=6, ignore_eos=True)
-        outs = engine.generate([5, 6, 7, 8], params)
+        outs = engine.generate([5, 6, 7, 8], params).choices
         assert len({tuple(out.token_ids) for out in outs}) == 1
 
     def test_a_stream_is_one(self, make_engine: MakeEngine) -> None:

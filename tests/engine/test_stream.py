@@ -202,7 +202,7 @@ class TestCancel:
     def test_timeout_of_a_slow_reader(self, engine: lp.Engine) -> None:
         """What came in time but was not read does not put the end off."""
         stream = engine.stream(PROMPT, greedy(None), timeout=0)
-        wait_until(lambda: engine.stats().n_tokens_generated >= 10)
+        wait_until(lambda: engine.stats().n_completion_tokens >= 10)
         with pytest.raises(TimeoutError):
             next(stream)
         assert list(stream) == []
@@ -211,7 +211,7 @@ class TestCancel:
     def test_timeout_after_the_end(self, engine: lp.Engine) -> None:
         """What was finished in time can be read at leisure."""
         stream = engine.stream(PROMPT, greedy(10), timeout=0)
-        wait_until(lambda: engine.stats().n_tokens_generated == 10)
+        wait_until(lambda: engine.stats().n_completion_tokens == 10)
         deltas = list(stream)
         assert (len(tokens_of(deltas)), deltas[-1].finish_reason) == (10, "length")
 
@@ -245,12 +245,12 @@ class TestSlowReader:
         fast = engine.generate([OTHER] * 3, greedy(200))
         assert len({out.text for out in fast}) == 1
         stats = engine.stats()
-        assert stats.n_tokens_generated == 600 + BUFFER_TOKENS
+        assert stats.n_completion_tokens == 600 + BUFFER_TOKENS
         assert stats.n_active == 1
         expected = loop.greedy(engine.model.tokenize(PROMPT), 200)
         for n_read in range(1, 201):
             assert next(slow).token_ids == (expected[n_read - 1],)
-            assert engine.stats().n_tokens_generated - 600 <= min(n_read + BUFFER_TOKENS, 200)
+            assert engine.stats().n_completion_tokens - 600 <= min(n_read + BUFFER_TOKENS, 200)
         assert list(slow) == []
 
     def test_gives_its_slot_up_and_comes_back(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
@@ -273,7 +273,7 @@ class TestSlowReader:
 
     def test_cancelled_while_paused(self, engine: lp.Engine) -> None:
         stream = engine.stream(PROMPT, greedy(None))
-        wait_until(lambda: engine.stats().n_tokens_generated == BUFFER_TOKENS)
+        wait_until(lambda: engine.stats().n_completion_tokens == BUFFER_TOKENS)
         steps = engine.stats().steps
         stream.close()
         stats = engine.stats()

@@ -92,9 +92,9 @@ class TestScores:
         assert not caplog.text
 
     def test_equal_contexts_are_computed_once(self, lm: LlamapipeLM) -> None:
-        before = lm.engine.stats().n_tokens_prompt
+        before = lm.engine.stats().n_prompt_tokens
         likelihoods(lm, *[("Counting from 7 to 30:" * 9, f" {word}") for word in ("a", "b", "c", "d")])
-        used = lm.engine.stats().n_tokens_prompt - before
+        used = lm.engine.stats().n_prompt_tokens - before
         assert used < 2 * len(lm.tok_encode("Counting from 7 to 30:" * 9))
 
     def test_whole_texts(self, lm: LlamapipeLM, plain: PlainScores, demo: lp.Model) -> None:

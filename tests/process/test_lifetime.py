@@ -110,7 +110,8 @@ def test_a_model_with_a_live_engine_is_not_closed(tiny: lp.Model) -> None:
     with lp.Model(tiny.path) as model, lp.Engine(model, n_ctx=64, n_threads=1) as engine:
         other = lp.Engine(model, n_ctx=64, n_threads=1)
         with pytest.raises(
-            EngineClosedError, match=r"^2 open objects still use the model \(Context\); close them"
+            EngineClosedError,
+            match=r"^2 open objects still use the model \(Engine\(n_ctx=64, n_seq_max=8\), Engine.*\); close them",
         ):
             model.close()
         other.close()
@@ -178,7 +179,32 @@ def test_a_dropped_engine_warns(tiny: lp.Model) -> None:
         ResourceWarning, match=r"<Engine n_queued=0 .*> was never closed; use `with` or close\(\)"
     ):
         del engine
-    engine_thread.close(drain=False)
+    assert not engine_thread._thread.is_alive()
+
+
+def test_ten_dropped_engines_leave_nothing(tiny: lp.Model) -> None:
+    before = set(threading.enumerate())
+    with lp.Model(tiny.path) as model:
+        for _ in range(10):
+            with pytest.warns(ResourceWarning, match="was never closed"):
+                lp.Engine(model, n_ctx=64, n_threads=1).generate("a", SHORT)
+        assert set(threading.enumerate()) == before
+    assert model.closed
+
+
+def test_a_stream_keeps_its_engine(tiny: lp.Model) -> None:
+    stream = lp.Engine(tiny, n_ctx=64, n_threads=1).stream("a", SHORT)
+    assert sum(len(delta.token_ids) for delta in stream) == 4
+    with pytest.warns(ResourceWarning, match="was never closed"):
+        del stream
+
+
+def test_an_engine_made_of_a_path_owns_its_model(tiny: lp.Model) -> None:
+    with lp.Engine(tiny.path, n_ctx=64, n_threads=1) as engine:
+        assert len(engine.generate("a", SHORT).token_ids) == 4
+    assert engine.model.closed
+    with pytest.raises(ValueError, match="n_ctx"):
+        lp.Engine(str(tiny.path), n_ctx=0)
 
 
 def test_what_is_closed_or_was_never_made_does_not_warn(tiny: lp.Model) -> None:
@@ -297,7 +323,7 @@ _STATES = {
     "busy": """
 worker = threading.Thread(target=engine.generate, args=("a", ENDLESS), daemon=True)
 worker.start()
-while engine.stats().n_tokens_generated == 0:
+while engine.stats().n_completion_tokens == 0:
     pass
 """,
     "everything": """

@@ -31,9 +31,9 @@ engine = lp.Engine(model, n_ctx=100_000, n_seq_max=2, n_threads=1, max_queue=3)
 expected = engine.generate("hello", SHORT).token_ids
 
 def watch(line, n_active=1, go_on=None):
-    before = engine.stats().n_tokens_generated
+    before = engine.stats().n_completion_tokens
     def look():
-        while (stats := engine.stats()).n_tokens_generated == before or stats.n_active < n_active:
+        while (stats := engine.stats()).n_completion_tokens == before or stats.n_active < n_active:
             pass
         if go_on is not None:
             engine._engine_thread.call(go_on.wait)

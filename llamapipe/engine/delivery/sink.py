@@ -7,7 +7,16 @@ from time import perf_counter
 from typing import Any
 
 from llamapipe.engine.delivery.mailbox import Mailbox
-from llamapipe.engine.results import Completion, Delta, FinishReason, Timings, Token, TokenLogprob
+from llamapipe.engine.results import (
+    Choice,
+    Completion,
+    Delta,
+    FinishReason,
+    Timings,
+    Token,
+    TokenLogprob,
+    TopLogprob,
+)
 from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets, TokenScore
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import EngineClosedError
@@ -23,29 +32,37 @@ class Failure:
         self.error = error
 
 
-def token_logprob(request: Request, token: int) -> TokenLogprob:
-    """How probable the token was that a request has just drawn."""
+Piece = Callable[[int], bytes]  # a token's bytes
+
+
+def token_logprob(request: Request, token: int, piece: Piece) -> TokenLogprob:
+    """The log-probability of the token that a request sampled last."""
     assert request.last_logprob is not None, "the request did not ask for log-probabilities"
     logprob, top = request.last_logprob
-    return TokenLogprob(token, logprob, tuple(top))
+    return TokenLogprob(token, logprob, _top(top, piece), piece(token))
 
 
-def prompt_token_logprobs(prompt: Sequence[int], scores: Sequence[TokenScore]) -> list[TokenLogprob]:
-    """How probable each token of a prompt was but the first."""
+def prompt_token_logprobs(
+    prompt: Sequence[int], scores: Sequence[TokenScore], piece: Piece
+) -> list[TokenLogprob]:
+    """The log-probability of each token of a prompt except the first."""
     return [
-        TokenLogprob(token, score.logprob, tuple(score.top))
-        for token, score in zip(prompt[1:], scores, strict=False)  # one that was cancelled may have fewer
+        TokenLogprob(token, score.logprob, _top(score.top, piece), piece(token))
+        for token, score in zip(prompt[1:], scores, strict=False)  # a cancelled request may have fewer
     ]
+
+
+def _top(top: Sequence[tuple[int, float]], piece: Piece) -> tuple[TopLogprob, ...]:
+    return tuple(TopLogprob(token, logprob, piece(token)) for token, logprob in top)
 
 
 class Sink:
     """Receives a request's tokens on the engine thread; subclasses say what goes into the mailbox, and when."""
 
-    __slots__ = ("_piece", "_stops", "_text", "mailbox", "started_at")
+    __slots__ = ("_piece", "_stops", "_text", "mailbox")
 
-    def __init__(self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...]) -> None:
+    def __init__(self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...]) -> None:
         self.mailbox = mailbox
-        self.started_at = perf_counter()
         self._piece = piece
         self._stops = stops
         self._text = TextStream(stops)
@@ -63,28 +80,87 @@ class Sink:
         self._text = TextStream(self._stops)
 
 
-class CompletionSink(Sink):
-    """Puts ``(index, Completion)`` into the mailbox, or ``(index, Failure)``."""
+class Choices:
+    """The choices of one prompt, which their sinks fill in. The last one puts ``(index, Completion)`` into the mailbox.
 
-    __slots__ = ("_first_at", "_index", "_logprobs", "_parts", "_seed", "prompt_targets")
+    If a choice fails, ``(index, Failure)`` is put there once, and no completion.
+    """
+
+    __slots__ = (
+        "_choices",
+        "_failed",
+        "_first_at",
+        "_index",
+        "_n_left",
+        "_prompt_targets",
+        "_started_at",
+        "mailbox",
+    )
 
     def __init__(
-        self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...], seed: int, index: int
+        self, mailbox: Mailbox, index: int, n: int = 1, prompt_targets: PromptTargets | None = None
     ) -> None:
-        super().__init__(mailbox, piece, stops)
-        self._seed = seed
+        self.mailbox = mailbox
         self._index = index
-        self._parts: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._prompt_targets = prompt_targets  # where the prompt's log-probabilities are wanted
+        self._started_at = perf_counter()
+        self._choices: list[Choice | None] = [None] * n
+        self._n_left = n
         self._first_at: float | None = None
-        self.prompt_targets: PromptTargets | None = None  # where the prompt's tokens are asked for, too
+        self._failed = False
 
-    def token(self, request: Request, token: int) -> bool:
-        """Looks for stop strings; without any, the text is made at the end."""
+    def note_first_token(self) -> None:
+        """A choice has its first token."""
         if self._first_at is None:
             self._first_at = perf_counter()
+
+    def fail(self, error: BaseException) -> None:
+        """A choice failed."""
+        if not self._failed:
+            self._failed = True
+            self.mailbox.put((self._index, Failure(error)))
+
+    def add(self, choice: Choice, request: Request, piece: Piece) -> None:
+        """A choice is complete."""
+        if self._choices[choice.index] is not None:  # after a defect a request may be finished twice
+            return
+        self._choices[choice.index] = choice
+        self._n_left -= 1
+        if self._n_left or self._failed:
+            return
+        first_s = None if self._first_at is None else self._first_at - self._started_at
+        timings = Timings(first_s, perf_counter() - self._started_at)
+        prompt = None
+        if self._prompt_targets is not None:
+            ids = request.tokens[: request.n_prompt]
+            prompt = prompt_token_logprobs(ids, self._prompt_targets.scores, piece)
+        choices = tuple(choice for choice in self._choices if choice is not None)
+        self.mailbox.put((self._index, Completion(choices, request.n_prompt, 0, timings, prompt)))
+
+
+class CompletionSink(Sink):
+    """Collects one choice of a prompt and hands it to ``choices``, which all choices of that prompt share."""
+
+    __slots__ = ("_choices", "_has_token", "_index", "_logprobs", "_parts", "_seed")
+
+    def __init__(
+        self, choices: Choices, piece: Piece, stops: tuple[str, ...], seed: int, index: int = 0
+    ) -> None:
+        super().__init__(choices.mailbox, piece, stops)
+        self._choices = choices
+        self._seed = seed
+        self._index = index
+        self._has_token = False
+        self._parts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def token(self, request: Request, token: int) -> bool:
+        """Searches for stop strings; if there are none, the text is made at the end."""
+        if not self._has_token:
+            self._has_token = True
+            self._choices.note_first_token()
         if request.wants_logprobs:
-            self._logprobs.append(token_logprob(request, token))
+            self._logprobs.append(token_logprob(request, token, self._piece))
         if not self._stops:
             return False
         text = self._text
@@ -92,24 +168,18 @@ class CompletionSink(Sink):
         return text.stopped
 
     def finish(self, request: Request) -> None:
-        """Hands the whole over."""
+        """Hands over the choice, or the error."""
         if request.error is not None:
-            self.mailbox.put((self._index, Failure(request.error)))
+            self._choices.fail(request.error)
             return
         tokens = request.tokens[request.n_prompt :]
         if not self._stops:
             self._parts.append(self._text.push(b"".join(map(self._piece, tokens))))
         self._parts.append(self._text.finish())
-        first_s = None if self._first_at is None else self._first_at - self.started_at
-        timings = Timings(first_s, perf_counter() - self.started_at)
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
-        text = "".join(self._parts)
         logprobs = self._logprobs if request.wants_logprobs else None
-        prompt = None
-        if self.prompt_targets is not None:
-            prompt = prompt_token_logprobs(request.tokens[: request.n_prompt], self.prompt_targets.scores)
-        completion = Completion(text, tokens, reason, request.n_prompt, self._seed, timings, logprobs, prompt)
-        self.mailbox.put((self._index, completion))
+        choice = Choice(self._index, "".join(self._parts), tokens, reason, self._seed, logprobs)
+        self._choices.add(choice, request, self._piece)
 
 
 class ScoreSink(Sink):
@@ -143,7 +213,7 @@ class DeltaSink(Sink):
 
     __slots__ = ("_last",)
 
-    def __init__(self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...]) -> None:
+    def __init__(self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...]) -> None:
         super().__init__(mailbox, piece, stops)
         self._last: tuple[str, tuple[int, ...], Any] = ("", (), None)
 
@@ -151,7 +221,7 @@ class DeltaSink(Sink):
         """Hands text and token over, or keeps them for ``finish`` when it follows at once."""
         text = self._text.push(self._piece(token))
         stopped = self._text.stopped
-        logprobs = (token_logprob(request, token),) if request.wants_logprobs else None
+        logprobs = (token_logprob(request, token, self._piece),) if request.wants_logprobs else None
         if stopped or request.finish_reason is not None:
             self._last = (text, (token,), logprobs)
         else:
@@ -175,7 +245,7 @@ class TokenSink(Sink):
 
     __slots__ = ("_last",)
 
-    def __init__(self, mailbox: Mailbox, piece: Callable[[int], bytes], stops: tuple[str, ...]) -> None:
+    def __init__(self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...]) -> None:
         super().__init__(mailbox, piece, stops)
         self._last: Token | None = None
 
@@ -184,7 +254,7 @@ class TokenSink(Sink):
         piece = self._piece(token)
         given = Token(token, piece, self._text.push(piece))
         if request.wants_logprobs:
-            note = token_logprob(request, token)
+            note = token_logprob(request, token, self._piece)
             given = given._replace(logprob=note.logprob, top=note.top)
         stopped = self._text.stopped
         if stopped or request.finish_reason is not None:

@@ -1,20 +1,21 @@
-"""A progress bar for lists of prompts, on a terminal."""
+"""A progress bar for lists of prompts, on a terminal or in a notebook."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """What ``generate`` reports finished prompts to."""
+    """Counts finished prompts."""
 
     def update(self, n: int = 1) -> Any:
-        """``n`` more are finished."""
+        """``n`` more prompts are finished."""
 
     def close(self) -> Any:
-        """Nothing more comes."""
+        """Ends the display."""
 
 
 class _Silent:
@@ -25,16 +26,23 @@ class _Silent:
         """Nothing to close."""
 
 
-def progress_bar(wanted: bool, total: int) -> Progress:
-    """A bar on standard error if it is wanted and that is a terminal, else something silent.
+def progress_bar(wanted: bool, total: int | None) -> Progress:
+    """Tqdm's bar on a terminal, tqdm's or a widget in a notebook, and nothing elsewhere or if not ``wanted``.
 
-    Raises ImportError, with the fix, when it is wanted and tqdm is not installed.
+    ``total``: the number of prompts, None if it is not known. Raises ImportError if tqdm is missing.
     """
     if not wanted:
         return _Silent()
     try:
-        tqdm: Any = import_module("tqdm").tqdm
+        with warnings.catch_warnings():  # a notebook without ipywidgets gets the bar made of text
+            warnings.simplefilter("ignore")
+            tqdm: Any = import_module("tqdm.auto").tqdm
     except ImportError:
         raise ImportError('progress=True needs tqdm: pip install "llamapipe[progress]"') from None
-    bar: Progress = tqdm(total=total, unit="prompt", disable=not sys.stderr.isatty())
+    bar: Progress = tqdm(total=total, unit="prompt", disable=not (sys.stderr.isatty() or _in_notebook()))
     return bar
+
+
+def _in_notebook() -> bool:
+    """Whether standard error goes to a Jupyter frontend."""
+    return type(sys.stderr).__module__.split(".")[0] == "ipykernel"

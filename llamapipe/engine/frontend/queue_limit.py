@@ -1,4 +1,4 @@
-"""Knows the requests that wait for a slot and lets callers wait for room."""
+"""Counts the requests that wait for a slot and lets callers wait for room."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     import asyncio
 
 
+class ExpiredError(TimeoutError):
+    """The deadline of a call passed."""
+
+
 class QueueLimit:
     """A set with a limit. ``enter`` is called by callers, ``leave`` by the engine thread.
 
-    Who is in it is known by name, so that leaving twice, or without having come in, is no mistake: whoever is
-    interrupted between two instructions need not know which of them was done.
+    It holds the requests themselves and not their number, so leaving twice, or without having entered, is not an
+    error: a caller that Ctrl-C interrupts between two instructions cannot know which of them ran.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -33,7 +37,7 @@ class QueueLimit:
         return len(self._inside)
 
     def try_enter(self, *requests: Hashable) -> bool:
-        """Takes all of them in if there is room."""
+        """Enters all requests if there is room for all; returns whether there was."""
         with self._room:
             if self._limit is not None and len(self._inside) + len(requests) > self._limit:
                 return False
@@ -41,25 +45,25 @@ class QueueLimit:
             return True
 
     def enter_at_once(self, *requests: Hashable) -> None:
-        """Takes all of them in. Raises QueueFullError when there is no room."""
+        """Enters all requests. Raises QueueFullError if there is no room for all."""
         if not self.try_enter(*requests):
             if self._limit is not None and len(requests) > self._limit:
                 raise QueueFullError(
-                    f"{len(requests)} requests are asked for at once and max_queue is {self._limit}: that never fits; "
-                    "ask with block=True, for fewer, or make the engine with a larger max_queue"
+                    f"{len(requests)} requests are submitted at once and max_queue is {self._limit}: that never fits; "
+                    "submit fewer, pass block=True, or make the engine with a larger max_queue"
                 )
             raise QueueFullError(
-                f"{self.n} requests wait and {len(requests)} more were asked for; max_queue is {self._limit}: "
-                "call again later, or with block=True"
+                f"{self.n} requests are queued and {len(requests)} more were submitted; max_queue is {self._limit}: "
+                "retry later, or pass block=True"
             )
 
     def enter(self, request: Hashable, deadline: float | None) -> None:
-        """Waits for room for one request. Raises TimeoutError after ``deadline`` (``perf_counter`` seconds)."""
+        """Waits for room for one request. Raises ExpiredError after ``deadline`` (``perf_counter`` seconds)."""
         with self._room:
             while self._limit is not None and len(self._inside) >= self._limit:
                 left_s = None if deadline is None else deadline - perf_counter()
                 if left_s is not None and left_s <= 0:
-                    raise TimeoutError("no room came free in the queue within the timeout")
+                    raise ExpiredError("no room came free in the queue within the timeout")
                 self._room.wait(left_s)
             self._inside.add(request)
 
@@ -72,16 +76,16 @@ class QueueLimit:
             waiter = loop.create_future()
             with self._room:
                 self._waiters.append((loop, waiter))
-            if self.try_enter(request):  # room may have come before the waiter was noted
+            if self.try_enter(request):  # room may have become free before the waiter was added
                 waiter.cancel()
                 return
             await waiter
 
     def leave(self, requests: Sequence[Hashable]) -> None:
-        """Gives the room of those that have any back and wakes who waits for it."""
+        """Frees the room of those requests that hold any and wakes the callers that wait for it."""
         with self._room:
             self._inside.difference_update(requests)
-            # Not only as many as there is room for: who is woken may be giving up, and would take another's turn.
+            # All waiters, not one per free place: a woken waiter may be giving up, and its place would stay unused.
             self._room.notify_all()
             waiters = list(self._waiters)
             self._waiters.clear()

@@ -1,23 +1,28 @@
-"""Checks what callers ask for before anything is queued, and makes requests of it."""
+"""Checks prompts and params before anything is queued, and makes requests of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llamapipe.arguments import check_tokens
 from llamapipe.engine.delivery.mailbox import Mailbox
-from llamapipe.engine.delivery.sink import CompletionSink, DeltaSink, ScoreSink, Sink, TokenSink
+from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink, ScoreSink, Sink, TokenSink
 from llamapipe.engine.frontend.sampler_factory import SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets
 from llamapipe.engine.scheduler.prompt_group import PromptGroup
 from llamapipe.engine.scheduler.request import UNLIMITED, Request
-from llamapipe.errors import InvalidRequestError
+from llamapipe.errors import InvalidRequestError, LlamapipeError
 from llamapipe.llama.model import Model
 
-Prompt = str | Sequence[int]
-Item = tuple[list[int], SamplerFactory]  # a checked prompt, tokenized, and how its tokens are chosen
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]"
+Prompt: TypeAlias = "str | TokenIds"
+Item = tuple[list[int], SamplerFactory]  # the tokens of a checked prompt, and the factory of its samplers
 
 
 class RequestBuilder:
@@ -29,23 +34,42 @@ class RequestBuilder:
         self._eog = model.vocab.eog_tokens
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
-    def items(self, prompt: Any, params: Any) -> tuple[list[Item], bool]:
+    def items(self, prompt: Any, params: Any, on_error: str = "raise") -> tuple[list[Item | Exception], bool]:
         """Each prompt with its params, and whether a single prompt was given.
 
-        Raises TypeError, ValueError, InvalidRequestError.
+        Raises TypeError, ValueError, InvalidRequestError; errors in a list name the prompt's index. With ``on_error``
+        ``"return"``, an InvalidRequestError is in the place of its prompt instead.
         """
-        prompts, single = split(prompt)
+        prompts, single = split_prompts(prompt)
         if params is None or isinstance(params, SamplingParams):
             each: Sequence[SamplingParams | None] = [params] * len(prompts)
         elif isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
-            raise TypeError(f"params must be SamplingParams or a list of them, not {type(params).__name__}")
+            raise TypeError(
+                f"params must be SamplingParams or a list of them, not {type(params).__name__}: "
+                "generate(prompt, lp.SamplingParams(max_tokens=100))"
+            )
         elif len(params) != len(prompts):
             raise ValueError(
                 f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one for each"
             )
         else:
             each = params
-        return [self.item(p, q) for p, q in zip(prompts, each, strict=True)], single
+        if single:
+            return [self.item_or_error(prompts[0], each[0], None, on_error)], True
+        pairs = enumerate(zip(prompts, each, strict=True))
+        return [self.item_or_error(p, q, index, on_error) for index, (p, q) in pairs], False
+
+    def item_or_error(
+        self, prompt: Any, params: SamplingParams | None, index: int | None, on_error: str
+    ) -> Item | Exception:
+        """``item`` for the prompt at ``index`` of a list; what it raises names the index, or is returned."""
+        try:
+            return self.item(prompt, params)
+        except (TypeError, ValueError) as e:
+            error = e if index is None else named(e, index)
+            if on_error == "return" and isinstance(error, InvalidRequestError):
+                return error
+            raise error from None
 
     def item(self, prompt: Any, params: SamplingParams | None) -> Item:
         """One prompt as token ids, with its params. Raises as ``items`` does."""
@@ -55,7 +79,7 @@ class RequestBuilder:
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         if isinstance(prompt, str) and not prompt:
             raise InvalidRequestError(
-                "the prompt is empty; give at least one character or token (start from nothing with [model.bos])"
+                "the prompt is empty; give at least one character or token ([model.bos] starts from nothing)"
             )
         n_vocab = self._model.n_vocab
         tokens = (
@@ -67,39 +91,47 @@ class RequestBuilder:
             raise InvalidRequestError("the prompt is empty; give at least one token")
         if len(tokens) >= self._n_ctx:
             raise InvalidRequestError(
-                f"the prompt has {len(tokens)} tokens; n_ctx is {self._n_ctx} and one must stay free for an answer: "
+                f"the prompt has {len(tokens)} tokens; n_ctx is {self._n_ctx} and one must stay free: "
                 "shorten it, or make the engine with a larger n_ctx"
             )
         return tokens, self._factories.sampler_factory(params)
 
-    def completions(self, items: Sequence[Item], mailbox: Mailbox) -> list[Request]:
-        """Requests answered with ``(index, Completion)``: as many of each item as its params say, in their order."""
+    def completions(self, items: Sequence[Item | Exception], mailbox: Mailbox) -> dict[int, list[Request]]:
+        """The requests of each item, by index; see ``completion``. Errors among the items are passed over."""
+        return {
+            index: self.completion(item, mailbox, index)
+            for index, item in enumerate(items)
+            if not isinstance(item, Exception)
+        }
+
+    def one_completion(self, item: Item, index: int, mailbox: Mailbox) -> dict[int, list[Request]]:
+        """``completions`` for the item at ``index``."""
+        return {index: self.completion(item, mailbox, index)}
+
+    def completion(self, item: Item, mailbox: Mailbox, index: int) -> list[Request]:
+        """The ``n`` requests of one item, answered together with ``(index, Completion)``."""
+        tokens, sampler_factory = item
+        params = sampler_factory.params
+        seed = choose_seed(params)
+        targets = None if params.prompt_logprobs is None else PromptTargets(tokens, params.prompt_logprobs)
+        choices = Choices(mailbox, index, params.n, targets)
         requests: list[Request] = []
-        for tokens, sampler_factory in items:
-            params = sampler_factory.params
-            first = len(requests)
-            seed = choose_seed(params)
-            targets = (
-                None if params.prompt_logprobs is None else PromptTargets(tokens, params.prompt_logprobs)
+        for i in range(params.n):
+            request = self._request((tokens.copy(), sampler_factory), UNLIMITED, resumable=False)
+            request.seed = (seed + i) % 2**64
+            request.sink = CompletionSink(
+                choices, self._model.vocab.piece, tuple(params.stop or ()), request.seed, i
             )
-            for i in range(params.n):
-                request = self._request((tokens.copy(), sampler_factory), UNLIMITED, resumable=False)
-                request.seed = (seed + i) % 2**64
-                sink = CompletionSink(
-                    mailbox, self._model.vocab.piece, tuple(params.stop), request.seed, len(requests)
-                )
-                sink.prompt_targets = targets
-                request.sink = sink
-                requests.append(request)
-            requests[first].logprob_targets = targets
-            if params.n > 1:
-                PromptGroup(requests[first:])
+            requests.append(request)
+        requests[0].logprob_targets = targets
+        if params.n > 1:
+            PromptGroup(requests)
         return requests
 
     def scores(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]], mailbox: Mailbox, index: int
     ) -> Request:
-        """A request answered with ``(index, the scores of each continuation)``. Raises InvalidRequestError."""
+        """A request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError."""
         longest = len(context) + max(len(c) for c in continuations) - 1
         if longest > self._n_ctx:
             raise InvalidRequestError(
@@ -115,15 +147,15 @@ class RequestBuilder:
     def stream(self, item: Item, mailbox: Mailbox, n_ahead: int) -> Request:
         """A request answered with deltas, at most ``n_ahead`` tokens ahead of its reader.
 
-        Raises InvalidRequestError for params that ask for what a stream does not give.
+        Raises InvalidRequestError for params that a stream does not support.
         """
         self._check_single(item)
         return self._with(DeltaSink, self._request(item, n_ahead, resumable=False), item, mailbox)
 
     def generation(self, item: Item, mailbox: Mailbox) -> Request:
-        """A request that waits for leave before each token, and keeps its sequence at its end.
+        """A request that generates one token per ``resume``, and keeps its sequence at its end.
 
-        Raises InvalidRequestError for params that ask for what it does not give.
+        Raises InvalidRequestError for params that a generation does not support.
         """
         self._check_single(item)
         return self._with(TokenSink, self._request(item, 0, resumable=True), item, mailbox)
@@ -132,19 +164,19 @@ class RequestBuilder:
         params = item[1].params
         if params.n > 1:
             raise InvalidRequestError(
-                f"n is {params.n}; a stream is one completion: start {params.n} of them"
+                f"n is {params.n}; a stream is one completion: start {params.n} streams, or use generate()"
             )
         if params.prompt_logprobs is not None:
-            raise InvalidRequestError("prompt_logprobs come with generate(); a stream has no place for them")
+            raise InvalidRequestError("prompt_logprobs come with generate(); streams do not return them")
 
     def _with(self, sink: Callable[..., Sink], request: Request, item: Item, mailbox: Mailbox) -> Request:
-        request.sink = sink(mailbox, self._model.vocab.piece, tuple(item[1].params.stop))
+        request.sink = sink(mailbox, self._model.vocab.piece, tuple(item[1].params.stop or ()))
         return request
 
     def _request(self, item: Item, token_budget: int, resumable: bool) -> Request:
         tokens, sampler_factory = item
         params = sampler_factory.params
-        stop_tokens = frozenset(params.stop_token_ids)
+        stop_tokens = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_tokens = stop_tokens | self._eog if stop_tokens else self._eog
         request = Request(tokens, params.max_tokens, stop_tokens, token_budget, resumable)
@@ -154,8 +186,21 @@ class RequestBuilder:
         return request
 
 
-def split(prompt: Any, name: str = "prompt", empty_ok: bool = False) -> tuple[list[Any], bool]:
-    """The prompts as a list, and whether it was one prompt rather than a list of prompts.
+def named(error: BaseException, index: int) -> BaseException:
+    """An error of one prompt of a list, with the prompt's index in its message."""
+    text = f"prompt {index} of the list"
+    own = isinstance(error, LlamapipeError) or type(error) in (TypeError, ValueError)
+    if own and len(error.args) == 1:
+        new = type(error)(f"{error} ({text})")
+        new.__cause__ = error.__cause__
+        return new
+    if hasattr(error, "add_note"):  # Python 3.11; raised by a callback, whose message stays as it is
+        error.add_note(text)
+    return error
+
+
+def split_prompts(prompt: Any, name: str = "prompt", empty_ok: bool = False) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether a single prompt was given.
 
     ``empty_ok``: an empty list is one prompt without tokens.
     """

@@ -71,11 +71,11 @@ class SamplerFactory:
         self._biases = dict(params.logit_bias or {})
         if params.ignore_eos:
             self._biases.update(dict.fromkeys(vocab.eog_tokens, -math.inf))
-        self._ends = sorted(vocab.eog_tokens | set(params.stop_token_ids)) if params.min_tokens else []
+        self._ends = sorted(vocab.eog_tokens | set(params.stop_token_ids or ())) if params.min_tokens else []
         self._bad_words = sorted(
             {
                 tuple(tokens)
-                for word in params.bad_words
+                for word in params.bad_words or ()
                 for text in (word, " " + word)
                 if (tokens := vocab.tokenize(text, add_special=False))
             }

@@ -1,29 +1,31 @@
-"""From texts and tokens to what is scored behind what, and back to one score for each."""
+"""From prompts and continuations to the requests that score them, and back to the result's shape."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Sized
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.engine.delivery.mailbox import Mailbox
-from llamapipe.engine.frontend.request_builder import Prompt, RequestBuilder, split
+from llamapipe.engine.frontend.request_builder import Prompt, RequestBuilder, TokenIds, named, split_prompts
 from llamapipe.engine.results import Score
 from llamapipe.engine.scheduler.logprob_targets import TokenScore
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
 
-Pair = tuple[list[int], list[int]]  # a context and what is scored behind it
+Pair = tuple[list[int], list[int]]  # a context and a continuation
+T = TypeVar("T")  # the result of a call
+Shaped = Score | list[Score] | list[list[Score]] | list[Score | list[Score]]
 
 
-class ScoreJob:
-    """Pairs to be scored, those of one context together, and the shape in which their scores are given back."""
+class ScoreJob(Generic[T]):
+    """Contexts and continuations to be scored, grouped by context, and the shape of the result."""
 
-    def __init__(self, pairs: Sequence[Pair], shape: Callable[[list[Score]], Any]) -> None:
+    def __init__(self, pairs: Sequence[Pair], shape: Callable[[list[Score]], T]) -> None:
         self._pairs = pairs
         self._shape = shape
         self._groups: dict[tuple[int, ...], list[int]] = {}
@@ -35,31 +37,31 @@ class ScoreJob:
         """Contexts, each of which is computed once."""
         return len(self._groups)
 
-    def requests(self, request_builder: RequestBuilder, mailbox: Mailbox) -> list[Request]:
-        """One for each context. Raises InvalidRequestError."""
-        return [
-            request_builder.scores(context, [self._pairs[i][1] for i in members], mailbox, index)
+    def requests(self, request_builder: RequestBuilder, mailbox: Mailbox) -> dict[int, list[Request]]:
+        """One request for each context, by index. Raises InvalidRequestError."""
+        return {
+            index: [request_builder.scores(context, [self._pairs[i][1] for i in members], mailbox, index)]
             for index, (context, members) in enumerate(self._groups.items())
-        ]
+        }
 
-    def result(self, answers: Sequence[list[list[TokenScore]]]) -> Any:
-        """The scores of the requests' answers, as they were asked for."""
-        scores: list[Any] = [None] * len(self._pairs)
-        for members, answer in zip(self._groups.values(), answers, strict=True):
-            for i, found in zip(members, answer, strict=True):
+    def result(self, answers: Mapping[int, list[list[TokenScore]]]) -> T:
+        """The scores in the shape of the call, from the answers of the requests."""
+        scores: dict[int, Score] = {}
+        for index, members in enumerate(self._groups.values()):
+            for i, found in zip(members, answers[index], strict=True):
                 scores[i] = Score(
                     np.array(self._pairs[i][1], np.int32),
                     np.array([score.logprob for score in found], np.float32),
                     all(score.is_greedy for score in found),
                 )
-        return self._shape(scores)
+        return self._shape([scores[i] for i in range(len(self._pairs))])
 
 
-def score_job(model: Model, prompt: Any, continuation: Any) -> ScoreJob:
-    """What ``Engine.score`` is asked for. Raises TypeError, ValueError, InvalidRequestError."""
-    prompts, single = split(prompt, empty_ok=True)
+def score_job(model: Model, prompt: Any, continuation: Any) -> ScoreJob[Shaped]:
+    """The job of ``Engine.score``. Raises TypeError, ValueError, InvalidRequestError."""
+    prompts, single = split_prompts(prompt, empty_ok=True)
     if single:
-        continuations, one = split(continuation, "continuation")
+        continuations, one = split_prompts(continuation, "continuation")
         pairs = [_pair(model, prompts[0], c) for c in continuations]
         return ScoreJob(pairs, (lambda scores: scores[0]) if one else list)
     if (
@@ -77,42 +79,71 @@ def score_job(model: Model, prompt: Any, continuation: Any) -> ScoreJob:
             "items, for each"
         )
     pairs, lengths = [], []
-    for p, c in zip(prompts, list(each), strict=True):
-        items, one = split(c, "continuation")
-        pairs += [_pair(model, p, item) for item in items]
+    for index, (p, c) in enumerate(zip(prompts, list(each), strict=True)):
+        try:
+            items, one = split_prompts(c, "continuation")
+            pairs += [_pair(model, p, item) for item in items]
+        except (TypeError, ValueError) as e:
+            raise named(e, index) from None
         lengths.append(None if one else len(items))
 
-    def shape(scores: list[Score]) -> list[Any]:
+    def shape(scores: list[Score]) -> Shaped:
         left = iter(scores)
         return [next(left) if n is None else [next(left) for _ in range(n)] for n in lengths]
 
     return ScoreJob(pairs, shape)
 
 
-def tokens_job(model: Model, tokens: Any) -> ScoreJob:
-    """What ``Engine.score_tokens`` is asked for: every token but the first behind those before it."""
+def tokens_job(model: Model, tokens: Any) -> ScoreJob[Score | list[Score]]:
+    """The job of ``Engine.score_tokens``: every token but the first, given those before it."""
     if isinstance(tokens, str):
         raise TypeError(
             "tokens must be token ids; for text use model.tokenize(text), or score(prompt, continuation)"
         )
-    items, single = split(tokens, "tokens")
+    items, single = split_prompts(tokens, "tokens")
     pairs: list[Pair] = []
     for item in items:
         ids = check_tokens("tokens", item, model.n_vocab)
         if len(ids) < 2:
-            raise InvalidRequestError("there is one token, which follows nothing; give at least two")
+            raise InvalidRequestError(
+                "a single token has no token before it to be scored by; pass at least two"
+            )
         pairs.append((ids[:1], ids[1:]))
     return ScoreJob(pairs, (lambda scores: scores[0]) if single else list)
 
 
-def perplexity_job(model: Model, tokens: Any, n_window: int | None, n_ctx: int) -> ScoreJob:
-    """What ``Engine.perplexity`` is asked for: the second halves of the windows behind the first ones."""
-    window = n_ctx if n_window is None else check_int("n_window", n_window, 4, n_ctx)
-    if window < 4:
+def perplexity_job(model: Model, text: str | TokenIds, n_window: int | None, n_ctx: int) -> ScoreJob[float]:
+    """The job of ``Engine.perplexity``: every token, or the second halves of windows. Raises InvalidRequestError."""
+    ids = model.tokenize(text) if isinstance(text, str) else check_tokens("text", text, model.n_vocab)
+    pairs = _overlapping(ids, n_ctx) if n_window is None else _windows(model, ids, n_window, n_ctx)
+
+    def shape(scores: list[Score]) -> float:
+        total = math.fsum(score.total for score in scores)
+        return math.exp(-total / sum(len(score.logprobs) for score in scores))
+
+    return ScoreJob(pairs, shape)
+
+
+def _overlapping(ids: list[int], n_ctx: int) -> list[Pair]:
+    """Every token but the first once, given all tokens before it, or at least ``n_ctx // 2`` of them."""
+    if len(ids) < 2:
+        raise InvalidRequestError(f"the text has {len(ids)} tokens; perplexity needs at least 2")
+    n_most = n_ctx + 1  # the last token of a pair is not fed
+    pairs: list[Pair] = [(ids[:1], ids[1:n_most])]
+    n_kept = max(n_ctx // 2, 1)
+    for begin in range(n_most, len(ids), n_most - n_kept):
+        end = min(begin + n_most - n_kept, len(ids))
+        pairs.append((ids[begin - n_kept : begin], ids[begin:end]))
+    return pairs
+
+
+def _windows(model: Model, ids: list[int], n_window: int, n_ctx: int) -> list[Pair]:
+    """The second halves of windows that do not overlap, given the first halves."""
+    window = check_int("n_window", n_window, 4, max(n_ctx, 4))
+    if window > n_ctx:
         raise InvalidRequestError(
             f"n_ctx is {n_ctx} and a window needs 4 tokens; make the engine with a larger n_ctx"
         )
-    ids = check_tokens("tokens", tokens, model.n_vocab)
     if len(ids) < window:
         raise InvalidRequestError(
             f"there are {len(ids)} tokens and a window has {window}; give more, or a smaller n_window"
@@ -124,12 +155,7 @@ def perplexity_job(model: Model, tokens: Any, n_window: int | None, n_ctx: int) 
         if model.vocab.add_bos and model.bos is not None:
             part[0] = model.bos
         pairs.append((part[: first + 1], part[first + 1 :]))
-
-    def shape(scores: list[Score]) -> float:
-        total = math.fsum(score.total for score in scores)
-        return math.exp(-total / sum(len(score.logprobs) for score in scores))
-
-    return ScoreJob(pairs, shape)
+    return pairs
 
 
 def _tokens(model: Model, prompt: Prompt) -> list[int]:
@@ -139,7 +165,7 @@ def _tokens(model: Model, prompt: Prompt) -> list[int]:
 
 
 def _pair(model: Model, prompt: Prompt, continuation: Prompt) -> Pair:
-    """Both as tokens. Text behind text is tokenized together with it, as it would be read."""
+    """Both as tokens. If both are text, they are tokenized together."""
     context = _tokens(model, prompt)
     if isinstance(continuation, str) and isinstance(prompt, str):
         whole = model.tokenize(prompt + continuation)
@@ -150,12 +176,13 @@ def _pair(model: Model, prompt: Prompt, continuation: Prompt) -> Pair:
         rest = check_tokens("continuation", continuation, model.n_vocab)
     if not rest:
         raise InvalidRequestError(
-            "the continuation adds no token to the prompt, so there is nothing to score; give at least one"
+            "the continuation adds no token to the prompt, so there is nothing to score; pass at least one token"
         )
     if not context:
         if model.bos is None:
             raise InvalidRequestError(
-                "the prompt is empty and this vocabulary has no BOS token; give at least one token to score behind"
+                "the prompt is empty and the vocabulary has no BOS token to put in its place; "
+                "pass a prompt of at least one token"
             )
         context = [model.bos]
     return context, rest

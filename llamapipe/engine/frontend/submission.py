@@ -1,104 +1,281 @@
-"""Submits requests together and waits for what comes of all of them."""
+"""The one way in: requests enter the queue, are submitted, and are cancelled if their caller gives up.
+
+``Submission`` has a face for threads (``submit``, ``collect``, ``iterate``) and one for asyncio (``asubmit``,
+``acollect``). They differ in how they wait and share everything else: ``_entering`` and ``Pending``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from queue import Empty
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
-from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
+from llamapipe.engine.delivery.mailbox import AsyncMailbox, Mailbox, ThreadMailbox
 from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.frontend.progress import Progress
-from llamapipe.engine.frontend.queue_limit import QueueLimit
+from llamapipe.engine.frontend.queue_limit import ExpiredError, QueueLimit
+from llamapipe.engine.frontend.request_builder import named
+from llamapipe.engine.results import Completion
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
 
-Make = Callable[[Any], list[Request]]  # requests that answer a mailbox with (index, result)
+T = TypeVar("T")
+Groups = Mapping[int, Sequence[Request]]  # the requests that are answered together with (index, result)
+Make = Callable[[Mailbox], Groups]
+OnError = Literal["raise", "return"]
+OnTimeout = Literal["raise", "return"]
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How a call waits, and what it does with failures.
+
+    ``deadline``: a time of ``perf_counter``. ``names_prompts``: errors name the index of their prompt.
+    """
+
+    block: bool = True
+    timeout: float | None = None
+    deadline: float | None = None
+    on_error: OnError = "raise"
+    on_timeout: OnTimeout = "raise"
+    names_prompts: bool = False
+
+    def expired(self) -> ExpiredError:
+        """The error for a call whose deadline passed."""
+        return ExpiredError(f"not finished within the timeout of {self.timeout} s; the rest was cancelled")
+
+
+class Pending(Generic[T]):
+    """The requests of one call that have no result yet. One thread or task."""
+
+    def __init__(self, options: CallOptions) -> None:
+        self.options = options
+        self.groups: dict[int, Sequence[Request]] = {}
+        self.unsubmitted: deque[Request] = deque()
+        self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
+        self.timed_out = False
+
+    def add(self, groups: Groups) -> None:
+        """Requests that are to be submitted."""
+        self.groups.update(groups)
+        for requests in groups.values():
+            self.unsubmitted += requests
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests without a result."""
+        return [request for requests in self.groups.values() for request in requests]
+
+    def read(self, item: tuple[int, Any]) -> tuple[int, T | Exception, Sequence[Request]]:
+        """The index and result in a mailbox item, and the requests to cancel because one of their group failed.
+
+        Raises the error of a failed request if the call's options say so.
+        """
+        index, result = item
+        requests = self.groups[index]
+        if isinstance(result, Failure):
+            result = named(result.error, index) if self.options.names_prompts else result.error
+            if self.options.on_error == "raise" or not isinstance(result, Exception):
+                raise result
+        else:
+            requests = ()
+            if self.timed_out and isinstance(result, Completion):
+                result = _timed_out(result)
+        return index, result, requests
 
 
 class Submission:
-    """What ``generate`` and ``score`` have in common. Any thread."""
+    """Brings requests to the engine loop and their results back. Any thread."""
 
     def __init__(self, engine_thread: EngineThread, queue: QueueLimit) -> None:
         self._engine_thread = engine_thread
         self._queue = queue
 
-    def collect(
-        self, make: Make, deadline: float | None, block: bool, timeout: float | None, bar: Progress
-    ) -> list[Any]:
-        """The results of the requests that ``make`` gives, in their order.
+    def _entering(self, unsubmitted: deque[Request], block: bool) -> Iterator[Request]:
+        """Submits all requests together if the queue has room for them.
 
-        Whatever ends it early cancels them all. Raises what a request failed with, TimeoutError, QueueFullError.
+        If not, it yields each request before it submits it, and the caller waits for room. Raises QueueFullError
+        instead if ``block`` is false.
         """
-        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        started: list[Request] = []
+        if not block:
+            self._queue.enter_at_once(*unsubmitted)
+        elif not self._queue.try_enter(*unsubmitted):
+            while unsubmitted:
+                yield unsubmitted[0]
+                self._engine_thread.submit(unsubmitted[0])
+                unsubmitted.popleft()
+            return
+        self._engine_thread.submit(*unsubmitted)
+        unsubmitted.clear()
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Ends requests, whether or not they were submitted before their caller gave up."""
+        if not requests:
+            return
+        self._queue.leave(requests)
+        for request in requests:
+            self._engine_thread.cancel_soon(request)
+
+    def _stop(self, pending: Pending[T], expired: ExpiredError) -> None:
+        """After the deadline: ends the requests, so that what they generated arrives within a step, or raises."""
+        if pending.options.on_timeout == "raise":
+            raise expired
+        pending.timed_out = True
+        self.cancel(pending.requests)
+        if pending.unsubmitted:  # they end at once, without a token
+            self._engine_thread.submit(*pending.unsubmitted)
+            pending.unsubmitted.clear()
+
+    # ---- threads
+    def submit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
+        """Enters the queue and submits; an error cancels all requests.
+
+        Raises QueueFullError, TimeoutError, EngineClosedError.
+        """
         try:
-            started += make(mailbox)
-            results: list[Any] = [None] * len(started)
             self._engine_thread.loop.inbox.single_caller = single_caller()
-            if self._enter_together(started, block):
-                self._engine_thread.submit(*started)
-            else:
-                for request in started:
-                    self._queue.enter(request, deadline)
-                    self._engine_thread.submit(request)
-            for _ in started:
-                index, result = mailbox.get(timeout=left_s(deadline))
-                if isinstance(result, Failure):
-                    raise result.error
-                results[index] = result
-                bar.update()
-        except Empty:
-            self.cancel(started)
-            raise TimeoutError(
-                f"not finished within the timeout of {timeout} s; what was left is cancelled"
-            ) from None
+            for request in self._entering(deque(requests), block):
+                self._queue.enter(request, deadline)
         except BaseException:
-            self.cancel(started)
+            self.cancel(requests)
             raise
+
+    def submit_paused(self, request: Request) -> None:
+        """Submits a request that computes nothing before it is resumed; it takes no place in the queue."""
+        try:
+            self._engine_thread.submit(request)
+        except BaseException:
+            self.cancel([request])
+            raise
+
+    def collect(self, make: Make, options: CallOptions, bar: Progress) -> dict[int, Any]:
+        """The results of the requests that ``make`` returns, by index.
+
+        Ctrl-C and any error cancel all of them. Raises the error of a request, TimeoutError, QueueFullError.
+        """
+        pending = Pending[Any](options)
+        try:
+            return dict(self.iterate(iter([make]), 1, pending, bar))
         finally:
             bar.close()
-        return results
 
-    async def acollect(self, make: Make, block: bool) -> list[Any]:
+    def iterate(
+        self, makes: Iterator[Make], n_ahead: int, pending: Pending[T], bar: Progress
+    ) -> Iterator[tuple[int, T | Exception]]:
+        """Each result with its index, as requests finish; at most ``n_ahead`` groups, or one ``make``, are submitted.
+
+        Closing the iterator, Ctrl-C and any error cancel what is left.
+        """
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        options = pending.options
+        try:
+            exhausted = False
+            while True:
+                try:
+                    while not exhausted and not pending.timed_out and len(pending.groups) < n_ahead:
+                        make = next(makes, None)
+                        if make is None:
+                            exhausted = True
+                            break
+                        pending.add(make(mailbox))
+                        self._engine_thread.loop.inbox.single_caller = single_caller()
+                        for request in self._entering(pending.unsubmitted, options.block):
+                            self._queue.enter(request, options.deadline)
+                        if pending.ready:
+                            break
+                    while pending.ready:
+                        yield pending.ready.popleft()
+                    if not pending.groups:
+                        if exhausted or pending.timed_out:
+                            return
+                        continue
+                    item = self._next(mailbox, pending)
+                except ExpiredError as expired:
+                    self._stop(pending, expired)
+                    continue
+                index, result, failed = pending.read(item)
+                self.cancel(failed)
+                del pending.groups[index]
+                bar.update()
+                yield index, result
+        finally:
+            if pending.groups:
+                self.cancel(pending.requests)
+
+    def _next(self, mailbox: ThreadMailbox, pending: Pending[T]) -> Any:
+        if pending.timed_out:  # what is cancelled arrives within a step
+            return mailbox.get()
+        try:
+            return mailbox.get(timeout=left_s(pending.options.deadline))
+        except Empty:
+            raise pending.options.expired() from None
+
+    # ---- asyncio
+    async def asubmit(self, *requests: Request, block: bool = True) -> None:
+        """``submit`` for asyncio; cancelling the task cancels the requests."""
+        try:
+            self._engine_thread.loop.inbox.single_caller = False
+            for request in self._entering(deque(requests), block):
+                await self._queue.aenter(request)
+        except BaseException:
+            self.cancel(requests)
+            raise
+
+    async def acollect(self, make: Make, options: CallOptions) -> dict[int, Any]:
         """``collect`` for asyncio; cancelling the task cancels the requests."""
         import asyncio
 
         mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
-        started = mailbox.requests
+        pending = Pending[Any](options)
+        results: dict[int, Any] = {}
         try:
-            started += make(mailbox)
-            results: list[Any] = [None] * len(started)
+            pending.add(make(mailbox))
+            mailbox.requests += pending.requests
             self._engine_thread.loop.inbox.single_caller = False
-            if self._enter_together(started, block):
-                self._engine_thread.submit(*started)
-            else:
-                for request in started:
-                    await self._queue.aenter(request)
-                    self._engine_thread.submit(request)
-            for _ in started:
-                index, result = await mailbox.get()
-                if isinstance(result, Failure):
-                    raise result.error
-                results[index] = result
-        except BaseException:
-            self.cancel(started)
-            raise
-        return results
+            while True:
+                try:
+                    for request in self._entering(pending.unsubmitted, options.block):
+                        await _in_time(partial(self._queue.aenter, request), options)
+                    while pending.groups:
+                        item = await (mailbox.get() if pending.timed_out else _in_time(mailbox.get, options))
+                        index, results[index], failed = pending.read(item)
+                        self.cancel(failed)
+                        del pending.groups[index]
+                    return results
+                except ExpiredError as expired:
+                    self._stop(pending, expired)
+        finally:
+            if pending.groups:
+                self.cancel(pending.requests)
 
-    def _enter_together(self, requests: list[Request], block: bool) -> bool:
-        """Whether there is room for all; raises QueueFullError when there is not and nobody wants to wait."""
-        if block:
-            return self._queue.try_enter(*requests)
-        self._queue.enter_at_once(*requests)
-        return True
 
-    def cancel(self, requests: list[Request]) -> None:
-        """Ends requests, whether or not they were submitted before their caller gave up."""
-        self._queue.leave(requests)
-        for request in requests:
-            self._engine_thread.cancel_soon(request)
+def _timed_out(completion: Completion) -> Completion:
+    if all(choice.finish_reason != "cancelled" for choice in completion.choices):
+        return completion
+    return replace(
+        completion,
+        choices=tuple(
+            replace(choice, finish_reason="timeout") if choice.finish_reason == "cancelled" else choice
+            for choice in completion.choices
+        ),
+    )
+
+
+async def _in_time(wait: Callable[[], Awaitable[T]], options: CallOptions) -> T:
+    """The result of ``wait``, or ExpiredError."""
+    if options.deadline is None:
+        return await wait()
+    import asyncio
+
+    try:
+        # Made where it is awaited: Ctrl-C may come between two lines, and a coroutine that is never awaited warns.
+        return await asyncio.wait_for(wait(), left_s(options.deadline))
+    except asyncio.TimeoutError:
+        raise options.expired() from None
 
 
 def left_s(deadline: float | None) -> float | None:

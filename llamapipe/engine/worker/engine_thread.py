@@ -158,6 +158,15 @@ class EngineThread:
         return self.ask(self.loop.stats)
 
     # ---- end
+    def close_soon(self) -> None:
+        """``close(drain=False)`` for destructors: takes no lock of the engine, and waits a second at most."""
+        self._closing = True
+        self._inbox.put(self.loop.stop, False)
+        self.loop.in_flight.abort_all()
+        if threading.current_thread().name != _THREAD_NAME:
+            self._thread.join(_JOIN_S)
+        forget(self)
+
     def close(self, drain: bool) -> None:
         """Ends the thread and waits for it; the context is freed then. Does nothing in a forked child.
 

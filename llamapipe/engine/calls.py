@@ -1,0 +1,540 @@
+"""The calls of an engine: generate, stream, start, score, and their forms for asyncio."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import partial
+from itertools import repeat
+from time import perf_counter
+from typing import Any, Literal, TypeVar, overload
+
+from llamapipe.arguments import check_choice, check_flag, check_float, check_int
+from llamapipe.engine.delivery.mailbox import AsyncMailbox, Mailbox, ThreadMailbox
+from llamapipe.engine.frontend.keywords import explains_keywords
+from llamapipe.engine.frontend.progress import Progress, progress_bar
+from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder, TokenIds
+from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score_job, tokens_job
+from llamapipe.engine.frontend.submission import CallOptions, Make, OnError, OnTimeout, Pending, Submission
+from llamapipe.engine.generation import Generation
+from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.results import Completion, Score
+from llamapipe.engine.scheduler.request import Request
+from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
+from llamapipe.engine.worker.engine_thread import EngineThread
+from llamapipe.llama.model import Model
+
+T = TypeVar("T")
+_ON = ("raise", "return")
+
+
+class EngineCalls:
+    """What can be asked of an ``Engine``, its only subclass, which owns the attributes. Any thread."""
+
+    model: Model
+    n_ctx: int
+    n_seq_max: int
+    _engine_thread: EngineThread
+    _request_builder: RequestBuilder
+    _submission: Submission
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion: ...
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion | Exception]: ...
+
+    @explains_keywords
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: OnError = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
+        """Completes a prompt, or several together, and returns when all are finished.
+
+        ``prompt``: text or token ids for one ``Completion``; a list of those for a list of completions, in its order.
+        ``params``: for all prompts, or a list with one for each. ``timeout``: seconds for the whole call. ``block``:
+        wait for room in the queue, or raise QueueFullError. ``progress``: show a progress bar (needs tqdm).
+        ``on_error``: ``"raise"`` raises the first error, which names the index of its prompt, and cancels the rest;
+        ``"return"`` puts the error in the place of its completion, like ``asyncio.gather(return_exceptions=True)``.
+        ``on_timeout``: ``"raise"`` raises TimeoutError; ``"return"`` returns what was generated, and unfinished choices
+        have the finish reason ``"timeout"``.
+
+        Ctrl-C and whatever it raises cancel the requests of this call. Raises InvalidRequestError, TypeError or
+        ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
+        """
+        self._engine_thread.check_open()
+        items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, _ON))
+        options = _options(timeout, block, on_error, on_timeout, names_prompts=not single)
+        make = partial(self._request_builder.completions, items)
+        results = self._submission.collect(
+            make, options, progress_bar(check_flag("progress", progress), len(items))
+        )
+        return _outcome(items, results, single)
+
+    @overload
+    def iter_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+    ) -> Iterator[tuple[int, Completion]]: ...
+
+    @overload
+    def iter_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        on_error: Literal["return"],
+    ) -> Iterator[tuple[int, Completion | Exception]]: ...
+
+    @explains_keywords
+    def iter_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        on_error: OnError = "raise",
+    ) -> Iterator[tuple[int, Completion]] | Iterator[tuple[int, Completion | Exception]]:
+        """Completes any number of prompts in bounded memory: yields ``(index, Completion)`` as they finish.
+
+        ``prompts`` may be a generator; it is read as slots become free, at most ``n_ahead`` prompts ahead (default:
+        twice ``n_seq_max``). ``params``: for all prompts, or an iterable with one for each. Other options as for
+        ``generate``; ``timeout`` counts from the first ``next``.
+
+        For one thread at a time. Closing or dropping the iterator cancels what is left. Raises as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        check_choice("on_error", on_error, _ON)
+        _options(timeout, True, on_error, "raise")
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
+        n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
+        bar = progress_bar(
+            check_flag("progress", progress), len(prompts) if isinstance(prompts, Sized) else None
+        )
+        return self._iter_completed(prompts, params, n, timeout, bar, on_error)
+
+    def _iter_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        n_ahead: int,
+        timeout: float | None,
+        bar: Progress,
+        on_error: OnError,
+    ) -> Iterator[tuple[int, Any]]:
+        one = params is None or isinstance(params, SamplingParams)
+        pairs = zip(prompts, repeat(params), strict=False) if one else zip(prompts, params, strict=True)  # type: ignore[arg-type]
+        pending = Pending[Completion](_options(timeout, True, on_error, "raise", names_prompts=True))
+
+        def makes() -> Iterator[Make]:
+            for index, (prompt, its_params) in enumerate(pairs):
+                item = self._request_builder.item_or_error(prompt, its_params, index, on_error)  # type: ignore[arg-type]
+                if isinstance(item, Exception):
+                    pending.ready.append((index, item))
+                    yield _no_requests
+                else:
+                    yield partial(self._request_builder.one_completion, item, index)
+
+        try:
+            yield from self._submission.iterate(makes(), n_ahead, pending, bar)
+        finally:
+            bar.close()
+
+    @explains_keywords
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> Stream:
+        """Starts a completion and returns an iterator over its deltas, a ``Stream``. Raises as ``generate`` does."""
+        self._engine_thread.check_open()
+        options = _options(timeout, block)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        item = self._request_builder.item(prompt, params)
+        request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
+        stream = Stream(self._engine_thread, request, mailbox, options.deadline)
+        stream.engine = self  # an engine is closed when it is dropped
+        self._submission.submit(request, block=block, deadline=options.deadline)
+        return stream
+
+    @explains_keywords
+    def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Starts a generation that computes one token for each call of ``next``, and nothing before the first.
+
+        Raises as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        item = self._request_builder.item(prompt, params)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        request = self._request_builder.generation(item, mailbox)
+        generation = Generation(self._engine_thread, request, mailbox, self.model.n_vocab, self.n_ctx)
+        generation.engine = self
+        self._submission.submit_paused(request)
+        return generation
+
+    # ---- scores
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        continuation: Prompt,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score: ...
+
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    @overload
+    def score(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[list[Score]]: ...
+
+    @overload
+    def score(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score | list[Score]]: ...
+
+    def score(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
+        """Scores continuations given a prompt: the log-probability of each of their tokens.
+
+        Prompt and continuation are text or token ids. One prompt and one continuation return a Score; one prompt and a
+        list of continuations, a list. For a list of prompts, ``continuation`` has one item for each prompt, or a list
+        of items for each, and the result has the same shape. Equal prompts are computed once. If both are text,
+        prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
+
+        Options as for ``generate``. Raises InvalidRequestError if prompt and continuation together exceed ``n_ctx`` or
+        a continuation has no tokens; else as ``generate`` does.
+        """
+        return self._score(score_job(self.model, prompt, continuation), timeout, block, progress)
+
+    @overload
+    def score_tokens(
+        self, tokens: TokenIds, *, timeout: float | None = None, block: bool = True, progress: bool = False
+    ) -> Score: ...
+
+    @overload
+    def score_tokens(
+        self,
+        tokens: Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    def score_tokens(
+        self,
+        tokens: TokenIds | Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score | list[Score]:
+        """Scores a text given nothing else: every token but the first, given those before it; or several texts.
+
+        Options and exceptions as for ``score``.
+        """
+        return self._score(tokens_job(self.model, tokens), timeout, block, progress)
+
+    def perplexity(
+        self,
+        text: str | TokenIds,
+        n_window: int | None = None,
+        *,
+        timeout: float | None = None,
+        progress: bool = False,
+    ) -> float:
+        """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
+
+        ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
+        it; in a text longer than ``n_ctx``, given at least the ``n_ctx // 2`` tokens before it. With ``n_window`` it is
+        what llama.cpp's perplexity tool reports: windows of that many tokens that do not overlap, an incomplete last
+        one left out, a BOS token in place of each window's first token if the vocabulary asks for it, and only the
+        tokens after the first ``n_window // 2 + 1`` of a window count.
+
+        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or than a window.
+        """
+        return self._score(perplexity_job(self.model, text, n_window, self.n_ctx), timeout, True, progress)
+
+    def _score(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
+        self._engine_thread.check_open()
+        options = _options(timeout, block)
+        bar = progress_bar(check_flag("progress", progress), job.n_requests)
+        return job.result(
+            self._submission.collect(partial(job.requests, self._request_builder), options, bar)
+        )
+
+    # ---- asyncio
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion: ...
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion]: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion | Exception]: ...
+
+    @explains_keywords
+    async def agenerate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: OnError = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
+        """``generate`` for asyncio. Cancelling the task cancels its requests; raises as ``generate`` does."""
+        self._engine_thread.check_open()
+        items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, _ON))
+        options = _options(timeout, block, on_error, on_timeout, names_prompts=not single)
+        make = partial(self._request_builder.completions, items)
+        return _outcome(items, await self._submission.acollect(make, options), single)
+
+    @overload
+    async def ascore(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, continuation: Prompt, *, timeout: float | None = None, block: bool = True
+    ) -> Score: ...
+
+    @overload
+    async def ascore(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[Score]: ...
+
+    @overload
+    async def ascore(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[list[Score]]: ...
+
+    @overload
+    async def ascore(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[Score | list[Score]]: ...
+
+    async def ascore(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
+        """``score`` for asyncio. Cancelling the task cancels its requests."""
+        self._engine_thread.check_open()
+        options = _options(timeout, block)
+        job = score_job(self.model, prompt, continuation)
+        make = partial(job.requests, self._request_builder)
+        return job.result(await self._submission.acollect(make, options))
+
+    @explains_keywords
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> AsyncStream:
+        """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
+        self._engine_thread.check_open()
+        options = _options(timeout, block)
+        item = self._request_builder.item(prompt, params)
+
+        def make() -> tuple[Request, AsyncMailbox]:
+            import asyncio
+
+            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
+            request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
+            mailbox.requests.append(request)
+            return request, mailbox
+
+        submit = partial(self._submission.asubmit, block=block)
+        stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
+        stream.engine = self
+        return stream
+
+
+def _options(
+    timeout: float | None,
+    block: bool,
+    on_error: OnError = "raise",
+    on_timeout: OnTimeout = "raise",
+    names_prompts: bool = False,
+) -> CallOptions:
+    """Checked options of a call, whose time starts now."""
+    deadline = None
+    if timeout is not None:
+        seconds = min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)
+        deadline = perf_counter() + seconds
+    check_choice("on_timeout", on_timeout, _ON)
+    return CallOptions(check_flag("block", block), timeout, deadline, on_error, on_timeout, names_prompts)
+
+
+def _outcome(
+    items: Sequence[Item | Exception], results: dict[int, Any], single: bool
+) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
+    """What ``generate`` returns: the completions and errors in the order of the prompts."""
+    outcome: list[Completion | Exception] = [
+        item if isinstance(item, Exception) else results[index] for index, item in enumerate(items)
+    ]
+    return outcome[0] if single else outcome
+
+
+def _no_requests(mailbox: Mailbox) -> dict[int, list[Request]]:
+    """The requests of a prompt that failed its checks."""
+    return {}

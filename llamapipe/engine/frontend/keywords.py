@@ -1,0 +1,40 @@
+"""Unknown keywords of a call, explained: sampling options belong into ``SamplingParams``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from llamapipe.engine.params import SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
+
+
+def explains_keywords(function: F) -> F:
+    """A method whose TypeError for an unknown keyword shows the call that was meant."""
+    code = function.__code__
+    known = frozenset(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not keywords.keys() <= known:
+            raise TypeError(_explanation(function.__name__, keywords, known))
+        return function(*arguments, **keywords)
+
+    return cast(F, call)
+
+
+def _explanation(name: str, keywords: dict[str, Any], known: frozenset[str]) -> str:
+    wrong = [keyword for keyword in keywords if keyword not in known]
+    if all(keyword in _SAMPLING for keyword in wrong):
+        options = ", ".join(f"{keyword}={keywords[keyword]!r}" for keyword in wrong)
+        return f"sampling options are fields of SamplingParams: {name}(prompt, lp.SamplingParams({options}))"
+    unknown = next(keyword for keyword in wrong if keyword not in _SAMPLING)
+    close = get_close_matches(unknown, sorted(known | _SAMPLING), 1)
+    hint = (
+        f"did you mean {close[0]}?" if close else f"it has: {', '.join(sorted(known - {'prompt', 'params'}))}"
+    )
+    return f"{name}() has no option {unknown!r}; {hint}"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import partial
-from itertools import repeat
-from time import perf_counter
 from typing import Any, Literal, TypeVar, overload
 
-from llamapipe.arguments import check_choice, check_flag, check_float, check_int
-from llamapipe.engine.delivery.mailbox import AsyncMailbox, Mailbox, ThreadMailbox
+from llamapipe.arguments import check_choice, check_flag, check_int
+from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
+from llamapipe.engine.frontend.call_options import ON, call_options, makes_of, outcome_of
 from llamapipe.engine.frontend.keywords import explains_keywords
 from llamapipe.engine.frontend.progress import Progress, progress_bar
-from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder, TokenIds
+from llamapipe.engine.frontend.request_builder import Prompt, RequestBuilder, TokenIds
 from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score_job, tokens_job
-from llamapipe.engine.frontend.submission import CallOptions, Make, OnError, OnTimeout, Pending, Submission
+from llamapipe.engine.frontend.submission import OnError, OnTimeout, Pending, Submission
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion, Score
@@ -26,7 +23,6 @@ from llamapipe.engine.worker.engine_thread import EngineThread
 from llamapipe.llama.model import Model
 
 T = TypeVar("T")
-_ON = ("raise", "return")
 
 
 class EngineCalls:
@@ -117,13 +113,13 @@ class EngineCalls:
         ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
         """
         self._engine_thread.check_open()
-        items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, _ON))
-        options = _options(timeout, block, on_error, on_timeout, names_prompts=not single)
+        items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, ON))
+        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
         make = partial(self._request_builder.completions, items)
         results = self._submission.collect(
             make, options, progress_bar(check_flag("progress", progress), len(items))
         )
-        return _outcome(items, results, single)
+        return outcome_of(items, results, single)
 
     @overload
     def iter_completed(
@@ -169,8 +165,8 @@ class EngineCalls:
         For one thread at a time. Closing or dropping the iterator cancels what is left. Raises as ``generate`` does.
         """
         self._engine_thread.check_open()
-        check_choice("on_error", on_error, _ON)
-        _options(timeout, True, on_error, "raise")
+        check_choice("on_error", on_error, ON)
+        call_options(timeout, True, on_error, "raise")
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
         n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
@@ -188,21 +184,11 @@ class EngineCalls:
         bar: Progress,
         on_error: OnError,
     ) -> Iterator[tuple[int, Any]]:
-        one = params is None or isinstance(params, SamplingParams)
-        pairs = zip(prompts, repeat(params), strict=False) if one else zip(prompts, params, strict=True)  # type: ignore[arg-type]
-        pending = Pending[Completion](_options(timeout, True, on_error, "raise", names_prompts=True))
-
-        def makes() -> Iterator[Make]:
-            for index, (prompt, its_params) in enumerate(pairs):
-                item = self._request_builder.item_or_error(prompt, its_params, index, on_error)  # type: ignore[arg-type]
-                if isinstance(item, Exception):
-                    pending.ready.append((index, item))
-                    yield _no_requests
-                else:
-                    yield partial(self._request_builder.one_completion, item, index)
-
+        options = call_options(timeout, True, on_error, "raise", names_prompts=True)
+        pending = Pending[Completion](options)
+        makes = makes_of(self._request_builder, prompts, params, pending)
         try:
-            yield from self._submission.iterate(makes(), n_ahead, pending, bar)
+            yield from self._submission.iterate(makes, n_ahead, pending, bar)
         finally:
             bar.close()
 
@@ -217,7 +203,7 @@ class EngineCalls:
     ) -> Stream:
         """Starts a completion and returns an iterator over its deltas, a ``Stream``. Raises as ``generate`` does."""
         self._engine_thread.check_open()
-        options = _options(timeout, block)
+        options = call_options(timeout, block)
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         item = self._request_builder.item(prompt, params)
         request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
@@ -358,7 +344,7 @@ class EngineCalls:
 
     def _score(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
         self._engine_thread.check_open()
-        options = _options(timeout, block)
+        options = call_options(timeout, block)
         bar = progress_bar(check_flag("progress", progress), job.n_requests)
         return job.result(
             self._submission.collect(partial(job.requests, self._request_builder), options, bar)
@@ -426,10 +412,10 @@ class EngineCalls:
     ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
         """``generate`` for asyncio. Cancelling the task cancels its requests; raises as ``generate`` does."""
         self._engine_thread.check_open()
-        items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, _ON))
-        options = _options(timeout, block, on_error, on_timeout, names_prompts=not single)
+        items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, ON))
+        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
         make = partial(self._request_builder.completions, items)
-        return _outcome(items, await self._submission.acollect(make, options), single)
+        return outcome_of(items, await self._submission.acollect(make, options), single)
 
     @overload
     async def ascore(  # type: ignore[overload-overlap]
@@ -476,7 +462,7 @@ class EngineCalls:
     ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
         """``score`` for asyncio. Cancelling the task cancels its requests."""
         self._engine_thread.check_open()
-        options = _options(timeout, block)
+        options = call_options(timeout, block)
         job = score_job(self.model, prompt, continuation)
         make = partial(job.requests, self._request_builder)
         return job.result(await self._submission.acollect(make, options))
@@ -492,7 +478,7 @@ class EngineCalls:
     ) -> AsyncStream:
         """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
         self._engine_thread.check_open()
-        options = _options(timeout, block)
+        options = call_options(timeout, block)
         item = self._request_builder.item(prompt, params)
 
         def make() -> tuple[Request, AsyncMailbox]:
@@ -507,34 +493,3 @@ class EngineCalls:
         stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
         stream.engine = self
         return stream
-
-
-def _options(
-    timeout: float | None,
-    block: bool,
-    on_error: OnError = "raise",
-    on_timeout: OnTimeout = "raise",
-    names_prompts: bool = False,
-) -> CallOptions:
-    """Checked options of a call, whose time starts now."""
-    deadline = None
-    if timeout is not None:
-        seconds = min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)
-        deadline = perf_counter() + seconds
-    check_choice("on_timeout", on_timeout, _ON)
-    return CallOptions(check_flag("block", block), timeout, deadline, on_error, on_timeout, names_prompts)
-
-
-def _outcome(
-    items: Sequence[Item | Exception], results: dict[int, Any], single: bool
-) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
-    """What ``generate`` returns: the completions and errors in the order of the prompts."""
-    outcome: list[Completion | Exception] = [
-        item if isinstance(item, Exception) else results[index] for index, item in enumerate(items)
-    ]
-    return outcome[0] if single else outcome
-
-
-def _no_requests(mailbox: Mailbox) -> dict[int, list[Request]]:
-    """The requests of a prompt that failed its checks."""
-    return {}

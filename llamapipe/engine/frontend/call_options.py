@@ -1,0 +1,72 @@
+"""The options of a call, checked, and the result of ``generate`` in the shape of its prompts."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import repeat
+from time import perf_counter
+from typing import Any
+
+from llamapipe.arguments import check_choice, check_flag, check_float
+from llamapipe.engine.delivery.mailbox import Mailbox
+from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder
+from llamapipe.engine.frontend.submission import CallOptions, Make, OnError, OnTimeout, Pending
+from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.results import Completion
+from llamapipe.engine.scheduler.request import Request
+
+ON = ("raise", "return")
+
+
+def call_options(
+    timeout: float | None,
+    block: bool,
+    on_error: OnError = "raise",
+    on_timeout: OnTimeout = "raise",
+    names_prompts: bool = False,
+) -> CallOptions:
+    """Checked options of a call, whose time starts now."""
+    deadline = None
+    if timeout is not None:
+        seconds = min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)
+        deadline = perf_counter() + seconds
+    check_choice("on_timeout", on_timeout, ON)
+    return CallOptions(check_flag("block", block), timeout, deadline, on_error, on_timeout, names_prompts)
+
+
+def outcome_of(
+    items: Sequence[Item | Exception], results: dict[int, Any], single: bool
+) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
+    """What ``generate`` returns: the completions and errors in the order of the prompts."""
+    outcome: list[Completion | Exception] = [
+        item if isinstance(item, Exception) else results[index] for index, item in enumerate(items)
+    ]
+    return outcome[0] if single else outcome
+
+
+def makes_of(
+    builder: RequestBuilder,
+    prompts: Iterable[Prompt],
+    params: SamplingParams | Iterable[SamplingParams] | None,
+    pending: Pending[Completion],
+) -> Iterator[Make]:
+    """For each prompt, as it is read, a function that makes its requests. Errors to return go to ``pending.ready``."""
+    if params is None or isinstance(params, SamplingParams):
+        pairs: Iterable[tuple[Prompt, SamplingParams | None]] = zip(prompts, repeat(params), strict=False)
+    else:
+        pairs = zip(prompts, params, strict=True)
+    for index, (prompt, its_params) in enumerate(pairs):
+        item = builder.item_or_error(prompt, its_params, index, pending.options.on_error)
+        if isinstance(item, Exception):
+            pending.ready.append((index, item))
+            yield no_requests
+        else:
+            yield partial(builder.one_completion, item, index)
+
+
+def no_requests(mailbox: Mailbox) -> dict[int, list[Request]]:
+    """The requests of a prompt that failed its checks."""
+    return {}

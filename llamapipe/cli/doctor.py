@@ -1,4 +1,4 @@
-"""``llamapipe doctor``: what is installed, what it can run on, and what is wrong with how to mend it."""
+"""``llamapipe doctor``: check versions, build, devices and the bundled model, with a fix for every problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REBUILD = (
     "build it on this machine: `pip install --force-reinstall --no-cache-dir .` in a clone, "
     "or `python build_native.py --backend cpu --clean` in the source tree"
 )
-# The parent's search path: a source tree in the current folder must not be taken for the installed package.
+# The parent's search path: a source tree in the current folder must not shadow the installed package.
 _PROBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from llamapipe.cli.probe import main; sys.exit(main())"
@@ -34,7 +34,7 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; `fix` says what to do if it is not `ok`."""
+    """The result of one check. `fix`: what to do if it is not `ok`."""
 
     name: str
     ok: bool
@@ -50,16 +50,16 @@ def add_parser(
         "doctor",
         parents=[common],
         allow_abbrev=False,
-        help="show versions, build, devices, and what is wrong",
-        description="Show versions, build, devices and the model in the box, and what is wrong with how to mend it; "
-        "the exit status is 1 if anything is.",
+        help="check versions, build, devices and the bundled model",
+        description="Check the installation: versions, native build, devices and the bundled model. "
+        "Prints a fix for every problem found and exits with status 1 if there is one.",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Run the command and return the exit status."""
     build = build_info()
     results = _probe()
     findings = [*_versions(), *_build(build), *_probed(results)]
@@ -81,7 +81,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding("llamapipe", True, f"{lp.__version__} in {Path(lp.__file__).parent}")
     yield Finding("python", True, f"{platform.python_version()} on {platform.platform()}")
     yield from (_package(name) for name in ("numpy", "cffi"))
-    yield Finding("processor", True, f"{usable_cores()} of {os.cpu_count()} cores may be used")
+    yield Finding("processor", True, f"{usable_cores()} of {os.cpu_count()} cores available to this process")
 
 
 def _package(name: str) -> Finding:
@@ -93,7 +93,7 @@ def _package(name: str) -> Finding:
 
 def _build(build: dict[str, Any]) -> Iterator[Finding]:
     if not build:
-        yield Finding("build", False, "there is no record of a native build", _REBUILD)
+        yield Finding("build", False, "no record of a native build", _REBUILD)
         return
     backends = ", ".join(build.get("backends", []))
     yield Finding(
@@ -109,7 +109,7 @@ def _build(build: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _probe() -> dict[str, dict[str, Any]]:
-    """Run the probes in a process of their own; their results by name, up to the first that failed."""
+    """Run the probes in a child process. Returns their results by name, up to the first failure."""
     command = [sys.executable, "-c", _PROBE, json.dumps(sys.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -124,18 +124,18 @@ def _probe() -> dict[str, dict[str, Any]]:
         result = json.loads(line)
         results[result["name"]] = result
     for result in results.values():
-        if "ok" not in result:  # begun and not ended
+        if "ok" not in result:  # started and did not finish
             result.update(ok=False, error=trouble)
     return results or {"native module": {"ok": False, "error": trouble}}
 
 
 def _ending(status: int, errors: str) -> str:
-    """How a process ended that did not say so itself."""
+    """Describe the end of a probe process that did not report its own failure."""
     if status == -signal.SIGILL:
-        return "the process was ended by SIGILL: the library was built for another processor"
+        return "the probe was killed by SIGILL: the library was built for another processor"
     if status < 0:
-        return f"the process was ended by {signal.Signals(-status).name}"
-    return (errors.strip().splitlines() or [f"the process ended with status {status}"])[-1]
+        return f"the probe was killed by {signal.Signals(-status).name}"
+    return (errors.strip().splitlines() or [f"the probe exited with status {status}"])[-1]
 
 
 def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
@@ -166,9 +166,11 @@ def _show(terminal: Terminal, findings: list[Finding]) -> None:
     for finding in findings:
         terminal.line(f"{good if finding.ok else bad} {finding.name.ljust(width)}  {finding.detail}")
         if finding.fix:
-            terminal.line(f"  {' ' * width}  " + terminal.style(f"to mend it: {finding.fix}", "yellow"))
+            terminal.line(f"  {' ' * width}  " + terminal.style(f"fix: {finding.fix}", "yellow"))
     wrong = ", ".join(finding.name for finding in findings if not finding.ok)
     terminal.line()
     terminal.line(
-        terminal.style(f"wrong: {wrong}", "red") if wrong else terminal.style("all is well", "green")
+        terminal.style(f"Problems found: {wrong}", "red")
+        if wrong
+        else terminal.style("No problems found.", "green")
     )

@@ -10,12 +10,12 @@ from typing import Any
 
 
 class UsageError(Exception):
-    """The command line asks for something that cannot be; the exit status is 2."""
+    """The command line is invalid. The exit status is 2."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: the argument it sets, how its text is read, and what it means."""
+    """One option: the argument it sets, the function that parses its text, and its help."""
 
     name: str
     read: Callable[[str], Any]
@@ -25,7 +25,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """How it is written on the command line."""
+        """The option as written on the command line."""
         return "--" + self.name.replace("_", "-")
 
 
@@ -64,60 +64,89 @@ SAMPLING = [
         "max_tokens",
         _number_or_none,
         "N",
-        "longest answer, in tokens; 'none': until it ends or the context does",
+        "generate at most N tokens; 'none': until the model stops or the context is full",
     ),
-    Option("temperature", float, "T", "0 always takes the likeliest token; higher is more varied"),
-    Option("top_k", int, "N", "only the N likeliest tokens; 0: all"),
-    Option("top_p", float, "P", "only the likeliest tokens that together have this probability; 1: all"),
-    Option("min_p", float, "P", "no token less than P times as likely as the likeliest; 0: off"),
-    Option("typical_p", float, "P", "only tokens about as surprising as expected, of this mass; 1: off"),
-    Option("repeat_penalty", float, "X", "above 1 makes tokens that occurred less likely; 1: off"),
-    Option("repeat_last_n", int, "N", "tokens that the penalties look back at; -1: all"),
-    Option("presence_penalty", float, "X", "taken once from the logit of tokens that occurred; 0: off"),
-    Option("frequency_penalty", float, "X", "taken from the logit for each time a token occurred; 0: off"),
+    Option(
+        "temperature", float, "T", "0: always the most probable token; higher values give more varied text"
+    ),
+    Option("top_k", int, "N", "keep the N most probable tokens (0: off)"),
+    Option(
+        "top_p",
+        float,
+        "P",
+        "keep the smallest set of most probable tokens whose probabilities sum to P (1: off)",
+    ),
+    Option(
+        "min_p", float, "P", "drop tokens less than P times as probable as the most probable one (0: off)"
+    ),
+    Option("typical_p", float, "P", "locally typical sampling with probability mass P (1: off)"),
+    Option("repeat_penalty", float, "X", "penalize tokens that occurred, if above 1 (1: off)"),
+    Option("repeat_last_n", int, "N", "apply the penalties to the last N tokens (-1: all)"),
+    Option(
+        "presence_penalty", float, "X", "subtract X once from the logit of each token that occurred (0: off)"
+    ),
+    Option("frequency_penalty", float, "X", "subtract X from a token's logit for each occurrence (0: off)"),
     Option("logit_bias", _bias, "ID=X", "add X to the logit of a token (repeatable)", repeats=True),
-    Option("seed", int, "N", "the same seed gives the same text"),
-    Option("stop", str, "TEXT", "end before this text (repeatable)", repeats=True),
-    Option("stop_token_ids", int, "ID", "end at this token (repeatable)", repeats=True),
-    Option("ignore_eos", bool, "", "go on where the model would end"),
-    Option("min_tokens", int, "N", "shortest answer, in tokens"),
+    Option("seed", int, "N", "random seed; the same seed gives the same text"),
+    Option("stop", str, "TEXT", "stop before this text (repeatable)", repeats=True),
+    Option("stop_token_ids", int, "ID", "stop at this token (repeatable)", repeats=True),
+    Option("ignore_eos", bool, "", "continue after the model's end-of-generation token"),
+    Option("min_tokens", int, "N", "generate at least N tokens"),
+    Option("grammar", _text_or_file, "GBNF", "constrain the output to this GBNF grammar; @FILE reads a file"),
     Option(
-        "grammar", _text_or_file, "GBNF", "what the answer has to be, in llama.cpp's GBNF; @FILE reads a file"
+        "json_schema", _text_or_file, "JSON", "constrain the output to this JSON schema; @FILE reads a file"
     ),
-    Option("json_schema", _text_or_file, "JSON", "the same as a JSON schema; @FILE reads a file"),
-    Option("regex", str, "REGEX", "the same as a regular expression"),
-    Option("lark", _text_or_file, "LARK", "the same as a Lark grammar; @FILE reads a file"),
-    Option("allowed_token_ids", int, "ID", "only this token (repeatable)", repeats=True),
-    Option("bad_words", str, "TEXT", "never this text (repeatable)", repeats=True),
+    Option("regex", str, "REGEX", "constrain the output to this regular expression"),
+    Option("lark", _text_or_file, "LARK", "constrain the output to this Lark grammar; @FILE reads a file"),
+    Option("allowed_token_ids", int, "ID", "allow only these tokens (repeatable)", repeats=True),
+    Option("bad_words", str, "TEXT", "never generate this text (repeatable)", repeats=True),
     Option(
-        "sampler_order", _names, "NAMES", "samplers and their order, with commas between; others are not used"
+        "sampler_order",
+        _names,
+        "NAMES",
+        "apply these samplers in this order, separated by commas; others are skipped",
     ),
-    Option("dynatemp_range", float, "T", "the temperature follows the entropy, by so much; 0: off"),
-    Option("dynatemp_exponent", float, "X", "how it follows"),
     Option(
-        "top_n_sigma", float, "X", "only logits within so many standard deviations of the largest; -1: off"
+        "dynatemp_range",
+        float,
+        "T",
+        "dynamic temperature: vary it by up to ±T with the entropy of the distribution (0: off)",
     ),
-    Option("xtc_probability", float, "P", "how often the likeliest tokens are left out; 0: never"),
-    Option("xtc_threshold", float, "P", "which ones: those at least so likely, but the last of them"),
-    Option("dry_multiplier", float, "X", "makes tokens less likely that lengthen a repetition; 0: off"),
-    Option("dry_base", float, "X", "how fast that grows with its length"),
-    Option("dry_allowed_length", int, "N", "repetitions up to this length are left alone"),
-    Option("dry_penalty_last_n", int, "N", "tokens looked through for repetitions; -1: all"),
-    Option("dry_sequence_breakers", str, "TEXT", "text that ends a repetition (repeatable)", repeats=True),
-    Option("mirostat", int, "N", "1 or 2: this algorithm instead of those that cut tokens off; 0: off"),
-    Option("mirostat_tau", float, "X", "the surprise it aims at"),
-    Option("mirostat_eta", float, "X", "how fast it learns"),
-    Option("adaptive_target", float, "P", "favours tokens of about this probability; -1: off"),
-    Option("adaptive_decay", float, "X", "how long it remembers"),
-    Option("infill", bool, "", "for filling in the middle: ends where that is likely"),
+    Option("dynatemp_exponent", float, "X", "exponent of the dynamic temperature"),
+    Option(
+        "top_n_sigma",
+        float,
+        "X",
+        "keep tokens whose logit is within X standard deviations of the largest (-1: off)",
+    ),
+    Option("xtc_probability", float, "P", "XTC: probability of applying it at a token (0: off)"),
+    Option(
+        "xtc_threshold",
+        float,
+        "P",
+        "XTC: drop every token more probable than P, except the least probable of them",
+    ),
+    Option("dry_multiplier", float, "X", "DRY: penalty for tokens that extend a repetition (0: off)"),
+    Option("dry_base", float, "X", "DRY: base of the penalty's growth with the repetition's length"),
+    Option("dry_allowed_length", int, "N", "DRY: do not penalize repetitions up to N tokens"),
+    Option("dry_penalty_last_n", int, "N", "DRY: search the last N tokens for repetitions (-1: all)"),
+    Option(
+        "dry_sequence_breakers", str, "TEXT", "DRY: text that ends a repetition (repeatable)", repeats=True
+    ),
+    Option("mirostat", int, "N", "Mirostat version, 1 or 2, instead of the truncating samplers (0: off)"),
+    Option("mirostat_tau", float, "X", "Mirostat target surprise (tau)"),
+    Option("mirostat_eta", float, "X", "Mirostat learning rate (eta)"),
+    Option("adaptive_target", float, "P", "favour tokens of about this probability (-1: off)"),
+    Option("adaptive_decay", float, "X", "decay of the running average of --adaptive-target"),
+    Option("infill", bool, "", "fill-in-the-middle sampling: stop when an end token is likely enough"),
 ]
 ENGINE = [
-    Option("n_ctx", int, "N", "tokens that each request may use, prompt and answer"),
-    Option("n_seq_max", int, "N", "requests computed at the same time"),
-    Option("n_batch", int, "N", "tokens in one step at most"),
-    Option("n_ubatch", int, "N", "tokens computed in one piece at most"),
+    Option("n_ctx", int, "N", "context of each request in tokens, prompt and output"),
+    Option("n_seq_max", int, "N", "requests that run at the same time"),
+    Option("n_batch", int, "N", "most tokens in one step"),
+    Option("n_ubatch", int, "N", "most tokens in one physical batch (ubatch)"),
     Option("n_threads", int, "N", "CPU threads while one request runs"),
-    Option("n_threads_batch", int, "N", "CPU threads while several run, and for prompts"),
+    Option("n_threads_batch", int, "N", "CPU threads while several requests run, and for prompts"),
 ]
 MODEL = [Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all")]
 
@@ -125,7 +154,7 @@ MODEL = [Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all")
 def add_options(
     parser: argparse.ArgumentParser, title: str, options: list[Option], defaults: Mapping[str, Any]
 ) -> None:
-    """Add `options` as a group of the help, with the library's `defaults` written beside them."""
+    """Add `options` as a group of the help, with the library's `defaults` in the help texts."""
     group = parser.add_argument_group(title)
     for option in options:
         default = defaults.get(option.name)

@@ -385,7 +385,7 @@ class TestDoctor:
             "demo model",
         ):
             assert re.search(rf"^✓ {name} ", text, re.MULTILINE), name
-        assert text.endswith("all is well\n")
+        assert text.endswith("No problems found.\n")
 
     def test_json(self, tmp_path: Path) -> None:
         report = json.loads(ok("doctor", "--json", cwd=tmp_path))
@@ -405,7 +405,7 @@ class TestDoctor:
         assert done.returncode == 1
         assert "■ native module" in done.stdout
         assert "python build_native.py" in done.stdout
-        assert done.stdout.endswith("wrong: native module\n")
+        assert done.stdout.endswith("Problems found: native module\n")
 
     def test_a_native_module_that_ends_the_process(self, tmp_path: Path) -> None:
         package = self.copy(tmp_path)
@@ -427,7 +427,7 @@ class TestDoctor:
             model.write_bytes(b"GGUF")
         done = run("doctor", cwd=tmp_path, package=package)
         assert done.returncode == 1
-        assert done.stdout.endswith("wrong: demo model\n")
+        assert done.stdout.endswith("Problems found: demo model\n")
 
 
 class TestTrace:

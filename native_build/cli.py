@@ -16,7 +16,7 @@ from native_build.sources import find_source
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, or say in one message why not. Returns the exit code."""
+    """Build, or report in one message why that is impossible. Returns the exit status."""
     given = _parser().parse_args(arguments)
     try:
         if given.print_source:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if given.check:
             check(options)
-            say(f"{', '.join(options.backends)}: everything that the build needs is here")
+            say(f"{', '.join(options.backends)}: all requirements of the build are present")
             return 0
         start = time.monotonic()
         build(options, given.output, say)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where this one stopped", file=sys.stderr)
+        print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
 
@@ -75,9 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="compilations at once (default: the cores available)"
     )
-    parser.add_argument(
-        "--clean", action="store_true", help="forget the cached result of this very build first"
-    )
+    parser.add_argument("--clean", action="store_true", help="delete the cached result of this build first")
     parser.add_argument(
         "--all-variants",
         action="store_true",
@@ -87,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--openmp",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="OpenMP threads in the CPU backend instead of ggml's own (default: off, docs/decisions.md says why)",
+        help="OpenMP threads in the CPU backend instead of ggml's own (default: off, see docs/design/10-threads.md)",
     )
     parser.add_argument(
         "--cuda-architectures",
@@ -96,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         help="as CMake spells them, e.g. '90;120' (default: the GPUs present, else all usual ones)",
     )
     parser.add_argument(
-        "--check", action="store_true", help="build nothing; say whether all is there to do it"
+        "--check", action="store_true", help="build nothing; check that all requirements are present"
     )
     parser.add_argument(
         "--print-source", action="store_true", help="print the source tree's folder (fetched if need be)"

@@ -17,21 +17,22 @@ from contextlib import redirect_stdout, suppress
 import llamapipe
 from llamapipe.cli import demo, doctor, generate, trace
 from llamapipe.cli.options import UsageError
+from llamapipe.cli.parser import CommandParser
 from llamapipe.errors import LlamapipeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
 _EPILOG = """\
-exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 the reader of the output went away
+exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 output closed by its reader
 colours: on a terminal only, and not if NO_COLOR is set"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return the exit status.
 
-    0: done; 1: failed, with one message on stderr; 2: wrong usage; 130: interrupted (Ctrl-C); 141: whoever read
-    the output stopped reading, as with ``| head``.
+    0: done; 1: failed, with one message on stderr; 2: wrong usage; 130: interrupted (Ctrl-C); 141: the reader
+    of the output closed it, as with ``| head``.
     """
-    if sys.stdout is None:  # started with a closed stdout: what nobody reads goes nowhere
+    if sys.stdout is None:  # started with a closed stdout: discard the output
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             return main(argv)
     with suppress(AttributeError):  # a replaced stdout may not have it
@@ -77,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "-v", "--verbose", action="store_true", help="llama.cpp's log and Python tracebacks on stderr"
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
+    )
     for command in (demo, generate, trace, doctor):
         command.add_parser(commands, common)
     return parser
@@ -90,6 +93,6 @@ def _fail(message: str, status: int) -> int:
 
 
 def _abandon_stdout() -> None:
-    """Let what is still buffered go nowhere, or Python complains about it at exit."""
+    """Discard buffered output; otherwise Python reports a BrokenPipeError at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

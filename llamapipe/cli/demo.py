@@ -59,8 +59,8 @@ def add_parser(
         parents=[common],
         allow_abbrev=False,
         help="see what it does, in under 20 seconds, offline",
-        description="Show what llamapipe is for on the model in the box: streams side by side, cancelling one, "
-        "a burst, and one by one against concurrent, measured.",
+        description="Show what llamapipe does, with the bundled model: concurrent streams side by side, cancelling one "
+        "of them, a burst, and a measured comparison of one request at a time with all at once.",
     )
     parser.add_argument(
         "--pace",
@@ -79,7 +79,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Run the command and return the exit status."""
     terminal = Terminal(sys.stdout)
     pace = args.pace if args.pace is not None else _READING_PACE if terminal.redraws else 0
     if args.runs < 1:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         path = lp.demo_model_path()
         names = ", ".join(device.description for device in lp.devices())
         size_mb = path.stat().st_size / 1e6
-        terminal.line(terminal.clip(f"{path.name}: {size_mb:.1f} MB, shipped with llamapipe; {names}", 0))
+        terminal.line(terminal.clip(f"{path.name}: {size_mb:.1f} MB, the bundled model; {names}", 0))
         if pace:
             terminal.line(
                 f"Streams are slowed to {pace:g} tokens a second for reading; measurements are not."

@@ -147,6 +147,11 @@ def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
         elif name == "demo model":
             times = f"loaded in {result['load_s']:.2f} s, {result['n_tokens']} tokens in {result['generate_s']:.2f} s"
             yield Finding(name, True, f"{result['path']}: {times}")
+            if result["kv_bytes"] is not None:
+                size = f"{result['kv_bytes'] / 2**20:.1f} MiB for {result['n_cells']} cells"
+                yield Finding(
+                    "KV cache", True, f"{size}, {result['n_seq_max']} requests (engine with default options)"
+                )
         else:
             yield Finding(name, True, result["file"])
 

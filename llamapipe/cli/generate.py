@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import inspect
 import json
+import os
 import sys
 import time
 from contextlib import closing
@@ -18,7 +19,7 @@ from llamapipe.cli.options import ENGINE, MODEL, SAMPLING, UsageError, add_optio
 from llamapipe.cli.terminal import Terminal
 
 _DESCRIPTION = (
-    "Continue one or more prompts. One is streamed; several run at the same time and come out in order."
+    "Continue one or more prompts. One prompt is streamed; several run concurrently and are printed in order."
 )
 _EPILOG = """\
 examples:
@@ -26,7 +27,7 @@ examples:
   llamapipe generate -m model.gguf --temperature 0 --max-tokens 64 "The capital of France is" "2 + 2 ="
   llamapipe generate -m model.gguf --lines -f questions.txt --json > answers.jsonl
   git diff | llamapipe generate -m model.gguf -"""
-_QUICK_LOAD_S = 1.0  # nobody needs to be told of a load that is shorter
+_QUICK_LOAD_S = 1.0  # shorter loads show no progress
 
 
 def add_parser(
@@ -47,7 +48,7 @@ def add_parser(
         "prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads it from stdin"
     )
     parser.add_argument(
-        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (the one in the package)"
+        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (default: the bundled model)"
     )
     parser.add_argument(
         "-f",
@@ -62,7 +63,9 @@ def add_parser(
         "--lines", action="store_true", help="each line of a file or of stdin is a prompt of its own"
     )
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object a line for each prompt, in order"
+        "--json",
+        action="store_true",
+        help="print one JSON object per line and prompt, in order; a failed prompt gives an error record",
     )
     parser.add_argument("--stats", action="store_true", help="tokens and times on stderr at the end")
     add_options(parser, "sampling", SAMPLING, {f.name: f.default for f in fields(lp.SamplingParams)})
@@ -74,7 +77,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Run the command and return the exit status."""
     prompts = _prompts(args)
     try:
         params = lp.SamplingParams(**given(args, SAMPLING))
@@ -89,8 +92,9 @@ def run(args: argparse.Namespace) -> int:
         loaded = time.perf_counter()
         if len(prompts) == 1 and not args.json:
             _stream(engine, prompts[0], params)
+            n_failed = 0
         else:
-            asyncio.run(_all(engine, prompts, params, as_json=args.json))
+            n_failed = asyncio.run(_all(engine, prompts, params, as_json=args.json))
         if args.stats:
             seconds = time.perf_counter() - loaded
             stats = engine.stats()
@@ -100,25 +104,37 @@ def run(args: argparse.Namespace) -> int:
                 f"loaded in {loaded - start:.2f} s",
                 file=sys.stderr,
             )
-    return 0
+    return 1 if n_failed else 0
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     """All prompts, in the order of the command line, files last."""
     prompts: list[str] = []
     for prompt in args.prompts:
-        prompts += _split(sys.stdin.read(), args.lines) if prompt == "-" else [prompt]
+        prompts += (
+            _split(_read_stdin(), args.lines) if prompt == "-" else [_utf8(os.fsencode(prompt), "the prompt")]
+        )
     for file in args.file:
         if str(file) == "-":
-            prompts += _split(sys.stdin.read(), args.lines)
+            prompts += _split(_read_stdin(), args.lines)
             continue
-        try:
-            prompts += _split(file.read_text(encoding="utf-8"), args.lines)
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{file} is not UTF-8 text: {error}") from error
+        prompts += _split(_utf8(file.read_bytes(), str(file)), args.lines)
     if not prompts:
         raise UsageError("no prompt given; pass one as an argument, with -f FILE, or - for stdin")
     return prompts
+
+
+def _read_stdin() -> str:
+    return _utf8(sys.stdin.buffer.read(), "stdin")
+
+
+def _utf8(data: bytes, name: str) -> str:
+    """Decode a prompt. Prompts are UTF-8 in every locale, ``LC_ALL=C`` included."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text: {error}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _split(text: str, lines: bool) -> list[str]:
@@ -175,13 +191,26 @@ def _stream(engine: lp.Engine, prompt: str, params: lp.SamplingParams) -> None:
         terminal.line()
 
 
-async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams, *, as_json: bool) -> None:
-    """Run all prompts at once, write each answer as soon as those before it are written."""
+async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams, *, as_json: bool) -> int:
+    """Run all prompts concurrently and print the results in order. Returns the number of failed prompts.
+
+    With `as_json` a failed prompt gives an error record and the others continue; without it the error is raised.
+    """
+    n_failed = 0
     terminal = Terminal(sys.stdout)
     tasks = [asyncio.create_task(engine.agenerate(prompt, params)) for prompt in prompts]
     try:
         for index, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
-            out = await task
+            try:
+                out = await task
+            except (lp.errors.LlamapipeError, ValueError) as error:
+                if not as_json:
+                    raise
+                n_failed += 1
+                failure = {"type": type(error).__name__, "message": str(error)}
+                record = {"index": index, "prompt": prompt, "error": failure}
+                terminal.line(json.dumps(record, ensure_ascii=False))
+                continue
             if as_json:
                 terminal.line(json.dumps(_record(index, prompt, out), ensure_ascii=False))
                 continue
@@ -194,10 +223,11 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
     finally:
         for task in tasks:
             task.cancel()
+    return n_failed
 
 
 def _record(index: int, prompt: str, out: lp.Completion) -> dict[str, Any]:
-    """What ``--json`` writes of one completion."""
+    """The JSON record of one completion."""
     return {
         "index": index,
         "prompt": prompt,

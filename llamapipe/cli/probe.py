@@ -1,7 +1,7 @@
-"""What `llamapipe doctor` tries in a process of its own: a library built for another processor ends its process.
+"""The checks that `llamapipe doctor` runs in a child process, which a library for another processor would kill.
 
-``python -m llamapipe.cli.probe`` writes one JSON object a line, ``{"name": …, …}``, each as soon as it is known, so the
-parent can tell how far it came.
+``python -m llamapipe.cli.probe`` writes one JSON object a line, ``{"name": …, …}``, each as soon as it is known, so
+the parent knows which probe failed.
 """
 
 from __future__ import annotations
@@ -30,18 +30,24 @@ def devices() -> dict[str, Any]:
 
 
 def demo_model() -> dict[str, Any]:
-    """Load the model in the box and generate from it."""
+    """Load the bundled model and generate from it."""
     import llamapipe as lp
+    from llamapipe.llama.kv_memory import kv_bytes
 
     start = time.perf_counter()
-    with lp.Model.demo() as model, lp.Engine(model, n_seq_max=1) as engine:
+    with lp.Model.demo() as model, lp.Engine(model) as engine:
         loaded = time.perf_counter()
         out = engine.generate("Once upon a time", lp.SamplingParams(max_tokens=8, temperature=0))
         done = time.perf_counter()
+        kv = kv_bytes(model, engine.n_cells, "f16", "f16")  # the default cache types
+        n_cells, n_seq_max = engine.n_cells, engine.n_seq_max
     return {
         "path": str(lp.demo_model_path()),
         "n_tokens": len(out.token_ids),
         "text": out.text,
+        "n_cells": n_cells,
+        "n_seq_max": n_seq_max,
+        "kv_bytes": kv,
         "load_s": round(loaded - start, 3),
         "generate_s": round(done - loaded, 3),
     }
@@ -55,7 +61,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main() -> int:
-    """Run the probes in order, stop at the first that fails."""
+    """Run the probes in order and stop at the first failure."""
     for name, probe in PROBES.items():
         print(json.dumps({"name": name, "begin": True}), flush=True)
         try:

@@ -7,6 +7,7 @@ Importing this file does nothing: the first object that needs llama.cpp calls ``
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from llamapipe.errors import BackendError
 
+_PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"
 logger = logging.getLogger("llamapipe.native")
 
@@ -51,6 +53,12 @@ def _load() -> Any:
     try:
         _native: Any = import_module("llamapipe.native._native")
     except ImportError as e:
+        if (installed := _shadowed()) is not None:
+            raise BackendError(
+                f"llamapipe was imported from {_PACKAGE.parent}, a source tree without a native module that shadows "
+                f"the installation in {installed}; start Python in another folder, or build in the source tree: "
+                "`python build_native.py --backend cpu`"
+            ) from e
         raise BackendError(
             f"the native module cannot be loaded ({e}); build it: `pip install .` from a clone, or "
             "`python build_native.py --backend cpu` in the source tree"
@@ -66,6 +74,15 @@ def _load() -> Any:
             f"no backend could be loaded from {LIB_DIR}; rebuild: `python build_native.py --backend cpu --clean`"
         )
     return _native
+
+
+def _shadowed() -> Path | None:
+    """The folder of an installed llamapipe with a native module that this package hides; None: there is none."""
+    for entry in sys.path:
+        package = Path(entry or ".").resolve() / "llamapipe"
+        if package != _PACKAGE.resolve() and any((package / "native").glob("_native*.so")):
+            return package.parent
+    return None
 
 
 def last_error(module: Any) -> str:

@@ -106,6 +106,14 @@ class TestUsage:
         assert done.stdout == ""
         assert "usage: llamapipe" in done.stderr
 
+    def test_a_wrong_option_prints_the_usage_of_its_command_and_the_nearest_option(
+        self, tmp_path: Path
+    ) -> None:
+        done = run("generate", "--temprature", "0", STORY, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith("usage: llamapipe generate [options]")
+        assert "did you mean --temperature?" in done.stderr
+
     def test_every_sampling_parameter_has_an_option(self) -> None:
         """But those whose results the command does not print, and what is a Python function."""
         fields = {field.name for field in dataclasses.fields(lp.SamplingParams)}
@@ -231,6 +239,22 @@ class TestGenerate:
         done = run("generate", "--n-ctx", "64", STORY * 50, cwd=tmp_path)
         assert done.returncode == 1
         assert "64" in done.stderr
+
+    def test_a_failed_line_gives_an_error_record_and_the_others_continue(self, tmp_path: Path) -> None:
+        lines = f"{STORY}\n{STORY * 50}\n{STORY}\n"
+        arguments = ("generate", *GREEDY, "--n-ctx", "64", "--lines", "--json", "-")
+        done = run(*arguments, cwd=tmp_path, stdin=lines)
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        assert done.returncode == 1
+        assert ["error" in record for record in records] == [False, True, False]
+        assert "64" in records[1]["error"]["message"]
+        assert records[0]["text"] == records[2]["text"]
+
+    @pytest.mark.parametrize("locale", ["C", "POSIX"])
+    def test_prompts_are_utf_8_in_every_locale(self, locale: str, tmp_path: Path) -> None:
+        variables = {"LC_ALL": locale, "PYTHONUTF8": "0"}
+        text = ok("generate", *GREEDY, "--json", "é", "-", cwd=tmp_path, stdin="é", variables=variables)
+        assert [json.loads(line)["prompt"] for line in text.splitlines()] == ["é", "é"]
 
     def test_ctrl_c_is_130(self, tmp_path: Path) -> None:
         with subprocess.Popen(
@@ -383,6 +407,7 @@ class TestDoctor:
             "native module",
             "device CPU",
             "demo model",
+            "KV cache",
         ):
             assert re.search(rf"^✓ {name} ", text, re.MULTILINE), name
         assert text.endswith("No problems found.\n")
@@ -406,6 +431,23 @@ class TestDoctor:
         assert "■ native module" in done.stdout
         assert "python build_native.py" in done.stdout
         assert done.stdout.endswith("Problems found: native module\n")
+
+    def test_a_source_tree_that_shadows_the_installation_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "clone").mkdir()
+        package = self.copy(tmp_path / "clone")
+        program = "import llamapipe; llamapipe.devices()"
+        path = os.pathsep.join([str(package.parent), str(PACKAGE.parent)])
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=path),
+            check=False,
+        )
+        assert done.returncode == 1
+        assert f"shadows the installation in {PACKAGE.parent}" in done.stderr
+        assert f"imported from {package.parent}" in done.stderr
 
     def test_a_native_module_that_ends_the_process(self, tmp_path: Path) -> None:
         package = self.copy(tmp_path)

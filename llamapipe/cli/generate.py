@@ -198,6 +198,8 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
     """
     n_failed = 0
     terminal = Terminal(sys.stdout)
+    # JSON escapes lose nothing where the output's encoding lacks a character, as with LC_ALL=C without UTF-8 mode.
+    escapes = (sys.stdout.encoding or "ascii").lower() != "utf-8"
     tasks = [asyncio.create_task(engine.agenerate(prompt, params)) for prompt in prompts]
     try:
         for index, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
@@ -209,10 +211,10 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
                 n_failed += 1
                 failure = {"type": type(error).__name__, "message": str(error)}
                 record = {"index": index, "prompt": prompt, "error": failure}
-                terminal.line(json.dumps(record, ensure_ascii=False))
+                terminal.line(json.dumps(record, ensure_ascii=escapes))
                 continue
             if as_json:
-                terminal.line(json.dumps(_record(index, prompt, out), ensure_ascii=False))
+                terminal.line(json.dumps(_record(index, prompt, out), ensure_ascii=escapes))
                 continue
             title = " ".join(prompt.split())
             title = title if len(title) <= 70 else title[:69] + terminal.symbol("…")

@@ -18,9 +18,11 @@ from typing import Any
 import llamapipe as lp
 from llamapipe.cli.terminal import Terminal
 from llamapipe.host.cores import usable_cores
+from llamapipe.host.cpu_load import free_cores, has_run_delay
 from llamapipe.native.load import build_info
 
 _PROBE_LIMIT_S = 120
+_LOOK_S = 0.2  # at the machine's load
 _REBUILD = (
     "build it on this machine: `pip install --force-reinstall --no-cache-dir .` in a clone, "
     "or `python build_native.py --backend cpu --clean` in the source tree"
@@ -82,6 +84,18 @@ def _versions() -> Iterator[Finding]:
     yield Finding("python", True, f"{platform.python_version()} on {platform.platform()}")
     yield from (_package(name) for name in ("numpy", "cffi"))
     yield Finding("processor", True, f"{usable_cores()} of {os.cpu_count()} cores available to this process")
+    yield Finding("compute threads", True, _threads())
+
+
+def _threads() -> str:
+    """How many threads engines compute with on this machine as it is now."""
+    n = usable_cores()
+    if n == 1:
+        return "1: there is one core"
+    free = free_cores(_LOOK_S)
+    source = "run delays" if has_run_delay() else "step times"
+    now = "" if free is None else f"; {free:.1f} cores are free now"
+    return f"1 to {n}, chosen by {source}{now}"
 
 
 def _package(name: str) -> Finding:

@@ -21,6 +21,7 @@ from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.engine.worker.engine_thread import EngineThread
 from llamapipe.engine.worker.executor import StepExecutor
+from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.host.memory import free_memory
 from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import kv_bytes
@@ -47,9 +48,11 @@ class Engine(EngineCalls):
       only if ``n_cells`` is given. ``type_k``, ``type_v``: the types of keys and values in the KV cache; the quantized
       ones take less memory. ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
     - ``n_batch``: most tokens in one step. ``n_ubatch``: most tokens that llama.cpp computes in one piece.
-    - ``n_threads``: compute threads; default: the cores this process may use, or fewer in a container with a CPU
-      limit. More than there are free cores slow it down several-fold. ``n_threads_batch``: the same for steps of more
-      than one token; default: ``n_threads``.
+    - ``n_threads``: compute threads. Default: the cores this process may use, or fewer in a container with a CPU
+      limit, and fewer for as long as other work needs the cores; this may change how texts of 512 tokens or more are
+      rounded (``docs/design/13-adaptive-threads.md``). A given number stays fixed: more threads than free cores slow
+      the engine down several-fold. ``n_threads_batch``: the same for steps of more than one token; default:
+      ``n_threads``.
     - ``batch_window_us``: microseconds an idle engine waits, after a request woke it, for others to join the step.
     - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
       with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
@@ -150,12 +153,16 @@ class Engine(EngineCalls):
             _warn_of_size(context, self._kv_bytes)
             pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
             self._request_builder = RequestBuilder(model, context.n_ctx)
-            loop = EngineLoop(scheduler, StepExecutor(pipeline), window_us * 1e-6, self._queue.leave)
+            tuner = tuner_of(context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch))
+            executor = StepExecutor(pipeline, tuner)
+            loop = EngineLoop(scheduler, executor, window_us * 1e-6, self._queue.leave)
             engine_thread = EngineThread(loop)
             undo.callback(engine_thread.close, drain=False)
             self._engine_thread = engine_thread
             self._submission = Submission(engine_thread, self._queue)
             self.trace = loop.trace = Trace(pipeline)
+            if tuner is not None:
+                tuner.trace = self.trace
             if trace:
                 self.trace.start()
             engine_thread.start()

@@ -232,6 +232,7 @@ class EngineStats:
     everything that was launched; ``n_copies``, ``n_copied_bytes``: rows copied to host memory; ``n_reused``: compute
     graphs that llama.cpp reused; ``n_micro_batches``: micro-batches that decoding requests are split into now;
     ``n_graph_sampled``: tokens sampled in the compute graph.
+    ``n_threads``: compute threads in use now; ``n_thread_changes``: how often the engine changed their number.
     """
 
     steps: int
@@ -255,6 +256,8 @@ class EngineStats:
     compute_s: float = 0.0
     wait_s: float = 0.0
     n_graph_sampled: int = 0
+    n_threads: int = 0
+    n_thread_changes: int = 0
 
 
 def shortened(text: str) -> str:

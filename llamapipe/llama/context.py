@@ -322,6 +322,15 @@ class Context:
             raise BackendError(f"{n} and {n_batch} threads cannot be used ({last_error(self._native)})")
         self.n_threads, self.n_threads_batch = n, n_batch
 
+    def compute_thread_ids(self) -> list[int]:
+        """The kernel's ids of the threads that compute: the one that decoded last, then its workers. Any thread.
+
+        Empty before the first decode, and where the system is not Linux. They change with ``set_threads``.
+        """
+        ids = self._native.ffi.new("int32_t[]", 1024)
+        n: int = self._native.lib.lp_context_thread_ids(self.handle, 1024, ids)
+        return self._native.ffi.unpack(ids, max(n, 0))  # type: ignore[no-any-return]
+
     # ---- memory
     def seq_pos_max(self, seq_id: int) -> int:
         """Largest position held for a sequence, -1 when it is empty."""

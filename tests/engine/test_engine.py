@@ -648,7 +648,9 @@ class TestSharing:
         n_steps: list[int] = []
         while len(n_steps) < 3 and 20 not in n_steps:  # more than once only when the machine stands still
             engine = make_engine(n_seq_max=4, batch_window_us=1_000_000)
-            n_known = partial(getattr, engine._engine_thread.loop, "_n_requests")  # stats() would wake it before
+            n_known = partial(
+                getattr, engine._engine_thread.loop, "_n_requests"
+            )  # stats() would wake it before
             first = Worker(engine.generate, PROMPT, greedy(20))
             wait_until(n_known)
             second = Worker(engine.generate, PROMPT, greedy(20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -618,6 +619,22 @@ def test_threads_that_are_left_out_sleep(make_context: MakeContext, monkeypatch:
     wait_until(lambda: all(map(asleep, workers)))
     context.close()
     wait_until(lambda: {path.name for path in tasks.iterdir()} == before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have ids on Linux only")
+def test_the_threads_that_compute_are_known(make_context: MakeContext) -> None:
+    context = make_context(n_threads=3)
+    assert context.compute_thread_ids() == []
+    for n in (3, 1, 2):
+        context.set_threads(n)
+        context.decode(Batch([1], [context.seq_pos_max(0) + 1], [0], [1]))
+        mine, *workers = context.compute_thread_ids()
+        assert mine == threading.get_native_id()
+        if n > 1 and not workers:
+            pytest.skip("OpenMP's threads are its own business")
+        assert len({mine, *workers}) == n
+        for worker in workers:
+            assert Path(f"/proc/self/task/{worker}/comm").read_text().startswith("lp-compute-")
 
 
 @pytest.mark.parametrize(("n_threads", "n_threads_batch"), [(0, 1), (1, 0), (513, 1), (1, 513)])

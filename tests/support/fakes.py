@@ -221,6 +221,9 @@ class FakeContext:
         """All at once: a launch takes no time."""
         self._wake = wakes.now
 
+    def idle(self) -> None:
+        self._claim()
+
     def rest(self) -> None:
         """Its compute threads would sleep now."""
         self.n_rests += 1

@@ -237,8 +237,10 @@ class EngineLoop:
     def _wait(self) -> None:
         """Blocks for a command, then a moment longer for more requests, if that has paid lately."""
         inbox, scheduler = self.inbox, self._scheduler
-        if not inbox.single_caller and not self.open and inbox.empty():
-            self._executor.rest()
+        if inbox.empty():
+            self._executor.idle()
+            if not inbox.single_caller and not self.open:
+                self._executor.rest()
         inbox.run_next()
         if inbox.single_caller or self._window_s <= 0 or not scheduler.has_work:
             return

@@ -9,6 +9,7 @@ import numpy as np
 
 from llamapipe.engine.delivery.wake_queue import LaunchWakeList
 from llamapipe.engine.scheduler.logprob_targets import TokenScore
+from llamapipe.engine.worker.thread_tuner import ThreadTuner
 from llamapipe.errors import DecodeError, NoToken
 from llamapipe.llama.native_pipeline import NativePipeline
 from llamapipe.llama.sampler import SamplerChain
@@ -81,6 +82,9 @@ class Executor(Protocol):
     def rest(self) -> None:
         """Nothing will be launched until somebody asks for it: threads that wait eagerly may sleep."""
 
+    def idle(self) -> None:
+        """Nothing is launched until a caller asks for it: other engines may use the cores."""
+
     def compute_s(self) -> float:
         """Seconds spent computing steps so far, as far as they are known."""
 
@@ -100,8 +104,9 @@ class Executor(Protocol):
 class StepExecutor:
     """An Executor over a pipeline; belongs to the thread that uses it first, like the context."""
 
-    def __init__(self, pipeline: NativePipeline) -> None:
+    def __init__(self, pipeline: NativePipeline, tuner: ThreadTuner | None = None) -> None:
         context = pipeline.context
+        self.tuner = tuner
         self.pipeline = pipeline
         self.overlaps = pipeline.threaded or pipeline.mode in ("events", "sync")
         self.late_errors = pipeline.threaded
@@ -174,11 +179,15 @@ class StepExecutor:
         known = wanted = self._native.ffi.NULL
         if self._in_graph and (samplers or targets):
             known, wanted = self._for_graph(outputs, rows, samplers, targets or {})
+        if self.tuner is not None and not self.tuner.member.is_computing:
+            self.tuner.begin()
         step: int = self._native.lib.lp_launch(
             self._handle, n, self._tokens, self._positions, self._seq_ids, self._outputs, known, wanted, n_top
         )
         if step < 0:
             self._fail(step)
+        if self.tuner is not None:
+            self.tuner.launched(n)
         return step
 
     def _for_graph(
@@ -212,9 +221,13 @@ class StepExecutor:
         Returns and raises as ``launch`` does.
         """
         known = self._samplers if self._in_graph else self._native.ffi.NULL
+        if self.tuner is not None and not self.tuner.member.is_computing:
+            self.tuner.begin()
         step: int = self._native.lib.lp_launch_again(self._handle, self._sampled, known)
         if step < 0:
             self._fail(step)
+        if self.tuner is not None:
+            self.tuner.launched(self._n)
         return step
 
     def _fail(self, code: int) -> NoReturn:
@@ -313,6 +326,11 @@ class StepExecutor:
         """Has the compute threads sleep, who would spin for some milliseconds: whoever asks next needs a core, too."""
         self._native.lib.lp_context_rest(self._context.handle)
 
+    def idle(self) -> None:
+        """Lets other engines of the process use the cores until the next launch."""
+        if self.tuner is not None:
+            self.tuner.idle()
+
     def compute_s(self) -> float:
         """Seconds spent computing steps so far, as far as they are known."""
         return float(self.pipeline.counters().compute_ns) * 1e-9
@@ -329,6 +347,8 @@ class StepExecutor:
             "n_graph_sampled": counters.n_graph,
             "compute_s": counters.compute_ns * 1e-9,
             "wait_s": counters.wait_ns * 1e-9,
+            "n_threads": self._context.n_threads,
+            "n_thread_changes": 0 if self.tuner is None else self.tuner.n_changes,
         }
 
     def launching(self) -> int:
@@ -342,4 +362,6 @@ class StepExecutor:
 
     def close(self) -> None:
         """Frees pipeline and context."""
+        if self.tuner is not None:
+            self.tuner.close()
         self.pipeline.close()

@@ -47,6 +47,9 @@ void         lp_context_rest(lp_context * context);
 // Computes with other numbers of threads (1 to 512) from the next decode on, for single tokens and for batches. Any thread,
 // at any time, also while a decode runs. Threads that are left out sleep.
 int          lp_context_set_threads(lp_context * context, int n_threads, int n_threads_batch);
+// The kernel's ids of the compute threads: the thread that decoded last, and its workers. Returns their number; 0 where the
+// system has no such ids, or before the first decode.
+int          lp_context_thread_ids(lp_context * context, int n_max, int32_t * ids);
 int lp_decode(lp_context * context, int n_tokens, const int32_t * tokens, const int32_t * positions,
               const int32_t * seq_ids, const int8_t * outputs);  // llama_decode's code
 int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_vocab, float * out);

@@ -1,8 +1,19 @@
 // The compute threads of a context: threadpools made by the CPU backend module.
 #include "compute_threads.hpp"
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
+
+#ifdef __linux__
+#include <dirent.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#endif
 
 namespace {
 
@@ -20,13 +31,73 @@ template <typename Function> Function of_cpu_backend(const char * name) {
     return (Function) found;
 }
 
+#ifdef __linux__
+// A thread starts with the name of the one that makes it. ggml keeps its workers to itself, so each pool's workers are
+// found by a name that only they have.
+class WorkerName {
+public:
+    WorkerName() {
+        static std::atomic<unsigned> n_made{ 0 };
+        prctl(PR_GET_NAME, before_);
+        snprintf(name_, sizeof(name_), "lp-compute-%04x", n_made++ & 0xffff);
+        prctl(PR_SET_NAME, name_);
+    }
+    ~WorkerName() { prctl(PR_SET_NAME, before_); }
+
+    // The other threads of this name.
+    std::vector<int> workers() const {
+        std::vector<int> ids;
+        DIR *            folder = opendir("/proc/self/task");
+        while (const dirent * entry = folder ? readdir(folder) : nullptr) {
+            const int id = atoi(entry->d_name);
+            if (id > 0 && id != lp::this_thread_id() && name_of(id) == name_) {
+                ids.push_back(id);
+            }
+        }
+        if (folder) {
+            closedir(folder);
+        }
+        return ids;
+    }
+
+private:
+    static std::string name_of(int id) {
+        char        path[64], name[32] = "";
+        snprintf(path, sizeof(path), "/proc/self/task/%d/comm", id);
+        if (FILE * file = fopen(path, "re")) {
+            if (fgets(name, sizeof(name), file)) {
+                name[strcspn(name, "\n")] = 0;
+            }
+            fclose(file);
+        }
+        return name;
+    }
+
+    char before_[16] = "", name_[16] = "";  // the most that a thread's name may have
+};
+#else
+class WorkerName {
+public:
+    std::vector<int> workers() const { return {}; }
+};
+#endif
+
 }  // namespace
 
 namespace lp {
 
+int this_thread_id() {
+#ifdef __linux__
+    thread_local const int id = (int) syscall(SYS_gettid);
+    return id;
+#else
+    return 0;
+#endif
+}
+
 class ThreadPool {
 public:
-    explicit ThreadPool(ggml_threadpool_params params)
+    explicit ThreadPool(ggml_threadpool_params params, const WorkerName & name = {})
         : n_threads(params.n_threads), free_(of_cpu_backend<free_pool>("ggml_threadpool_free")),
           use_(of_cpu_backend<use_pool>("ggml_backend_cpu_set_threadpool")),
           threads(of_cpu_backend<new_pool>("ggml_threadpool_new")(&params)) {
@@ -34,6 +105,9 @@ public:
             throw std::runtime_error("the threads could not be started");
         }
         other_ = ggml_backend_dev_init(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), nullptr);
+        if (n_threads > 1) {
+            workers = name.workers();
+        }
     }
 
     ~ThreadPool() {
@@ -50,7 +124,8 @@ public:
         }
     }
 
-    const int n_threads;
+    const int        n_threads;
+    std::vector<int> workers;  // the kernel's ids of the other threads
 
 private:
     free_pool free_;
@@ -100,6 +175,21 @@ void ComputeThreads::switch_pools() {
     is_changed_ = false;
     llama_attach_threadpool(ctx_, pool(n_threads_, true).threads, pool(n_threads_batch_, true).threads);
     llama_set_n_threads(ctx_, n_threads_, n_threads_batch_);
+}
+
+std::vector<int> ComputeThreads::thread_ids() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const int                         decoding = decoding_.load(std::memory_order_relaxed);
+    if (decoding == 0) {
+        return {};
+    }
+    std::vector<int> ids = { decoding };
+    for (const auto & made : pools_) {
+        if (made->n_threads == n_threads_ || made->n_threads == n_threads_batch_) {
+            ids.insert(ids.end(), made->workers.begin(), made->workers.end());
+        }
+    }
+    return ids;
 }
 
 void ComputeThreads::rest() {

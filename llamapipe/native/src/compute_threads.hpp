@@ -15,6 +15,9 @@ namespace lp {
 // and ggml pauses the pool that it switches away from: its workers sleep until it is used again.
 class ThreadPool;
 
+// The kernel's id of the calling thread, as in /proc/self/task; 0 where the system has none.
+int this_thread_id();
+
 class ComputeThreads {
 public:
     // poll: how eagerly idle workers spin for the next graph, 0 to 100. Throws std::runtime_error.
@@ -26,6 +29,7 @@ public:
 
     // Before each decode, on the thread that decodes.
     void apply() {
+        decoding_.store(this_thread_id(), std::memory_order_relaxed);
         if (is_changed_.load(std::memory_order_acquire)) {
             switch_pools();
         }
@@ -33,6 +37,10 @@ public:
 
     // Has all workers sleep until the next graph. Not while one is computed: it would never end.
     void rest();
+
+    // The kernel's ids of the thread that decoded last, and of the workers it computes with once `set` has taken effect.
+    // Empty where the system has no such ids, or nothing was decoded yet. Any thread.
+    std::vector<int> thread_ids();
 
 private:
     ThreadPool & pool(int n_threads, bool is_paused);
@@ -44,6 +52,7 @@ private:
     std::vector<std::unique_ptr<ThreadPool>> pools_;  // of different sizes
     int                                      n_threads_ = 0, n_threads_batch_ = 0;
     std::atomic<bool>                        is_changed_{ false };
+    std::atomic<int>                         decoding_{ 0 };
 };
 
 }  // namespace lp

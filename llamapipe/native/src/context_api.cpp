@@ -3,7 +3,9 @@
 #include "handles.hpp"
 #include "llama_internals.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 lp_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll, int64_t n_ring_rows,
                             bool samples) {
@@ -47,6 +49,15 @@ int lp_context_set_threads(lp_context * context, int n_threads, int n_threads_ba
     return lp::guard(LP_ERROR, [&] {
         context->shared->threads().set(n_threads, n_threads_batch);
         return 0;
+    });
+}
+
+int lp_context_thread_ids(lp_context * context, int n_max, int32_t * ids) {
+    return lp::guard(LP_ERROR, [&] {
+        const std::vector<int> found = context->shared->threads().thread_ids();
+        const int              n     = std::min(n_max, (int) found.size());
+        std::copy(found.begin(), found.begin() + n, ids);
+        return n;
     });
 }
 

@@ -1,0 +1,236 @@
+"""The compute threads of an engine: watches what they get of the cores, and changes their number between two steps.
+
+Everything here runs on the engine thread. A change is noted and takes effect at the next decode, also where the
+pipeline launches on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Protocol
+
+from llamapipe.engine.worker.compute_threads import RunDelayPolicy
+from llamapipe.engine.worker.step_time_policy import StepTimePolicy
+from llamapipe.errors import BackendError
+from llamapipe.host.core_budget import BudgetMember, process_budget
+from llamapipe.host.cpu_load import cpu_load
+from llamapipe.llama.context import Context
+from llamapipe.llama.native_pipeline import on_gpu
+
+_DELAY_EVERY_S = 0.008  # reading the run delay of one thread takes 2 us
+_CORES_EVERY_S = 0.15  # the kernel counts idle time in steps of 10 ms
+
+
+class ComputeThreads(Protocol):
+    """A context, as far as its threads are concerned."""
+
+    @property
+    def n_threads(self) -> int:
+        """How many threads compute."""
+
+    def set_threads(self, n_threads: int) -> None:
+        """Computes with another number of threads from the next decode on. Raises BackendError."""
+
+    def compute_thread_ids(self) -> list[int]:
+        """The kernel's ids of the threads that compute; empty before the first decode."""
+
+
+class Load(Protocol):
+    """Counters of the machine's load; see ``llamapipe.host.cpu_load.CpuLoad``."""
+
+    def watch(self, thread_ids: Iterable[int]) -> None:
+        """Reads these threads from now on."""
+
+    def run_and_delay_s(self) -> tuple[float, float]:
+        """Seconds that the threads ran, and seconds that they waited for a core."""
+
+    def idle_s(self) -> float:
+        """Seconds that the cores were idle."""
+
+    def n_throttled(self) -> int:
+        """How often the control group had used up its time."""
+
+    def process_s(self) -> float:
+        """Seconds that all threads of this process ran."""
+
+    def close(self) -> None:
+        """Closes what it reads from."""
+
+
+class SpanRecorder(Protocol):
+    """Where it is recorded when how many threads computed."""
+
+    on: bool
+
+    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
+        """Records a stage, in seconds of ``time.perf_counter``."""
+
+
+class ThreadTuner:
+    """Keeps the number of a context's threads right while the load of the machine changes.
+
+    ``member``: its share of the process's threads; ``begin`` has to be called before a launch if it is not computing.
+    ``load``: where the system tells its load; without it step times are compared. ``is_fixed``: the number stays as it
+    is, and only counts for the other engines of the process, like any other.
+    """
+
+    def __init__(
+        self, threads: ComputeThreads, member: BudgetMember, load: Load | None, is_fixed: bool = False
+    ) -> None:
+        self.n_changes = 0
+        self.trace: SpanRecorder | None = None
+        self._threads = threads
+        self.member = member
+        self._load = load
+        self._by_delay: RunDelayPolicy | None = None
+        self._by_time: StepTimePolicy | None = None
+        if is_fixed or threads.n_threads == 1:
+            pass
+        elif load is not None:
+            self._by_delay = RunDelayPolicy(threads.n_threads)
+        else:
+            self._by_time = StepTimePolicy(threads.n_threads)
+        self._is_watching = False
+        self._next_s = 0.0  # when the run delay is read again
+        self._launched_s = 0.0  # the last step, or the beginning
+        self._n_allowed = member.n_allowed  # when it was last looked at
+        self._computing_s = 0.0  # since when this number of threads has been computing
+        self._delay_began_s = self._delay_s = 0.0
+        self._n_throttled = 0
+        self._cores_began_s = self._idle_began_s = perf_counter()
+        self._idle_s = self._run_s = self._process_s = 0.0
+        if self._by_delay is not None and load is not None:
+            self._restart_cores(load, self._cores_began_s)
+
+    def __repr__(self) -> str:
+        return f"<ThreadTuner {self._by_delay or self._by_time or self._threads.n_threads}>"
+
+    @property
+    def n_threads(self) -> int:
+        """How many threads compute now."""
+        return self._threads.n_threads
+
+    def begin(self) -> None:
+        """Work begins: takes a share of the process's threads; looks at what was idle while this engine was, too."""
+        now_s = self._computing_s = self._launched_s = perf_counter()
+        self.member.enter()
+        if self._by_delay is not None and self._load is not None:
+            seconds = now_s - self._cores_began_s
+            if seconds >= _CORES_EVERY_S:
+                idle_s, process_s = self._idle_s, self._process_s
+                self._restart_cores(self._load, now_s)
+                free_s = self._idle_s - idle_s + self._process_s - process_s
+                was_idle = now_s - self._idle_began_s > 0.5 * seconds
+                self._by_delay.free(now_s, free_s / seconds, was_idle)
+            self._restart_delay(self._load, now_s)
+        self._follow(now_s)
+
+    def idle(self) -> None:
+        """No work is left: the other engines of the process may use this one's cores."""
+        if not self.member.is_computing:
+            return
+        self.member.leave()
+        now_s = self._idle_began_s = perf_counter()
+        self._record(now_s)
+        is_old = now_s - self._cores_began_s >= _CORES_EVERY_S
+        if is_old and self._by_delay is not None and self._load is not None:
+            self._restart_cores(self._load, now_s)
+
+    def launched(self, n_tokens: int) -> None:
+        """A step of ``n_tokens`` was launched; where launches return only then, it is computed."""
+        now_s = perf_counter()
+        if self._by_time is not None:
+            self._by_time.stepped(now_s, n_tokens, now_s - self._launched_s)
+            self._launched_s = now_s
+        elif now_s >= self._next_s and self._by_delay is not None and self._load is not None:
+            self._observe(self._by_delay, self._load, now_s)
+        elif self.member.n_allowed == self._n_allowed:
+            return
+        self._follow(now_s)
+
+    def close(self) -> None:
+        """Gives the share back and closes what it reads from."""
+        self.member.leave()
+        if self._load is not None:
+            self._load.close()
+
+    def _observe(self, policy: RunDelayPolicy, load: Load, now_s: float) -> None:
+        if not self._is_watching:
+            self._watch(load, now_s)
+            return
+        if policy.n > 1:
+            n_throttled, (_, delay_s) = load.n_throttled(), load.run_and_delay_s()
+            if n_throttled == self._n_throttled:  # else they waited for their group's next period
+                policy.computed(now_s, now_s - self._delay_began_s, delay_s - self._delay_s)
+            self._delay_began_s, self._delay_s, self._n_throttled = now_s, delay_s, n_throttled
+        self._next_s = now_s + _DELAY_EVERY_S
+        seconds = now_s - self._cores_began_s
+        if policy.n < policy.limit and seconds >= _CORES_EVERY_S:
+            free_s = load.idle_s() - self._idle_s + load.run_and_delay_s()[0] - self._run_s
+            policy.free(now_s, free_s / seconds)
+            self._restart_cores(load, now_s)
+
+    def _follow(self, now_s: float) -> None:
+        """Uses the number of threads that the policy and the other engines leave."""
+        policy = self._by_delay or self._by_time
+        if policy is None:
+            return
+        self._n_allowed = self.member.n_allowed
+        limit = min(self._n_allowed, policy.n_max)
+        if policy.limit != limit:
+            if policy.limit < limit and self._load is not None:
+                self._restart_cores(self._load, now_s)  # what was idle before does not count
+            policy.set_limit(limit)
+        if policy.n == self._threads.n_threads:
+            return
+        self._record(now_s)
+        try:
+            self._threads.set_threads(policy.n)
+        except BackendError as e:
+            logging.getLogger("llamapipe").warning("the number of compute threads stays: %s", e)
+            self._by_delay = self._by_time = None
+            return
+        self.n_changes += 1
+        if self._by_delay is not None and self._load is not None:
+            self._watch(self._load, now_s)
+
+    def _watch(self, load: Load, now_s: float) -> None:
+        ids = self._threads.compute_thread_ids()
+        self._is_watching = bool(ids)
+        load.watch(ids)
+        self._restart_delay(load, now_s)
+        self._restart_cores(load, now_s)
+
+    def _restart_delay(self, load: Load, now_s: float) -> None:
+        self._delay_s = load.run_and_delay_s()[1]
+        self._n_throttled = load.n_throttled()
+        self._delay_began_s, self._next_s = now_s, now_s + _DELAY_EVERY_S
+
+    def _restart_cores(self, load: Load, now_s: float) -> None:
+        self._idle_s, self._run_s, self._process_s = (
+            load.idle_s(),
+            load.run_and_delay_s()[0],
+            load.process_s(),
+        )
+        self._cores_began_s = now_s
+
+    def _record(self, now_s: float) -> None:
+        """Notes a stretch of time with the same number of threads."""
+        if self.trace is not None and self.trace.on:
+            n = self._threads.n_threads
+            self.trace.add(f"{n} threads" if n > 1 else "1 thread", -1, self._computing_s, now_s)
+        self._computing_s = now_s
+
+
+def tuner_of(context: Context, is_threaded: bool, is_fixed: bool) -> ThreadTuner | None:
+    """What keeps an engine's number of threads right; None where a GPU computes, whose steps need few of them.
+
+    ``is_threaded``: launches return before their step is computed. ``is_fixed``: the caller chose the number.
+    """
+    if on_gpu(context.model):
+        return None
+    member = process_budget().member(context.n_threads if is_fixed else None)
+    load = None if is_fixed or context.n_threads == 1 else cpu_load()
+    return ThreadTuner(context, member, load, is_fixed or (load is None and is_threaded))

@@ -1,0 +1,181 @@
+"""How busy the machine is, as Linux tells it: the run delay of threads, the idle time of cores, throttled groups.
+
+Every class here opens its files once and reads them again: a few microseconds for a thread, some tens for all cores.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from llamapipe.host.control_group import limit_files
+from llamapipe.host.cores import cpu_quota
+
+_TASKS = Path("/proc/self/task")
+_STAT = Path("/proc/stat")
+
+
+class RunDelay:
+    """Run time and run delay of some threads of this process, from ``/proc/self/task/*/schedstat``.
+
+    The run delay is how long a thread waited for a core although it had work. Raises OSError where there is no such
+    file: not on Linux, or the thread has ended.
+    """
+
+    def __init__(self, thread_ids: Iterable[int], tasks: Path = _TASKS) -> None:
+        self._files: list[int] = []
+        try:
+            for thread_id in thread_ids:
+                self._files.append(os.open(tasks / str(thread_id) / "schedstat", os.O_RDONLY | os.O_CLOEXEC))
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self) -> tuple[float, float]:
+        """Seconds that the threads ran, and seconds that they waited for a core, added up since they began."""
+        run_ns = delay_ns = 0
+        for file in self._files:
+            fields = os.pread(file, 80, 0).split()
+            run_ns += int(fields[0])
+            delay_ns += int(fields[1])
+        return run_ns * 1e-9, delay_ns * 1e-9
+
+    def close(self) -> None:
+        """Closes the files; a second call does nothing."""
+        while self._files:
+            os.close(self._files.pop())
+
+
+class IdleCores:
+    """Idle time of the cores that this process may run on, from ``/proc/stat``. Raises OSError where it is missing.
+
+    The kernel counts in steps of 10 ms a core, so compare readings that are at least 100 ms apart. Time that went to
+    niced processes counts as idle while this process has its usual priority: the kernel takes it from them.
+    """
+
+    def __init__(self, stat: Path = _STAT) -> None:
+        self._file = os.open(stat, os.O_RDONLY | os.O_CLOEXEC)
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        self._names = {f"cpu{core}".encode() for core in cores}
+        self._n_bytes = 200 * (os.cpu_count() or 1) + 400
+        self._tick_s = 1 / os.sysconf("SC_CLK_TCK")
+        self._count_niced = os.getpriority(os.PRIO_PROCESS, 0) <= 0
+
+    def read(self) -> float:
+        """Seconds that the cores were idle, added up since the machine started."""
+        ticks = 0
+        for line in os.pread(self._file, self._n_bytes, 0).splitlines():
+            if not line.startswith(b"cpu"):
+                break
+            name, _user, nice, _system, idle, iowait, *_ = line.split()
+            if name in self._names:
+                ticks += int(idle) + int(iowait) + (int(nice) if self._count_niced else 0)
+        return ticks * self._tick_s
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Throttling:
+    """How often this process's control group, or one around it, had used up its time; nothing where none has a limit.
+
+    A throttled thread counts as one that waits for a core, although no other work has taken it.
+    """
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+        if cpu_quota(limit_files("cpu", "cpu.cfs_quota_us", "cpu.max")) is None:
+            return
+        for path in limit_files("cpu", "cpu.stat", "cpu.stat"):
+            try:
+                self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError:
+                continue  # a container does not see the groups around it
+
+    def read(self) -> int:
+        """The number of periods with throttling since the groups were made."""
+        n = 0
+        for file in self._files:
+            for line in os.pread(file, 1024, 0).splitlines():
+                if line.startswith(b"nr_throttled "):
+                    n += int(line.split()[1])
+        return n
+
+    def close(self) -> None:
+        """Closes the files; a second call does nothing."""
+        while self._files:
+            os.close(self._files.pop())
+
+
+class CpuLoad:
+    """All of the above for some threads, which may change. One thread at a time; see ``cpu_load`` to make one."""
+
+    def __init__(self) -> None:
+        self._delay = RunDelay([])
+        self._cores = IdleCores()
+        self._throttling = Throttling()
+
+    def watch(self, thread_ids: Iterable[int]) -> None:
+        """Reads these threads from now on."""
+        self._delay.close()
+        self._delay = RunDelay(thread_ids)
+
+    def run_and_delay_s(self) -> tuple[float, float]:
+        """See ``RunDelay.read``; of the threads that are watched."""
+        return self._delay.read()
+
+    def idle_s(self) -> float:
+        """See ``IdleCores.read``."""
+        return self._cores.read()
+
+    def n_throttled(self) -> int:
+        """See ``Throttling.read``."""
+        return self._throttling.read()
+
+    def process_s(self) -> float:
+        """Seconds that all threads of this process ran."""
+        return time.process_time()
+
+    def close(self) -> None:
+        """Closes all files; a second call does nothing."""
+        self._delay.close()
+        self._cores.close()
+        self._throttling.close()
+
+
+def cpu_load() -> CpuLoad | None:
+    """A reader of this system's load; None where it does not tell all that is needed."""
+    try:
+        return CpuLoad() if has_run_delay() else None
+    except OSError:
+        return None
+
+
+def free_cores(seconds: float) -> float | None:
+    """How many of this process's cores were idle, on average, while it waited for ``seconds``; None where unknown."""
+    try:
+        cores = IdleCores()
+    except OSError:
+        return None
+    began_s, idle_s = time.perf_counter(), cores.read()
+    time.sleep(seconds)
+    idle_s, elapsed_s = cores.read() - idle_s, time.perf_counter() - began_s
+    cores.close()
+    return idle_s / elapsed_s
+
+
+def has_run_delay() -> bool:
+    """Whether this system tells how long threads wait for cores: Linux with its usual options."""
+    try:
+        delay = RunDelay([os.getpid()])
+    except OSError:
+        return False
+    try:
+        return delay.read()[0] > 0  # a kernel without the option has the file, with zeros in it
+    finally:
+        delay.close()

@@ -1,0 +1,89 @@
+"""What Linux tells of threads and cores, from files that are made here and from the real ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from llamapipe.host.cpu_load import IdleCores, RunDelay, cpu_load
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's schedstat")
+
+
+def write_task(tasks: Path, thread_id: int, text: str) -> None:
+    (tasks / str(thread_id)).mkdir(exist_ok=True)
+    (tasks / str(thread_id) / "schedstat").write_text(text)
+
+
+def test_run_delays_are_added_up_and_read_again(tmp_path: Path) -> None:
+    write_task(tmp_path, 7, "1000000000 250000000 12\n")
+    write_task(tmp_path, 8, "500000000 250000000 3\n")
+    delay = RunDelay([7, 8], tmp_path)
+    assert delay.read() == pytest.approx((1.5, 0.5))
+    write_task(tmp_path, 8, "2500000000 1250000000 4\n")
+    assert delay.read() == pytest.approx((3.5, 1.5))
+    delay.close()
+    delay.close()
+    assert delay.read() == (0.0, 0.0)
+
+
+def test_a_missing_thread_is_an_error_and_leaves_no_file_open(tmp_path: Path) -> None:
+    write_task(tmp_path, 7, "1 2 3\n")
+    n_open = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(FileNotFoundError):
+        RunDelay([7, 8], tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == n_open
+
+
+def test_only_cores_of_this_process_are_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2})
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 0)
+    stat = tmp_path / "stat"
+    stat.write_text(
+        "cpu  0 0 0 9999 0 0 0 0 0 0\n"
+        "cpu0 5 10 3 100 20 0 0 0 0 0\n"
+        "cpu1 5 50 3 500 50 0 0 0 0 0\n"
+        "cpu2 5 0 3 70 0 0 0 0 0 0\n"
+        "intr 1 2 3\n"
+    )
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    cores = IdleCores(stat)
+    assert cores.read() == pytest.approx(
+        200 * tick_s
+    )  # idle, waiting for disks, and what niced processes have
+    cores.close()
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 10)
+    cores = IdleCores(stat)
+    assert cores.read() == pytest.approx(190 * tick_s)  # a niced process is no better than others
+    cores.close()
+    cores.close()
+
+
+def test_the_real_files() -> None:
+    load = cpu_load()
+    assert load is not None
+    try:
+        load.watch([threading.get_native_id()])
+        run_s, delay_s = load.run_and_delay_s()
+        idle_s, process_s = load.idle_s(), load.process_s()
+        sum(range(1_000_000))
+        assert load.run_and_delay_s()[0] >= run_s
+        assert load.run_and_delay_s()[1] >= delay_s
+        assert load.idle_s() >= idle_s
+        assert load.process_s() > process_s
+        assert load.n_throttled() >= 0
+    finally:
+        load.close()
+        load.close()
+
+
+def test_a_system_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import llamapipe.host.cpu_load as module
+
+    monkeypatch.setattr(module.RunDelay.__init__, "__defaults__", (tmp_path,))
+    assert cpu_load() is None
+    write_task(tmp_path, os.getpid(), "0 0 0\n")  # a kernel built without it
+    assert cpu_load() is None

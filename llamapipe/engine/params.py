@@ -77,8 +77,9 @@ class SamplingParams:
       that raises fails its own request.
     - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict or JSON text), ``regex`` and ``lark`` (with the
       extra ``structured``): a format that the text must have.
-    - ``logprobs=k``: natural logarithms of the model's own probabilities, before any of the above, of each generated
-      token and of the ``k`` most probable ones; ``prompt_logprobs=k``: the same for the prompt's tokens.
+    - ``logprobs``: how many of the most probable tokens to report with each generated token; None: no
+      log-probabilities. They are natural logarithms of the model's own probabilities, before any of the above.
+      ``prompt_logprobs``: the same for the prompt's tokens.
     - ``n``: choices for each prompt, which is computed once for those that run together.
     - ``seed``: 0 to 2**64 - 1; None or -1: a random one, reported in ``Choice.seed``. The i-th choice has ``seed + i``.
     - ``stop``: a string, or several, that end the text before them; ``stop_token_ids``: tokens that end it.

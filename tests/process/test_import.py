@@ -91,5 +91,6 @@ for _ in range(2):
     assert Path(where).is_relative_to(unbuilt)
     assert len(messages) == 2
     for message in messages:
-        assert "native module cannot be loaded" in message
+        # The second one if llamapipe is installed, too, so that the unbuilt tree shadows it.
+        assert "native module cannot be loaded" in message or "without a native module" in message
         assert "python build_native.py --backend cpu" in message

@@ -398,7 +398,7 @@ class TestQueue:
             gate.wait()
             workers += [Worker(engine.generate, OTHER, greedy(2)) for _ in range(2)]
             wait_until(lambda: engine._queue.n == 2)
-            with pytest.raises(QueueFullError, match=r"2 requests wait.*max_queue is 2"):
+            with pytest.raises(QueueFullError, match=r"2 requests are queued.*max_queue is 2"):
                 engine.generate(PROMPT, greedy(2), block=False)
             with pytest.raises(QueueFullError):
                 engine.stream(PROMPT, greedy(2), block=False)

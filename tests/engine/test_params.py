@@ -75,6 +75,7 @@ FIELDS = {f.name for f in dataclasses.fields(SamplingParams)}
 tokens = st.integers(0, INT32_MAX)
 values = {
     **{name: st.integers(*limits) for name, limits in INTEGERS.items()},
+    **{name: st.integers(0, INTEGERS[name][1]) for name in ("top_k", "seed")},  # -1 is stored as 0 and None
     **{name: st.floats(*limits) for name, limits in NUMBERS.items()},
     "logit_bias": st.dictionaries(tokens, st.floats(-1e6, 1e6) | st.just(-inf), max_size=4),
     "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),

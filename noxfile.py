@@ -58,7 +58,7 @@ def lm_eval(session: nox.Session) -> None:
     """Install the package with lm-evaluation-harness, and run the harness's command on the tasks in tests/."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session, "backend=cpu", extra="lm-eval")
-    _pytest(session, default=["tests/lm_eval"])
+    _pytest(session, default=["tests/lm_eval_harness"])
 
 
 @nox.session

@@ -97,7 +97,7 @@ def bench(session: nox.Session) -> None:
 
     Peers are built where that is possible (some minutes, once).
 
-    Arguments are the comparison's (see benchmarks/compare); without any, the shipped model.
+    Arguments are the comparison's (see benchmarks/compare); without any, the bundled model.
     """
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session)

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--openmp",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="OpenMP threads in the CPU backend instead of ggml's own (default: off, see docs/design/10-threads.md)",
+        help="OpenMP threads in the CPU backend instead of ggml's own (default: off, see docs/design/11-build.md)",
     )
     parser.add_argument(
         "--cuda-architectures",

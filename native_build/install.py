@@ -23,7 +23,7 @@ from native_build.sources import find_source
 from native_build.store import MANIFEST
 from native_build.toolchain import Compilers, check_python_headers, find_cmake, find_compilers, find_ninja
 
-# A full disk or a folder that is not the user's: to be put right by whoever builds.
+# A full disk or a folder that is not the user's: the user has to fix that.
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 

@@ -1,4 +1,4 @@
-"""Locks and finished results in the user's cache: whole or not there, whoever else is building."""
+"""Locks and finished results in the user's cache: complete or absent, whatever other process builds."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[lp.Model]:
-    """The shipped model, Q8_0: it writes sentences and ends them."""
+    """The bundled model, Q8_0: it writes sentences and ends them."""
     import llamapipe as lp
 
     with lp.Model.demo() as model:

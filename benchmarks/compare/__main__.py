@@ -52,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="+", help="GGUF files; `demo` is the shipped model")
+    parser.add_argument("models", nargs="+", help="GGUF files; `demo` is the bundled model")
     parser.add_argument("--n", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="requests at once")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generate", type=int, default=64)

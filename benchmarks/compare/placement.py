@@ -1,6 +1,6 @@
 """Has the code of all sides read into memory anew, so that no program keeps its places from turn to turn.
 
-Files stay where they are in memory for as long as they are cached, whoever maps them, and where the code of llama.cpp's
+Files stay where they are in memory while they are cached, whichever process maps them. Where the code of llama.cpp's
 kernels lies makes up to 15 % of its speed: of byte-identical copies of one library, one stays slower than the others
 (docs/design/12-measuring.md). Without this a comparison would compare such places.
 """

@@ -1,4 +1,4 @@
-"""``llamapipe demo``: what the library is for, on the model in the box."""
+"""``llamapipe demo``: what the library is for, on the bundled model."""
 
 from __future__ import annotations
 

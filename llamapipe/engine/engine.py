@@ -50,7 +50,7 @@ class Engine(EngineCalls):
     - ``n_batch``: most tokens in one step. ``n_ubatch``: most tokens that llama.cpp computes in one piece.
     - ``n_threads``: compute threads. Default: the cores this process may use, or fewer in a container with a CPU
       limit, and fewer for as long as other work needs the cores; this may change how texts of 512 tokens or more are
-      rounded (``docs/design/13-adaptive-threads.md``). A given number stays fixed: more threads than free cores slow
+      rounded (``docs/design/10-threads.md``). A given number stays fixed: more threads than free cores slow
       the engine down several-fold. ``n_threads_batch``: the same for steps of more than one token; default:
       ``n_threads``.
     - ``batch_window_us``: microseconds an idle engine waits, after a request woke it, for others to join the step.

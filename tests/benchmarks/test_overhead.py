@@ -83,7 +83,7 @@ def test_python_of_a_step(benchmark: Any, demo: lp.Model, n: int, way: str) -> N
 
 
 def read_all(streams: list[lp.Stream]) -> None:
-    """Each in turn, on this thread: whoever reads is not part of what is measured."""
+    """Each in turn, on this thread: the reader is not part of the measurement."""
     open_ones = streams
     while open_ones:
         open_ones = [stream for stream in open_ones if next(stream).finish_reason is None]
@@ -155,7 +155,7 @@ def test_import(benchmark: Any, what: str, tmp_path: Path) -> None:
 
 
 def test_first_token(benchmark: Any) -> None:
-    """From nothing loaded to the shipped model's first token; goal 0.5 s."""
+    """From nothing loaded to the bundled model's first token; goal 0.5 s."""
 
     def first_token() -> None:
         with lp.Model.demo() as model, lp.Engine(model) as engine:

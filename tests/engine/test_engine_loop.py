@@ -835,7 +835,7 @@ class TestKept:
         assert len(desk.context.launches) == 2
 
     def test_the_end_is_known_with_the_last_token(self, make_desk: MakeDesk) -> None:
-        """By a stop string, by the number of tokens: whoever has the token may go on at once."""
+        """By a stop string, by the number of tokens: its reader may continue at once."""
         desk = make_desk()
         second = continuation(prompt_of(4), 2)[0][1]
         for _ in range(50):

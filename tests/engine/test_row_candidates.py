@@ -173,7 +173,7 @@ def reference(demo: lp.Model) -> Reference:
     return Reference(demo.vocab)
 
 
-N = 2400  # of the shipped model: large enough for candidates to be few of it
+N = 2400  # of the bundled model: large enough for candidates to be few of it
 ids = st.integers(0, N - 1)
 some_ids = st.lists(ids, max_size=12).map(tuple)
 numbers = st.floats(-20, 20, width=32)

@@ -128,7 +128,7 @@ class FakeContext:
         self.n_samples = 0
         self.n_rests = 0
         self.closed = False
-        self._wake: Callable[[], object] = lambda: None  # whoever waits for a launch
+        self._wake: Callable[[], object] = lambda: None  # wakes the callers that wait for a launch
         self._rows: dict[int, int] = {}  # of the last launch: output entry to what the model says
         self._asked: tuple[Sequence[int], Sequence[Any]] = ((), ())  # of the last sample
         self._sampled: list[int] | None = None  # from the last launch
@@ -207,7 +207,7 @@ class FakeContext:
         return self.launch(self._sampled, [p + 1 for p in last.positions], last.seq_ids, last.outputs)
 
     def sample_repeat(self, step: int) -> list[int]:
-        """What the model says to those whom `sample` was asked for."""
+        """What the model says to the requests of `sample`."""
         return self.sample(step, *self._asked)
 
     def launching(self) -> int:

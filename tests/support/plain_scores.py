@@ -14,7 +14,7 @@ from llamapipe.llama import Batch, Context
 # For each token: steps of several sequences may be rounded otherwise than one alone.
 BOUND = 0.005
 # Rows of one decode, about as many as of an engine's step. Flash attention on the CPU uses other code from 64 tokens
-# on, which moves the log-probability of a very improbable token by up to 0.23 (the shipped model); without flash
+# on, which moves the log-probability of a very improbable token by up to 0.23 (the bundled model); without flash
 # attention the number makes no difference.
 N_ROWS = 32
 

@@ -1,4 +1,4 @@
-"""The shipped model does what its card says: every check greedy, through the public API, on the shipped file.
+"""The bundled model does what its card says: every check greedy, through the public API, on the bundled file.
 
 What the model should know comes from the code that wrote its training text (`tools/demo_model`).
 """

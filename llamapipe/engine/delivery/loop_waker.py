@@ -15,10 +15,10 @@ _MOST_RINGS = 64  # read at once; more would take memory from another allocator,
 
 
 class LoopWaker:
-    """What waits for one loop, and the pipe that the loop watches.
+    """The items that wait for one loop, and the pipe that the loop watches.
 
-    ``call_soon_threadsafe`` gives the interpreter's lock away to write its byte, and the loop's thread, awake at once,
-    keeps it for as long as it has work: that is time in which the next step is not computed.
+    ``call_soon_threadsafe`` releases the GIL to write its byte. The loop's thread wakes at once and holds the GIL while
+    it has work, and meanwhile the next step is not computed.
 
     Made on the loop's thread. Raises NotImplementedError where the loop cannot watch files, OSError when there are no
     more, RuntimeError when the loop is closed.
@@ -43,44 +43,44 @@ class LoopWaker:
 
     @property
     def waiting(self) -> bool:
-        """Whether the loop has not seen all that was put. Any thread."""
+        """Whether items wait that the loop has not taken. Any thread."""
         return bool(self._items)
 
     def put(self, item: Any) -> bool:
-        """Leaves something for the loop; True: a ring must follow, here or of ``fd``. Decoder thread."""
+        """Adds an item. True if the loop's pipe must get a byte, from ``ring`` or through ``fd``. Engine thread."""
         self._items.append(item)
-        if self._rung:  # looked at behind the append: the answer that resets it takes all there is then
+        if self._rung:  # checked after the append: the answer that resets it takes this item, too
             return False
         self._rung = True
         return True
 
     def ring(self) -> None:
-        """Wakes the loop. Decoder thread; the loop's own where an answer was interrupted."""
+        """Wakes the loop. Engine thread; also the loop's own thread, if Ctrl-C interrupted it."""
         with suppress(BlockingIOError):  # full: it has been woken often enough
             os.write(self.fd, b"\0")
 
     def _answer(self) -> None:
-        """Takes all there is. The loop's thread."""
+        """Takes all items. The loop's thread."""
         items, take = self._items, self._take
         try:
             try:
                 os.read(self._read_end, _MOST_RINGS)
             except BlockingIOError:
                 pass
-            finally:  # behind the read, which would take the next ring, too; before the items: one may come just now
+            finally:  # after the read, which would take the next byte, too; before the items: one may arrive now
                 self._rung = False
             while items:
                 take(items[0])
                 items.popleft()
-        except BaseException:  # Ctrl-C: whoever goes on with the loop gets the rest, and what was begun
+        except BaseException:  # Ctrl-C: if the loop continues, it gets the rest, and the interrupted item
             self.ring()
             raise
 
     def dismiss(self) -> None:
-        """Nothing more will come: has the loop take the rest and stop watching. Any thread."""
+        """Has the loop take the rest and stop watching the pipe: no item follows. Any thread."""
         try:
             self._loop.call_soon_threadsafe(self._leave)
-        except RuntimeError:  # it is closed
+        except RuntimeError:  # the loop is closed
             self.close()
 
     def _leave(self) -> None:

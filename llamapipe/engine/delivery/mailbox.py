@@ -38,7 +38,7 @@ class ThreadMailbox:
         self.waiter: Waiter | None = None
 
     def put(self, item: Any) -> None:
-        """Hands an item over; its reader is woken with the end of the step. Decoder thread."""
+        """Adds an item; its reader is woken at the end of the step. Engine thread."""
         self._items.append(item)
         self._dispatcher.add_thread(self)
 
@@ -80,7 +80,7 @@ class AsyncMailbox:
         dispatcher.attach(loop)
 
     def put(self, item: Any) -> None:
-        """Hands an item over with the end of the step. Decoder thread."""
+        """Adds an item; its loop gets it at the end of the step. Engine thread."""
         self._dispatcher.add(self, item)
 
     def receive(self, item: Any) -> None:

@@ -199,7 +199,7 @@ class ScoreSink(Sink):
         """Hands the scores over."""
         if request.error is not None:
             self.mailbox.put((self._index, Failure(request.error)))
-        elif request.finish_reason == "cancelled":  # by whoever waits, or by closing
+        elif request.finish_reason == "cancelled":  # by its caller, or because the engine was closed
             self.mailbox.put(
                 (self._index, Failure(EngineClosedError("the engine was closed before this was scored")))
             )

@@ -7,14 +7,14 @@ from typing import Any
 
 from llamapipe.native.load import native
 
-Waiter = Any  # what one thread at a time waits at; a wake that finds nobody is kept for the next one
+Waiter = Any  # one thread at a time waits on it; a wake without a waiting thread is kept for the next wait
 
 
-_PATIENCE_S = 200e-6  # a reader's own work for a token, and what waking it costs, are 10 to 30 us
+_PATIENCE_S = 200e-6  # a reader's work for a token and its wake-up take 10 to 30 us
 
 
 class WakeQueue:
-    """Threads that are woken one after another: each wakes the next one when it waits again. Any thread.
+    """Waiting threads that are woken one after another: each wakes the next one when it waits again. Any thread.
 
     ``handle``: for native code. Raises MemoryError, here and in ``waiter``.
     """
@@ -26,7 +26,7 @@ class WakeQueue:
         )
 
     def waiter(self) -> Waiter:
-        """A new one."""
+        """A new object for a thread to wait on."""
         lib = self._native.lib
         return self._own(lib.lp_waiter_new(), lib.lp_waiter_free)
 
@@ -36,35 +36,37 @@ class WakeQueue:
         return self._native.ffi.gc(handle, free)
 
     def wait(self, waiter: Waiter, timeout: float) -> bool:
-        """Wakes the next one and sleeps; whether it was woken before ``timeout`` seconds passed or a signal came."""
+        """Wakes the next thread and sleeps. False after ``timeout`` seconds or a signal."""
         woken: bool = self._native.lib.lp_waiter_wait(waiter, self.handle, timeout)
         return woken
 
     def asleep(self, waiter: Waiter) -> bool:
-        """Whether somebody sleeps there."""
+        """Whether a thread sleeps on it."""
         sleeps: bool = self._native.lib.lp_waiter_asleep(waiter)
         return sleeps
 
     def add(self, waiters: Sequence[Waiter]) -> None:
-        """Says whose turns come; wakes nobody."""
+        """Appends waiters to the queue, without waking them."""
         if self._native.lib.lp_wake_queue_add(self.handle, waiters, len(waiters)) < 0:
             raise MemoryError("no memory is left for waking threads")
 
     def next(self) -> None:
-        """Wakes the next one that sleeps; all of them where the last one has kept its turn for long."""
+        """Wakes the next sleeping thread; all of them if the last one took long to wait again."""
         self._native.lib.lp_wake_queue_yield_turn(self.handle)
 
     def wake_all_if_stalled(self) -> None:
-        """Wakes all that are left where the last one has kept its turn for long; a CPU asks this while it computes."""
+        """Wakes all threads that are left if the last one took long. CPU launches call this while they compute."""
         self._native.lib.lp_wake_queue_wake_all_if_stalled(self.handle)
 
     def all(self) -> None:
-        """Wakes all that are left."""
+        """Wakes all threads that are left."""
         self._native.lib.lp_wake_queue_wake_all(self.handle)
 
 
 class LaunchWakeList:
-    """Whom the next launch wakes: memory that it reads, so that to note somebody is no call and gives no lock away.
+    """Threads and event loops to wake at the next launch.
+
+    Kept in shared memory that native code reads, because a cffi call for each entry would release the GIL each time.
 
     For the thread that launches.
     """
@@ -81,11 +83,11 @@ class LaunchWakeList:
 
     @property
     def files(self) -> list[int]:
-        """Those that will get a byte."""
+        """The pipes that will get a byte."""
         return [self._fds[i] for i in range(self.handle.n_fds)]
 
     def add_file(self, fd: int) -> None:
-        """A non-blocking pipe that gets a byte."""
+        """Adds a non-blocking pipe."""
         handle = self.handle
         n = handle.n_fds
         if n == len(self._fds):
@@ -96,13 +98,13 @@ class LaunchWakeList:
         handle.n_fds = n + 1
 
     def remove_file(self, fd: int) -> None:
-        """One that gets none."""
+        """Removes a pipe."""
         kept = [other for other in self.files if other != fd]
         self._fds[0 : len(kept)] = kept
         self.handle.n_fds = len(kept)
 
     def add(self, waiters: Sequence[Waiter]) -> None:
-        """Waiters that get a turn, behind those named before."""
+        """Adds waiters, after those added before."""
         if self.handle.n_waiters == 0:  # a launch has taken the last ones
             self._kept.clear()
         self._kept += waiters
@@ -113,9 +115,9 @@ class LaunchWakeList:
         self.handle.n_waiters = n
 
     def begin(self) -> None:
-        """What a launch does at its beginning: writes the bytes and wakes the first whose turn it is."""
+        """Does what a launch does first: writes the bytes and wakes the first thread."""
         self._native.lib.lp_wake_list_begin(self.handle)
 
     def now(self) -> None:
-        """Wakes all of them, and whose turn has not come yet."""
+        """Wakes all of them now, and the threads left in the queue."""
         self._native.lib.lp_wake_list_wake_all(self.handle)

@@ -1,4 +1,7 @@
-"""Runs an engine's steps on a pipeline: launch, then sample from the staged rows."""
+"""Runs the engine's steps: an interface, and its implementation over the native pipeline.
+
+A fake executor in the tests and the real one pass the same contract tests.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from llamapipe.native.load import last_error
 
 
 class Executor(Protocol):
-    """What the engine thread needs of a context.
+    """The engine loop's interface to a context. Samplers and executors come in matching pairs.
 
     ``overlaps``: a launch returns before its step is computed, so there is time for other work before ``sample``.
     ``late_errors``: errors of a launch are raised by ``sample``. ``depth``: most steps launched and not sampled.
@@ -28,10 +31,10 @@ class Executor(Protocol):
     depth: int
 
     def remove(self, seq_id: int, position: int) -> bool:
-        """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
+        """Removes the cells of a sequence from ``position`` on. False if it could only remove all of them."""
 
     def copy(self, source: int, seq_id: int, n: int) -> bool:
-        """Gives an empty sequence the first ``n`` cells of another; False when that cannot be done."""
+        """Copies the first ``n`` cells of a sequence to an empty one. False if that is not possible."""
 
     def launch(
         self,
@@ -59,28 +62,25 @@ class Executor(Protocol):
         """
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
-        """Draws and accepts a token for each output entry of a step.
-
-        Where none can be drawn: a NoToken.
-        """
+        """Draws and accepts a token for each output entry of a step; a NoToken where none can be drawn."""
 
     def sample_repeat(self, step: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""
 
-    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[Any]:
-        """What output entries of a step say of tokens: (logprob, is_greedy, the ``n_top`` most probable).
+    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
+        """Scores tokens in the rows of a step's output entries, each with the ``n_top`` most probable tokens.
 
-        Entries may come several times in a row. Raises as ``sample`` does.
+        An entry may be repeated, for several tokens. Raises as ``sample`` does.
         """
 
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:
-        """Has each launch wake those who are in this list then, threads one by one while it computes.
+        """Has each launch wake the callers that are in this list then, threads one by one while it computes.
 
-        It holds no lock of the interpreter's, so whoever is woken can work at once.
+        A launch does not hold the GIL, so a woken thread can work at once.
         """
 
     def rest(self) -> None:
-        """Nothing will be launched until somebody asks for it: threads that wait eagerly may sleep."""
+        """Parks the compute threads: nothing is launched until a command arrives."""
 
     def idle(self) -> None:
         """Nothing is launched until a caller asks for it: other engines may use the cores."""
@@ -126,7 +126,7 @@ class StepExecutor:
         self._wakes: LaunchWakeList | None = None
 
     def remove(self, seq_id: int, position: int) -> bool:
-        """Forgets the cells of a sequence from ``position`` on; False when it could only forget all of them."""
+        """Removes the cells of a sequence from ``position`` on. False if it could only remove all of them."""
         self._context.claim()
         lib = self._native.lib
         removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, position, -1, 0)
@@ -140,7 +140,7 @@ class StepExecutor:
         return False
 
     def copy(self, source: int, seq_id: int, n: int) -> bool:
-        """Gives an empty sequence the first ``n`` cells of another; False when that cannot be done."""
+        """Copies the first ``n`` cells of a sequence to an empty one. False if that is not possible."""
         self._context.claim()
         lib = self._native.lib
         if self._context.kv_unified:
@@ -323,7 +323,7 @@ class StepExecutor:
         self._fail(code)
 
     def rest(self) -> None:
-        """Has the compute threads sleep, who would spin for some milliseconds: whoever asks next needs a core, too."""
+        """Parks the compute threads, which would spin for some milliseconds: the next caller needs a core, too."""
         self._native.lib.lp_context_rest(self._context.handle)
 
     def idle(self) -> None:

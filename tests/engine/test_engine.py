@@ -27,8 +27,6 @@ import llamapipe as lp
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.errors import EngineClosedError, InvalidRequestError, QueueFullError
 
-pytestmark = pytest.mark.device
-
 MakeEngine = Callable[..., lp.Engine]
 
 PROMPT = "Once upon a time there was"
@@ -345,6 +343,7 @@ class TestSampling:
         assert engine.stats().n_preempted == 2
 
 
+@pytest.mark.device
 class TestCancel:
     @pytest.mark.parametrize("n_steps", [0, 1, 2, 3, 4])
     def test_timeout_within_one_step(self, make_engine: MakeEngine, n_steps: int) -> None:
@@ -608,6 +607,7 @@ class TestClose:
         engine_thread.close(False)
 
 
+@pytest.mark.device
 class TestSharing:
     def test_engines_of_one_model_at_once(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         engines = [make_engine(n_seq_max=n, n_ubatch=32) for n in (1, 2, 4)]

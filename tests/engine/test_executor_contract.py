@@ -22,8 +22,6 @@ from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 from llamapipe.llama import Batch, Context, Model, SamplerChain
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
 
-pytestmark = pytest.mark.device
-
 N_CTX, N_SEQ, N_BATCH = 256, 4, 64
 # Where the two best logits are closer than this, rounding may choose; it is about 1e-5 and logits about 1.
 CLOSE = BOUND if ON_DEVICE else 1e-3
@@ -189,6 +187,7 @@ def scarce(request: pytest.FixtureRequest, models: dict[str, Model]) -> Iterator
         yield kit
 
 
+@pytest.mark.device
 class TestLaunch:
     def test_a_prompt_continues_as_alone(self, kit: Kit) -> None:
         for which, n in enumerate((1, 2, 17, N_BATCH)):
@@ -234,6 +233,7 @@ class TestLaunch:
         kit.assert_says(tokens)
 
 
+@pytest.mark.device
 class TestAgain:
     def test_every_sequence_goes_on_with_what_was_sampled(self, kit: Kit) -> None:
         sequences = [prompt_of(n, n) for n in (5, 9, 13)]
@@ -269,6 +269,7 @@ class TestAgain:
         scarce.assert_says([*first, 5, 8], [*second, 6, 9])
 
 
+@pytest.mark.device
 class TestRemove:
     def test_a_tail_is_forgotten(self, kit: Kit) -> None:
         tokens, other = prompt_of(12), prompt_of(9, 1)
@@ -310,6 +311,7 @@ class TestRemove:
         kit.assert_says([*prompt_of(6, 1), 8], prompt_of(5))
 
 
+@pytest.mark.device
 class TestFull:
     def test_nothing_is_changed_when_no_cells_are_left(self, scarce: Kit) -> None:
         tokens = prompt_of(220)
@@ -335,6 +337,7 @@ class TestFull:
         scarce.assert_says([*prompt_of(N_CTX // N_SEQ, 2), 1])
 
 
+@pytest.mark.device
 class TestSample:
     @pytest.mark.parametrize("make", DAMAGED)
     def test_a_row_without_a_finite_logit_gives_none(self, models: dict[str, Model], make: str) -> None:
@@ -388,6 +391,7 @@ class TestOwner:
                 use()
 
 
+@pytest.mark.device
 class TestWalk:
     @pytest.mark.parametrize("seed", range(3))
     def test_whatever_is_launched_and_removed(self, kit: Kit, seed: int) -> None:
@@ -418,6 +422,7 @@ class TestWalk:
             kit.assert_says(*rows)
 
 
+@pytest.mark.device
 class TestRecurrentModel:
     """An engine on a memory that cannot forget a part: what is cut is computed again."""
 

@@ -57,45 +57,8 @@ class BuildNative(Command):
         return {}
 
 
-class BuildStartup(Command):
-    """Puts the line beside the package that tells the ``lm_eval`` command of us; see llamapipe/lm_eval/startup.py.
-
-    Not in an editable install, whose files are not copied: there it is ``python -m llamapipe.lm_eval``.
-    """
-
-    editable_mode = False
-    source = Path("llamapipe", "lm_eval", "llamapipe-lm-eval.pth")
-
-    def initialize_options(self) -> None:
-        """Set what ``finalize_options`` fills in."""
-        self.build_lib: str | None = None
-
-    def finalize_options(self) -> None:
-        """Take the folder that the wheel is made from."""
-        self.set_undefined_options("build_py", ("build_lib", "build_lib"))
-
-    def run(self) -> None:
-        """Copy it."""
-        for path in self.get_outputs():
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.source, path)
-
-    def get_source_files(self) -> list[str]:
-        """Nothing beyond MANIFEST.in."""
-        return []
-
-    def get_outputs(self) -> list[str]:
-        """The one file, at the top of the wheel, which is a folder that Python searches at its start."""
-        return [] if self.editable_mode else [str(Path(str(self.build_lib)) / self.source.name)]
-
-    def get_output_mapping(self) -> dict[str, str]:
-        """Nothing is mapped."""
-        return {}
-
-
-# First: if something is missing for it, the message should not end a page about copied files.
+# First, so that a message about a missing tool is not buried under a list of copied files.
 build.sub_commands.insert(0, ("build_native", None))
-build.sub_commands.append(("build_startup", None))
 
 # Not in the source tree: what an earlier build left there would go into the wheel.
 scratch = tempfile.mkdtemp(prefix="llamapipe-build-")
@@ -107,6 +70,6 @@ if not free_threaded():
 
 setup(
     distclass=BinaryDistribution,
-    cmdclass={"build_native": BuildNative, "build_startup": BuildStartup},
+    cmdclass={"build_native": BuildNative},
     options=options,
 )

@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # From top to bottom: a room may import those below it. Rooms in one row do not know each other.
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
-    ("cli", "lm_eval"),
+    ("cli",),
+    ("lm_eval",),
     ("__init__",),
     ("engine",),
     ("engine.frontend",),

@@ -31,7 +31,7 @@ Pair = tuple[
 
 @register_model("llamapipe")
 class LlamapipeLM(TemplateLM):  # type: ignore[misc]
-    """``lm_eval --model llamapipe --model_args path=model.gguf``; for the arguments see ``Options``.
+    """``llamapipe-lm-eval --model llamapipe --model_args path=model.gguf``; for the arguments see ``Options``.
 
     One engine computes all requests of a call together, as many at a time as it has sequences, and equal contexts once.
 

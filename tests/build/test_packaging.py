@@ -94,11 +94,16 @@ def test_an_installed_package_has_what_it_needs_and_nothing_else(installed: dict
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in installed)
     assert "llamapipe/native/lib/LICENSE.llama.cpp" in installed
     top = {name.split("/")[0] for name in installed if not name.startswith("..")}
-    # The one line beside the package tells the command of lm-evaluation-harness of our model.
-    assert {name for name in top if not name.endswith(".dist-info")} == {"llamapipe", "llamapipe-lm-eval.pth"}
-    assert not [name for name in installed if name.endswith(".pth") and "/" in name]
+    # Above all no .pth file: Python would read it at every start.
+    assert {name for name in top if not name.endswith(".dist-info")} == {"llamapipe"}
+    assert not [name for name in installed if name.endswith(".pth")]
     assert not [name for name in installed if "/cdef/" in name or "/src/" in name]
     assert not any(path.is_symlink() for path in installed.values())
+
+
+def test_the_commands_are_installed_beside_python(installed: dict[str, Path]) -> None:
+    names = {path.name for name, path in installed.items() if name.startswith("..")}
+    assert {"llamapipe", "llamapipe-lm-eval"} <= names
 
 
 def test_versions_agree(installed: dict[str, Path]) -> None:

@@ -490,3 +490,19 @@ class TestTrace:
     def test_wrong_usage(self, arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
         done = run("trace", *arguments, cwd=tmp_path)
         assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["lm_eval", "jinja2"])
+def test_the_harness_command_names_its_extra(missing: str, tmp_path: Path) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; from llamapipe.cli.harness import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment(PYTHONWARNINGS="default"),  # the harness has some of its own
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("llamapipe-lm-eval: ")
+    assert done.stderr.rstrip().splitlines()[-1].endswith('pip install "llamapipe[lm-eval]"')

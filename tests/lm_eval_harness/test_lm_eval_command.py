@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
@@ -25,7 +24,6 @@ pytest.importorskip(
 
 TASKS = Path(__file__).parent / "tasks"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-OURS = [sys.executable, "-m", "llamapipe.lm_eval"]
 N_QUESTIONS = 49
 
 
@@ -37,13 +35,10 @@ def plain(demo: lp.Model) -> Iterator[PlainScores]:
 
 
 @pytest.fixture(scope="module")
-def has_line() -> bool:
-    """Whether this environment's llamapipe is installed from a wheel."""
-    try:
-        files = importlib.metadata.files("llamapipe") or []
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return any(file.as_posix() == "llamapipe-lm-eval.pth" for file in files)
+def command() -> list[str]:
+    """The command that the package installs; in a source tree, the module."""
+    path = Path(sys.executable).parent / "llamapipe-lm-eval"
+    return [str(path)] if path.exists() else [sys.executable, "-m", "llamapipe.lm_eval"]
 
 
 class TestCommand:
@@ -67,9 +62,8 @@ class TestCommand:
         return run
 
     def test_all_tasks(
-        self, has_line: bool, run: Callable[..., str], plain: PlainScores, tmp_path: Path, demo: lp.Model
+        self, command: list[str], run: Callable[..., str], plain: PlainScores, tmp_path: Path, demo: lp.Model
     ) -> None:
-        command = [str(Path(sys.executable).parent / "lm_eval")] if has_line else OURS
         options = ["--include_path", str(TASKS), "--tasks", "llamapipe_demo", "--log_samples"]
         out = run(
             command, "--model", "llamapipe", "--model_args", "path=demo,n_ctx=256,n_threads=1", *options,
@@ -108,31 +102,29 @@ class TestCommand:
         bits = -total / n_bytes / math.log(2)
         assert table["llamapipe_stories", "bits_per_byte"] == pytest.approx(bits, abs=2e-3)
 
-    def test_with_the_chat_template_and_few_shots(self, run: Callable[..., str]) -> None:
+    def test_with_the_chat_template_and_few_shots(self, command: list[str], run: Callable[..., str]) -> None:
         out = run(
-            OURS, "--model", "llamapipe", "--model_args", "path=demo", "--batch_size", "16", "--limit", "10",
+            command, "--model", "llamapipe", "--model_args", "path=demo", "--batch_size", "16", "--limit", "10",
             "--include_path", str(TASKS), "--tasks", "llamapipe_questions,llamapipe_answers",
             "--apply_chat_template", "--system_instruction", "Be brief.", "--gen_kwargs", "max_gen_toks=20",
         )  # fmt: skip
         assert "batch_size: 16" in out
         assert len(list(_rows(out))) == 3
 
-    def test_a_wrong_argument(self, run: Callable[..., str]) -> None:
+    def test_a_wrong_argument(self, command: list[str], run: Callable[..., str]) -> None:
         err = run(
-            OURS, "--model", "llamapipe", "--model_args", "path=demo,n_cxt=1", "--include_path", str(TASKS),
+            command, "--model", "llamapipe", "--model_args", "path=demo,n_cxt=1", "--include_path", str(TASKS),
             "--tasks", "llamapipe_stories", expect=1,
         )  # fmt: skip
         assert "llamapipe has no model argument 'n_cxt'; it has: path, n_ctx," in err
 
-    def test_an_installed_package_adds_its_line(self, has_line: bool) -> None:
-        if not has_line:
-            pytest.skip("llamapipe is not installed from a wheel here; nox -s lm_eval does that")
-        program = "import lm_eval.models, lm_eval.api.registry as r; print('llamapipe' in r.model_registry)"
-        for name, expected in (("lm_eval", "True\n"), ("other", "False\n")):
-            done = subprocess.run(
-                [sys.executable, "-c", program, name], capture_output=True, text=True, check=True, cwd="/"
-            )
-            assert done.stdout == expected
+    def test_the_harness_itself_starts_without_us(self) -> None:
+        """Nothing of an installed llamapipe runs before it is imported."""
+        program = "import lm_eval.models, sys; print('llamapipe' in sys.modules)"
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
+        )
+        assert done.stdout == "False\n"
 
 
 def _rows(out: str) -> Iterator[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from native_build.accelerators import Accelerator, find_accelerators
+from native_build.cpu_features import required_features
 from native_build.errors import BuildError
 from native_build.libraries import Libraries, build_libraries
 from native_build.module import build_module, check_cffi, file_name
@@ -21,7 +22,14 @@ from native_build.paths import cache_dir
 from native_build.recipe import Recipe
 from native_build.sources import find_source
 from native_build.store import MANIFEST
-from native_build.toolchain import Compilers, check_python_headers, find_cmake, find_compilers, find_ninja
+from native_build.toolchain import (
+    Compilers,
+    check_python_headers,
+    find_cmake,
+    find_compilers,
+    find_ninja,
+    macros,
+)
 
 # A full disk or a folder that is not the user's: the user has to fix that.
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
@@ -87,7 +95,7 @@ def _requirements(options: BuildOptions) -> tuple[Compilers, tuple[Accelerator, 
 
 
 def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
-    """What ``llamapipe doctor`` shows about the build."""
+    """What ``llamapipe doctor`` shows about the build, and what the package checks before it loads the library."""
     return {
         "llama_cpp_commit": recipe.source.commit,
         "llama_cpp_source": recipe.source.description,
@@ -98,6 +106,12 @@ def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
             Path(flag).name if flag[0] == "/" else flag for flag in recipe.compiler_flags("CXX")
         ),
         "cpu_all_variants": recipe.options.all_variants,
+        "cpu_features": required_features(
+            [
+                *macros(recipe.compilers.c, recipe.compiler_flags("C")),
+                *macros(recipe.compilers.cxx, recipe.compiler_flags("CXX")),
+            ]
+        ),
         "openmp": libraries.openmp,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",

@@ -79,16 +79,17 @@ def _command(variable: str, names: Sequence[str], what: str) -> tuple[str, ...]:
 def _native(cxx: Sequence[str]) -> tuple[tuple[str, ...], str]:
     """The flags for this machine's own instructions, and which those are (the macros the compiler then defines)."""
     for flag in ("-march=native", "-mcpu=native"):
-        macros = _macros(cxx, (flag,))
-        if _HALF_PRECISION in macros:
+        defined = macros(cxx, (flag,))
+        if _HALF_PRECISION in defined:
             without = (flag, "-mno-avx512fp16")
-            return without, "\n".join(_macros(cxx, without))
-        if macros:
-            return (flag,), "\n".join(macros)
+            return without, "\n".join(macros(cxx, without))
+        if defined:
+            return (flag,), "\n".join(defined)
     return (), ""
 
 
-def _macros(cxx: Sequence[str], flags: Sequence[str]) -> list[str]:
+def macros(cxx: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The ``#define`` lines of a compiler with these flags, sorted; empty if it does not accept them."""
     return sorted(_try(cxx, [*flags, "-x", "c++", "-E", "-dM", "-"], "").stdout.splitlines())
 
 

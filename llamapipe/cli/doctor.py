@@ -19,7 +19,7 @@ import llamapipe as lp
 from llamapipe.cli.terminal import Terminal
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores, has_run_delay
-from llamapipe.native.load import build_info
+from llamapipe.native.load import build_info, missing_cpu_features
 
 _PROBE_LIMIT_S = 120
 _LOOK_S = 0.2  # at the machine's load
@@ -115,11 +115,23 @@ def _build(build: dict[str, Any]) -> Iterator[Finding]:
         True,
         f"{backends}; {build.get('date', '?')}; {build.get('compiler', '?')}; {build.get('flags', '')}",
     )
+    yield _cpu_features(build)
     yield Finding(
         "llama.cpp",
         True,
         f"{build.get('llama_cpp_commit', '?')[:9]} from {build.get('llama_cpp_source', '?')}",
     )
+
+
+def _cpu_features(build: dict[str, Any]) -> Finding:
+    """The processor features that the build requires."""
+    if missing := missing_cpu_features(build):
+        detail = f"built for another processor: this one lacks {', '.join(missing)}"
+        return Finding("CPU features", False, detail, _REBUILD)
+    if build.get("cpu_all_variants"):
+        return Finding("CPU features", True, "chosen when the library is loaded")
+    required = build.get("cpu_features") or ["not recorded"]
+    return Finding("CPU features", True, " ".join(map(str, required)))
 
 
 def _probe() -> dict[str, dict[str, Any]]:

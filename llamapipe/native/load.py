@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llamapipe.errors import BackendError
+from llamapipe.native.cpu_features import missing_features
 
 _PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"
@@ -25,7 +26,7 @@ _LOG_BYTES = 512
 
 
 def build_info() -> dict[str, Any]:
-    """The build's own record (commit, flags, backends); empty if the file is missing."""
+    """The build's own record (commit, flags, backends, CPU features); empty if the file is missing."""
     import json
 
     try:
@@ -38,7 +39,7 @@ def build_info() -> dict[str, Any]:
 def native() -> Any:
     """The cffi module with ``ffi`` and ``lib``; the first call loads the backends. Any thread.
 
-    Raises BackendError if the module is not built or finds no device.
+    Raises BackendError if the module is not built, was built for another processor, or finds no device.
     """
     global _module
     if _module is not None:
@@ -49,7 +50,21 @@ def native() -> Any:
     return _module
 
 
+def missing_cpu_features(build: dict[str, Any]) -> list[str]:
+    """The CPU features that a build's record names and this processor lacks; empty if either is not known."""
+    required = build.get("cpu_features")
+    return missing_features(map(str, required)) if isinstance(required, list) and required else []
+
+
 def _load() -> Any:
+    if missing := missing_cpu_features(build_info()):
+        raise BackendError(
+            f"llamapipe was built for another processor: this one lacks {', '.join(missing)}; build it here: "
+            "`pip install --no-cache-dir --force-reinstall llamapipe` (without the option, pip may take the same wheel "
+            "from its cache), or `python build_native.py --backend cpu` in the source tree; "
+            "for a build that runs on every processor of this kind, add `--config-settings=all-variants=on` "
+            "or `--all-variants`"
+        )
     try:
         _native: Any = import_module("llamapipe.native._native")
     except ImportError as e:

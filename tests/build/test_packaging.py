@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import llamapipe
+from llamapipe.native.cpu_features import missing_features
 
 ROOT = Path(__file__).resolve().parents[2]
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
@@ -74,6 +76,10 @@ def test_a_build_says_what_it_is(built: Path) -> None:
     assert facts["llama_cpp_commit"]
     assert facts["llama_cpp_source"]
     assert facts["compiler"]
+    assert facts["cpu_features"] == sorted(set(facts["cpu_features"]))
+    assert missing_features(facts["cpu_features"]) == []  # never refused where it was built
+    if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
+        assert facts["cpu_features"]
 
 
 @pytest.fixture(scope="module")

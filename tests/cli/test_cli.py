@@ -403,6 +403,7 @@ class TestDoctor:
             "numpy",
             "cffi",
             "build",
+            "CPU features",
             "llama.cpp",
             "native module",
             "device CPU",

@@ -1,7 +1,7 @@
 """The ``llamapipe`` command: ``demo``, ``generate``, ``trace`` and ``doctor``.
 
 Each command is a module with its own options. ``main`` parses the command line, runs the command and turns errors into
-one message and an exit status.
+one message and an exit status. ``harness`` is a command of its own, ``llamapipe-lm-eval``.
 """
 
 from __future__ import annotations

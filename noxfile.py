@@ -55,15 +55,15 @@ def tests(session: nox.Session, backend: str) -> None:
 
 @nox.session
 def lm_eval(session: nox.Session) -> None:
-    """Install the package with lm-evaluation-harness, and run the harness's command on the tasks in tests/."""
+    """Install the package with lm-evaluation-harness and run the tests, and the program of its page, that need it."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session, "backend=cpu", extra="lm-eval")
-    _pytest(session, default=["tests/lm_eval_harness"])
+    _pytest(session, "-m", "lm_eval", default=["tests/lm_eval_harness", "tests/docs"])
 
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Install the package and run the programs in examples/, then check their types with mypy and pyright."""
+    """Install the package and run the programs in examples/; check their types, and those of the pages' programs."""
     session.install(*nox.project.dependency_groups(GROUPS, "examples"))
     _install(session)
     _pytest(session, default=["tests/examples"])
@@ -152,9 +152,9 @@ def wheel(session: nox.Session) -> None:
     python = str(empty / "bin" / "python")
     session.run(python, "-m", "pip", "install", "--quiet", str(final), external=True)
     # Away from the clone, so that nothing is taken from it, and without the compiler's libraries in reach.
-    session.chdir(empty)
-    session.run(str(empty / "bin" / "llamapipe"), "doctor", external=True)
-    session.run(str(empty / "bin" / "llamapipe"), "demo", external=True)
+    with session.chdir(empty):
+        session.run(str(empty / "bin" / "llamapipe"), "doctor", external=True)
+        session.run(str(empty / "bin" / "llamapipe"), "demo", external=True)
     session.log(f"{final} ({final.stat().st_size / 1e6:.1f} MB)")
 
 
@@ -174,9 +174,9 @@ def _pytest(session: nox.Session, *arguments: str, default: Sequence[str] = ("te
 
 def _run_pytest(session: nox.Session, *arguments: str) -> None:
     """Run pytest away from the clone: what the tests start must import the installed package, too."""
-    session.chdir(session.create_tmp())
     configuration = ["-c", str(HERE / "pyproject.toml"), "--rootdir", str(HERE)]
-    session.run("pytest", *configuration, *arguments)
+    with session.chdir(session.create_tmp()):
+        session.run("pytest", *configuration, *arguments)
 
 
 def _require(session: nox.Session, backend: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,17 @@ def test_fakes_need_nothing_native() -> None:
         "llamapipe.errors",
         "llamapipe.engine.scheduler.logprob_targets",
     }
+
+
+INSIDE = ROOT / "tests" / "support" / "inside.py"
+# Also within the programs that tests run, which are strings; ``_native`` is a module's name, too.
+PRIVATE = re.compile(
+    r"\b(?!self\b)\w+\]?\)?\._(?:engine_thread|queue|pipeline|executor|scheduler|micro_batches|request|children"
+    r"|wakers|(?<!llamapipe\.native\._)native)\b"
+)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("**/*.py")), ids=lambda path: path.stem)
+def test_only_one_file_of_the_tests_knows_the_inside_of_an_engine(path: Path) -> None:
+    found = {match[0] for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))}
+    assert path == INSIDE or not found, f"{found}: ask a function of tests/support/inside.py"

@@ -22,8 +22,10 @@ from typing import Any
 
 import pytest
 from support.control import held
+from support.inside import swap_native
 
 import llamapipe as lp
+from llamapipe.native.load import native
 
 N_GENERATE = 128
 PARAMS = lp.SamplingParams(temperature=0, max_tokens=N_GENERATE, ignore_eos=True)
@@ -61,10 +63,9 @@ def prompts(n: int) -> list[list[int]]:
 def test_python_of_a_step(benchmark: Any, demo: lp.Model, n: int, way: str) -> None:
     """Microseconds of a step outside native calls, in place: with the caches as decoding leaves them."""
     with lp.Engine(demo, n_ctx=256, n_seq_max=n) as engine:
-        executor: Any = engine._engine_thread.loop._executor
-        native = executor._native
-        library = TimedLibrary(native.lib)
-        executor._native = SimpleNamespace(ffi=native.ffi, lib=library)
+        module = native()
+        library = TimedLibrary(module.lib)
+        swap_native(engine, SimpleNamespace(ffi=module.ffi, lib=library))
         outside_us = []
 
         def run() -> None:
@@ -79,7 +80,7 @@ def test_python_of_a_step(benchmark: Any, demo: lp.Model, n: int, way: str) -> N
 
         benchmark.pedantic(run, rounds=9, warmup_rounds=2)
         benchmark.extra_info["python_of_a_step_us"] = round(statistics.median(outside_us), 1)
-        executor._native = native
+        swap_native(engine, module)
 
 
 def read_all(streams: list[lp.Stream]) -> None:

@@ -10,26 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import PAGES, ROOT, Program, programs
 
 import llamapipe as lp
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FIRST_SCREEN = 20  # lines
-
-
-def programs() -> list[object]:
-    """Every Python block of every page, named by the page and the block's first line."""
-    found: list[object] = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            line = text.count("\n", 0, block.start()) + 2
-            found.append(pytest.param(block[1], id=f"{page.relative_to(ROOT).as_posix()}:{line}"))
-    return found
-
-
 PROGRAMS = programs()
 
 
@@ -45,17 +31,21 @@ def test_the_readme_is_short() -> None:
     assert README.count("\n") <= 180
 
 
-@pytest.mark.parametrize("code", PROGRAMS)
-def test_programs_run_as_they_stand(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, id=program.name, marks=[pytest.mark.lm_eval] if program.uses_harness else [])
+        for program in PROGRAMS
+    ],
+)
+def test_programs_run_as_they_stand(program: Program, tmp_path: Path) -> None:
     folder = tmp_path
-    harness = "import lm_eval" in code
-    if harness:
+    if program.uses_harness:
         if not list(importlib.metadata.distributions(name="lm_eval")):
             pytest.skip("lm-evaluation-harness is not installed; `nox -s lm_eval` installs it")
         folder = ROOT  # its tasks are in a clone
-    (tmp_path / "example.py").write_text(code, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(tmp_path / "example.py")],
+        [sys.executable, "-W", "error", str(program.save(tmp_path))],
         capture_output=True,
         text=True,
         timeout=240,
@@ -64,7 +54,7 @@ def test_programs_run_as_they_stand(code: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert harness or not done.stderr  # the harness writes its own messages there
+    assert program.uses_harness or not done.stderr  # the harness writes its own messages there
     assert done.stdout
 
 

@@ -21,6 +21,15 @@ import numpy as np
 import pytest
 from support.backends import BOUND, same_rounding
 from support.control import Gate, Worker, all_results, held, submitted, wait_until
+from support.inside import (
+    children_of,
+    inbox_of,
+    loop_of,
+    n_requests_of,
+    n_waiting_threads,
+    queue_of,
+    thread_of,
+)
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
@@ -141,12 +150,12 @@ class TestGenerate:
                 lambda: engine.generate([PROMPT] * 3, greedy(20), timeout=0.05, on_timeout="return")
             )
             gate.wait()
-            wait_until(lambda: any(request.cancelled for request in engine._engine_thread.loop.open))
+            wait_until(lambda: any(request.cancelled for request in loop_of(engine).open))
             gate.open()
             outs = worker.result()
         assert [out.finish_reason for out in outs] == ["timeout"] * 3
         assert all(len(out.token_ids) < 20 for out in outs)
-        assert engine._queue.n == 0
+        assert queue_of(engine).n == 0
         assert engine.generate(PROMPT, greedy(3), timeout=60, on_timeout="return").finish_reason == "length"
 
     def test_completions_as_they_finish(self, make_engine: MakeEngine) -> None:
@@ -396,7 +405,7 @@ class TestQueue:
             workers = [Worker(engine.generate, OTHER, greedy(2))]
             gate.wait()
             workers += [Worker(engine.generate, OTHER, greedy(2)) for _ in range(2)]
-            wait_until(lambda: engine._queue.n == 2)
+            wait_until(lambda: queue_of(engine).n == 2)
             with pytest.raises(QueueFullError, match=r"2 requests are queued.*max_queue is 2"):
                 engine.generate(PROMPT, greedy(2), block=False)
             with pytest.raises(QueueFullError):
@@ -413,7 +422,7 @@ class TestQueue:
             assert len(list(waiting.result())) == 2
         assert engine.stats().n_requests == 4
         assert len(engine.generate([PROMPT] * 2, greedy(2), block=False)) == 2
-        assert engine._queue.n == 0
+        assert queue_of(engine).n == 0
 
     def test_list_longer_than_the_queue(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         engine = make_engine(n_seq_max=2, max_queue=1, n_ubatch=32)
@@ -421,7 +430,7 @@ class TestQueue:
         assert {tuple(out.token_ids) for out in outs} == {
             tuple(loop.greedy(engine.model.tokenize(PROMPT), 3))
         }
-        assert engine._queue.n == 0
+        assert queue_of(engine).n == 0
 
     def test_many_threads(self, make_engine: MakeEngine) -> None:
         """All get in sooner or later, though some of those that waited gave up."""
@@ -436,7 +445,7 @@ class TestQueue:
             return out.token_ids == expected
 
         assert all(all_results([Worker(call, i) for i in range(48)]))
-        assert engine._queue.n == 0
+        assert queue_of(engine).n == 0
 
     def test_who_gives_up_takes_nobodys_turn(self) -> None:
         """Room comes in the moment the first of two waiting threads gives up; the second must hear of it."""
@@ -447,9 +456,9 @@ class TestQueue:
             deadline = perf_counter() + 0.1
             first = Worker(queue.enter, "first", deadline)
             while not n_waiting and first.is_alive():
-                n_waiting = len(queue._room._waiters)  # type: ignore[attr-defined]
+                n_waiting = n_waiting_threads(queue)
         second = Worker(queue.enter, "second", None)
-        wait_until(lambda: len(queue._room._waiters) == 2)  # type: ignore[attr-defined]
+        wait_until(lambda: n_waiting_threads(queue) == 2)
         with queue._room:  # keeps the first from taking itself off the list
             wait_until(lambda: perf_counter() > deadline + 0.01)
             queue.leave(["inside"])
@@ -468,7 +477,7 @@ class TestQueue:
             running = Worker(engine.generate, OTHER, greedy(2))
             gate.wait()
             queued = Worker(engine.generate, OTHER, greedy(2))
-            wait_until(lambda: engine._queue.n == 1)
+            wait_until(lambda: queue_of(engine).n == 1)
             with pytest.raises(QueueFullError):
                 engine.generate(OTHER, block=False)
             gate.open()
@@ -484,7 +493,7 @@ class TestClose:
         with Gate(engine) as gate:
             workers = [Worker(engine.generate, PROMPT, greedy(9)) for _ in range(6)]
             gate.wait()
-            wait_until(lambda: engine._queue.n + engine._engine_thread._inbox.qsize() >= 4)
+            wait_until(lambda: queue_of(engine).n + inbox_of(engine).qsize() >= 4)
             closing = Worker(engine.close)
             wait_until(lambda: engine.closed)
             with pytest.raises(EngineClosedError, match="closed"):
@@ -506,7 +515,7 @@ class TestClose:
         with Gate(engine) as gate:
             call = Worker(engine.generate, [PROMPT] * 6, greedy(None))
             gate.wait()
-            wait_until(lambda: engine._engine_thread._inbox.qsize() + engine._queue.n >= 4)
+            wait_until(lambda: inbox_of(engine).qsize() + queue_of(engine).n >= 4)
             gate.step(5)
             closing = Worker(engine.close, False)
             wait_until(lambda: engine.closed)
@@ -529,7 +538,7 @@ class TestClose:
         engine.close()
         engine.close(drain=False)
         assert threading.active_count() == before
-        assert id(engine) not in tiny._children
+        assert id(engine) not in children_of(tiny)
         assert engine.stats().n_completion_tokens == 2
         engine.check_integrity()
         for call in (engine.generate, engine.stream, engine.start):
@@ -601,7 +610,7 @@ class TestClose:
 
     def test_dropped_without_close_warns(self, tiny: lp.Model) -> None:
         engine = lp.Engine(tiny, n_ctx=64, n_threads=1)
-        engine_thread = engine._engine_thread
+        engine_thread = thread_of(engine)
         with pytest.warns(ResourceWarning, match="never closed"):
             del engine
         engine_thread.close(False)
@@ -639,7 +648,7 @@ class TestSharing:
         engine = make_engine(n_seq_max=4)
         with held(engine):
             workers = [Worker(engine.generate, PROMPT, greedy(10)) for _ in range(4)]
-            wait_until(lambda: engine._engine_thread._inbox.qsize() >= 4)
+            wait_until(lambda: inbox_of(engine).qsize() >= 4)
         all_results(workers)
         assert engine.stats().steps == 10
 
@@ -648,9 +657,7 @@ class TestSharing:
         n_steps: list[int] = []
         while len(n_steps) < 3 and 20 not in n_steps:  # more than once only when the machine stands still
             engine = make_engine(n_seq_max=4, batch_window_us=1_000_000)
-            n_known = partial(
-                getattr, engine._engine_thread.loop, "_n_requests"
-            )  # stats() would wake it before
+            n_known = partial(n_requests_of, engine)  # stats() would wake it before
             first = Worker(engine.generate, PROMPT, greedy(20))
             wait_until(n_known)
             second = Worker(engine.generate, PROMPT, greedy(20))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.backends import BOUND
 from support.control import PATIENCE_S, Gate, Worker, all_results, held, wait_until
+from support.inside import queue_of
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
@@ -358,7 +359,7 @@ class TestQueue:
                 dropped = asyncio.ensure_future(engine.agenerate(OTHER, greedy(2)))
                 await asyncio.sleep(0)
                 await cancel_task(dropped)
-                assert engine._queue.n == 1
+                assert queue_of(engine).n == 1
                 gate.open()
                 expected = (await first).token_ids
                 assert (await second).token_ids == expected
@@ -366,7 +367,7 @@ class TestQueue:
 
         run(main())
         assert engine.stats().n_requests == 4
-        assert engine._queue.n == 0
+        assert queue_of(engine).n == 0
 
     def test_more_than_fits(self, make_engine: MakeEngine) -> None:
         """Tasks and threads wait for room side by side; a list longer than the queue trickles in."""
@@ -385,7 +386,7 @@ class TestQueue:
         results = all_results(workers)
         outs = results[:20] + results[20] + results[21]
         assert [out.token_ids for out in outs] == [expected] * 140
-        assert engine._queue.n == 0
+        assert queue_of(engine).n == 0
 
     def test_closed_while_waiting(self, make_engine: MakeEngine) -> None:
         for drain in (True, False):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.control import PATIENCE_S, Worker, all_results, wait_until
 from support.fakes import N_VOCAB, FakeContext, FakeSampler, continuation
+from support.inside import request_of, wakers_of
 from support.run_script import run_script
 
 import llamapipe as lp
@@ -247,8 +248,8 @@ MakeDesk = Callable[..., Desk]
 def paused_stream(desk: Desk) -> Stream:
     """A stream of 20 tokens more than it may be ahead of its reader, who has not read any yet."""
     stream = desk.stream(max_tokens=BUFFER_TOKENS + 20)
-    wait_until(lambda: stream._request.state is State.PAUSED)
-    assert desk.engine_thread.ask(lambda: stream._request.n_total) == BUFFER_TOKENS
+    wait_until(lambda: request_of(stream).state is State.PAUSED)
+    assert desk.engine_thread.ask(lambda: request_of(stream).n_total) == BUFFER_TOKENS
     return stream
 
 
@@ -538,8 +539,8 @@ class TestClose:
         closing = Worker(desk.engine_thread.close, True)
         wait_until(lambda: desk.engine_thread.closing)
         gate.step()  # the command to stop was taken before the step that stands here
-        assert stream._request.token_budget == UNLIMITED
-        stream._request.token_budget = (
+        assert request_of(stream).token_budget == UNLIMITED
+        request_of(stream).token_budget = (
             BUFFER_TOKENS + 1
         )  # what its reader makes of the limit that it read just before
         gate.open()
@@ -585,7 +586,7 @@ class TestClose:
         wait_until(lambda: desk.engine_thread.closing)
         gate.step()
         cutting = Worker(desk.engine_thread.close, False)
-        wait_until(lambda: not desk.engine_thread._inbox.empty())
+        wait_until(lambda: not desk.engine_thread.loop.inbox.empty())
         gate.open()
         assert answer.result().finish_reason == "cancelled"
         all_results([draining, cutting])
@@ -645,8 +646,9 @@ class TestAsk:
         """A lock that some thread of the parent held is held in the child for ever."""
         program = """
 import os, signal, llamapipe as lp
+from support.inside import held_locks
 with lp.Model(sys.argv[1]) as model, lp.Engine(model, n_ctx=64, n_threads=1) as engine:
-    with engine._engine_thread._lock:
+    with held_locks(engine):
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)
@@ -783,7 +785,7 @@ class TestWindow:
 
 def next_token(desk: Desk, generation: Generation) -> Token:
     """``generation.next`` as if others could come meanwhile."""
-    request = generation._request
+    request = request_of(generation)
     request.token_budget = request.n_total + 1
     desk.engine_thread.call(desk.engine_thread.loop.resume, request)
     token: Token = generation._mailbox.get(timeout=PATIENCE_S)
@@ -802,7 +804,7 @@ class TestKept:
         with desk.held():
             generation.trim(4)
             waiting = Worker(generation.next)
-            wait_until(lambda: desk.engine_thread._inbox.qsize() >= 2)
+            wait_until(lambda: desk.engine_thread.loop.inbox.qsize() >= 2)
         base = prompt_of(6)[:4]
         expected, _ = continuation(base, 5)
         assert waiting.result().id == expected[0]
@@ -894,7 +896,7 @@ class TestKept:
         gate.wait()
         generation = desk.start()
         waiting = Worker(generation.next)
-        wait_until(lambda: desk.engine_thread._inbox.qsize() >= 2)
+        wait_until(lambda: desk.engine_thread.loop.inbox.qsize() >= 2)
         generation.cancel()
         gate.open()
         assert waiting.result() is None
@@ -992,7 +994,7 @@ class TestEventLoops:
             if not watches:
                 monkeypatch.setattr(loop, "add_reader", watch_nothing)
             mailboxes = [AsyncMailbox(loop, desk.engine_thread.dispatcher) for _ in range(3)]
-            assert bool(desk.engine_thread.dispatcher._wakers) == watches
+            assert bool(wakers_of(desk.engine_thread.dispatcher)) == watches
             with desk.held():
                 for mailbox in mailboxes:
                     request = desk.request(max_tokens=4)

@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from support.backends import BOUND, ON_DEVICE, RINGS
 from support.control import Worker, held, wait_until
+from support.inside import (
+    executor_of,
+    fix_micro_batches,
+    inbox_of,
+    n_decoding_of,
+    pipeline_of,
+    set_micro_batches,
+    thread_of,
+)
 from support.plain import PlainLoop, greedy, plain_loop, random_prompt
 
 import llamapipe as lp
@@ -56,7 +64,7 @@ class TestSame:
     def test_cohorts_say_the_same(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         """Two steps under way all the time, whatever it costs."""
         engine = make_engine(n_seq_max=4, n_ubatch=32, pipeline_depth=2)
-        force_cohorts(engine)
+        fix_micro_batches(engine, 2)
         given = prompts(engine.model, 9)
         for prompt, said in zip(given, engine.generate(given, greedy(20)), strict=True):
             assert loop.agrees(prompt, said.token_ids, BOUND)
@@ -65,7 +73,7 @@ class TestSame:
     def test_cohorts_in_scarce_cells(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         """Requests lose their slots while a step of theirs is under way."""
         engine = make_engine(n_seq_max=4, n_ubatch=32, n_cells=256, pipeline_depth=2)
-        force_cohorts(engine)
+        fix_micro_batches(engine, 2)
         given = prompts(engine.model, 8)
         for prompt, said in zip(given, engine.generate(given, greedy(90)), strict=True):
             assert loop.agrees(prompt, said.token_ids, BOUND)
@@ -82,7 +90,7 @@ class TestSame:
         prompts = [[5, 6, 7 + i] for i in range(12)]
         expected = make_engine(n_seq_max=1).generate(prompts, params)
         engine = make_engine(n_seq_max=6, n_cells=256, pipeline_depth=2)
-        force_cohorts(engine)
+        fix_micro_batches(engine, 2)
         outs = engine.generate(prompts, params)
         assert engine.stats().n_preempted > 0
         assert [out.text for out in outs[6:]] == [literal] * 6
@@ -92,26 +100,15 @@ class TestSame:
     def test_cohorts_come_and_go(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         """The change comes while a step is under way: nobody is in two of them."""
         engine = make_engine(n_seq_max=4, n_ubatch=32, pipeline_depth=2)
-        engine_thread = engine._engine_thread
-        engine_thread.loop._micro_batches._able = False
+        fix_micro_batches(engine)
         given = prompts(engine.model, 6)
         results = Worker(lambda: engine.generate(given, greedy(60)))
         n = 1
         while results.is_alive():
             n = 3 - n
-            engine_thread.ask(partial(setattr, engine_thread.loop._scheduler, "n_micro_batches", n))
+            set_micro_batches(engine, n)
         for prompt, said in zip(given, results.result(), strict=True):
             assert loop.agrees(prompt, said.token_ids, BOUND)
-
-
-def force_cohorts(engine: lp.Engine) -> None:
-    engine_thread = engine._engine_thread
-    engine_thread.loop._micro_batches._able = False  # leaves it as it is
-
-    def force() -> None:
-        engine_thread.loop._scheduler.n_micro_batches = 2
-
-    engine_thread.ask(force)
 
 
 class TestLate:
@@ -163,7 +160,7 @@ class TestWaits:
         steps = stats.steps - before.steps
         n_waits, n_syncs = stats.n_waits - before.n_waits, stats.n_syncs - before.n_syncs
         assert n_waits <= steps and n_syncs <= steps
-        mode = engine._engine_thread.loop._executor.pipeline.mode  # type: ignore[attr-defined]
+        mode = pipeline_of(engine).mode
         if mode in ("host", "events"):
             assert n_syncs == 0
         if mode == "host" and way["pipeline_depth"] == 1:
@@ -182,7 +179,7 @@ class TestAbort:
     def test_a_prompt_nobody_waits_for_is_not_computed(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         """A prompt of a second, one step of one ubatch: cancelled, it ends in the middle."""
         engine = make_engine(demo, n_ctx=32768, n_batch=32768, n_ubatch=32768, n_seq_max=2)
-        executor = engine._engine_thread.loop._executor
+        executor = executor_of(engine)
         prompt = [5] * 30000
         stream = engine.stream(prompt, greedy(5))
         wait_until(lambda: executor.launching() >= 0)
@@ -198,7 +195,7 @@ class TestAbort:
     @pytest.mark.skipif(ON_DEVICE, reason="only what a CPU computes can be aborted")
     def test_a_step_with_somebody_in_it_goes_on(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         engine = make_engine(demo, n_ctx=4096, n_batch=4096, n_ubatch=4096, n_seq_max=2)
-        executor = engine._engine_thread.loop._executor
+        executor = executor_of(engine)
         stays = engine.stream("Count from 3 to 9:", greedy(40))
         next(stays)
         goes = engine.stream([5] * 3000, greedy(5))
@@ -214,7 +211,7 @@ class TestAbort:
         engine = make_engine(
             demo, n_ctx=32768, n_batch=32768, n_ubatch=32768, n_seq_max=1, pipeline_depth=depth
         )
-        executor = engine._engine_thread.loop._executor
+        executor = executor_of(engine)
         waiting = Worker(lambda: engine.generate([5] * 30000, greedy(5)))
         wait_until(lambda: executor.launching() >= 0)
         engine.close(drain=False)
@@ -227,7 +224,7 @@ class TestFailures:
     def test_a_failed_launch_ends_its_own_requests(self, engine: lp.Engine, code: int) -> None:
         given = prompts(engine.model, 2)
         whole = [engine.generate(prompt, greedy(10)) for prompt in given]
-        engine._engine_thread.loop._executor.pipeline.fail_next("launch", code)  # type: ignore[attr-defined]
+        pipeline_of(engine).fail_next("launch", code)
         with pytest.raises(DecodeError):
             engine.generate(given[0], greedy(10))
         for prompt, completion in zip(given, whole, strict=True):
@@ -238,25 +235,21 @@ class TestFailures:
         """Those in the step fail, the one that waits for a slot does not."""
         given = prompts(engine.model, 5)
         whole = [engine.generate(prompt, greedy(10)) for prompt in given]
-        engine_thread = engine._engine_thread
-        engine_thread.loop._micro_batches._able = (
-            False  # a busy machine looks like one where splitting them could pay
-        )
-        engine_thread.ask(partial(setattr, engine_thread.loop._scheduler, "n_micro_batches", 1))
+        fix_micro_batches(engine, 1)
         with held(engine):
             asked = [Worker(engine.generate, prompt, greedy(200)) for prompt in given[:4]]
-            wait_until(lambda: engine_thread._inbox.qsize() == 4)
+            wait_until(lambda: inbox_of(engine).qsize() == 4)
             waiting = Worker(engine.generate, given[4], greedy(10))
-            wait_until(lambda: engine_thread._inbox.qsize() == 5)
+            wait_until(lambda: inbox_of(engine).qsize() == 5)
 
         def fail() -> bool:
             """Between two steps: the next one fails if all four are in it."""
-            all_decode = len(engine_thread.loop._scheduler._running.decoding) == 4
+            all_decode = n_decoding_of(engine) == 4
             if all_decode:
-                engine_thread.loop._executor.pipeline.fail_next("launch", -3)  # type: ignore[attr-defined]
+                pipeline_of(engine).fail_next("launch", -3)
             return all_decode
 
-        wait_until(lambda: engine_thread.ask(fail))
+        wait_until(lambda: thread_of(engine).ask(fail))
         for worker in asked:
             with pytest.raises(DecodeError):
                 worker.result()
@@ -268,7 +261,7 @@ class TestFailures:
             pytest.skip("rows are copied by llama.cpp")
         prompt = prompts(engine.model, 1)[0]
         whole = engine.generate(prompt, greedy(5))
-        engine._engine_thread.loop._executor.pipeline.fail_next("copy", -3)  # type: ignore[attr-defined]
+        pipeline_of(engine).fail_next("copy", -3)
         with pytest.raises(DecodeError):
             engine.generate(prompt, greedy(5))
         assert engine.generate(prompt, greedy(5)).token_ids == whole.token_ids

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.control import Gate, Worker, all_results, wait_until
+from support.inside import inbox_of
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
@@ -148,7 +149,7 @@ class TestCancel:
             busy = Worker(engine.generate, OTHER, greedy(1))
             gate.wait()
             waiting = Worker(generation.next)
-            wait_until(lambda: engine._engine_thread._inbox.qsize() == 1)
+            wait_until(lambda: inbox_of(engine).qsize() == 1)
             generation.cancel()
             gate.open()
             assert waiting.result() is None

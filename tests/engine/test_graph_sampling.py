@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.backends import ON_DEVICE, examples
 from support.gguf_models import BROKEN, damaged_model
+from support.inside import pipeline_of, thread_of
 from support.sampler_definitions import (
     MASK,
     TooCloseError,
@@ -462,9 +463,7 @@ class TestCosts:
         """Neither graphs, as llama.cpp's log tells, nor memory, whatever requests ask for."""
         lib = native().lib
         engine = make_engine(demo, n_seq_max=N_SEQ, graph_sampling="on")
-        executor = engine._engine_thread.loop._executor
-        assert isinstance(executor, StepExecutor)
-        pipeline = executor.pipeline
+        pipeline = pipeline_of(engine)
 
         def n_bytes() -> tuple[int, int]:
             context = pipeline.context
@@ -476,7 +475,7 @@ class TestCosts:
             assert "reserving" not in caplog.text  # all of it was said before this block
             n = 3 if ON_DEVICE else 12
             engine.generate(PROMPTS[:N_SEQ], longer(*PARAMS[:N_SEQ], n=n))
-            before = engine._engine_thread.ask(n_bytes)
+            before = thread_of(engine).ask(n_bytes)
             for i in range(2 if ON_DEVICE else 20):
                 params = [
                     lp.SamplingParams(
@@ -489,7 +488,7 @@ class TestCosts:
                     for j in range(N_SEQ + 1)
                 ]
                 engine.generate(PROMPTS[: N_SEQ + 1], params)
-            after = engine._engine_thread.ask(n_bytes)
+            after = thread_of(engine).ask(n_bytes)
             drain_log(native())
         assert lib.lp_log_dropped() == n_dropped
         assert "reserv" not in caplog.text

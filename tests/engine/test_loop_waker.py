@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import thread_of, wakers_of
 from support.run_script import run_script
 
 import llamapipe as lp
@@ -111,7 +112,7 @@ def test_a_ring_at_launch_waits_for_it_and_no_longer() -> None:
     async def main() -> None:
         dispatcher = ResultDispatcher(at_launch=True)
         mailbox = AsyncMailbox(asyncio.get_running_loop(), dispatcher)
-        (waker,) = dispatcher._wakers.values()
+        (waker,) = wakers_of(dispatcher)
         for launched in (True, False):
             mailbox.put("a")
             dispatcher.flush()
@@ -146,7 +147,7 @@ def test_files_are_closed_with_their_loop_and_with_the_engine(demo: lp.Model) ->
             loop = asyncio.get_running_loop()
             async with lp.Engine(demo, n_ctx=64, n_threads=1) as other:
                 await other.agenerate("a", SHORT)
-                (waker,) = other._engine_thread.dispatcher._wakers.values()
+                (waker,) = wakers_of(thread_of(other).dispatcher)
             while waker._open:
                 await asyncio.sleep(0)
             assert not loop.remove_reader(waker._read_end)  # not watched any more
@@ -168,7 +169,7 @@ def test_the_next_launch_does_not_write_to_files_of_closed_loops() -> None:
     assert len(dispatcher.wakes.files) == 1
     dispatcher.flush(together=True)  # there is nothing to do
     assert dispatcher.wakes.files == []
-    assert not dispatcher._wakers
+    assert not wakers_of(dispatcher)
 
     asyncio.run(visit())
     assert len(dispatcher.wakes.files) == 1
@@ -179,7 +180,7 @@ def test_the_next_launch_does_not_write_to_files_of_closed_loops() -> None:
 
     asyncio.run(another())
     assert dispatcher.wakes.files == []
-    assert len(dispatcher._wakers) == 1
+    assert len(wakers_of(dispatcher)) == 1
 
 
 def test_closed_loops_are_forgotten_while_others_work() -> None:
@@ -197,7 +198,7 @@ def test_closed_loops_are_forgotten_while_others_work() -> None:
             await asyncio.to_thread(asyncio.run, visit())
             mailbox.put("a")
             dispatcher.flush()
-            assert len(dispatcher._wakers) <= 2  # the last one is forgotten when another comes
+            assert len(wakers_of(dispatcher)) <= 2  # the last one is forgotten when another comes
         dispatcher.close()
         assert [await mailbox.get() for _ in range(10)] == ["a"] * 10
 
@@ -218,7 +219,7 @@ def test_an_engine_that_ends_while_a_loop_gets_its_waker(monkeypatch: pytest.Mon
     async def main() -> None:
         before = n_open()
         AsyncMailbox(asyncio.get_running_loop(), dispatcher)
-        assert not dispatcher._wakers
+        assert not wakers_of(dispatcher)
         while n_open() > before:
             await asyncio.sleep(0)
 

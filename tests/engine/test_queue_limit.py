@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 from support.control import PATIENCE_S, Worker, all_results, wait_until
+from support.inside import n_waiting_threads
 
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.errors import QueueFullError
-
-
-def n_waiting(queue: QueueLimit) -> int:
-    """Threads that wait for room."""
-    return len(queue._room._waiters)  # type: ignore[attr-defined]
 
 
 def enter(queue: QueueLimit, deadline: float | None = None) -> None:
@@ -86,7 +82,7 @@ class TestThreads:
         queue = QueueLimit(1)
         enter(queue)
         waiting = Worker(enter, queue)
-        wait_until(lambda: n_waiting(queue) == 1)
+        wait_until(lambda: n_waiting_threads(queue) == 1)
         assert waiting.is_alive()
         leave(queue, 1)
         waiting.result()
@@ -96,13 +92,13 @@ class TestThreads:
         queue = QueueLimit(4)
         enter_at_once(queue, 4)
         workers = [Worker(enter, queue) for _ in range(7)]
-        wait_until(lambda: n_waiting(queue) == 7)
+        wait_until(lambda: n_waiting_threads(queue) == 7)
         leave(queue, 3)
-        wait_until(lambda: n_waiting(queue) == 4)
+        wait_until(lambda: n_waiting_threads(queue) == 4)
         assert queue.n == 4
         leave(queue, 4)
         all_results(workers)
-        assert (queue.n, n_waiting(queue)) == (4, 0)
+        assert (queue.n, n_waiting_threads(queue)) == (4, 0)
 
     @pytest.mark.parametrize("wait_s", [-1.0, 0.0, 0.01])
     def test_a_deadline_ends_the_wait(self, wait_s: float) -> None:
@@ -110,7 +106,7 @@ class TestThreads:
         enter(queue, perf_counter() + wait_s)  # there is room: no time is needed
         with pytest.raises(TimeoutError, match="no room came free"):
             enter(queue, perf_counter() + wait_s)
-        assert (queue.n, n_waiting(queue)) == (1, 0)
+        assert (queue.n, n_waiting_threads(queue)) == (1, 0)
 
     def test_room_that_comes_with_the_deadline_is_taken(self) -> None:
         """Woken or out of time: which it was, the thread cannot know."""
@@ -141,10 +137,10 @@ class TestThreads:
         queue._room = Interrupted()
         enter(queue)
         first = Worker(enter, queue)
-        wait_until(lambda: n_waiting(queue) == 1)
+        wait_until(lambda: n_waiting_threads(queue) == 1)
         interrupted.append(first)
         second = Worker(enter, queue)
-        wait_until(lambda: n_waiting(queue) == 2)
+        wait_until(lambda: n_waiting_threads(queue) == 2)
         leave(queue, 1)
         with pytest.raises(KeyboardInterrupt):
             first.result()
@@ -223,7 +219,7 @@ class TestTasks:
         task.cancel()
         loop.close()
         waiting = Worker(enter, queue)
-        wait_until(lambda: n_waiting(queue) == 1)
+        wait_until(lambda: n_waiting_threads(queue) == 1)
         leave(queue, 1)
         waiting.result()
         assert queue.n == 1
@@ -256,5 +252,5 @@ class TestTogether:
 
         calls: list[Callable[[], Any]] = [thread] * 6 + [lambda: asyncio.run(tasks())] * 2
         all_results([Worker(call) for call in calls])
-        assert (queue.n, n_waiting(queue)) == (0, 0)
+        assert (queue.n, n_waiting_threads(queue)) == (0, 0)
         assert 1 <= most[0] <= 3

@@ -23,7 +23,7 @@ from llamapipe.errors import DecodeError
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.llama.sampling_options import Dry
 from llamapipe.llama.vocab import Vocab
-from llamapipe.native.load import LIB_DIR
+from llamapipe.native.load import LIB_DIR, native
 
 Row = npt.NDArray[np.float32]
 BREAKERS = ("\n", ":")
@@ -141,7 +141,7 @@ class Reference:
 
     def dried(self, options: Options, logits: Row, accepted: Sequence[int]) -> Row:
         texts = [text.encode() for text in BREAKERS]
-        address = int(self.vocab._native.ffi.cast("uintptr_t", self.vocab.handle))
+        address = int(native().ffi.cast("uintptr_t", self.vocab.handle))
         dry = self.lib.llama_sampler_init_dry(
             address, options.dry, 1.75, 1, 64, (ctypes.c_char_p * len(texts))(*texts), len(texts)
         )
@@ -252,7 +252,7 @@ class Known:
 
     def draw(self, chain: SamplerChain) -> int | None:
         """None where the whole row is asked for."""
-        ffi, lib = chain._native.ffi, chain._lib
+        ffi, lib = native().ffi, native().lib
         token = ffi.new("int32_t *")
         ids, logits, others, other_logits = (
             ffi.from_buffer("float[]", a) for a in (self.ids, self.logits, self.others, self.other_logits)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from support.control import Worker, held, wait_until
 from support.gguf_models import BROKEN, damaged_model
+from support.inside import inbox_of
 
 import llamapipe as lp
 from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
@@ -257,7 +258,7 @@ class TestScore:
                 ),
                 Worker(engine.perplexity, tokens_of(2000, 1), 200),
             ]
-            wait_until(lambda: engine._engine_thread._inbox.qsize() >= 2)
+            wait_until(lambda: inbox_of(engine).qsize() >= 2)
         engine.close(drain=False)
         for worker in asked:
             with pytest.raises(EngineClosedError, match="closed before this was scored"):

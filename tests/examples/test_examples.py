@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import programs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
@@ -72,7 +73,14 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_programs_pass_strict_types(checker: str, tmp_path: Path) -> None:
-    require(checker, "fastapi", "pandas")
-    names = [str(program) for program in PROGRAMS if program.stem != "pandas_column"]  # pandas ships no types
+    """Those in examples/ and those of the pages, in one run of the checker."""
+    require(checker, "fastapi")
+    # pandas ships no types, and lm-evaluation-harness is not installed for this
+    checked = [program for program in PROGRAMS if program.stem != "pandas_column"]
+    checked += [program.save(tmp_path) for program in programs() if not program.uses_harness]
+    assert len({path.stem for path in checked}) == len(checked) >= 20
+    if checker == "pyright":
+        (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}', encoding="utf-8")
+    names = [str(path) for path in checked]
     options = ["--strict", "--no-incremental"] if checker == "mypy" else ["--pythonpath", sys.executable]
     run(["-m", checker, *options, *names], tmp_path)

@@ -15,6 +15,7 @@ import pytest
 from support.bad_values import CHOICES, FLAGS, INTEGERS, Bad, names
 from support.control import Worker, wait_until
 from support.gguf_models import Shape, make_model, not_causal_model
+from support.inside import forget_children
 from support.run_script import run_script
 
 import llamapipe as lp
@@ -23,6 +24,7 @@ from llamapipe.errors import BackendError, ContextFullError, EngineClosedError
 from llamapipe.host.memory import memory_limit
 from llamapipe.llama import Batch, Context
 from llamapipe.llama.context import CACHE_TYPES
+from llamapipe.native.load import native
 
 pytestmark = pytest.mark.native
 
@@ -529,13 +531,13 @@ def test_dropped_without_close_they_warn(tiny: lp.Model) -> None:
     with pytest.warns(ResourceWarning, match=r"<Model 'tiny.gguf' .*> was never closed; use `with` or close"):
         del model
     context = Context(tiny, n_ctx=64)
-    native, context_handle = context._native, context.handle
+    context_handle = context.handle
     with pytest.warns(ResourceWarning, match=r"<Context n_ctx=64 .*> was never closed; use `with` or close"):
         del context
     # What was dropped is not freed behind the user's back; this test has to.
-    tiny._children.clear()
-    native.lib.lp_context_free(context_handle)
-    native.lib.llama_model_free(handle)
+    forget_children(tiny)
+    native().lib.lp_context_free(context_handle)
+    native().lib.llama_model_free(handle)
 
 
 def test_a_model_that_is_not_causal_sees_the_whole_text(tmp_path: Path) -> None:
@@ -571,7 +573,7 @@ def test_compute_threads_that_rest(make_context: MakeContext, monkeypatch: pytes
     expected = logits()
     for _ in range(3):
         worked = sum(map(cpu_ns, workers))
-        context._native.lib.lp_context_rest(context.handle)
+        native().lib.lp_context_rest(context.handle)
         wait_until(lambda: all(map(asleep, workers)))
         assert sum(map(cpu_ns, workers)) - worked < 100_000_000
         assert np.array_equal(logits(), expected)

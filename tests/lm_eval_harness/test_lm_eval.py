@@ -21,6 +21,8 @@ from lm_eval.api.instance import Instance
 
 from llamapipe.lm_eval import LlamapipeLM
 
+pytestmark = pytest.mark.lm_eval
+
 QUESTION = "Question: What does a cow say?\nAnswer:"
 
 

@@ -18,6 +18,8 @@ pytest.importorskip(
 
 from llamapipe.lm_eval.chat import ChatTemplate, ModelChat
 
+pytestmark = pytest.mark.lm_eval
+
 USER = {"role": "user", "content": "Hi"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 ANSWER = {"role": "assistant", "content": "The answer is "}

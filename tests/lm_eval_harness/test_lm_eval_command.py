@@ -17,6 +17,8 @@ from support.plain_scores import BOUND, PlainScores
 
 import llamapipe as lp
 
+pytestmark = pytest.mark.lm_eval
+
 pytest.importorskip(
     "lm_eval",
     reason='needs lm-evaluation-harness: nox -s lm_eval, or pip install "llamapipe[lm-eval]"',

@@ -15,6 +15,7 @@ import pytest
 from support.backends import ON_DEVICE, RINGS, assert_near
 from support.bad_values import INTEGERS, names
 from support.control import PATIENCE_S, Worker, wait_until
+from support.inside import pipeline_of
 from support.run_script import run_script, run_script_with_errors
 
 import llamapipe as lp
@@ -139,7 +140,7 @@ class TestLazy:
         outputs = []
         for i, batch in enumerate(batches):
             outputs.append(pipe.submit(batch))
-            pipe._pipeline.context.set_threads(1 + i % 3, 1 + i % 2)
+            pipeline_of(pipe).context.set_threads(1 + i % 3, 1 + i % 2)
         for output, expected in zip(outputs, rows_of(plain, *batches), strict=True):
             np.testing.assert_array_equal(output.logits, expected)
 
@@ -330,7 +331,7 @@ class TestMemory:
         """Random operations, and llama.cpp's own answer once they are done."""
         rng = np.random.default_rng(5)
         pipe = make_pipeline(kv_unified=True, n_ctx=512, n_batch=512)
-        lib, handle = pipe._pipeline.native.lib, pipe._pipeline.context.llama
+        lib, handle = pipeline_of(pipe).native.lib, pipeline_of(pipe).context.llama
         for i in range(60 if ON_DEVICE else 300):
             a, b = (int(x) for x in rng.integers(0, 3, 2))
             p0 = int(rng.integers(0, 12))
@@ -348,8 +349,8 @@ class TestMemory:
                 pipe.memory.keep(a)
             else:
                 n = int(rng.integers(1, 4))
-                pipe.submit(run(pipe._pipeline.next_position(a), n, a, outputs=False))
-            expected = [pipe._pipeline.next_position(seq_id) for seq_id in range(3)]
+                pipe.submit(run(pipeline_of(pipe).next_position(a), n, a, outputs=False))
+            expected = [pipeline_of(pipe).next_position(seq_id) for seq_id in range(3)]
             other = next(seq_id for seq_id in range(3) if seq_id != a)
             pipe.submit(run(expected[other], 1, other, outputs=False)).wait()  # behind all of it
             expected[other] += 1
@@ -416,7 +417,7 @@ class TestErrors:
         pipe = make_pipeline(depth=4)
         before = pipe.submit(run(0, 5, seq_id=1))
         before.wait()
-        pipe._pipeline.fail_next("launch", code)
+        pipeline_of(pipe).fail_next("launch", code)
         failed = pipe.submit(run(0, 5))
         other = pipe.submit(run(5, 2, seq_id=1))
         later = pipe.submit(run(5, 2))  # continues what failed
@@ -435,11 +436,11 @@ class TestErrors:
 
     def test_a_failed_step_that_nobody_wants_is_forgotten(self, make_pipeline: MakePipeline) -> None:
         pipe = make_pipeline()
-        pipe._pipeline.fail_next("launch", -3)
+        pipeline_of(pipe).fail_next("launch", -3)
         pipe.submit(run(0, 5)).release()
         pipe.submit(run(0, 3, seq_id=1)).wait()
         wait_until(
-            lambda: pipe._pipeline.next_position(0) == 0
+            lambda: pipeline_of(pipe).next_position(0) == 0
         )  # the launcher counts again once it has nothing to do
         with pytest.raises(ValueError, match="must go on from 0 without gaps, not 5"):
             pipe.submit(run(5, 1))
@@ -448,7 +449,7 @@ class TestErrors:
     def test_rows_that_came_otherwise_fail_their_step(self, pipe: lp.Pipeline) -> None:
         if pipe.mode == "direct":
             pytest.skip("llama.cpp's own buffer has no rows to mix up")
-        pipe._pipeline.fail_next("rows", 0)
+        pipeline_of(pipe).fail_next("rows", 0)
         output = pipe.submit(run(0, 5))
         with pytest.raises(DecodeError, match="cut the batch otherwise than expected"):
             output.wait()
@@ -459,7 +460,7 @@ class TestErrors:
     def test_a_failed_copy_fails_its_step(self, pipe: lp.Pipeline) -> None:
         if pipe.mode == "direct":
             pytest.skip("rows are copied by llama.cpp")
-        pipe._pipeline.fail_next("copy", -3)
+        pipeline_of(pipe).fail_next("copy", -3)
         output = pipe.submit(run(0, 5))
         with pytest.raises(DecodeError):
             np.asarray(output.logits)
@@ -481,7 +482,7 @@ class TestErrors:
     def test_a_long_step_is_aborted_by_closing(self, make_pipeline: MakePipeline) -> None:
         pipe = make_pipeline(n_ctx=16384, n_batch=16384, n_ubatch=512)
         running = pipe.submit(run(0, 16000, outputs=False))
-        wait_until(lambda: pipe._pipeline.native.lib.lp_launching(pipe._pipeline.handle) >= 0)
+        wait_until(lambda: pipeline_of(pipe).native.lib.lp_launching(pipeline_of(pipe).handle) >= 0)
         queued = pipe.submit(run(16000, 10))
         pipe.close(drain=False)
         with pytest.raises(DecodeError, match="aborted"):
@@ -538,7 +539,7 @@ class TestClose:
 
     def test_nobody_closes_it(self, make_pipeline: MakePipeline, tiny: lp.Model) -> None:
         pipes = [lp.Pipeline(tiny, n_ctx=64, n_threads=1)]
-        pipeline = pipes[0]._pipeline
+        pipeline = pipeline_of(pipes[0])
         with pytest.warns(ResourceWarning, match="was never closed"):
             pipes.clear()
         pipeline.close()

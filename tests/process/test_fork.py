@@ -22,6 +22,7 @@ _SETUP = """
 import asyncio, os, threading, warnings
 import llamapipe as lp
 from llamapipe.llama import Batch, Context, SamplerChain
+from support.inside import held_locks
 
 ENDLESS = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 SHORT = lp.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -252,7 +253,7 @@ def child():
     engine.close()
     sys.exit(0)
 
-with engine._engine_thread._lock, engine._queue._room:
+with held_locks(engine):
     say(child_of(child))
 """,
         tiny.path,

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.control import wait_until
+from support.inside import children_of, queue_of
 
 import llamapipe as lp
 
@@ -158,13 +159,13 @@ def test_nothing_is_left_behind(engine: lp.Engine, use: Callable[[lp.Engine], No
 
 def _is_idle(engine: lp.Engine) -> bool:
     stats = engine.stats()
-    return (stats.n_active, stats.n_queued, engine._queue.n) == (0, 0, 0)
+    return (stats.n_active, stats.n_queued, queue_of(engine).n) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_engine_that_is_half_made_leaves_nothing_behind(tiny: lp.Model, depth: int) -> None:
     """No context of the model and no thread of ours; what a native call had just returned is not seen here."""
-    before = dict(tiny._children)
+    before = dict(children_of(tiny))
     made: list[lp.Engine] = []
     n = 0
     reached = True
@@ -178,7 +179,7 @@ def test_an_engine_that_is_half_made_leaves_nothing_behind(tiny: lp.Model, depth
             assert len(engine.generate("a", PARAMS).token_ids) == 5
             engine.close()
         made.clear()
-        assert tiny._children == before
+        assert children_of(tiny) == before
         wait_until(lambda: not _engine_threads())
     assert n > 50
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.control import Worker, all_results, held
 from support.gguf_models import Shape, make_model
+from support.inside import children_of, thread_of
 from support.run_script import run_script, run_script_with_errors
 
 import llamapipe as lp
@@ -174,7 +175,7 @@ with lp.Model(sys.argv[1]) as model:
 # ---- dropping
 def test_a_dropped_engine_warns(tiny: lp.Model) -> None:
     engine = lp.Engine(tiny, n_ctx=64, n_threads=1)
-    engine_thread = engine._engine_thread
+    engine_thread = thread_of(engine)
     with pytest.warns(
         ResourceWarning, match=r"<Engine n_queued=0 .*> was never closed; use `with` or close\(\)"
     ):
@@ -480,4 +481,4 @@ def test_a_closed_context_frees_its_engine_slot_of_the_model(tiny: lp.Model) -> 
     with lp.Model(tiny.path) as model:
         for _ in range(50):
             Context(model, n_ctx=64).close()
-        assert not model._children
+        assert not children_of(model)

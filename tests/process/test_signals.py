@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 _SETUP = """
 import asyncio, threading
 import llamapipe as lp
+from support.inside import n_waiting_threads, queue_of, thread_of
 
 ENDLESS = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 SHORT = lp.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -36,7 +37,7 @@ def watch(line, n_active=1, go_on=None):
         while (stats := engine.stats()).n_completion_tokens == before or stats.n_active < n_active:
             pass
         if go_on is not None:
-            engine._engine_thread.call(go_on.wait)
+            thread_of(engine).call(go_on.wait)
         say(line)
     threading.Thread(target=look).start()
 
@@ -60,7 +61,7 @@ _PLACES = {
     "generate": 'engine.generate("a", ENDLESS)',
     "generate, several": 'engine.generate(["a", "b", "c"], ENDLESS)',
     "generate, waiting for room in the queue": """
-engine._engine_thread.call(go_on.wait)  # nothing leaves the queue
+thread_of(engine).call(go_on.wait)  # nothing leaves the queue
 streams += [engine.stream("x", ENDLESS) for _ in range(3)]
 threading.Thread(target=say_when_waiting_for_room).start()
 engine.generate("a", ENDLESS)
@@ -86,7 +87,7 @@ async def gather():
 streams, ends = [], []
 go_on = threading.Event()
 def say_when_waiting_for_room():
-    while not engine._queue._room._waiters:
+    while not n_waiting_threads(queue_of(engine)):
         pass
     say("working")
 """

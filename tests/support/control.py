@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import llamapipe as lp
+from support.inside import executor_of, inbox_of, loop_of, n_steps_of, thread_of
 
 PATIENCE_S = 120.0  # a test that waits longer fails; busy machines were seen to stand still for half a minute
 
@@ -32,8 +33,7 @@ class Gate:
 
     def __init__(self, engine: lp.Engine) -> None:
         self._engine = engine
-        self._engine_thread = engine._engine_thread
-        self._executor = self._engine_thread.loop._executor
+        self._executor = executor_of(engine)
         self._waiting = threading.Semaphore(0)
         self._leave = threading.Semaphore(0)
         self._open = False
@@ -41,7 +41,7 @@ class Gate:
         self._sampled: list[int] = []  # from the last of them
 
     def __enter__(self) -> Gate:
-        self._engine_thread.ask(lambda: self._engine_thread.loop.replace_executor(self))
+        thread_of(self._engine).ask(lambda: loop_of(self._engine).replace_executor(self))
         return self
 
     def __exit__(
@@ -49,7 +49,7 @@ class Gate:
     ) -> None:
         self.open()
         if not self._engine.closed:
-            self._engine_thread.ask(lambda: self._engine_thread.loop.replace_executor(self._executor))
+            thread_of(self._engine).ask(lambda: loop_of(self._engine).replace_executor(self._executor))
 
     # ---- the test
     def wait(self) -> None:
@@ -77,7 +77,7 @@ class Gate:
     @property
     def n_steps(self) -> int:
         """Steps computed so far; to be read while one waits."""
-        return self._engine_thread.loop._n_steps
+        return n_steps_of(self._engine)
 
     # ---- the executor's part
     def launch(
@@ -113,7 +113,7 @@ class Gate:
         return self._sampled.copy()
 
     def _pass(self) -> None:
-        self._engine_thread.dispatcher.wake()  # those who were to be woken by the launch that stops here
+        thread_of(self._engine).dispatcher.wake()  # those who were to be woken by the launch that stops here
         if not self._open:
             self._waiting.release()
             if not self._leave.acquire(timeout=PATIENCE_S):
@@ -132,7 +132,7 @@ def held(engine: lp.Engine) -> Iterator[None]:
         reached.set()
         go_on.wait(PATIENCE_S)
 
-    engine._engine_thread.call(stand)
+    thread_of(engine).call(stand)
     assert reached.wait(PATIENCE_S)
     try:
         yield
@@ -144,7 +144,7 @@ def submitted(engine: lp.Engine, function: Callable[..., Any], *arguments: Any) 
     """Calls ``function`` in a thread; returns once the engine has been asked for what it wants."""
     with held(engine):
         worker = Worker(function, *arguments)
-        wait_until(lambda: engine._engine_thread._inbox.qsize() > 0)
+        wait_until(lambda: inbox_of(engine).qsize() > 0)
     return worker
 
 

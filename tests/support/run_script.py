@@ -30,8 +30,9 @@ def command(program: str, *arguments: object, flags: tuple[str, ...] = ()) -> li
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours, with the package that is tested found first wherever the program runs."""
-    return {**os.environ, "PYTHONPATH": str(Path(llamapipe.__file__).parent.parent), **(changes or {})}
+    """Ours, with the package that is tested found first wherever the program runs, then ``support``."""
+    folders = (Path(llamapipe.__file__).parent.parent, Path(__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **(changes or {})}
 
 
 def without_size_warning(stderr: str) -> str:

@@ -1,0 +1,146 @@
+"""The inside of engines and pipelines, as tests need it: the one place in the tests that knows private attributes.
+
+A test that has to look behind the public names asks a function of this file. When the inside changes, so does this
+file, and the tests stay as they are. The functions return the owners themselves, so the rules of their threads hold:
+change a loop, scheduler or executor of a running engine only through ``thread_of(engine).ask``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import llamapipe as lp
+from llamapipe.engine.worker.executor import StepExecutor
+
+if TYPE_CHECKING:
+    from llamapipe.engine.delivery.loop_waker import LoopWaker
+    from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
+    from llamapipe.engine.frontend.queue_limit import QueueLimit
+    from llamapipe.engine.scheduler.request import Request
+    from llamapipe.engine.scheduler.scheduler import Scheduler
+    from llamapipe.engine.worker.engine_loop import EngineLoop
+    from llamapipe.engine.worker.engine_thread import EngineThread
+    from llamapipe.engine.worker.executor import Executor
+    from llamapipe.engine.worker.inbox import Inbox
+    from llamapipe.llama.native_pipeline import NativePipeline
+
+
+# ---- from the engine to its parts
+def thread_of(engine: lp.Engine) -> EngineThread:
+    """The engine thread: ``ask`` and ``call`` run functions on it between two steps."""
+    return engine._engine_thread
+
+
+def loop_of(engine: lp.Engine) -> EngineLoop:
+    """The loop that plans, launches and delivers steps."""
+    return engine._engine_thread.loop
+
+
+def inbox_of(engine: lp.Engine) -> Inbox:
+    """The commands that the loop has not executed yet; any thread may count them."""
+    return loop_of(engine).inbox
+
+
+def scheduler_of(engine: lp.Engine) -> Scheduler:
+    """The loop's scheduler."""
+    return loop_of(engine)._scheduler
+
+
+def executor_of(engine: lp.Engine) -> Executor:
+    """What runs the loop's steps now: a ``Gate`` while one stands before the engine."""
+    return loop_of(engine)._executor
+
+
+def step_executor_of(engine: lp.Engine) -> StepExecutor:
+    """The executor over the native pipeline."""
+    executor = executor_of(engine)
+    assert isinstance(executor, StepExecutor), f"{executor!r} runs the steps"
+    return executor
+
+
+def pipeline_of(owner: lp.Engine | lp.Pipeline) -> NativePipeline:
+    """The native pipeline of an engine, or of a public pipeline."""
+    return owner._pipeline if isinstance(owner, lp.Pipeline) else step_executor_of(owner).pipeline
+
+
+def queue_of(engine: lp.Engine) -> QueueLimit:
+    """The requests that were accepted and have no slot yet."""
+    return engine._queue
+
+
+# ---- counters and states
+def n_steps_of(engine: lp.Engine) -> int:
+    """Steps computed so far. Does not ask the engine thread, so read it while a step is held."""
+    return loop_of(engine)._n_steps
+
+
+def n_requests_of(engine: lp.Engine) -> int:
+    """Requests the loop has accepted so far. Does not ask the engine thread, which that would wake."""
+    return loop_of(engine)._n_requests
+
+
+def n_decoding_of(engine: lp.Engine) -> int:
+    """Requests that decode; for the engine thread."""
+    return len(scheduler_of(engine)._running.decoding)
+
+
+def n_waiting_threads(queue: QueueLimit) -> int:
+    """Threads that wait for room in the queue."""
+    return len(queue._room._waiters)  # type: ignore[attr-defined]
+
+
+def request_of(handle: lp.Stream | lp.AsyncStream | lp.Generation) -> Request:
+    """The request that a stream or a generation reads."""
+    return handle._request
+
+
+def wakers_of(dispatcher: ResultDispatcher) -> list[LoopWaker]:
+    """The wakers of the event loops that wait for results."""
+    return list(dispatcher._wakers.values())
+
+
+def children_of(model: lp.Model) -> Mapping[int, object]:
+    """What keeps the model open, by id: its contexts and engines."""
+    return model._children
+
+
+def forget_children(model: lp.Model) -> None:
+    """Lets the model close although a child was never closed. The test has freed it."""
+    model._children.clear()
+
+
+# ---- changes
+def fix_micro_batches(engine: lp.Engine, n: int | None = None) -> None:
+    """Stops the engine from choosing the number of micro-batches by its own times; sets it to ``n`` if given.
+
+    On a busy machine the times make it look as if splitting the batch could pay.
+    """
+    loop_of(engine)._micro_batches._able = False
+    if n is not None:
+        set_micro_batches(engine, n)
+
+
+def set_micro_batches(engine: lp.Engine, n: int) -> None:
+    """Sets the number of micro-batches between two steps, and returns then."""
+    scheduler = scheduler_of(engine)
+
+    def change() -> None:
+        scheduler.n_micro_batches = n
+
+    thread_of(engine).ask(change)
+
+
+@contextmanager
+def held_locks(engine: lp.Engine) -> Iterator[None]:
+    """Holds the locks that callers of the engine take, as a thread of the parent may when another one forks."""
+    with engine._engine_thread._lock, engine._queue._room:
+        yield
+
+
+def swap_native(engine: lp.Engine, native: Any) -> Any:
+    """Sends the executor's native calls to another module, and returns the one they went to. Only while it is idle."""
+    executor = step_executor_of(engine)
+    replaced, executor._native = executor._native, native
+    return replaced

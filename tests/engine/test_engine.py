@@ -352,8 +352,8 @@ class TestSampling:
         assert engine.stats().n_preempted == 2
 
 
-@pytest.mark.device
 class TestCancel:
+    @pytest.mark.device
     @pytest.mark.parametrize("n_steps", [0, 1, 2, 3, 4])
     def test_timeout_within_one_step(self, make_engine: MakeEngine, n_steps: int) -> None:
         """The prompt takes three steps. The step that runs is the last one; those beside it go on."""
@@ -616,8 +616,8 @@ class TestClose:
         engine_thread.close(False)
 
 
-@pytest.mark.device
 class TestSharing:
+    @pytest.mark.device
     def test_engines_of_one_model_at_once(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         engines = [make_engine(n_seq_max=n, n_ubatch=32) for n in (1, 2, 4)]
         workers = [Worker(e.generate, [PROMPT, OTHER] * 3, greedy(20)) for e in engines for _ in range(2)]
@@ -625,12 +625,14 @@ class TestSharing:
         for outs in all_results(workers):
             assert [out.token_ids for out in outs] == expected * 3
 
+    @pytest.mark.device
     def test_default_options(self, demo: lp.Model, make_engine: MakeEngine) -> None:
         engine = make_engine(demo, n_ctx=None, n_threads=None)
         assert (engine.n_ctx, engine.n_seq_max, engine.n_cells) == (demo.n_ctx_train, 8, demo.n_ctx_train * 8)
         outs = engine.generate([PROMPT] * 3, greedy(10))
         assert len({out.text for out in outs}) == 1
 
+    @pytest.mark.device
     def test_blocking_engine(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         """One slot: the baseline."""
         engine = make_engine(n_seq_max=1, n_ubatch=32, batch_window_us=0)

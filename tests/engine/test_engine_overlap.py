@@ -25,7 +25,7 @@ from support.plain import PlainLoop, greedy, plain_loop, random_prompt
 import llamapipe as lp
 from llamapipe.errors import DecodeError
 
-pytestmark = [pytest.mark.device, pytest.mark.native]
+pytestmark = pytest.mark.native
 
 MakeEngine = Callable[..., lp.Engine]
 # Every way an engine can run its steps here.
@@ -56,11 +56,13 @@ def prompts(model: lp.Model, n: int) -> list[list[int]]:
 
 
 class TestSame:
+    @pytest.mark.device
     def test_every_way_says_the_same(self, engine: lp.Engine, loop: PlainLoop) -> None:
         given = prompts(engine.model, 6)
         for prompt, said in zip(given, engine.generate(given, greedy(20)), strict=True):
             assert loop.agrees(prompt, said.token_ids, BOUND)
 
+    @pytest.mark.device
     def test_cohorts_say_the_same(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         """Two steps under way all the time, whatever it costs."""
         engine = make_engine(n_seq_max=4, n_ubatch=32, pipeline_depth=2)
@@ -134,6 +136,7 @@ class TestLate:
             tokens = [token for delta in stream for token in delta.token_ids]
             assert len(tokens) == 25 and loop.agrees(prompt, tokens, BOUND)
 
+    @pytest.mark.device
     def test_cancelled_at_every_token(self, engine: lp.Engine, loop: PlainLoop) -> None:
         """Whatever is under way then, the others go on and nothing is left."""
         given = prompts(engine.model, 3)
@@ -149,6 +152,7 @@ class TestLate:
         engine.check_integrity()
 
 
+@pytest.mark.device
 class TestWaits:
     """The invariants of the design: at most one wait a step, and of which kind."""
 
@@ -220,6 +224,7 @@ class TestAbort:
 
 
 class TestFailures:
+    @pytest.mark.device
     @pytest.mark.parametrize("code", [-1, -2, -3])
     def test_a_failed_launch_ends_its_own_requests(self, engine: lp.Engine, code: int) -> None:
         given = prompts(engine.model, 2)
@@ -255,6 +260,7 @@ class TestFailures:
                 worker.result()
         assert waiting.result().token_ids == whole[4].token_ids
 
+    @pytest.mark.device
     @pytest.mark.skipif(not ON_DEVICE, reason="rows are not copied out where the ring is host memory")
     def test_a_failed_copy_ends_its_own_requests(self, engine: lp.Engine, way: dict[str, Any]) -> None:
         if way["ring"] == "off":

@@ -41,8 +41,6 @@ from llamapipe.llama.devices import device_handles
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
 from llamapipe.native.load import drain_log, last_error, native
 
-pytestmark = pytest.mark.device
-
 MakeEngine = Callable[..., lp.Engine]
 Row = npt.NDArray[np.float32]
 SIZES = (3, 33, 64, 65, 500) if not ON_DEVICE else (33, 500)
@@ -116,6 +114,7 @@ stages = st.builds(
 cases = st.lists(st.tuples(stages, st.integers(0, MASK)), min_size=1, max_size=6)
 
 
+@pytest.mark.device
 class TestRows:
     @few
     @given(row=rows(SIZES), others=st.integers(0, 99), given=cases)
@@ -228,6 +227,7 @@ class TestRows:
 CRITICAL = {n: n * (1 - 2 / (9 * n) + 3.09 * (2 / (9 * n)) ** 0.5) ** 3 for n in range(1, 80)}
 
 
+@pytest.mark.device
 class TestDistribution:
     @pytest.mark.parametrize(
         "chain",
@@ -335,6 +335,7 @@ def longer(*params: lp.SamplingParams, n: int = N_TOKENS) -> list[lp.SamplingPar
 
 
 class TestEngine:
+    @pytest.mark.device
     @pytest.mark.parametrize("ring", RINGS)
     @pytest.mark.parametrize("unified", [False, True], ids=["streams", "unified"])
     def test_says_what_the_other_route_says(
@@ -358,6 +359,7 @@ class TestEngine:
         same = [a == b for a, b in zip(found["off"], found["on"], strict=True)]
         assert sum(same) >= len(same) - (2 if ON_DEVICE else 0)
 
+    @pytest.mark.device
     @pytest.mark.parametrize("ring", RINGS)
     def test_only_the_results_come_to_the_host(
         self, make_engine: MakeEngine, demo: lp.Model, ring: str
@@ -369,6 +371,7 @@ class TestEngine:
         per_token = 4 * native().lib.LP_GRAPH_RESULTS if ON_DEVICE else 0  # the CPU's are in place
         assert stats.n_copied_bytes == per_token * stats.n_completion_tokens
 
+    @pytest.mark.device
     @pytest.mark.parametrize("ring", RINGS)
     def test_candidates_come_before_rows(self, make_engine: MakeEngine, demo: lp.Model, ring: str) -> None:
         """Changes of few tokens need no row, nor do log-probabilities; of others a request has its own rows only."""
@@ -391,6 +394,7 @@ class TestEngine:
         n_tokens, n_rows = sum(len(out.token_ids) for out in outs), len(outs[0].token_ids)
         assert stats.n_copied_bytes == (n_tokens * (result + some) + n_rows * row if ON_DEVICE else 0)
 
+    @pytest.mark.device
     def test_log_probabilities_are_those_of_the_row(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         params = longer(*(replace(p, logprobs=5) for p in (*PARAMS[:3], SOME[0], FULL[0])))
         found = {}
@@ -417,6 +421,7 @@ class TestEngine:
         ]
         assert found[0] == found[1] == found[2]
 
+    @pytest.mark.device
     def test_by_itself_only_on_a_device(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         engine = make_engine(demo, n_seq_max=1)
         engine.generate("The", longer(*PARAMS[:1], n=2))
@@ -427,6 +432,7 @@ class TestEngine:
         with pytest.raises(ValueError, match="graph_sampling"):
             lp.Engine(demo, graph_sampling="yes")  # type: ignore[arg-type]
 
+    @pytest.mark.device
     def test_where_it_cannot_be(
         self, make_engine: MakeEngine, demo: lp.Model, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -457,6 +463,7 @@ class TestEngine:
 
 
 class TestCosts:
+    @pytest.mark.device
     def test_requests_reserve_nothing(
         self, make_engine: MakeEngine, demo: lp.Model, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -539,6 +546,7 @@ class Steps:
         return int(self.pipeline.counters().n_graph)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("ring", RINGS)
 class TestSteps:
     def test_a_sampler_that_was_not_announced_gets_the_row(self, demo: lp.Model, ring: str) -> None:

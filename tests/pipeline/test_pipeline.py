@@ -22,7 +22,7 @@ import llamapipe as lp
 from llamapipe.errors import ContextFullError, DecodeError, EngineClosedError, InvalidRequestError
 from llamapipe.llama import Batch, Context
 
-pytestmark = [pytest.mark.device, pytest.mark.native]
+pytestmark = pytest.mark.native
 
 MakePipeline = Callable[..., lp.Pipeline]
 N_VOCAB = 512
@@ -77,6 +77,7 @@ def rows_of(plain: Context, *batches: Batch) -> list[np.ndarray[Any, Any]]:
 
 # ---- laziness
 class TestLazy:
+    @pytest.mark.device
     def test_reading_waits_for_the_step_and_a_second_time_for_nothing(
         self, pipe: lp.Pipeline, plain: Context
     ) -> None:
@@ -95,6 +96,7 @@ class TestLazy:
         assert first.dtype == np.float32 == output.logits.dtype
         assert not first.flags.writeable
 
+    @pytest.mark.device
     def test_ready_turns_true_by_itself(self, pipe: lp.Pipeline) -> None:
         output = pipe.submit(run(0, 12))
         wait_until(lambda: output.ready)
@@ -111,6 +113,7 @@ class TestLazy:
         copy[:] = 0
         assert np.asarray(output.logits).any()
 
+    @pytest.mark.device
     def test_a_wait_may_be_given_up(self, make_pipeline: MakePipeline, ring: str) -> None:
         n = 128 if ON_DEVICE else 4000
         pipe = make_pipeline(n_ctx=4096, n_batch=4096, n_ubatch=512)
@@ -120,12 +123,14 @@ class TestLazy:
         output.wait()
         assert output.ready
 
+    @pytest.mark.device
     def test_a_batch_without_outputs_has_an_end_too(self, pipe: lp.Pipeline) -> None:
         output = pipe.submit(run(0, 20, outputs=False))
         output.wait(timeout=PATIENCE_S)
         assert np.asarray(output.logits).shape == (0, N_VOCAB)
         assert output.candidates.ids.shape == (0, 40)
 
+    @pytest.mark.device
     def test_candidates_are_the_largest_and_their_logarithm(self, pipe: lp.Pipeline) -> None:
         output = pipe.submit(run(0, 5))
         rows = np.asarray(output.logits).astype(np.float64)
@@ -144,6 +149,7 @@ class TestLazy:
         for output, expected in zip(outputs, rows_of(plain, *batches), strict=True):
             np.testing.assert_array_equal(output.logits, expected)
 
+    @pytest.mark.device
     def test_many_threads_read_one_output(self, pipe: lp.Pipeline, plain: Context) -> None:
         batch = run(0, 16)
         (expected,) = rows_of(plain, batch)
@@ -154,6 +160,7 @@ class TestLazy:
 
 
 # ---- the ring
+@pytest.mark.device
 class TestHeld:
     def test_nothing_is_ever_stale(self, make_pipeline: MakePipeline, plain: Context) -> None:
         """Far more outputs than slots are kept, read in any order, some while later steps run."""
@@ -260,6 +267,7 @@ class TestHeld:
 
 # ---- memory
 class TestMemory:
+    @pytest.mark.device
     def test_a_tail_is_forgotten(self, pipe: lp.Pipeline, plain: Context) -> None:
         pipe.submit(run(0, 10, outputs=False))
         pipe.memory.remove(0, 6)
@@ -270,6 +278,7 @@ class TestMemory:
         expected = np.stack([plain.logits(i) for i in range(3)])
         assert_near(np.asarray(output.logits), expected)
 
+    @pytest.mark.device
     def test_a_whole_sequence_is_copied(self, pipe: lp.Pipeline, plain: Context) -> None:
         pipe.submit(run(0, 9, outputs=False))
         pipe.memory.copy(0, 2)
@@ -280,6 +289,7 @@ class TestMemory:
         expected = np.stack([plain.logits(i) for i in range(2)])
         assert_near(np.asarray(output.logits), expected)
 
+    @pytest.mark.device
     def test_a_part_is_copied_where_cells_are_shared(
         self, make_pipeline: MakePipeline, plain: Context
     ) -> None:
@@ -293,6 +303,7 @@ class TestMemory:
         expected = np.stack([plain.logits(i) for i in range(2)])
         assert_near(np.asarray(output.logits), expected)
 
+    @pytest.mark.device
     def test_all_but_one_are_forgotten(self, pipe: lp.Pipeline) -> None:
         for seq_id in range(3):
             pipe.submit(run(0, 4, seq_id))
@@ -301,6 +312,7 @@ class TestMemory:
         for seq_id in (0, 2):
             pipe.submit(run(0, 4, seq_id)).wait()
 
+    @pytest.mark.device
     def test_positions_are_shifted(self, pipe: lp.Pipeline) -> None:
         pipe.submit(run(0, 8))
         pipe.memory.remove(0, 0, 4)
@@ -409,6 +421,7 @@ class TestErrors:
         with pytest.raises(TypeError, match="batch must be a Batch, not list"):
             pipe.submit([1, 2])  # type: ignore[arg-type]
 
+    @pytest.mark.device
     @pytest.mark.parametrize("code", [-1, -2, -3, 2])
     def test_a_failed_launch_is_told_where_it_is_read(
         self, make_pipeline: MakePipeline, plain: Context, code: int
@@ -434,6 +447,7 @@ class TestErrors:
             later.wait()
         pipe.submit(run(0, 3)).wait()  # the sequence is where it was before
 
+    @pytest.mark.device
     def test_a_failed_step_that_nobody_wants_is_forgotten(self, make_pipeline: MakePipeline) -> None:
         pipe = make_pipeline()
         pipeline_of(pipe).fail_next("launch", -3)
@@ -446,6 +460,7 @@ class TestErrors:
             pipe.submit(run(5, 1))
         pipe.submit(run(0, 5)).wait()
 
+    @pytest.mark.device
     def test_rows_that_came_otherwise_fail_their_step(self, pipe: lp.Pipeline) -> None:
         if pipe.mode == "direct":
             pytest.skip("llama.cpp's own buffer has no rows to mix up")
@@ -456,6 +471,7 @@ class TestErrors:
         pipe.memory.clear()
         pipe.submit(run(0, 5)).wait()
 
+    @pytest.mark.device
     @pytest.mark.skipif(not ON_DEVICE, reason="rows are not copied out where the ring is host memory")
     def test_a_failed_copy_fails_its_step(self, pipe: lp.Pipeline) -> None:
         if pipe.mode == "direct":
@@ -467,6 +483,7 @@ class TestErrors:
         pipe.memory.clear()
         np.asarray(pipe.submit(run(0, 5)).logits)
 
+    @pytest.mark.device
     def test_no_cells_left_changes_nothing(self, make_pipeline: MakePipeline, plain: Context) -> None:
         pipe = make_pipeline(n_cells=256, kv_unified=True, n_ctx=256)
         for first in range(0, 240, 40):
@@ -493,6 +510,7 @@ class TestErrors:
 
 # ---- life
 class TestClose:
+    @pytest.mark.device
     def test_what_was_submitted_is_computed_and_stays_readable(
         self, make_pipeline: MakePipeline, plain: Context
     ) -> None:
@@ -518,6 +536,7 @@ class TestClose:
             pipe.memory.remove(0)
         assert pipe.stats().steps == 1 and "closed" in repr(pipe)
 
+    @pytest.mark.device
     def test_closing_while_others_submit_and_read(self, make_pipeline: MakePipeline) -> None:
         pipe = make_pipeline(depth=3)
         started = threading.Barrier(4)
@@ -565,6 +584,7 @@ def test_bad_ring(tiny: lp.Model) -> None:
         lp.Pipeline("model.gguf")  # type: ignore[arg-type]
 
 
+@pytest.mark.device
 def test_a_model_whose_rows_cannot_be_told_apart_takes_the_direct_path(recurrent: lp.Model) -> None:
     with lp.Pipeline(recurrent, n_ctx=64, n_seq_max=2, n_threads=1) as pipe:
         assert pipe.mode == "direct"
@@ -612,6 +632,7 @@ with lp.Model.demo() as model, lp.Pipeline(model, n_ctx=64) as pipe:
 """
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("ending", "code"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError('an end')", 1)])
 def test_the_process_ends_whatever_is_left_open(ending: str, code: int) -> None:
     """Steps queued, running and unread, arrays alive: exit neither hangs nor crashes."""
@@ -619,6 +640,7 @@ def test_the_process_ends_whatever_is_left_open(ending: str, code: int) -> None:
     assert text.strip() == "left"
 
 
+@pytest.mark.device
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_refuses() -> None:
     text = run_script(FORKED)

@@ -14,7 +14,7 @@ from support.backends import RINGS, assert_near, examples
 import llamapipe as lp
 from llamapipe.llama import Batch, Context
 
-pytestmark = [pytest.mark.device, pytest.mark.native]
+pytestmark = pytest.mark.native
 
 N_CTX, N_SEQ, N_BATCH, N_UBATCH = 64, 5, 48, 16
 
@@ -93,6 +93,7 @@ def pipe(tiny: lp.Model, unified: bool, ring: str, request: pytest.FixtureReques
         yield pipe
 
 
+@pytest.mark.device
 @settings(max_examples=examples(60), deadline=None)
 @given(steps=st.lists(batches, min_size=1, max_size=6))
 def test_rows_are_those_of_the_plain_path(steps: list[Entries], plain: Context, pipe: lp.Pipeline) -> None:
@@ -127,6 +128,7 @@ def compare(output: lp.StepOutput, expected: np.ndarray[Any, Any], pipe: lp.Pipe
         np.testing.assert_array_equal(rows, expected)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("n", [1, N_UBATCH, N_UBATCH + 1, N_BATCH])
 def test_a_prompt_of_every_size_lands_whole(n: int, plain: Context, pipe: lp.Pipeline) -> None:
     batch = Batch.of_tokens([(7 * i + 3) % 500 for i in range(n)], all_outputs=True)

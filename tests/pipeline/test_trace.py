@@ -15,8 +15,6 @@ from support.plain import greedy
 import llamapipe as lp
 from llamapipe.llama import Batch
 
-pytestmark = pytest.mark.device
-
 MakeEngine = Callable[..., lp.Engine]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -37,6 +35,7 @@ def settle(engine: lp.Engine) -> None:
 
 
 class TestEngine:
+    @pytest.mark.device
     def test_every_step_has_its_stages(self, traced: lp.Engine) -> None:
         spans = traced.trace.spans()
         n_steps = traced.stats().steps
@@ -45,6 +44,7 @@ class TestEngine:
             assert sorted(set(steps)) == list(range(n_steps)), stage
         assert ("copy" in {span.stage for span in spans}) == ON_DEVICE
 
+    @pytest.mark.device
     def test_stages_of_a_step_follow_one_another(self, traced: lp.Engine) -> None:
         spans = {(span.stage, span.step): span for span in traced.trace.spans()}
         for step in range(traced.stats().steps):
@@ -97,6 +97,7 @@ class TestEngine:
         with pytest.raises(error):
             make_engine(trace=trace)
 
+    @pytest.mark.device
     def test_overlap_shows(self, make_engine: MakeEngine) -> None:
         """With two steps under way at most, a step is delivered after the next one was launched."""
         engine = make_engine(n_seq_max=2, pipeline_depth=2, trace=True)
@@ -147,6 +148,7 @@ class TestFormats:
 
 
 class TestPipeline:
+    @pytest.mark.device
     def test_what_readers_do_can_be_marked(self, tiny: lp.Model) -> None:
         with lp.Pipeline(tiny, n_ctx=64, n_threads=1) as pipe:
             pipe.trace.start()

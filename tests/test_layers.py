@@ -22,7 +22,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine.scheduler", "engine.params", "engine.results"),
     ("pipeline", "structured"),
     ("llama",),
-    ("gguf", "host", "text", "native"),
+    ("gguf", "host", "text", "native", "chat"),
+    ("structured.schema",),
     ("arguments",),
     ("errors",),
 )

@@ -17,7 +17,7 @@ from llamapipe.llama.model import Model
 from llamapipe.llama.vocab import Vocab
 from llamapipe.structured.guide import Guide, message_of
 from llamapipe.structured.library import llguidance
-from llamapipe.structured.schema import Schema, schema_object, schema_text, subschemas
+from llamapipe.structured.schema import Schema, schema_object, schema_text, subschemas, with_options
 from llamapipe.structured.tokenizer import GrammarTokenizer
 
 # Longest text of each kind, in characters. llguidance compiles a text of this length in about a second at worst; a Lark
@@ -25,9 +25,6 @@ from llamapipe.structured.tokenizer import GrammarTokenizer
 MAX_CHARS = {"json_schema": 2**17, "regex": 2**16, "lark": 2**15}
 N_CACHED = 128
 
-# At most one match of this pattern is allowed wherever JSON permits spaces. It fits every usual layout, and it keeps a
-# model from generating spaces without end.
-_SPACE = r"\x20{1,2}|\n[\x20\t]{0,40}"
 # Allows every token that continues the text, not only the tokenizer's own choice for forced text. It stands after the
 # grammar, so that it shifts no position in an error message.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -169,17 +166,12 @@ class _Compiler:
 
 def _json_grammar(schema: dict[str, Any]) -> str:
     """A schema inside a Lark grammar: only there can forcing be turned off."""
-    return _grammar(f"start: %json {json.dumps(_with_options(schema))}")
+    return _grammar(f"start: %json {json.dumps(with_options(schema))}")
 
 
 def _bare_json_grammar(schema: dict[str, Any]) -> str:
     """A schema without a Lark grammar around it, which error messages would quote."""
-    return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
-
-
-def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
-    options = {"whitespace_pattern": _SPACE, "lenient": False, "coerce_one_of": False}
-    return {**schema, "x-guidance": options}
+    return json.dumps({"grammars": [{"json_schema": with_options(schema)}]})
 
 
 def _regex_grammar(text: str) -> str:

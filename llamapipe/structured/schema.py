@@ -17,12 +17,25 @@ from llamapipe.errors import InvalidRequestError
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LIST = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
 _MAP = ("properties", "patternProperties", "$defs", "definitions")
+# With one of these, an object says itself which other properties it allows, or combines with other schemas.
+_ABOUT_OTHERS = {
+    "additionalProperties",
+    "patternProperties",
+    "unevaluatedProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+}
 # Assertions of draft 3. llguidance does not know them and would ignore them.
 _DRAFT_3 = ("divisibleBy", "disallow", "extends")
 # llguidance takes time and memory for these without a limit of its own.
 MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, and time grows with their square
 MAX_PATTERNS = 100  # patternProperties; 200 take 2.5 s, 400 over 12 s
 MAX_MULTIPLE = 100_000  # least common multiple of all multipleOf; 100,000 take 0.9 s, 700,000 10 s and 400 MB
+# At most one match of this pattern is allowed wherever JSON permits spaces. It fits every usual layout, and it keeps a
+# model from generating spaces without end.
+SPACE = r"\x20{1,2}|\n[\x20\t]{0,40}"
 
 Schema = Mapping[str, Any] | bool | str
 
@@ -63,6 +76,33 @@ def schema_text(schema: Any) -> str:
         raise InvalidRequestError("json_schema is nested too deeply") from None
     except ValueError as e:  # NaN, a cycle, an integer of over 4,300 digits
         raise InvalidRequestError(f"json_schema cannot be read as JSON: {e}") from None
+
+
+def with_options(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with options for llguidance: the spaces it allows, and strictness."""
+    options = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
+    return {**schema, "x-guidance": options}
+
+
+def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which objects with listed properties allow no others, unless the schema says something about others.
+
+    Parts of an ``allOf``, and objects that combine with other schemas, are left as they are: none of them lists all
+    properties.
+    """
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    combined = {
+        one["$ref"]
+        for _, part in subschemas(copy)
+        if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1
+        for one in part["allOf"]
+        if isinstance(one, dict) and isinstance(one.get("$ref"), str)
+    }
+    for pointer, part in subschemas(copy):
+        is_open = isinstance(part.get("properties"), dict) and not part.keys() & _ABOUT_OTHERS
+        if is_open and "/allOf/" not in pointer and pointer not in combined:
+            part["additionalProperties"] = False
+    return copy
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

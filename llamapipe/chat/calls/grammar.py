@@ -1,0 +1,204 @@
+"""Grammars of whole answers: optional reasoning, then free text, tool calls, or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers, Style
+from llamapipe.chat.calls.lark import GAP, SPACES, TERMINALS, Literals, json_value, regex_text
+from llamapipe.chat.calls.tagged import TaggedArguments
+
+_ANY = "(?s:.*)"
+
+
+class ToolLike(Protocol):
+    """What a grammar needs of a tool."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an answer may be.
+
+    - ``tools``: the tools that may be called; empty for none. ``required``: the answer is nothing but calls.
+    - ``schema``: the JSON schema of the text, where it is not free.
+    - ``reasoning``: its markers if the answer may begin with reasoning, and whether the prompt has opened it.
+    """
+
+    tools: Sequence[ToolLike]
+    required: bool
+    parallel: bool
+    schema: dict[str, Any] | None
+    reasoning: ReasoningMarkers | None
+    reasoning_open: bool
+
+
+class GrammarWriter:
+    """Writes one Lark grammar. Rules are collected in the order in which they are needed."""
+
+    def __init__(self, form: CallFormat | None, answer: Answer, literals: Literals) -> None:
+        self._form = form
+        self._answer = answer
+        self._literals = literals
+        self._rules: list[str] = []
+        self._n_lazy = 0
+        self._excluded: list[str] = []  # free text must not begin with a match of these
+
+    def write(self) -> str:
+        """The grammar's text."""
+        answer = self._answer
+        before = self._reasoning() if answer.reasoning else ""
+        main = self._main()
+        start = f"{before} {main}".strip()
+        if answer.reasoning_open and not answer.required and answer.schema is None:
+            start += " | THINKING"  # a model may end without closing its reasoning
+            self._rules.append(f"THINKING: /{_ANY}/")
+        return "\n".join([f"start: {start}", *self._rules, TERMINALS]) + "\n"
+
+    # ---- reasoning
+    def _reasoning(self) -> str:
+        markers = self._answer.reasoning
+        assert markers is not None
+        end = self._literals.token(markers.end)
+        if end is None:
+            self._rules.append(f"thinking[lazy]: /{_ANY}/ {json.dumps(markers.end)}")
+            rest = f"thinking {GAP}" if not self._free else "thinking"
+        else:
+            self._rules.append(f"thinking: /{_ANY}/ {end}")
+            rest = f"thinking {GAP}" if not self._free else "thinking"
+        if self._answer.reasoning_open:
+            return rest
+        start = self._literals.token(markers.start)
+        if start is None:
+            # One terminal, so that no other text that begins with spaces is longer.
+            start = f"/[ \\n]{{0,4}}{regex_text(markers.start)}/"
+            self._excluded.append(rf"\s*{regex_text(markers.start)}")
+        return f"({start} {rest})?"
+
+    # ---- what follows the reasoning
+    @property
+    def _free(self) -> bool:
+        return not self._answer.required and self._answer.schema is None
+
+    def _main(self) -> str:
+        answer = self._answer
+        options: list[str] = []
+        if not self._free:
+            if answer.schema is not None and not answer.required:
+                self._rules.append(f"text: {json_value(answer.schema)}")
+                options.append("text")
+            if answer.tools:
+                options.append(self._forced_calls())
+        else:
+            options += self._free_calls()
+            options.append("FREE")
+            self._rules.append(f"FREE: {self._free_text()}")
+        return options[0] if len(options) == 1 else f"({' | '.join(options)})"
+
+    def _free_text(self) -> str:
+        return f"/{_ANY}/" + "".join(f" & ~/(?s:{text}.*)/" for text in self._excluded)
+
+    def _forced_calls(self) -> str:
+        form = self._form
+        assert form is not None
+        self._add_calls(form, form.opening)
+        return "calls"
+
+    def _free_calls(self) -> list[str]:
+        """The options for free text followed by calls; a trigger in the text always begins a call."""
+        form = self._form
+        assert form is not None
+        trigger = form.trigger
+        if not trigger:
+            return self._bare_calls(form)
+        token = self._literals.token(trigger)
+        self._add_calls(form, form.opening[len(trigger) :])
+        if token is None:
+            self._rules.append(
+                f"head[lazy]: {'FREE' if self._excluded else f'/{_ANY}/'} {json.dumps(trigger)}"
+            )
+        else:
+            self._rules.append(f"head: FREE {token}")
+        return ["head calls"]
+
+    def _bare_calls(self, form: CallFormat) -> list[str]:
+        """Calls without a marker. The whole answer is a call if it begins as one."""
+        first = json.dumps(form.members[0].key)
+        opening = rf"\{{\s*{regex_text(first)}\s*:"
+        self._excluded.append(rf"\s*{opening}")
+        self._rules.append(f"OPENING: /\\s{{0,2}}{opening}/")
+        self._add_calls(form, "", opened=True)
+        options = ["calls"]
+        tag = self._literals.token(PYTHON_TAG)
+        if tag is not None:
+            options.append(f"{tag} calls")
+        return options
+
+    # ---- calls
+    def _add_calls(self, form: CallFormat, opening: str, opened: bool = False) -> None:
+        """The rule ``calls``: what is left of the opening, calls, and the end of their section."""
+        text = self._literals
+        names = []
+        for i, tool in enumerate(self._answer.tools):
+            names.append(f"call_{i}")
+            self._rules.append(f"call_{i}: {self._call(form, tool, opened)}")
+        call = f"({' | '.join(names)})"
+        parts = [text.edge(opening), call]
+        if self._answer.parallel and form.parallel:
+            between = text.edge(form.separator + form.call_start)
+            parts.append(f"({between} {call})*")
+        parts.append(text.text(form.section_end))
+        self._rules.append(f"calls: {' '.join(part for part in parts if part)}")
+
+    def _call(self, form: CallFormat, tool: ToolLike, opened: bool) -> str:
+        text = self._literals
+        if form.style is Style.JSON:
+            parts = [self._object(form, tool, opened)]
+        else:
+            parts = [json.dumps(tool.name)]
+            if form.id_start:
+                parts.append(f"({text.text(form.id_start)} /[a-zA-Z0-9]{{9}}/)?")
+            parts.append(text.edge(form.after_name))
+            if form.style is Style.NAMED:
+                parts.append(json_value(tool.parameters))
+            else:
+                parts.append(TaggedArguments(form, tool.parameters).grammar(text, self._lazy))
+        # Spaces before the end of a call are free, because the template's own may have been written already.
+        end = form.call_end
+        parts.append(f"{GAP} {text.text(end.lstrip())}" if end.lstrip() != end else text.text(end))
+        return " ".join(part for part in parts if part)
+
+    def _lazy(self, body: str) -> str:
+        """The name of a new rule that ends where its text first matches."""
+        self._n_lazy += 1
+        self._rules.append(f"lazy_{self._n_lazy}[lazy]: {body}")
+        return f"lazy_{self._n_lazy}"
+
+    def _object(self, form: CallFormat, tool: ToolLike, opened: bool) -> str:
+        parts = []
+        for i, member in enumerate(form.members):
+            if not (opened and i == 0):
+                parts.append('"{"' if i == 0 else '","')
+                parts += [SPACES, json.dumps(json.dumps(member.key)), SPACES, '":"']
+            parts.append(SPACES)
+            if member.role == "name":
+                parts.append(json.dumps(json.dumps(tool.name)))
+            elif member.role == "arguments":
+                parts.append(json_value(tool.parameters))
+            elif member.role == "id":
+                parts.append('/"[a-zA-Z0-9]{9}"/')
+            else:
+                parts.append(json.dumps(member.constant))
+            parts.append(SPACES)
+        return " ".join([*parts, '"}"'])
+
+
+# Llama 3.1 and its successors may write this token before a call.
+PYTHON_TAG = "<|python_tag|>"

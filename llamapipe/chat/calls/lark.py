@@ -1,0 +1,57 @@
+"""Pieces of Lark grammars in llguidance's dialect: literals with control tokens, JSON, raw text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from llamapipe.chat.calls.call_format import segments
+from llamapipe.structured.schema import SPACE, with_options
+
+SpecialId = Callable[[str], "int | None"]
+# What may follow a marker that ends something (models do not all write the template's newlines), and what may stand
+# between the parts of JSON.
+GAP, SPACES = "GAP?", "SP?"
+TERMINALS = f"GAP: /[ \\n]{{1,4}}/\nSP: /{SPACE}/"
+
+
+class Literals:
+    """Writes text as Lark. Markers that are one control token of the vocabulary become that token."""
+
+    def __init__(self, special_id: SpecialId) -> None:
+        self._special_id = special_id
+
+    def token(self, marker: str) -> str | None:
+        """The control token of a marker, ``<[id]>``; None if it is text."""
+        found = self._special_id(marker) if len(marker) > 1 else None
+        return None if found is None else f"<[{found}]>"
+
+    def text(self, text: str) -> str:
+        """The elements that match ``text`` exactly; empty for empty text."""
+        parts: list[str] = []
+        plain = ""
+        for segment in segments(text):
+            token = self.token(segment)
+            if token is None:
+                plain += segment
+                continue
+            parts += [json.dumps(plain)] * bool(plain) + [token]
+            plain = ""
+        return " ".join(parts + [json.dumps(plain)] * bool(plain))
+
+    def edge(self, text: str) -> str:
+        """As ``text``, and free in the spaces and newlines at its end."""
+        stripped = text.rstrip()
+        return self.text(text) if stripped == text else f"{self.text(stripped)} {GAP}"
+
+
+def json_value(schema: dict[str, Any]) -> str:
+    """The element that matches JSON of a schema."""
+    return f"%json {json.dumps(with_options(schema))}"
+
+
+def regex_text(text: str) -> str:
+    """``text`` as a part of a regular expression between slashes."""
+    return re.sub(r"([][.^$*+?(){}|\\/&~])", r"\\\1", text).replace("\n", r"\n")

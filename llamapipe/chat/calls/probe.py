@@ -1,0 +1,286 @@
+"""Finds the markers of a template: renders conversations whose texts are known, and looks where these texts stand.
+
+The idea is that of llama.cpp's docs/autoparser.md. What a template writes around a known name and known arguments is
+the format of its calls; two calls in one message show what ends the first and starts the second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from llamapipe.chat.calls.call_format import (
+    CallFormat,
+    Member,
+    ReasoningMarkers,
+    Style,
+    common_end,
+    common_start,
+    segments,
+)
+
+_CONTENT, _REASONING = "Qxcontentqx.", "Qxreasonqx."
+_NAMES = ("qxfirst", "qxsecond")
+_IDS = ("Qxid00001", "Qxid00002")
+_ARGUMENTS = {"qxkeyone": "qxvalueone", "qxkeytwo": "qxvaluetwo"}
+_USER = {"role": "user", "content": "Qxquestionqx."}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "qxtool",
+        "description": "Qxdescription.",
+        "parameters": {"type": "object", "properties": {"qxx": {"type": "string", "description": "Qx."}}},
+    },
+}
+# Pairs that models write although their template shows them only in a prompt's end, or not at all.
+KNOWN_REASONING = tuple(
+    ReasoningMarkers(start, end)
+    for start, end in (
+        ("<think>", "</think>"),
+        ("[THINK]", "[/THINK]"),
+        ("<seed:think>", "</seed:think>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<thinking>", "</thinking>"),
+    )
+)
+# Names of template arguments that switch reasoning on and off.
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+class Render(Protocol):
+    """Renders a conversation with a template."""
+
+    def __call__(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> str: ...
+
+
+class TemplateProbe:
+    """Renders of one template. A render that the template refuses is None."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        plain = self._rendered([_USER, {"role": "assistant", "content": _CONTENT}], prompt=False)
+        self._head, _, tail = (plain or "").rpartition(_CONTENT)
+        self._turn_end = tail.strip()
+        self.prompt = self._rendered([_USER], prompt=True) or ""
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+        **template_args: Any,
+    ) -> str | None:
+        try:
+            return self._render(messages, tools=tools, add_generation_prompt=prompt, **template_args)
+        except Exception:  # a template may refuse in any way: its own error, or one of jinja2
+            return None
+
+    # ---- tool calls
+    def calls(self, n: int) -> str | None:
+        """The assistant's text with ``n`` calls and no content, as the template writes it; None if it shows none."""
+        calls = [
+            {"id": id_, "type": "function", "function": {"name": name, "arguments": _ARGUMENTS}}
+            for id_, name in zip(_IDS[:n], _NAMES[:n], strict=True)
+        ]
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = self._rendered([_USER, message], prompt=False, tools=[_TOOL])
+        head = self._rendered(
+            [_USER, {"role": "assistant", "content": _CONTENT}], prompt=False, tools=[_TOOL]
+        )
+        if text is None or any(name not in text for name in _NAMES[:n]):
+            return None
+        head = (head or self._head).rpartition(_CONTENT)[0]
+        text = text[len(common_start(text, head)) :]
+        last = max(text.rfind(value) for value in _ARGUMENTS.values())
+        end = text.find(self._turn_end, max(last, 0)) if self._turn_end else -1
+        return text if end < 0 else text[:end]
+
+    def call_format(self) -> CallFormat | None:
+        """The format of calls; None if the template shows none, or one that is not understood."""
+        one = self.calls(1)
+        if one is None:
+            return None
+        both = self.calls(2)
+        for find in (_json_format, _named_format, _tagged_format):
+            found = find(one, both)
+            if found is not None:
+                return found
+        return None
+
+    # ---- reasoning
+    def reasoning(self) -> ReasoningMarkers | None:
+        """The markers around reasoning; None if the template knows none."""
+        for key in ("reasoning_content", "reasoning", "thinking"):
+            message = {"role": "assistant", "content": _CONTENT, key: _REASONING}
+            text = self._rendered([_USER, message], prompt=False)
+            before, found, after = (text or "").rpartition(_REASONING)
+            if found and _CONTENT in after:
+                start = segments(before.rstrip())[-1:]
+                end = segments(after.partition(_CONTENT)[0].strip())[:1]
+                if start and end and len(start[0]) > 1 and len(end[0]) > 1:
+                    return ReasoningMarkers(start[0], end[0])
+        for known in KNOWN_REASONING:
+            if known.start in self.prompt[-80:] or self._removes(known):
+                return known
+        return None
+
+    def _removes(self, markers: ReasoningMarkers) -> bool:
+        """True if the template drops reasoning that stands in the content."""
+        text = markers.start + _REASONING + markers.end + _CONTENT
+        rendered = self._rendered([_USER, {"role": "assistant", "content": text}, _USER], prompt=False)
+        return rendered is not None and _CONTENT in rendered and _REASONING not in rendered
+
+    def reasoning_off(self) -> dict[str, Any]:
+        """Template arguments that switch reasoning off; empty if none does."""
+        for name in _SWITCHES:
+            on = self._rendered([_USER], prompt=True, **{name: True})
+            off = self._rendered([_USER], prompt=True, **{name: False})
+            if on is not None and off is not None and on != off:
+                return {name: False}
+        return {}
+
+
+# ---- from the text of one call, and of two, to a format
+def _json_format(one: str, both: str | None) -> CallFormat | None:
+    found = _call_object(one, _NAMES[0])
+    if found is None:
+        return None
+    start, end, members = found
+    second = _call_object(both, _NAMES[1]) if both else None
+    first = _call_object(both, _NAMES[0]) if both else None
+    between = both[first[1] : second[0]] if both and first and second else None
+    edges = _edges(one[:start], between, one[end:])
+    return CallFormat(Style.JSON, **edges, parallel=between is not None, members=members)
+
+
+def _call_object(text: str, name: str) -> tuple[int, int, tuple[Member, ...]] | None:
+    """The innermost JSON object that holds the name and the arguments: its start, its end, its members."""
+    at = text.find(name)
+    start = text.rfind("{", 0, max(at, 0))
+    while start >= 0:
+        value, end = _decoded(text, start)
+        if isinstance(value, dict) and name in value.values() and _ARGUMENTS in value.values():
+            return start, end, tuple(_member(key, one, name) for key, one in value.items())
+        start = text.rfind("{", 0, start)
+    return None
+
+
+def _member(key: str, value: object, name: str) -> Member:
+    if value == name:
+        return Member(key, "name")
+    if value == _ARGUMENTS:
+        return Member(key, "arguments")
+    return Member(key, "id") if value in _IDS else Member(key, "constant", json.dumps(value))
+
+
+def _named_format(one: str, both: str | None) -> CallFormat | None:
+    def find(text: str, n: int) -> tuple[int, int, int] | None:
+        """Where the name starts, the arguments start, and they end."""
+        at = text.find(_NAMES[n])
+        start = text.find("{", at)
+        while at >= 0 and start >= 0:
+            value, end = _decoded(text, start)
+            if value == _ARGUMENTS:
+                return at, start, end
+            start = text.find("{", start + 1)
+        return None
+
+    found = find(one, 0)
+    if found is None:
+        return None
+    name, start, end = found
+    after_name = one[name + len(_NAMES[0]) : start]
+    id_start, id_, rest = after_name.partition(_IDS[0])
+    if id_:
+        after_name = rest
+    first, second = (find(both, 0), find(both, 1)) if both else (None, None)
+    between = both[first[2] : second[0]] if both and first and second else None
+    edges = _edges(one[:name], between, one[end:])
+    return CallFormat(
+        Style.NAMED,
+        **edges,
+        parallel=between is not None,
+        after_name=after_name,
+        id_start=id_start if id_ else "",
+    )
+
+
+def _tagged_format(one: str, both: str | None) -> CallFormat | None:
+    def find(text: str, n: int) -> list[int] | None:
+        """Where the name, the first key, value, the second key, value start; and where that ends."""
+        places = [text.find(_NAMES[n])]
+        for part in (part for item in _ARGUMENTS.items() for part in item):
+            places.append(text.find(part, max(places[-1], 0)))
+        return None if min(places) < 0 else [*places, places[-1] + len(list(_ARGUMENTS.values())[-1])]
+
+    places = find(one, 0)
+    if places is None:
+        return None
+    (key_1, value_1), (key_2, _) = _ARGUMENTS.items()
+    after_name = one[places[0] + len(_NAMES[0]) : places[1]]
+    key_end = one[places[1] + len(key_1) : places[2]]
+    between_values = one[places[2] + len(value_1) : places[3]]
+    key_start = common_end(after_name, between_values)
+    # Space before a key belongs to what stands before it: an argument may also be the first, the last, or the only one.
+    key_start = key_start.lstrip()
+    n = len(key_start)
+    after_name, value_end = after_name[: len(after_name) - n], between_values[: len(between_values) - n]
+    first, second = (find(both, 0), find(both, 1)) if both else (None, None)
+    between = both[first[5] : second[0]] if both and first and second else None
+    rest = one[places[5] :]
+    if not rest.startswith(value_end):
+        value_end = value_end.rstrip()
+    if not key_start or not key_end or not value_end.strip() or not rest.startswith(value_end):
+        return None
+    cut = len(value_end)
+    edges = _edges(one[: places[0]], between[cut:] if between is not None else None, rest[cut:])
+    return CallFormat(
+        Style.TAGGED,
+        **edges,
+        parallel=between is not None,
+        after_name=after_name,
+        key_start=key_start,
+        key_end=key_end,
+        value_end=value_end,
+    )
+
+
+def _edges(before: str, between: str | None, after: str) -> dict[str, str]:
+    """Cuts the text before, between and after calls into the parts that belong to a call and those of a section."""
+    if between is None:
+        return {"call_start": before.lstrip(), "call_end": after.rstrip()}
+    call_start = common_end(before, between)
+    between = between[: len(between) - len(call_start)]
+    section_start = before[: len(before) - len(call_start)].lstrip()
+    call_end = common_start(between, after)
+    separator = between[len(call_end) :]
+    if not section_start:  # space before a call separates it from the one before
+        stripped = call_start.lstrip()
+        separator += call_start[: len(call_start) - len(stripped)]
+        call_start = stripped
+    return {
+        "section_start": section_start,
+        "call_start": call_start,
+        "call_end": call_end,
+        "separator": separator,
+        "section_end": after[len(call_end) :].rstrip(),
+    }
+
+
+def _decoded(text: str, start: int) -> tuple[Any, int]:
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except ValueError:
+        return None, start
+
+
+SpecialId = Callable[[str], "int | None"]

@@ -1,0 +1,169 @@
+"""Arguments that stand between markers of their own, as in ``<parameter=city>Paris</parameter>``.
+
+A string is written as it is, any other value as JSON. So where a schema allows both, a value is a string, except that
+``null`` is null if the schema allows it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from llamapipe.chat.calls.call_format import CallFormat
+from llamapipe.chat.calls.lark import GAP, Literals, json_value, regex_text
+from llamapipe.errors import InvalidRequestError
+
+_ANY = "(?s:.*)"
+_SHARED = ("$defs", "definitions")
+_COMBINED = ("anyOf", "oneOf", "allOf", "$ref")
+
+
+class TaggedArguments:
+    """The arguments of one tool: a grammar for them, and their values from text."""
+
+    def __init__(self, form: CallFormat, parameters: dict[str, Any]) -> None:
+        """Raises InvalidRequestError for parameters that cannot be written one by one."""
+        self._form = form
+        self._root = parameters
+        whole = self._resolved(parameters)
+        wrong = [key for key in _COMBINED if key in whole]
+        if wrong:
+            raise InvalidRequestError(
+                f"parameters use {wrong[0]!r} at the top, which this model's calls cannot express, because they write "
+                "every argument by itself; list the arguments in 'properties'"
+            )
+        self._properties: dict[str, dict[str, Any]] = {
+            name: self._resolved(one) for name, one in whole.get("properties", {}).items()
+        }
+        self._required = set(whole.get("required", ()))
+        self._is_open = not self._properties and whole.get("additionalProperties") is not False
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        """The schema that a chain of local references ends in."""
+        for _ in range(20):
+            target = schema.get("$ref") if isinstance(schema, dict) else None
+            if not isinstance(target, str) or not target.startswith("#/"):
+                break
+            found: Any = self._root
+            for key in target[2:].split("/"):
+                found = found.get(key.replace("~1", "/").replace("~0", "~"), {})
+            schema = {**found, **{k: v for k, v in schema.items() if k != "$ref"}}
+        return schema if isinstance(schema, dict) else {}
+
+    # ---- the grammar
+    def grammar(self, literals: Literals, add_rule: Callable[[str], str]) -> str:
+        """The elements that match the arguments, in the schema's order. ``add_rule`` names a lazy rule."""
+        form = self._form
+        parts = []
+        for name, schema in self._properties.items():
+            start = literals.text(form.key_start + name + form.key_end)
+            one = f"{start} {self._value(schema, literals, add_rule)} {_rest(form.value_end)}"
+            parts.append(one if name in self._required else f"({one})?")
+        if self._is_open:
+            key = f"{literals.text(form.key_start)} /[a-zA-Z_][a-zA-Z0-9_]{{0,39}}/ {literals.text(form.key_end)}"
+            parts.append(f"({key} {self._value({}, literals, add_rule)} {_rest(form.value_end)})*")
+        return " ".join(parts)
+
+    def _value(self, schema: dict[str, Any], literals: Literals, add_rule: Callable[[str], str]) -> str:
+        """A value up to and with the visible part of its end."""
+        end = self._form.value_end.rstrip()
+        chosen = _choices(schema)
+        if chosen is not None:
+            texts = " | ".join(literals.text(_as_text(one)) or '""' for one in chosen)
+            return f"({texts}) {literals.text(end)}"
+        if "string" in self._types(schema):
+            marker = self._form.value_end.strip()
+            token = literals.token(marker)
+            body = " & ".join([*self._string_patterns(schema), f"~/(?s:.*{regex_text(marker)}.*)/"])
+            if token is not None:
+                return f"{add_rule(body)} {token}"
+            return add_rule(f"({body}) {json.dumps(end)}")
+        shared = {key: self._root[key] for key in _SHARED if key in self._root}
+        return f"{json_value({**shared, **schema})} {GAP} {literals.text(end.lstrip())}"
+
+    def _string_patterns(self, schema: dict[str, Any]) -> list[str]:
+        """Regular expressions that a string must match, all of them."""
+        parts = [one for one in self._alternatives(schema) if "string" in self._types(one)]
+        one = parts[0] if len(parts) == 1 else {}
+        least, most = one.get("minLength", 0), one.get("maxLength", "")
+        patterns = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{_ANY}/"]
+        if isinstance(one.get("pattern"), str):
+            pattern: str = one["pattern"]
+            before = "" if pattern.startswith("^") else _ANY
+            after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else _ANY
+            inner = pattern.removeprefix("^")[: -1 if not after else None].replace("/", r"\/")
+            patterns.append(f"/{before}({inner}){after}/")
+        return patterns
+
+    # ---- what a schema allows
+    def _alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                return [other for one in schema[key] for other in self._alternatives(self._resolved(one))]
+        return [schema]
+
+    def _types(self, schema: dict[str, Any]) -> set[str]:
+        """The types that a schema allows; those of every JSON value where it names none."""
+        found: set[str] = set()
+        for one in self._alternatives(schema):
+            named = one.get("type")
+            if isinstance(named, str):
+                found.add(named)
+            elif isinstance(named, list):
+                found.update(named)
+            elif (chosen := _choices(one)) is not None:
+                found.update("string" if isinstance(value, str) else "other" for value in chosen)
+            elif "properties" in one:
+                found.add("object")
+            elif "items" in one:
+                found.add("array")
+            else:
+                found.update(("string", "any", "null"))
+        return found
+
+    # ---- values
+    def key_known(self, key: str) -> bool:
+        """True if an argument may have this name."""
+        return self._is_open or key in self._properties
+
+    def value(self, key: str, text: str) -> Any:
+        """The value of an argument from the text between its markers.
+
+        Raises ValueError if it is neither JSON nor a string that the schema allows.
+        """
+        form = self._form
+        if form.key_end.endswith("\n"):
+            text = text.removeprefix("\n")
+        if form.value_end.startswith("\n"):
+            text = text.removesuffix("\n")
+        schema = self._properties.get(key, {})
+        chosen = _choices(schema)
+        if chosen is not None:
+            for one in chosen:
+                if _as_text(one) == text:
+                    return one
+        types = self._types(schema)
+        if "string" not in types:
+            return json.loads(text)
+        if "any" in types:
+            try:
+                return json.loads(text)
+            except ValueError:
+                return text
+        return None if text == "null" and "null" in types else text
+
+
+def _rest(value_end: str) -> str:
+    return GAP if value_end.rstrip() != value_end else ""
+
+
+def _choices(schema: dict[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,135 @@
+"""What a template's answers look like: one object per template, for grammars and parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers
+from llamapipe.chat.calls.grammar import Answer, GrammarWriter
+from llamapipe.chat.calls.lark import Literals, SpecialId
+from llamapipe.chat.calls.probe import Render, TemplateProbe
+from llamapipe.chat.parser import ChatParser
+from llamapipe.chat.tools import Tool
+from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.schema import Schema, closed_objects, schema_object
+
+
+class ChatFormat:
+    """How the answers of one template show tool calls and reasoning. Immutable; any thread.
+
+    ``of`` finds it once per template; a request gets its grammar and its parser from it.
+
+    - ``supports_tools``: the template writes tool calls in a way that was understood.
+    - ``reasoning``: the markers around reasoning, or None.
+    - ``reasoning_off``: template arguments that switch reasoning off, such as ``{"enable_thinking": False}``.
+    """
+
+    def __init__(
+        self,
+        calls: CallFormat | None,
+        reasoning: ReasoningMarkers | None,
+        reasoning_off: dict[str, Any],
+        special_id: SpecialId,
+    ) -> None:
+        self.calls = calls
+        self.reasoning = reasoning
+        self.reasoning_off = reasoning_off
+        self._literals = Literals(special_id)
+
+    @classmethod
+    def of(cls, render: Render, special_id: SpecialId) -> ChatFormat:
+        """Probes a template: about ten renders of short conversations.
+
+        ``special_id`` returns the id of a text that is one control token of the vocabulary, else None.
+        """
+        probe = TemplateProbe(render)
+        return cls(probe.call_format(), probe.reasoning(), probe.reasoning_off(), special_id)
+
+    def __repr__(self) -> str:
+        calls = self.calls.style.name if self.calls else None
+        return f"<ChatFormat calls={calls} reasoning={self.reasoning}>"
+
+    @property
+    def supports_tools(self) -> bool:
+        """True if the template writes tool calls in a way that was understood."""
+        return self.calls is not None
+
+    @property
+    def can_disable_reasoning(self) -> bool:
+        """True if ``reasoning_off`` switches reasoning off."""
+        return bool(self.reasoning_off)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: str,
+        parallel: bool,
+        *,
+        prompt_tail: str,
+        schema: Schema | None = None,
+    ) -> str | None:
+        """A Lark grammar for llguidance of the answers that a request allows; None if it allows any text.
+
+        - ``choice``: "auto" (text, then valid calls), "none", "required" (nothing but calls), or the name of the one
+          tool to call. ``parallel``: several calls are allowed, where the template can write several.
+        - ``prompt_tail``: the end of the rendered prompt, which may have begun or closed the reasoning.
+        - ``schema``: the JSON schema of the text that follows the reasoning; with "auto", text is that or calls.
+
+        Raises InvalidRequestError if the template cannot write calls, or a schema cannot be followed exactly.
+        """
+        used = [] if choice == "none" else [t for t in tools if choice in ("auto", "required", t.name)]
+        required = choice not in ("auto", "none")
+        if required and not used:
+            raise InvalidRequestError(f"tool_choice is {choice!r}, but there is no such tool")
+        if used and not self.supports_tools:
+            raise InvalidRequestError(
+                "the model's chat template cannot write tool calls; use another template"
+            )
+        if not used and schema is None:
+            return None
+        answer = Answer(
+            tools=[_Checked(t.name, closed_objects(_checked(t))) for t in used],
+            required=required,
+            parallel=parallel,
+            schema=None if schema is None else schema_object(schema),
+            reasoning=None if self._is_closed(prompt_tail) else self.reasoning,
+            reasoning_open=self._is_open(prompt_tail),
+        )
+        return GrammarWriter(self.calls, answer, self._literals).write()
+
+    def parser(
+        self, tools: Sequence[Tool], choice: str, *, prompt_tail: str, stream_calls: bool = False
+    ) -> ChatParser:
+        """A parser for one answer to a prompt that ends with ``prompt_tail``.
+
+        ``stream_calls``: hand out a call's arguments while they arrive. Use it if the grammar is in force.
+        """
+        return ChatParser(
+            self.calls,
+            None if self._is_closed(prompt_tail) else self.reasoning,
+            reasoning_open=self._is_open(prompt_tail),
+            tools={} if choice == "none" else {t.name: t.parameters for t in tools},
+            stream_calls=stream_calls,
+        )
+
+    def _is_open(self, prompt_tail: str) -> bool:
+        return self.reasoning is not None and prompt_tail.rstrip().endswith(self.reasoning.start)
+
+    def _is_closed(self, prompt_tail: str) -> bool:
+        return self.reasoning is not None and prompt_tail.rstrip().endswith(self.reasoning.end)
+
+
+class _Checked:
+    """A tool whose schema was checked and closed."""
+
+    def __init__(self, name: str, parameters: dict[str, Any]) -> None:
+        self.name = name
+        self.parameters = parameters
+
+
+def _checked(tool: Tool) -> dict[str, Any]:
+    try:
+        return schema_object(tool.parameters)
+    except InvalidRequestError as e:
+        raise InvalidRequestError(f"tool {tool.name!r}: {e}") from None

@@ -1,0 +1,212 @@
+"""JSON schemas of Python functions: from the signature, its annotations, and the docstring."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import enum
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from llamapipe.errors import InvalidRequestError
+
+_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+_ARRAYS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
+_OBJECTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+# "name: text" of Google's style, "name : type" of numpy's, ":param name: text" of Sphinx's.
+_ENTRY = re.compile(
+    r"^\s*(?::param\s+(?:[\w\[\], |]+\s+)?)?\*{0,2}`{0,2}(\w+)`{0,2}\s*(?:\([^)]*\))?\s*:\s*(.*)$"
+)
+_SECTION = re.compile(
+    r"^\s*(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?|see also)\s*:?\s*$", re.I
+)
+_OF_ARGUMENTS = {"args", "arguments", "parameters", "params"}
+
+
+def described(function: Callable[..., Any]) -> str:
+    """The docstring up to its list of arguments."""
+    kept: list[str] = []
+    for line in (inspect.getdoc(function) or "").splitlines():
+        if _SECTION.match(line) or line.lstrip().startswith((":param", ":return", ":raises", ":type")):
+            break
+        kept.append(line)
+    return "\n".join(kept).strip()
+
+
+def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a function's arguments.
+
+    An argument without an annotation may be any JSON value; one without a default is required. Understood are the
+    types of JSON, ``Literal``, ``Optional`` and other unions, ``list``, ``dict``, ``tuple``, enums, ``TypedDict``,
+    dataclasses, pydantic models, and ``Annotated`` with a description.
+
+    Raises InvalidRequestError for arguments that cannot be passed by name, and for other annotations.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        signature = inspect.signature(function)
+        hints = typing.get_type_hints(_annotated(function), include_extras=True)
+    except (ValueError, TypeError, NameError) as e:
+        raise InvalidRequestError(f"the signature of {name} cannot be read: {e}") from None
+    documented = _documented(function, set(signature.parameters))
+    writer = _Writer()
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for argument in signature.parameters.values():
+        if argument.kind in (argument.POSITIONAL_ONLY, argument.VAR_POSITIONAL):
+            raise InvalidRequestError(f"{name}: argument {argument.name!r} cannot be passed by name")
+        if argument.kind is argument.VAR_KEYWORD:
+            raise InvalidRequestError(f"{name}: **{argument.name} has no schema; list its arguments")
+        try:
+            schema = writer.schema(hints.get(argument.name, Any))
+        except InvalidRequestError as e:
+            raise InvalidRequestError(f"{name}: argument {argument.name!r}: {e}") from None
+        if argument.name in documented:
+            schema.setdefault("description", documented[argument.name])
+        if argument.default is inspect.Parameter.empty:
+            required.append(argument.name)
+        elif isinstance(argument.default, (str, int, float, bool)):
+            schema.setdefault("default", argument.default)
+        properties[argument.name] = schema
+    result: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
+    if writer.definitions:
+        result["$defs"] = writer.definitions
+    return result
+
+
+def _annotated(function: Callable[..., Any]) -> Any:
+    """What holds the annotations: the function, or the method that makes an object callable."""
+    if inspect.isroutine(function) or inspect.isclass(function):
+        return function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+    return getattr(function, "func", None) or type(function).__call__
+
+
+class _Writer:
+    """Turns annotations into schemas. Classes become shared definitions, so that they may refer to themselves."""
+
+    def __init__(self) -> None:
+        self.definitions: dict[str, Any] = {}
+        self._classes: dict[str, type] = {}
+
+    def schema(self, kind: Any) -> dict[str, Any]:
+        """The schema of one annotation."""
+        if kind is Any or kind is inspect.Parameter.empty:
+            return {}
+        if kind is None:
+            return {"type": "null"}
+        if kind in _PLAIN:
+            return {"type": _PLAIN[kind]}
+        origin, parts = typing.get_origin(kind), typing.get_args(kind)
+        if origin is typing.Annotated:
+            schema = self.schema(parts[0])
+            texts = [
+                text
+                for one in parts[1:]
+                if isinstance(text := one if isinstance(one, str) else getattr(one, "description", None), str)
+            ]
+            return {**schema, "description": texts[0]} if texts else schema
+        if origin is typing.Literal:
+            return {"enum": list(parts)}
+        if origin in (typing.Union, types.UnionType):
+            return self._union(parts)
+        if (origin or kind) in (tuple,) and parts and parts[-1] is not Ellipsis:
+            items = [self.schema(one) for one in parts]
+            return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+        if (origin or kind) in _ARRAYS:
+            schema = {"type": "array"}
+            return {**schema, "items": self.schema(parts[0])} if parts else schema
+        if (origin or kind) in _OBJECTS:
+            schema = {"type": "object"}
+            if parts and parts[0] is not str:
+                raise InvalidRequestError(f"{kind} has keys that are not str, which JSON does not allow")
+            return {**schema, "additionalProperties": self.schema(parts[1])} if parts else schema
+        if isinstance(kind, type):
+            return self._class(kind)
+        raise InvalidRequestError(f"no JSON schema for {kind!r}; use another type, or pass a schema")
+
+    def _union(self, parts: tuple[Any, ...]) -> dict[str, Any]:
+        schemas = [self.schema(one) for one in parts]
+        if all(one.keys() == {"type"} for one in schemas):
+            return {"type": [one["type"] for one in schemas]}
+        return {"anyOf": schemas}
+
+    def _class(self, kind: type) -> dict[str, Any]:
+        if issubclass(kind, enum.Enum):
+            return {"enum": [one.value for one in kind]}
+        pydantic = getattr(kind, "model_json_schema", None)
+        is_known = pydantic is not None or dataclasses.is_dataclass(kind) or typing.is_typeddict(kind)
+        if not is_known:
+            raise InvalidRequestError(
+                f"no JSON schema for {kind.__name__}; use another type, or pass a schema"
+            )
+        name = kind.__name__
+        if self._classes.setdefault(name, kind) is not kind:
+            raise InvalidRequestError(f"two classes are called {name}; rename one")
+        if name not in self.definitions:
+            self.definitions[name] = {}  # a class may refer to itself
+            if pydantic is not None:
+                schema = pydantic(ref_template="#/$defs/{model}")
+                self.definitions |= schema.pop("$defs", {})
+                if "$ref" in schema:  # a model that refers to itself
+                    return dict(schema)
+            else:
+                schema = self._fields(kind)
+            self.definitions[name] = schema
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _fields(self, kind: type) -> dict[str, Any]:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        if dataclasses.is_dataclass(kind):
+            fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+            missing = dataclasses.MISSING
+            required = [n for n, f in fields.items() if f.default is missing and f.default_factory is missing]
+            hints = {name: hints[name] for name in fields}
+        else:
+            required = [name for name in hints if name in getattr(kind, "__required_keys__", hints)]
+        documented = _documented(kind, set(hints))
+        properties = {}
+        for name, hint in hints.items():
+            if (
+                typing.get_origin(hint) in (typing.Required, typing.NotRequired)
+                if hasattr(typing, "Required")
+                else False
+            ):
+                hint = typing.get_args(hint)[0]
+            properties[name] = self.schema(hint)
+            if name in documented:
+                properties[name].setdefault("description", documented[name])
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": False,
+        }
+
+
+def _documented(thing: Any, names: set[str]) -> dict[str, str]:
+    """What a docstring says of each argument, in Google's, numpy's or Sphinx's style."""
+    found: dict[str, list[str]] = {}
+    current: str | None = None
+    inside = False
+    for line in (inspect.getdoc(thing) or "").splitlines():
+        section = _SECTION.match(line)
+        if section:
+            inside, current = section[1].lower() in _OF_ARGUMENTS, None
+            continue
+        entry = _ENTRY.match(line)
+        if entry and entry[1] in names and (inside or ":param" in line):
+            current = entry[1]
+            # numpy's style has the type here, and the text in the lines that follow
+            is_type = re.match(rf"^\s*{current}\s+:", line) is not None
+            found[current] = [] if is_type else [entry[2]]
+        elif current and line.strip() and line[:1].isspace():
+            found[current].append(line.strip())
+        elif line.strip() and set(line.strip()) != {"-"}:
+            current = None
+    return {
+        name: " ".join(part for part in parts if part).strip() for name, parts in found.items() if any(parts)
+    }

@@ -1,0 +1,125 @@
+"""What a chat answer consists of: text, reasoning and tool calls, whole or in pieces."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A complete call of a tool.
+
+    - ``id``: nine letters and digits, or the model's own id where its format has one.
+    - ``arguments``: the decoded JSON object. They match the tool's schema if the grammar was in force.
+    """
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def arguments_json(self) -> str:
+        """The arguments as JSON text."""
+        return json.dumps(self.arguments, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of a tool call in a stream.
+
+    - ``index``: the call's position in the answer, from 0.
+    - ``id`` and ``name``: in the first delta of a call only, else None.
+    - ``arguments``: the next piece of the arguments' JSON text.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ChatPiece:
+    """What a piece of generated text adds to the answer. False if it adds nothing."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+
+@dataclass
+class _Call:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+class ChatMessage:
+    """Puts the pieces of one answer together. One thread at a time.
+
+    ``tool_calls`` holds the calls whose arguments are complete. A stream that ended early may leave an unfinished
+    one; ``n_unfinished_calls`` counts them.
+    """
+
+    def __init__(self, pieces: Iterable[ChatPiece] = ()) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_Call] = []
+        for piece in pieces:
+            self.add(piece)
+
+    def __repr__(self) -> str:
+        return f"<ChatMessage content={self.content!r} n_calls={len(self._calls)}>"
+
+    def add(self, piece: ChatPiece) -> None:
+        """Appends the next piece."""
+        self._content.append(piece.content)
+        self._reasoning.append(piece.reasoning)
+        for delta in piece.tool_calls:
+            if delta.index == len(self._calls):
+                self._calls.append(_Call(delta.id or new_call_id(), delta.name or ""))
+            self._calls[delta.index].arguments.append(delta.arguments)
+
+    @property
+    def content(self) -> str:
+        """The answer's text."""
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """The text of the reasoning; empty if there was none."""
+        return "".join(self._reasoning)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The complete calls, in the order in which they began."""
+        decoded = ((call, _object("".join(call.arguments))) for call in self._calls)
+        return tuple(ToolCall(call.id, call.name, value) for call, value in decoded if value is not None)
+
+    @property
+    def n_unfinished_calls(self) -> int:
+        """How many calls began and have no complete arguments."""
+        return len(self._calls) - len(self.tool_calls)
+
+
+def new_call_id() -> str:
+    """A random id of nine letters and digits: the form that Mistral's templates demand and all others accept."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,158 @@
+"""Tools that a model may call: checked definitions, from Python functions or JSON schemas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamapipe.chat.function_schema import described, parameters_schema
+from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.schema import schema_object
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_CHOICES = ("auto", "none", "required")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    - ``name``: 1 to 64 letters, digits, ``_``, ``-`` and ``.``.
+    - ``parameters``: the JSON schema of its arguments, which are an object.
+
+    Raises InvalidRequestError for other names and for schemas that cannot be followed exactly, TypeError for other
+    types.
+    """
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"a tool's name must be a str, not {type(self.name).__name__}")
+        if not _NAME.fullmatch(self.name):
+            raise InvalidRequestError(
+                f"{self.name!r} is no name for a tool: use 1 to 64 letters, digits, '_', '-' and '.'"
+            )
+        if self.name in _CHOICES:
+            raise InvalidRequestError(f"a tool must not be called {self.name!r}: tool_choice uses that word")
+        if not isinstance(self.description, str):
+            raise TypeError(
+                f"tool {self.name!r}: description must be a str, not {type(self.description).__name__}"
+            )
+        object.__setattr__(self, "parameters", _parameters(self.name, self.parameters))
+
+    def as_openai(self) -> dict[str, Any]:
+        """The definition as templates and OpenAI's API expect it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+ToolDefinition = Callable[..., Any] | Mapping[str, Any] | Tool
+
+
+def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
+    """The tools as ``Tool`` objects: Python functions, ``{"type": "function", "function": {…}}``, or ``Tool``.
+
+    A function's schema comes from its signature and docstring; see ``function_schema``.
+
+    Raises InvalidRequestError for duplicate names, unknown keys and bad schemas, TypeError for other types.
+    """
+    if tools is None:
+        return ()
+    if isinstance(tools, (str, bytes, Mapping, Tool)) or not isinstance(tools, Iterable):
+        raise TypeError(f"tools must be a list of functions, dicts or Tool, not {type(tools).__name__}")
+    found: dict[str, Tool] = {}
+    for i, one in enumerate(tools):
+        tool = _tool(i, one)
+        if tool.name in found:
+            raise InvalidRequestError(f"tools[{i}]: there is another tool called {tool.name!r}")
+        found[tool.name] = tool
+    return tuple(found.values())
+
+
+def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
+    """``tool_choice`` as "auto", "none", "required", or a tool's name.
+
+    OpenAI's ``{"type": "function", "function": {"name": …}}`` is accepted, and None, which is "auto".
+
+    Raises InvalidRequestError for an unknown name and for "required" without tools, TypeError for other types.
+    """
+    names = [tool.name for tool in tools]
+    if tool_choice is None:
+        return "auto"
+    if isinstance(tool_choice, Mapping):
+        function = tool_choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if tool_choice.get("type") != "function" or not isinstance(name, str):
+            raise InvalidRequestError(
+                'tool_choice must be "auto", "none", "required", a tool\'s name, or {"type": "function", "function": '
+                f'{{"name": …}}}}, not {dict(tool_choice)!r}'
+            )
+    elif isinstance(tool_choice, str):
+        if tool_choice in _CHOICES:
+            if tool_choice == "required" and not names:
+                raise InvalidRequestError('tool_choice is "required", but there are no tools')
+            return tool_choice
+        name = tool_choice
+    else:
+        raise TypeError(f"tool_choice must be a str or a dict, not {type(tool_choice).__name__}")
+    if name not in names:
+        raise InvalidRequestError(
+            f"tool_choice names {name!r}; the tools are {', '.join(map(repr, names)) or 'none'}"
+        )
+    return name
+
+
+def _tool(i: int, one: ToolDefinition) -> Tool:
+    try:
+        if isinstance(one, Tool):
+            return one
+        if isinstance(one, Mapping):
+            return _from_dict(one)
+        if callable(one):
+            name = getattr(one, "__name__", type(one).__name__)
+            return Tool(name, described(one), parameters_schema(one))
+    except InvalidRequestError as e:
+        raise InvalidRequestError(f"tools[{i}]: {e}") from None
+    except TypeError as e:
+        raise TypeError(f"tools[{i}]: {e}") from None
+    raise TypeError(f"tools[{i}] must be a function, a dict or a Tool, not {type(one).__name__}")
+
+
+def _from_dict(one: Mapping[str, Any]) -> Tool:
+    function = one.get("function")
+    if one.get("type") != "function" or not isinstance(function, Mapping):
+        raise InvalidRequestError('a tool must be {"type": "function", "function": {"name": …}}')
+    unknown = [*(one.keys() - {"type", "function"})]
+    unknown += function.keys() - {"name", "description", "parameters", "strict"}
+    if unknown:
+        raise InvalidRequestError(f"unknown key {sorted(unknown)[0]!r} in a tool")
+    if "name" not in function:
+        raise InvalidRequestError("a tool needs a name")
+    description = function.get("description")
+    parameters = function.get("parameters")
+    return Tool(
+        function["name"],
+        "" if description is None else description,
+        {"type": "object", "properties": {}} if parameters is None else parameters,
+    )
+
+
+def _parameters(name: str, parameters: Any) -> dict[str, Any]:
+    if not isinstance(parameters, Mapping):
+        raise TypeError(f"tool {name!r}: parameters must be a JSON schema, not {type(parameters).__name__}")
+    try:
+        schema = schema_object(parameters)
+    except InvalidRequestError as e:
+        raise InvalidRequestError(f"tool {name!r}: {e}") from None
+    if schema.setdefault("type", "object") != "object":
+        raise InvalidRequestError(
+            f"tool {name!r}: the type of parameters is {schema['type']!r}; it must be 'object'"
+        )
+    if "properties" not in schema and not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
+        schema.setdefault("properties", {})
+    return schema

@@ -1,0 +1,123 @@
+"""The chat templates of the pinned llama.cpp, rendered with jinja2, and a vocabulary of bytes for their grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+from jinja2 import Template
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from native_build.paths import cache_dir
+
+Render = Callable[..., str]
+
+
+@lru_cache(maxsize=1)
+def folder() -> Path:
+    """Where the templates are; skips the test where llama.cpp's source is not unpacked."""
+    for found in sorted(cache_dir().glob("source/*/llama.cpp/models/templates")):
+        return found
+    pytest.skip("llama.cpp's source is not in the cache: run build_native.py")
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in cache_dir().glob("source/*/llama.cpp/models/templates/*.jinja"))
+
+
+@lru_cache
+def _template(name: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+
+    def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(value, indent=indent, ensure_ascii=False, default=list)
+
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: "2026-01-01"}
+    text = (folder() / f"{name}.jinja").read_text(encoding="utf-8")
+    return environment.from_string(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text))
+
+
+def renderer(name: str) -> Render:
+    """Renders conversations with one of the templates."""
+    template = _template(name)
+
+    def render(
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> str:
+        if tools:
+            template_args["tools"] = tools
+        template_args.setdefault("enable_thinking", True)
+        return template.render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            bos_token="<s>",
+            eos_token="</s>",
+            **template_args,
+        )
+
+    return render
+
+
+class ByteVocabulary:
+    """Every byte is a token, and every given marker is one control token."""
+
+    bos_token_id: int | None = None
+
+    def __init__(self, specials: Sequence[str] = ()) -> None:
+        self.specials = tuple(specials)
+        self.tokens = [bytes([i]) for i in range(256)] + [one.encode() for one in specials] + [b"<end>"]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.eos_token_id = len(self.tokens) - 1
+        self._native = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def special_id(self, text: str) -> int | None:
+        return 256 + self.specials.index(text) if text in self.specials else None
+
+    def ids(self, text: str) -> list[int]:
+        """The text's bytes, with markers as control tokens."""
+        found: list[int] = []
+        parts = re.split("|".join(f"({re.escape(s)})" for s in self.specials) or r"(?!)", text)
+        for part in filter(None, parts):
+            special = self.special_id(part)
+            found += list(part.encode()) if special is None else [special]
+        return found
+
+    def matcher(self, grammar: str) -> Any:
+        """A matcher at the grammar's start; fails if the grammar cannot be compiled."""
+        matcher = llguidance.LLMatcher(
+            self._native, json.dumps({"grammars": [{"lark_grammar": grammar}]}), log_level=0
+        )
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def accepts(self, grammar: str, text: str) -> bool:
+        """True if the whole text matches."""
+        return self.accepted(grammar, text) == (text, True)
+
+    def accepted(self, grammar: str, text: str) -> tuple[str, bool]:
+        """The text up to the first token that is not allowed, and whether it may end there."""
+        matcher = self.matcher(grammar)
+        ids = self.ids(text)
+        n = matcher.try_consume_tokens(ids)
+        accepting = matcher.is_accepting()
+        return b"".join(self.tokens[i] for i in ids[:n]).decode(errors="replace"), accepting

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
-from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers
+from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers, segments
 from llamapipe.chat.calls.grammar import Answer, GrammarWriter
+from llamapipe.chat.calls.harmony import REASONING as HARMONY_REASONING
+from llamapipe.chat.calls.harmony import harmony_grammar, is_harmony
 from llamapipe.chat.calls.lark import Literals, SpecialId
-from llamapipe.chat.calls.probe import Render, TemplateProbe
+from llamapipe.chat.calls.probe import KNOWN_REASONING, Render, TemplateProbe
 from llamapipe.chat.parser import ChatParser
 from llamapipe.chat.tools import Tool
 from llamapipe.errors import InvalidRequestError
@@ -31,29 +35,48 @@ class ChatFormat:
         reasoning: ReasoningMarkers | None,
         reasoning_off: dict[str, Any],
         special_id: SpecialId,
+        harmony: bool = False,
     ) -> None:
         self.calls = calls
         self.reasoning = reasoning
         self.reasoning_off = reasoning_off
+        self._harmony = harmony
         self._literals = Literals(special_id)
 
     @classmethod
-    def of(cls, render: Render, special_id: SpecialId) -> ChatFormat:
-        """Probes a template: about ten renders of short conversations.
+    def of(
+        cls, render: Render, special_id: SpecialId, is_eog: Callable[[int], bool] = lambda token: False
+    ) -> ChatFormat:
+        """Probes a template: about twenty renders of short conversations.
 
-        ``special_id`` returns the id of a text that is one control token of the vocabulary, else None.
+        ``special_id`` returns the id of a text that is one control token of the vocabulary, else None. ``is_eog`` says
+        whether a token ends generation: such a token is never a part of a call, though templates write it after one.
         """
         probe = TemplateProbe(render)
-        return cls(probe.call_format(), probe.reasoning(), probe.reasoning_off(), special_id)
+        if is_harmony(probe.prompt, probe.calls(1)):
+            return cls(None, HARMONY_REASONING, {}, special_id, harmony=True)
+        calls, reasoning = probe.call_format(), probe.reasoning()
+        if calls is not None:
+            calls = _without_eog(
+                calls, lambda text: (token := special_id(text)) is not None and is_eog(token)
+            )
+        if reasoning is None:  # a vocabulary with such tokens is one of a model that reasons
+            known = (
+                m
+                for m in KNOWN_REASONING
+                if special_id(m.start) is not None and special_id(m.end) is not None
+            )
+            reasoning = next(known, None)
+        return cls(calls, reasoning, probe.reasoning_off(), special_id)
 
     def __repr__(self) -> str:
-        calls = self.calls.style.name if self.calls else None
+        calls = "HARMONY" if self._harmony else self.calls.style.name if self.calls else None
         return f"<ChatFormat calls={calls} reasoning={self.reasoning}>"
 
     @property
     def supports_tools(self) -> bool:
         """True if the template writes tool calls in a way that was understood."""
-        return self.calls is not None
+        return self._harmony or self.calls is not None
 
     @property
     def can_disable_reasoning(self) -> bool:
@@ -96,6 +119,8 @@ class ChatFormat:
             reasoning=None if self._is_closed(prompt_tail) else self.reasoning,
             reasoning_open=self._is_open(prompt_tail),
         )
+        if self._harmony:
+            return harmony_grammar(answer, self._literals)
         return GrammarWriter(self.calls, answer, self._literals).write()
 
     def parser(
@@ -111,6 +136,7 @@ class ChatFormat:
             reasoning_open=self._is_open(prompt_tail),
             tools={} if choice == "none" else {t.name: t.parameters for t in tools},
             stream_calls=stream_calls,
+            harmony=self._harmony,
         )
 
     def _is_open(self, prompt_tail: str) -> bool:
@@ -118,6 +144,19 @@ class ChatFormat:
 
     def _is_closed(self, prompt_tail: str) -> bool:
         return self.reasoning is not None and prompt_tail.rstrip().endswith(self.reasoning.end)
+
+
+def _without_eog(form: CallFormat, ends: Callable[[str], bool]) -> CallFormat:
+    """The format without tokens that end generation: they are not part of the text."""
+
+    def cut(text: str) -> tuple[str, bool]:
+        kept = list(takewhile(lambda one: not ends(one), segments(text)))
+        return "".join(kept), "".join(kept) != text
+
+    call_end, ended = cut(form.call_end)
+    if ended:
+        return replace(form, call_end=call_end.rstrip(), section_end="", parallel=False)
+    return replace(form, section_end=cut(form.section_end)[0].rstrip())
 
 
 class _Checked:

@@ -22,7 +22,8 @@ _ENTRY = re.compile(
     r"^\s*(?::param\s+(?:[\w\[\], |]+\s+)?)?\*{0,2}`{0,2}(\w+)`{0,2}\s*(?:\([^)]*\))?\s*:\s*(.*)$"
 )
 _SECTION = re.compile(
-    r"^\s*(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?|see also)\s*:?\s*$", re.I
+    r"^\s*(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?|see also)\s*:?\s*$",
+    re.IGNORECASE,
 )
 _OF_ARGUMENTS = {"args", "arguments", "parameters", "params"}
 
@@ -109,11 +110,13 @@ class _Writer:
                 if isinstance(text := one if isinstance(one, str) else getattr(one, "description", None), str)
             ]
             return {**schema, "description": texts[0]} if texts else schema
+        if getattr(origin, "_name", None) in ("Required", "NotRequired"):  # of a TypedDict
+            return self.schema(parts[0])
         if origin is typing.Literal:
             return {"enum": list(parts)}
         if origin in (typing.Union, types.UnionType):
             return self._union(parts)
-        if (origin or kind) in (tuple,) and parts and parts[-1] is not Ellipsis:
+        if (origin or kind) is tuple and parts and parts[-1] is not Ellipsis:
             items = [self.schema(one) for one in parts]
             return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
         if (origin or kind) in _ARRAYS:
@@ -170,12 +173,6 @@ class _Writer:
         documented = _documented(kind, set(hints))
         properties = {}
         for name, hint in hints.items():
-            if (
-                typing.get_origin(hint) in (typing.Required, typing.NotRequired)
-                if hasattr(typing, "Required")
-                else False
-            ):
-                hint = typing.get_args(hint)[0]
             properties[name] = self.schema(hint)
             if name in documented:
                 properties[name].setdefault("description", documented[name])

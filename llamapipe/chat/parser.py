@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llamapipe.chat.calls.answer_output import AnswerOutput
 from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers
-from llamapipe.chat.calls.call_reader import CallReader, CallSink
+from llamapipe.chat.calls.call_reader import CallReader
 from llamapipe.chat.calls.grammar import PYTHON_TAG
+from llamapipe.chat.calls.harmony import HarmonyReader
 from llamapipe.chat.calls.reader import Malformed, Reading, TextBuffer, ahead, skip, spaces, until
-from llamapipe.chat.results import ChatMessage, ChatPiece, ToolCallDelta, new_call_id
+from llamapipe.chat.results import ChatMessage, ChatPiece
 
 
 class ChatParser:
@@ -30,14 +32,19 @@ class ChatParser:
         reasoning_open: bool = False,
         tools: Mapping[str, dict[str, Any]] | None = None,
         stream_calls: bool = False,
+        harmony: bool = False,
     ) -> None:
-        """``tools``: the parameters of each tool that may be called. ``reasoning_open``: the prompt began reasoning."""
+        """``tools``: the parameters of each tool that may be called. ``reasoning_open``: the prompt began reasoning.
+
+        ``harmony``: the text is in the format of gpt-oss; ``form`` and ``reasoning`` are not used then.
+        """
         self._buffer = TextBuffer()
-        self._output = _Output(self._buffer, stream_calls)
+        self._output = AnswerOutput(self._buffer, stream_calls)
         self._reasoning = reasoning
         self._reasoning_open = reasoning_open
         self._calls = CallReader(form, tools, self._output) if form is not None and tools else None
         self._form = form
+        self._harmony = HarmonyReader(self._buffer, self._output, tools or {}) if harmony else None
         self._reading = self._answer()
         self._finished = False
         next(self._reading)
@@ -60,6 +67,10 @@ class ChatParser:
 
     def _answer(self) -> Reading[None]:
         yield
+        if self._harmony is not None:
+            yield from self._harmony.answer()
+            self._output.finish()
+            return
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
         if self._calls is None or self._form is None:
@@ -117,95 +128,6 @@ class ChatParser:
             return False
         self._buffer.recorded()
         return True
-
-
-class _Output(CallSink):
-    """What is certain and not handed out yet."""
-
-    def __init__(self, buffer: TextBuffer, stream_calls: bool) -> None:
-        self._buffer = buffer
-        self._stream_calls = stream_calls
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._deltas: list[ToolCallDelta] = []
-        self._spaces = ""  # at the end of content: dropped if a call follows
-        self._reasoning_spaces = ""
-        self._after_call = False
-        self._begun = False  # a call was handed out and is not complete
-        self._n_calls = 0
-        self._held: list[ToolCallDelta] = []  # of the call that is being read
-
-    def piece(self) -> ChatPiece:
-        deltas: list[ToolCallDelta] = []
-        for delta in self._deltas:  # joins the pieces of one call
-            if deltas and deltas[-1].index == delta.index:
-                last = deltas[-1]
-                deltas[-1] = ToolCallDelta(last.index, last.id, last.name, last.arguments + delta.arguments)
-            else:
-                deltas.append(delta)
-        piece = ChatPiece("".join(self._content), "".join(self._reasoning), tuple(deltas))
-        self._content, self._reasoning, self._deltas = [], [], []
-        return piece
-
-    def content(self, text: str) -> None:
-        if self._after_call:
-            text = text.lstrip()
-        visible = text.rstrip()
-        if visible:
-            self._content.append(self._spaces + visible)
-            self._spaces = text[len(visible) :]
-            self._after_call = False
-        else:
-            self._spaces += text
-
-    def reasoning(self, text: str) -> None:
-        visible = text.rstrip()
-        if visible:
-            self._reasoning.append(self._reasoning_spaces + visible)
-            self._reasoning_spaces = text[len(visible) :]
-        else:
-            self._reasoning_spaces += text
-
-    def finish(self) -> None:
-        if self._spaces:
-            self._content.append(self._spaces)
-            self._spaces = ""
-
-    # ---- calls
-    def begin(self, name: str, id_: str | None) -> None:
-        self._add(ToolCallDelta(self._n_calls, id_ or new_call_id(), name, ""))
-
-    def more(self, text: str) -> None:
-        self._add(ToolCallDelta(self._n_calls, None, None, text))
-
-    def _add(self, delta: ToolCallDelta) -> None:
-        if self._stream_calls:
-            self._called(delta)
-        else:
-            self._held.append(delta)
-
-    def _called(self, delta: ToolCallDelta) -> None:
-        self._deltas.append(delta)
-        self._spaces = ""
-        self._after_call = True
-        self._begun = True
-        self._buffer.record()
-
-    def end(self) -> None:
-        for delta in self._held:
-            self._called(delta)
-        self._held = []
-        self._begun = False
-        self._n_calls += 1
-        self._buffer.record()
-
-    def give_back(self) -> None:
-        """The text that was read as a call and is none becomes content."""
-        if self._begun:  # it stays unfinished
-            self._begun = False
-            self._n_calls += 1
-        self._held = []
-        self.content(self._buffer.recorded())
 
 
 def parse_answer(parser: ChatParser, text: str) -> ChatMessage:

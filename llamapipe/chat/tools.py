@@ -130,7 +130,7 @@ def _from_dict(one: Mapping[str, Any]) -> Tool:
     unknown = [*(one.keys() - {"type", "function"})]
     unknown += function.keys() - {"name", "description", "parameters", "strict"}
     if unknown:
-        raise InvalidRequestError(f"unknown key {sorted(unknown)[0]!r} in a tool")
+        raise InvalidRequestError(f"unknown key {min(unknown)!r} in a tool")
     if "name" not in function:
         raise InvalidRequestError("a tool needs a name")
     description = function.get("description")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 # A tag such as <tool_call> or <|python_tag|>, a marker such as [TOOL_CALLS], or one character.
 _SEGMENT = re.compile(r"<[^<>\s](?:[^<>\n]*[^<>\s])?>|\[/?[A-Z][A-Z_]+\]|.", re.DOTALL)
@@ -56,6 +59,27 @@ class CallFormat:
     def opening(self) -> str:
         """All that stands before the first call."""
         return (self.section_start + self.call_start).lstrip()
+
+    def written(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> str:
+        """Calls, each an id, a name and arguments, as the template writes them."""
+        parts = [self.call_start + self._written(*call) + self.call_end for call in calls]
+        return self.section_start + self.separator.join(parts) + self.section_end
+
+    def _written(self, id_: str, name: str, arguments: Mapping[str, Any]) -> str:
+        if self.style is Style.JSON:
+            values = {"name": name, "arguments": arguments, "id": id_}
+            members = (
+                (m.key, json.dumps(values.get(m.role)) if m.role in values else m.constant)
+                for m in self.members
+            )
+            return f"{{{', '.join(f'{json.dumps(key)}: {value}' for key, value in members)}}}"
+        start = name + (self.id_start + id_ if self.id_start else "") + self.after_name
+        if self.style is Style.NAMED:
+            return start + json.dumps(arguments)
+        texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in arguments.items()}
+        return start + "".join(
+            self.key_start + key + self.key_end + text + self.value_end for key, text in texts.items()
+        )
 
     @property
     def trigger(self) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from llamapipe.chat.calls.answer_output import AnswerOutput
 from llamapipe.chat.calls.call_format import CallFormat, Style
 from llamapipe.chat.calls.reader import (
     Malformed,
@@ -28,25 +29,13 @@ _ID = re.compile(r"[A-Za-z0-9]*")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
-class CallSink:
-    """Takes what is read of calls.
-
-    ``begin`` is told a call's name and its id, if that is known, as soon as both are certain; ``more`` a piece of its
-    arguments' JSON; ``end`` that the call is complete. A sink may hold all of it back until then.
-    """
-
-    def begin(self, name: str, id_: str | None) -> None: ...
-    def more(self, text: str) -> None: ...
-    def end(self) -> None: ...
-
-
 class CallReader:
     """Reads one section of calls. The generators raise Malformed if the text is no call of a known tool."""
 
-    def __init__(self, form: CallFormat, tools: Mapping[str, dict[str, Any]], sink: CallSink) -> None:
+    def __init__(self, form: CallFormat, tools: Mapping[str, dict[str, Any]], output: AnswerOutput) -> None:
         self._form = form
         self._tools = tools
-        self._sink = sink
+        self._output = output
         self._roles = {member.key: member.role for member in form.members}
         for key in _ARGUMENTS_KEYS:
             self._roles.setdefault(key, "arguments")
@@ -59,7 +48,7 @@ class CallReader:
             yield from self._call(buffer)
             if form.call_end.strip():
                 yield from _end(buffer, form.call_end)
-            self._sink.end()
+            self._output.end()
             if not form.section_start:
                 return
             yield from spaces(buffer)
@@ -98,8 +87,8 @@ class CallReader:
             if role == "arguments" and arguments is None:
                 if name is not None and (yield from ahead(buffer, "{")):
                     begun = True
-                    self._sink.begin(name, id_)
-                    yield from json_value(buffer, self._sink.more)
+                    self._output.begin(name, id_)
+                    yield from json_value(buffer, self._output.more)
                     arguments = ""
                 else:
                     arguments = yield from _held_object(buffer)
@@ -116,8 +105,8 @@ class CallReader:
         if name is None:
             raise Malformed
         if not begun:
-            self._sink.begin(name, id_)
-            self._sink.more("{}" if arguments is None else arguments)
+            self._output.begin(name, id_)
+            self._output.more("{}" if arguments is None else arguments)
 
     # ---- NAME … {…}
     def _named(self, buffer: TextBuffer) -> Reading[None]:
@@ -130,8 +119,8 @@ class CallReader:
         yield from spaces(buffer)
         if not (yield from ahead(buffer, "{")):
             raise Malformed
-        self._sink.begin(name, id_)
-        yield from json_value(buffer, self._sink.more)
+        self._output.begin(name, id_)
+        yield from json_value(buffer, self._output.more)
 
     # ---- NAME … <key>value</key> …
     def _tagged(self, buffer: TextBuffer) -> Reading[None]:
@@ -139,7 +128,7 @@ class CallReader:
         name = self._known((yield from take_while(buffer, _NAME)))
         yield from expect(buffer, form.after_name)
         arguments = TaggedArguments(form, self._tools[name])
-        self._sink.begin(name, None)
+        self._output.begin(name, None)
         separator = "{"
         yield from spaces(buffer)
         while (yield from skip(buffer, form.key_start)):
@@ -149,10 +138,10 @@ class CallReader:
                 value = arguments.value(key, text)
             except ValueError:
                 raise Malformed from None
-            self._sink.more(f"{separator}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+            self._output.more(f"{separator}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
             separator = ", "
             yield from spaces(buffer)
-        self._sink.more("{}" if separator == "{" else "}")
+        self._output.more("{}" if separator == "{" else "}")
 
     def _known(self, name: object) -> str:
         if not isinstance(name, str) or name not in self._tools:
@@ -197,6 +186,3 @@ def _end(buffer: TextBuffer, marker: str) -> Reading[None]:
         buffer.take(len(buffer.rest))
         return
     yield from expect(buffer, marker)
-
-
-Show = Callable[[str], None]

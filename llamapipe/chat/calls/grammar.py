@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers, Style
-from llamapipe.chat.calls.lark import GAP, SPACES, TERMINALS, Literals, json_value, regex_text
+from llamapipe.chat.calls.lark import ANY, GAP, SPACES, Literals, Rules, json_value, regex_text
 from llamapipe.chat.calls.tagged import TaggedArguments
-
-_ANY = "(?s:.*)"
 
 
 class ToolLike(Protocol):
     """What a grammar needs of a tool."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name."""
+
     @property
-    def parameters(self) -> dict[str, Any]: ...
+    def parameters(self) -> dict[str, Any]:
+        """The checked JSON schema of its arguments."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,7 @@ class GrammarWriter:
         self._form = form
         self._answer = answer
         self._literals = literals
-        self._rules: list[str] = []
-        self._n_lazy = 0
+        self._rules = Rules(literals)
         self._excluded: list[str] = []  # free text must not begin with a match of these
 
     def write(self) -> str:
@@ -59,20 +59,14 @@ class GrammarWriter:
         start = f"{before} {main}".strip()
         if answer.reasoning_open and not answer.required and answer.schema is None:
             start += " | THINKING"  # a model may end without closing its reasoning
-            self._rules.append(f"THINKING: /{_ANY}/")
-        return "\n".join([f"start: {start}", *self._rules, TERMINALS]) + "\n"
+            self._rules.add("THINKING", f"/{ANY}/")
+        return self._rules.write(start)
 
     # ---- reasoning
     def _reasoning(self) -> str:
         markers = self._answer.reasoning
         assert markers is not None
-        end = self._literals.token(markers.end)
-        if end is None:
-            self._rules.append(f"thinking[lazy]: /{_ANY}/ {json.dumps(markers.end)}")
-            rest = f"thinking {GAP}" if not self._free else "thinking"
-        else:
-            self._rules.append(f"thinking: /{_ANY}/ {end}")
-            rest = f"thinking {GAP}" if not self._free else "thinking"
+        rest = self._rules.up_to(markers.end) + ("" if self._free else f" {GAP}")
         if self._answer.reasoning_open:
             return rest
         start = self._literals.token(markers.start)
@@ -92,18 +86,17 @@ class GrammarWriter:
         options: list[str] = []
         if not self._free:
             if answer.schema is not None and not answer.required:
-                self._rules.append(f"text: {json_value(answer.schema)}")
-                options.append("text")
+                options.append(json_value(answer.schema))
             if answer.tools:
                 options.append(self._forced_calls())
         else:
             options += self._free_calls()
             options.append("FREE")
-            self._rules.append(f"FREE: {self._free_text()}")
+            self._rules.add("FREE", self._free_text())
         return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
     def _free_text(self) -> str:
-        return f"/{_ANY}/" + "".join(f" & ~/(?s:{text}.*)/" for text in self._excluded)
+        return f"/{ANY}/" + "".join(f" & ~/(?s:{text}.*)/" for text in self._excluded)
 
     def _forced_calls(self) -> str:
         form = self._form
@@ -118,22 +111,15 @@ class GrammarWriter:
         trigger = form.trigger
         if not trigger:
             return self._bare_calls(form)
-        token = self._literals.token(trigger)
         self._add_calls(form, form.opening[len(trigger) :])
-        if token is None:
-            self._rules.append(
-                f"head[lazy]: {'FREE' if self._excluded else f'/{_ANY}/'} {json.dumps(trigger)}"
-            )
-        else:
-            self._rules.append(f"head: FREE {token}")
-        return ["head calls"]
+        return [f"{self._rules.up_to(trigger, 'FREE')} calls"]
 
     def _bare_calls(self, form: CallFormat) -> list[str]:
         """Calls without a marker. The whole answer is a call if it begins as one."""
         first = json.dumps(form.members[0].key)
         opening = rf"\{{\s*{regex_text(first)}\s*:"
         self._excluded.append(rf"\s*{opening}")
-        self._rules.append(f"OPENING: /\\s{{0,2}}{opening}/")
+        self._rules.add("OPENING", f"/\\s{{0,2}}{opening}/")
         self._add_calls(form, "", opened=True)
         options = ["calls"]
         tag = self._literals.token(PYTHON_TAG)
@@ -147,15 +133,15 @@ class GrammarWriter:
         text = self._literals
         names = []
         for i, tool in enumerate(self._answer.tools):
-            names.append(f"call_{i}")
-            self._rules.append(f"call_{i}: {self._call(form, tool, opened)}")
+            names.append(self._rules.add(f"call_{i}", self._call(form, tool, opened)))
         call = f"({' | '.join(names)})"
         parts = [text.edge(opening), call]
         if self._answer.parallel and form.parallel:
             between = text.edge(form.separator + form.call_start)
             parts.append(f"({between} {call})*")
-        parts.append(text.text(form.section_end))
-        self._rules.append(f"calls: {' '.join(part for part in parts if part)}")
+        end = form.section_end
+        parts.append(f"{GAP} {text.text(end.lstrip())}" if end.lstrip() != end else text.text(end))
+        self._rules.add("calls", " ".join(part for part in parts if part))
 
     def _call(self, form: CallFormat, tool: ToolLike, opened: bool) -> str:
         text = self._literals
@@ -169,17 +155,11 @@ class GrammarWriter:
             if form.style is Style.NAMED:
                 parts.append(json_value(tool.parameters))
             else:
-                parts.append(TaggedArguments(form, tool.parameters).grammar(text, self._lazy))
+                parts.append(TaggedArguments(form, tool.parameters).grammar(text, self._rules))
         # Spaces before the end of a call are free, because the template's own may have been written already.
         end = form.call_end
         parts.append(f"{GAP} {text.text(end.lstrip())}" if end.lstrip() != end else text.text(end))
         return " ".join(part for part in parts if part)
-
-    def _lazy(self, body: str) -> str:
-        """The name of a new rule that ends where its text first matches."""
-        self._n_lazy += 1
-        self._rules.append(f"lazy_{self._n_lazy}[lazy]: {body}")
-        return f"lazy_{self._n_lazy}"
 
     def _object(self, form: CallFormat, tool: ToolLike, opened: bool) -> str:
         parts = []

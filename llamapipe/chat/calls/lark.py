@@ -17,6 +17,10 @@ GAP, SPACES = "GAP?", "SP?"
 TERMINALS = f"GAP: /[ \\n]{{1,4}}/\nSP: /{SPACE}/"
 
 
+# Any text, as a part of a regular expression.
+ANY = "(?s:.*)"
+
+
 class Literals:
     """Writes text as Lark. Markers that are one control token of the vocabulary become that token."""
 
@@ -45,6 +49,41 @@ class Literals:
         """As ``text``, and free in the spaces and newlines at its end."""
         stripped = text.rstrip()
         return self.text(text) if stripped == text else f"{self.text(stripped)} {GAP}"
+
+
+class Rules:
+    """The rules of one grammar, in the order in which they are needed."""
+
+    def __init__(self, literals: Literals) -> None:
+        self._literals = literals
+        self._lines: list[str] = []
+        self._n_lazy = 0
+        self._n_terminals = 0
+
+    def add(self, name: str, body: str) -> str:
+        """Adds a rule, or a terminal if its name is in capitals; returns the name."""
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """Adds a terminal; returns its name."""
+        self._n_terminals += 1
+        return self.add(f"TEXT_{self._n_terminals}", body)
+
+    def lazy(self, body: str) -> str:
+        """Adds a rule whose text ends where it first matches; returns its name."""
+        self._n_lazy += 1
+        self._lines.append(f"lazy_{self._n_lazy}[lazy]: {body}")
+        return f"lazy_{self._n_lazy}"
+
+    def up_to(self, marker: str, text: str = f"/{ANY}/") -> str:
+        """The elements that match text up to and with the first ``marker``."""
+        token = self._literals.token(marker)
+        return self.lazy(f"{text} {json.dumps(marker)}") if token is None else f"{text} {token}"
+
+    def write(self, start: str) -> str:
+        """The grammar's text."""
+        return "\n".join([f"start: {start}", *self._lines, TERMINALS]) + "\n"
 
 
 def json_value(schema: dict[str, Any]) -> str:

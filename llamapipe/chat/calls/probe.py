@@ -7,7 +7,8 @@ the format of its calls; two calls in one message show what ends the first and s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from llamapipe.chat.calls.call_format import (
@@ -44,6 +45,7 @@ KNOWN_REASONING = tuple(
         ("<thinking>", "</thinking>"),
     )
 )
+_MAX_MARKER = 100  # characters; more is a text of its own
 # Names of template arguments that switch reasoning on and off.
 _SWITCHES = ("enable_thinking", "thinking")
 
@@ -58,7 +60,8 @@ class Render(Protocol):
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **template_args: Any,
-    ) -> str: ...
+    ) -> str:
+        """The text; any exception where the template refuses the conversation."""
 
 
 class TemplateProbe:
@@ -85,13 +88,21 @@ class TemplateProbe:
             return None
 
     # ---- tool calls
-    def calls(self, n: int) -> str | None:
+    def calls(self, n: int, arguments: Mapping[str, Any] = _ARGUMENTS) -> str | None:
         """The assistant's text with ``n`` calls and no content, as the template writes it; None if it shows none."""
+        for content in ("", None):
+            for given in (dict(arguments), json.dumps(arguments)):
+                text = self._calls(n, content, given)
+                if text is not None and all(str(value) in text for value in arguments.values()):
+                    return text
+        return None
+
+    def _calls(self, n: int, content: str | None, arguments: dict[str, Any] | str) -> str | None:
         calls = [
-            {"id": id_, "type": "function", "function": {"name": name, "arguments": _ARGUMENTS}}
+            {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
             for id_, name in zip(_IDS[:n], _NAMES[:n], strict=True)
         ]
-        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        message = {"role": "assistant", "content": content, "tool_calls": calls}
         text = self._rendered([_USER, message], prompt=False, tools=[_TOOL])
         head = self._rendered(
             [_USER, {"role": "assistant", "content": _CONTENT}], prompt=False, tools=[_TOOL]
@@ -100,8 +111,8 @@ class TemplateProbe:
             return None
         head = (head or self._head).rpartition(_CONTENT)[0]
         text = text[len(common_start(text, head)) :]
-        last = max(text.rfind(value) for value in _ARGUMENTS.values())
-        end = text.find(self._turn_end, max(last, 0)) if self._turn_end else -1
+        last = text.rfind(_NAMES[n - 1])
+        end = text.find(self._turn_end, last) if self._turn_end else -1
         return text if end < 0 else text[:end]
 
     def call_format(self) -> CallFormat | None:
@@ -113,8 +124,30 @@ class TemplateProbe:
         for find in (_json_format, _named_format, _tagged_format):
             found = find(one, both)
             if found is not None:
-                return found
+                return self._confirmed(found, one, both)
         return None
+
+    def _confirmed(self, form: CallFormat, one: str, both: str | None) -> CallFormat | None:
+        """The format, if it writes what the template writes; for single calls only, if it fails for two."""
+        if not form.trigger and form.style is not Style.JSON:
+            return None
+        markers = (form.section_start, form.call_start, form.call_end, form.section_end, form.after_name)
+        if any(len(one) > _MAX_MARKER or _IDS[0] in one for one in markers):
+            return None
+        if not _same(form.written([(_IDS[0], _NAMES[0], _ARGUMENTS)]), _without_reasoning(one.lstrip())):
+            return None
+        numbers = {key: 7041 + i for i, key in enumerate(_ARGUMENTS)}
+        text = self.calls(1, numbers)
+        if text is not None and not _same(
+            form.written([(_IDS[0], _NAMES[0], numbers)]), _without_reasoning(text.lstrip())
+        ):
+            return None
+        pairs = [(id_, name, _ARGUMENTS) for id_, name in zip(_IDS, _NAMES, strict=True)]
+        if form.parallel and (
+            both is None or not _same(form.written(pairs), _without_reasoning(both.lstrip()))
+        ):
+            return replace(form, parallel=False)
+        return form
 
     # ---- reasoning
     def reasoning(self) -> ReasoningMarkers | None:
@@ -127,11 +160,20 @@ class TemplateProbe:
                 start = segments(before.rstrip())[-1:]
                 end = segments(after.partition(_CONTENT)[0].strip())[:1]
                 if start and end and len(start[0]) > 1 and len(end[0]) > 1:
-                    return ReasoningMarkers(start[0], end[0])
+                    found_markers = ReasoningMarkers(start[0], end[0])
+                    # Markers of every message, such as <|end|>, do not tell reasoning from text.
+                    return None if self._in_user_turn(found_markers) else found_markers
+        call = self.calls(1) or ""
         for known in KNOWN_REASONING:
-            if known.start in self.prompt[-80:] or self._removes(known):
+            shown = known.start in self.prompt or (known.start in call and known.end in call)
+            if shown or self._removes(known):
                 return known
         return None
+
+    def _in_user_turn(self, markers: ReasoningMarkers) -> bool:
+        text = self._rendered([_USER], prompt=False) or ""
+        turn_end = text.rpartition(_USER["content"])[2]
+        return markers.start in turn_end or markers.end in turn_end
 
     def _removes(self, markers: ReasoningMarkers) -> bool:
         """True if the template drops reasoning that stands in the content."""
@@ -225,7 +267,7 @@ def _tagged_format(one: str, both: str | None) -> CallFormat | None:
     places = find(one, 0)
     if places is None:
         return None
-    (key_1, value_1), (key_2, _) = _ARGUMENTS.items()
+    (key_1, value_1), _ = _ARGUMENTS.items()
     after_name = one[places[0] + len(_NAMES[0]) : places[1]]
     key_end = one[places[1] + len(key_1) : places[2]]
     between_values = one[places[2] + len(value_1) : places[3]]
@@ -257,7 +299,7 @@ def _tagged_format(one: str, both: str | None) -> CallFormat | None:
 def _edges(before: str, between: str | None, after: str) -> dict[str, str]:
     """Cuts the text before, between and after calls into the parts that belong to a call and those of a section."""
     if between is None:
-        return {"call_start": before.lstrip(), "call_end": after.rstrip()}
+        return {"call_start": _without_reasoning(before.lstrip()), "call_end": after.rstrip()}
     call_start = common_end(before, between)
     between = between[: len(between) - len(call_start)]
     section_start = before[: len(before) - len(call_start)].lstrip()
@@ -267,13 +309,32 @@ def _edges(before: str, between: str | None, after: str) -> dict[str, str]:
         stripped = call_start.lstrip()
         separator += call_start[: len(call_start) - len(stripped)]
         call_start = stripped
+    section_end = after[len(call_end) :].rstrip()
+    stripped = call_end.rstrip()
+    if stripped and stripped != call_end:  # space after a call, too
+        space = call_end[len(stripped) :]
+        call_end, separator = stripped, space + separator
+        section_end = space + section_end if section_end else ""
     return {
-        "section_start": section_start,
+        "section_start": _without_reasoning(section_start),
         "call_start": call_start,
         "call_end": call_end,
         "separator": separator,
-        "section_end": after[len(call_end) :].rstrip(),
+        "section_end": section_end,
     }
+
+
+def _without_reasoning(text: str) -> str:
+    """The text without the empty reasoning that some templates write before calls."""
+    for known in KNOWN_REASONING:
+        if text.startswith(known.start) and known.end in text:
+            return text.partition(known.end)[2].lstrip()
+    return text
+
+
+def _same(a: str, b: str) -> bool:
+    """True if both differ in spaces only."""
+    return "".join(a.split()) == "".join(b.split())
 
 
 def _decoded(text: str, start: int) -> tuple[Any, int]:
@@ -281,6 +342,3 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
         return json.JSONDecoder().raw_decode(text, start)
     except ValueError:
         return None, start
-
-
-SpecialId = Callable[[str], "int | None"]

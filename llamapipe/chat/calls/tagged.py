@@ -7,14 +7,12 @@ A string is written as it is, any other value as JSON. So where a schema allows 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from llamapipe.chat.calls.call_format import CallFormat
-from llamapipe.chat.calls.lark import GAP, Literals, json_value, regex_text
+from llamapipe.chat.calls.lark import ANY, GAP, Literals, Rules, json_value, regex_text
 from llamapipe.errors import InvalidRequestError
 
-_ANY = "(?s:.*)"
 _SHARED = ("$defs", "definitions")
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref")
 
@@ -52,20 +50,20 @@ class TaggedArguments:
         return schema if isinstance(schema, dict) else {}
 
     # ---- the grammar
-    def grammar(self, literals: Literals, add_rule: Callable[[str], str]) -> str:
-        """The elements that match the arguments, in the schema's order. ``add_rule`` names a lazy rule."""
+    def grammar(self, literals: Literals, rules: Rules) -> str:
+        """The elements that match the arguments, in the schema's order."""
         form = self._form
         parts = []
         for name, schema in self._properties.items():
             start = literals.text(form.key_start + name + form.key_end)
-            one = f"{start} {self._value(schema, literals, add_rule)} {_rest(form.value_end)}"
+            one = f"{start} {self._value(schema, literals, rules)} {_rest(form.value_end)}"
             parts.append(one if name in self._required else f"({one})?")
         if self._is_open:
             key = f"{literals.text(form.key_start)} /[a-zA-Z_][a-zA-Z0-9_]{{0,39}}/ {literals.text(form.key_end)}"
-            parts.append(f"({key} {self._value({}, literals, add_rule)} {_rest(form.value_end)})*")
+            parts.append(f"({key} {self._value({}, literals, rules)} {_rest(form.value_end)})*")
         return " ".join(parts)
 
-    def _value(self, schema: dict[str, Any], literals: Literals, add_rule: Callable[[str], str]) -> str:
+    def _value(self, schema: dict[str, Any], literals: Literals, rules: Rules) -> str:
         """A value up to and with the visible part of its end."""
         end = self._form.value_end.rstrip()
         chosen = _choices(schema)
@@ -75,10 +73,11 @@ class TaggedArguments:
         if "string" in self._types(schema):
             marker = self._form.value_end.strip()
             token = literals.token(marker)
-            body = " & ".join([*self._string_patterns(schema), f"~/(?s:.*{regex_text(marker)}.*)/"])
-            if token is not None:
-                return f"{add_rule(body)} {token}"
-            return add_rule(f"({body}) {json.dumps(end)}")
+            patterns = self._string_patterns(schema)
+            if token is None:
+                body = " & ".join([*patterns, f"~/(?s:.*{regex_text(marker)}.*)/"])
+                return rules.lazy(f"{rules.terminal(body)} {json.dumps(end)}")
+            return f"{rules.terminal(' & '.join(patterns))} {token}"
         shared = {key: self._root[key] for key in _SHARED if key in self._root}
         return f"{json_value({**shared, **schema})} {GAP} {literals.text(end.lstrip())}"
 
@@ -87,11 +86,11 @@ class TaggedArguments:
         parts = [one for one in self._alternatives(schema) if "string" in self._types(one)]
         one = parts[0] if len(parts) == 1 else {}
         least, most = one.get("minLength", 0), one.get("maxLength", "")
-        patterns = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{_ANY}/"]
+        patterns = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{ANY}/"]
         if isinstance(one.get("pattern"), str):
             pattern: str = one["pattern"]
-            before = "" if pattern.startswith("^") else _ANY
-            after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else _ANY
+            before = "" if pattern.startswith("^") else ANY
+            after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else ANY
             inner = pattern.removeprefix("^")[: -1 if not after else None].replace("/", r"\/")
             patterns.append(f"/{before}({inner}){after}/")
         return patterns

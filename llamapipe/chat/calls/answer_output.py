@@ -1,0 +1,114 @@
+"""What has been read of an answer: content, reasoning and calls, handed out piece by piece."""
+
+from __future__ import annotations
+
+from llamapipe.chat.calls.reader import TextBuffer
+from llamapipe.chat.results import ChatPiece, ToolCallDelta, new_call_id
+
+
+class AnswerOutput:
+    """What is certain and not handed out yet. Spaces before a call and around reasoning belong to neither.
+
+    With ``stream_calls`` the pieces of a call are handed out as they are read, else when the call is complete.
+    """
+
+    def __init__(self, buffer: TextBuffer, stream_calls: bool) -> None:
+        self._buffer = buffer
+        self._stream_calls = stream_calls
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._deltas: list[ToolCallDelta] = []
+        self._spaces = ""  # at the end of content: dropped if a call follows
+        self._reasoning_spaces = ""
+        self._after_call = False
+        self._any_content = False
+        self._any_reasoning = False
+        self._begun = False  # a call was handed out and is not complete
+        self._n_calls = 0
+        self._held: list[ToolCallDelta] = []  # of the call that is being read
+
+    def piece(self) -> ChatPiece:
+        """What was added since the last call."""
+        deltas: list[ToolCallDelta] = []
+        for delta in self._deltas:  # joins the pieces of one call
+            if deltas and deltas[-1].index == delta.index:
+                last = deltas[-1]
+                deltas[-1] = ToolCallDelta(last.index, last.id, last.name, last.arguments + delta.arguments)
+            else:
+                deltas.append(delta)
+        piece = ChatPiece("".join(self._content), "".join(self._reasoning), tuple(deltas))
+        self._content, self._reasoning, self._deltas = [], [], []
+        return piece
+
+    def content(self, text: str) -> None:
+        """Adds text of the answer."""
+        if self._after_call and not self._any_content:
+            text = text.lstrip()
+        visible = text.rstrip()
+        if visible:
+            self._content.append(self._spaces + visible)
+            self._spaces = text[len(visible) :]
+            self._after_call = False
+            self._any_content = True
+        else:
+            self._spaces += text
+
+    def reasoning(self, text: str) -> None:
+        """Adds text of the reasoning."""
+        visible = text.rstrip()
+        if visible:
+            self._reasoning.append(self._reasoning_spaces + visible)
+            self._reasoning_spaces = text[len(visible) :]
+            self._any_reasoning = True
+        else:
+            self._reasoning_spaces += text
+
+    def paragraph(self) -> None:
+        """What follows is another message: an empty line separates it from the one before."""
+        self._spaces = "\n\n" if self._any_content else ""
+        self._reasoning_spaces = "\n\n" if self._any_reasoning else ""
+
+    def finish(self) -> None:
+        """The text has ended."""
+        if self._spaces and not self._after_call:
+            self._content.append(self._spaces)
+        self._spaces = ""
+
+    # ---- calls
+    def begin(self, name: str, id_: str | None) -> None:
+        """A call begins. ``id_``: the model's own id, if it is known already."""
+        self._add(ToolCallDelta(self._n_calls, id_ or new_call_id(), name, ""))
+
+    def more(self, text: str) -> None:
+        """The next piece of the JSON text of the call's arguments."""
+        self._add(ToolCallDelta(self._n_calls, None, None, text))
+
+    def _add(self, delta: ToolCallDelta) -> None:
+        if self._stream_calls:
+            self._called(delta)
+        else:
+            self._held.append(delta)
+
+    def _called(self, delta: ToolCallDelta) -> None:
+        self._deltas.append(delta)
+        self._spaces = ""
+        self._after_call = True
+        self._begun = True
+        self._buffer.record()
+
+    def end(self) -> None:
+        """The call is complete."""
+        for delta in self._held:
+            self._called(delta)
+        self._held = []
+        self._begun = False
+        self._n_calls += 1
+        self._buffer.record()
+
+    def give_back(self) -> None:
+        """The text that was read as a call and is none becomes content."""
+        if self._begun:  # it stays unfinished
+            self._begun = False
+            self._n_calls += 1
+        self._held = []
+        self.content(self._buffer.recorded())

@@ -45,7 +45,7 @@ class ChatFormat:
 
     @classmethod
     def of(
-        cls, render: Render, special_id: SpecialId, is_eog: Callable[[int], bool] = lambda token: False
+        cls, render: Render, special_id: SpecialId, is_eog: Callable[[int], bool] | None = None
     ) -> ChatFormat:
         """Probes a template: about twenty renders of short conversations.
 
@@ -56,7 +56,7 @@ class ChatFormat:
         if is_harmony(probe.prompt, probe.calls(1)):
             return cls(None, HARMONY_REASONING, {}, special_id, harmony=True)
         calls, reasoning = probe.call_format(), probe.reasoning()
-        if calls is not None:
+        if calls is not None and is_eog is not None:
             calls = _without_eog(
                 calls, lambda text: (token := special_id(text)) is not None and is_eog(token)
             )

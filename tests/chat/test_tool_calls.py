@@ -4,72 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from support.chat_families import FAMILIES, FULL, PARIS, TOOLS, Family
 from support.chat_templates import ByteVocabulary, renderer
 
 from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.results import ChatMessage
-from llamapipe.chat.tools import Tool, check_tools
-
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "description": "Where."},
-        "unit": {"enum": ["C", "F"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city"],
-}
-TOOLS = check_tools([Tool("get_weather", "The weather.", WEATHER), Tool("now", "The time.")])
-PARIS: dict[str, Any] = {"city": "Paris"}
-FULL: dict[str, Any] = {"city": 'São "Paulo"\n{x}', "unit": "C", "days": 3}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A template, its vocabulary's control tokens, and texts as its models write them."""
-
-    template: str
-    tail: str  # the end of a prompt
-    specials: tuple[str, ...]
-    paris: str  # a call of get_weather with PARIS
-    full: str  # the same with FULL
-    both: str  # a call with PARIS, then one of now
-    wrong_key: str  # a call up to the wrong name of an argument, which must not be written
-    unknown: str  # a call of an unknown tool
-    broken: tuple[str, ...]  # no calls, although they begin as such
-    think: tuple[str, str] | None = None
-    may_talk: bool = True  # text may precede a call
-    template_args: dict[str, Any] = field(default_factory=dict)
-
-
-HERMES = Family(
-    template="Qwen-Qwen3-0.6B",
-    tail="<|im_start|>assistant\n",
-    specials=(),
-    paris='<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
-    full='<tool_call>\n{"name": "get_weather", "arguments": '
-    '{"city": "São \\"Paulo\\"\\n{x}", "unit": "C", "days": 3}}\n</tool_call>',
-    both='<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    wrong_key='<tool_call>\n{"name": "get_weather", "arguments": {"t',
-    unknown='<tool_call>\n{"name": "get_wether", "arguments": {"city": "Paris"}}\n</tool_call>',
-    broken=(
-        "<tool_call>",
-        "<tool_call>\n",
-        "<tool_call>\n[]",
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par',
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": }}\n</tool_call>',
-        '<tool_call>\n{"name": "get_weather" "arguments"}\n</tool_call>',
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}} and\n</tool_call>',
-        "<tool_call>\nget_weather(city='Paris')\n</tool_call>",
-    ),
-    think=("<think>\n", "\n</think>\n\n"),
-)
-FAMILIES = {"Hermes": HERMES}
 
 
 @pytest.fixture(params=FAMILIES, ids=str)
@@ -127,10 +69,9 @@ class TestParser:
             answer = parse(form, text, family.tail, stream_calls)
             assert calls_of(answer) == [("get_weather", arguments)]
             assert (answer.content, answer.reasoning) == ("", "")
-        assert calls_of(parse(form, family.both, family.tail, stream_calls)) == [
-            ("get_weather", PARIS),
-            ("now", {}),
-        ]
+        if family.both:
+            answer = parse(form, family.both, family.tail, stream_calls)
+            assert calls_of(answer) == [("get_weather", PARIS), ("now", {})]
 
     def test_text_before_a_call_is_content(self, form: ChatFormat, family: Family) -> None:
         if family.may_talk:
@@ -139,10 +80,11 @@ class TestParser:
 
     def test_a_streamed_call_arrives_in_pieces(self, form: ChatFormat, family: Family) -> None:
         parser = form.parser(TOOLS, "auto", prompt_tail=family.tail, stream_calls=True)
-        deltas = [delta for c in family.both for delta in parser.feed(c).tool_calls]
+        deltas = [delta for c in family.both or family.full for delta in parser.feed(c).tool_calls]
         deltas += parser.finish().tool_calls
-        assert [(d.index, d.name) for d in deltas if d.name] == [(0, "get_weather"), (1, "now")]
-        assert [d.index for d in deltas if d.id] == [0, 1]
+        named = [(0, "get_weather"), (1, "now")][: 2 if family.both else 1]
+        assert [(d.index, d.name) for d in deltas if d.name] == named
+        assert [d.index for d in deltas if d.id] == [index for index, _ in named]
         assert sum(d.index == 0 for d in deltas) > 1
 
     def test_what_is_no_call_is_content(self, form: ChatFormat, family: Family) -> None:
@@ -205,8 +147,8 @@ class TestGrammar:
     ) -> None:
         grammar = form.grammar(TOOLS, "auto", True, prompt_tail=family.tail)
         assert grammar is not None
-        for text in ("", "Hello, <b>world</b>!\n", family.paris, family.full, family.both):
-            assert vocabulary.accepts(grammar, text), text
+        for text in (f"{family.text}Hello, <b>world</b>!\n", family.paris, family.full, family.both):
+            assert not text or vocabulary.accepts(grammar, text), text
         if family.may_talk:
             assert vocabulary.accepts(grammar, f"I look.\n{family.paris}")
         assert vocabulary.accepted(grammar, family.wrong_key) == (family.wrong_key[:-1], False)
@@ -221,7 +163,7 @@ class TestGrammar:
         grammar = form.grammar(TOOLS, choice, True, prompt_tail=family.tail)
         assert grammar is not None
         assert vocabulary.accepts(grammar, family.paris) and vocabulary.accepts(grammar, family.full)
-        assert vocabulary.accepts(grammar, family.both) == (choice == "required")
+        assert not family.both or vocabulary.accepts(grammar, family.both) == (choice == "required")
         assert vocabulary.accepted(grammar, "Hello") == ("", False)
         assert vocabulary.accepted(grammar, f"Hello {family.paris}") == ("", False)
         assert vocabulary.accepted(grammar, family.wrong_key) == (family.wrong_key[:-1], False)
@@ -232,7 +174,8 @@ class TestGrammar:
     ) -> None:
         grammar = form.grammar(TOOLS, choice, False, prompt_tail=family.tail)
         assert grammar is not None
-        assert vocabulary.accepts(grammar, family.paris) and not vocabulary.accepts(grammar, family.both)
+        assert vocabulary.accepts(grammar, family.paris)
+        assert not family.both or not vocabulary.accepts(grammar, family.both)
 
     @pytest.mark.parametrize("choice", ["auto", "required"])
     def test_reasoning_comes_first(
@@ -245,7 +188,7 @@ class TestGrammar:
             grammar = form.grammar(TOOLS, choice, True, prompt_tail=tail)
             assert grammar is not None
             assert vocabulary.accepts(grammar, f"{text}Hm, {family.wrong_key}{end}{family.paris}")
-            assert vocabulary.accepts(grammar, f"{text}Hm{end}Hello") == (choice == "auto")
+            assert vocabulary.accepts(grammar, f"{text}Hm{end}{family.text}Hello") == (choice == "auto")
         closed = form.grammar(TOOLS, choice, True, prompt_tail=family.tail + start + end)
         assert closed is not None and vocabulary.accepts(closed, family.paris)
 
@@ -254,7 +197,8 @@ class TestGrammar:
         alone = form.grammar((), "none", True, prompt_tail=family.tail, schema=schema)
         both = form.grammar(TOOLS, "auto", True, prompt_tail=family.tail, schema=schema)
         assert alone is not None and both is not None
-        assert vocabulary.accepts(alone, '{"n": 1}') and vocabulary.accepts(both, '{"n": 1}')
+        text = f'{family.text}{{"n": 1}}'
+        assert vocabulary.accepts(alone, text) and vocabulary.accepts(both, text)
         assert vocabulary.accepts(both, family.paris) and not vocabulary.accepts(alone, family.paris)
         assert not vocabulary.accepts(both, "Hello")
 

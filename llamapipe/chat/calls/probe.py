@@ -134,18 +134,11 @@ class TemplateProbe:
         markers = (form.section_start, form.call_start, form.call_end, form.section_end, form.after_name)
         if any(len(one) > _MAX_MARKER or _IDS[0] in one for one in markers):
             return None
-        if not _same(form.written([(_IDS[0], _NAMES[0], _ARGUMENTS)]), _without_reasoning(one.lstrip())):
-            return None
         numbers = {key: 7041 + i for i, key in enumerate(_ARGUMENTS)}
-        text = self.calls(1, numbers)
-        if text is not None and not _same(
-            form.written([(_IDS[0], _NAMES[0], numbers)]), _without_reasoning(text.lstrip())
-        ):
+        with_numbers = self.calls(1, numbers)
+        if not _writes(form, one) or (with_numbers and not _writes(form, with_numbers, numbers)):
             return None
-        pairs = [(id_, name, _ARGUMENTS) for id_, name in zip(_IDS, _NAMES, strict=True)]
-        if form.parallel and (
-            both is None or not _same(form.written(pairs), _without_reasoning(both.lstrip()))
-        ):
+        if form.parallel and not (both and _writes(form, both, n=2)):
             return replace(form, parallel=False)
         return form
 
@@ -332,9 +325,10 @@ def _without_reasoning(text: str) -> str:
     return text
 
 
-def _same(a: str, b: str) -> bool:
-    """True if both differ in spaces only."""
-    return "".join(a.split()) == "".join(b.split())
+def _writes(form: CallFormat, text: str, arguments: Mapping[str, Any] = _ARGUMENTS, n: int = 1) -> bool:
+    """True if the format writes the probe's calls as ``text``, apart from spaces."""
+    written = form.written([(id_, name, arguments) for id_, name in zip(_IDS[:n], _NAMES[:n], strict=True)])
+    return "".join(written.split()) == "".join(_without_reasoning(text.lstrip()).split())
 
 
 def _decoded(text: str, start: int) -> tuple[Any, int]:

@@ -68,7 +68,7 @@ class ChatParser:
     def _answer(self) -> Reading[None]:
         yield
         if self._harmony is not None:
-            yield from self._harmony.answer()
+            yield from self._harmony.answer(self._reasoning_open)
             self._output.finish()
             return
         if self._reasoning is not None:

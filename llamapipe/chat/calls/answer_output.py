@@ -110,5 +110,8 @@ class AnswerOutput:
         if self._begun:  # it stays unfinished
             self._begun = False
             self._n_calls += 1
+            if self._buffer.ended:  # it broke off, and its last piece is of no use
+                self._buffer.recorded()
+                return
         self._held = []
         self.content(self._buffer.recorded())

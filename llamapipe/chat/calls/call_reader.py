@@ -47,7 +47,7 @@ class CallReader:
         while True:
             yield from self._call(buffer)
             if form.call_end.strip():
-                yield from _end(buffer, form.call_end)
+                yield from self._end(buffer)
             self._output.end()
             if not form.section_start:
                 return
@@ -70,6 +70,17 @@ class CallReader:
             yield from self._named(buffer)
         else:
             yield from self._tagged(buffer)
+
+    def _end(self, buffer: TextBuffer) -> Reading[None]:
+        """The end of a call. After JSON it may be missing at the end of the text: some models end there instead."""
+        yield from spaces(buffer)
+        marker = self._form.call_end.strip()
+        while (cut_off := buffer.rest != marker and marker.startswith(buffer.rest)) and not buffer.ended:
+            yield
+        if cut_off and self._form.style is not Style.TAGGED:
+            buffer.take(len(buffer.rest))
+        else:
+            yield from expect(buffer, marker)
 
     # ---- {"name": …, "arguments": …}
     def _object(self, buffer: TextBuffer) -> Reading[None]:
@@ -177,12 +188,3 @@ def _until(buffer: TextBuffer, marker: str) -> Reading[str]:
     if (yield from until(buffer, (marker,), parts.append)) is None:
         raise Malformed
     return "".join(parts)
-
-
-def _end(buffer: TextBuffer, marker: str) -> Reading[None]:
-    """Consumes the end of a call. It may be missing at the end of the text: some models end there instead."""
-    yield from spaces(buffer)
-    if buffer.ended and marker.strip().startswith(buffer.rest):
-        buffer.take(len(buffer.rest))
-        return
-    yield from expect(buffer, marker)

@@ -102,7 +102,7 @@ class GrammarWriter:
         form = self._form
         assert form is not None
         self._add_calls(form, form.opening)
-        return "calls"
+        return "calls" if form.trigger else self._python_tag("calls")
 
     def _free_calls(self) -> list[str]:
         """The options for free text followed by calls; a trigger in the text always begins a call."""
@@ -117,15 +117,15 @@ class GrammarWriter:
     def _bare_calls(self, form: CallFormat) -> list[str]:
         """Calls without a marker. The whole answer is a call if it begins as one."""
         first = json.dumps(form.members[0].key)
-        opening = rf"\{{\s*{regex_text(first)}\s*:"
-        self._excluded.append(rf"\s*{opening}")
-        self._rules.add("OPENING", f"/\\s{{0,2}}{opening}/")
+        self._excluded.append(rf"\s*\{{\s*{regex_text(first)}")
+        # One terminal, so that free text, which begins in the same way, is no longer match.
+        self._rules.add("OPENING", rf"/[ \n]{{0,2}}\{{[ \n]{{0,2}}{regex_text(first)}/")
         self._add_calls(form, "", opened=True)
-        options = ["calls"]
+        return [self._python_tag("calls")]
+
+    def _python_tag(self, calls: str) -> str:
         tag = self._literals.token(PYTHON_TAG)
-        if tag is not None:
-            options.append(f"{tag} calls")
-        return options
+        return calls if tag is None else f"{tag}? {calls}"
 
     # ---- calls
     def _add_calls(self, form: CallFormat, opening: str, opened: bool = False) -> None:
@@ -164,10 +164,11 @@ class GrammarWriter:
     def _object(self, form: CallFormat, tool: ToolLike, opened: bool) -> str:
         parts = []
         for i, member in enumerate(form.members):
-            if not (opened and i == 0):
-                parts.append('"{"' if i == 0 else '","')
-                parts += [SPACES, json.dumps(json.dumps(member.key)), SPACES, '":"']
-            parts.append(SPACES)
+            if opened and i == 0:
+                parts.append("OPENING")
+            else:
+                parts += ['"{"' if i == 0 else '","', SPACES, json.dumps(json.dumps(member.key))]
+            parts += [SPACES, '":"', SPACES]
             if member.role == "name":
                 parts.append(json.dumps(json.dumps(tool.name)))
             elif member.role == "arguments":

@@ -19,6 +19,7 @@ from llamapipe.chat.calls.reader import json_value as read_json
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _CONSTRAIN, _RETURN = "<|constrain|>", "<|return|>"
+_ENDS = (END, _RETURN, CALL)
 REASONING = ReasoningMarkers(f"{CHANNEL}analysis{MESSAGE}", END)
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -34,6 +35,8 @@ def harmony_grammar(answer: Answer, literals: Literals) -> str:
     rules = Rules(literals)
     text = literals.text
     analysis = f'({text(CHANNEL)} "analysis" {text(MESSAGE)} {rules.up_to(END)} {text(START)})*'
+    if answer.reasoning_open:
+        analysis = f"{rules.up_to(END)} {text(START)} {analysis}"
     options = []
     for tool in answer.tools:
         arguments = f"{text(MESSAGE)} {json_value(tool.parameters)}"
@@ -61,9 +64,11 @@ class HarmonyReader:
         self._output = output
         self._tools = tools
 
-    def answer(self) -> Reading[None]:
+    def answer(self, reasoning_open: bool) -> Reading[None]:
         """Reads until the text ends. Text outside of messages is content."""
         buffer, output = self._buffer, self._output
+        if reasoning_open:
+            yield from until(buffer, _ENDS, output.reasoning)
         while True:
             before = yield from spaces(buffer)
             if (yield from skip(buffer, START)):
@@ -71,7 +76,7 @@ class HarmonyReader:
             if not (yield from self._is_header()):
                 if not before.startswith(START):
                     output.content(before)
-                if (yield from until(buffer, (START, CHANNEL, END, _RETURN, CALL), output.content)) is None:
+                if (yield from until(buffer, (START, CHANNEL, *_ENDS), output.content)) is None:
                     return
                 continue
             yield from self._message(before)
@@ -97,7 +102,7 @@ class HarmonyReader:
         buffer.recorded()
         output.paragraph()
         show = output.reasoning if channel and channel[1] == "analysis" else output.content
-        yield from until(buffer, (END, _RETURN, CALL), show)
+        yield from until(buffer, _ENDS, show)
 
     def _call(self, name: str) -> Reading[None]:
         if name not in self._tools:

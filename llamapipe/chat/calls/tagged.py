@@ -7,12 +7,23 @@ A string is written as it is, any other value as JSON. So where a schema allows 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from llamapipe.chat.calls.call_format import CallFormat
 from llamapipe.chat.calls.lark import ANY, GAP, Literals, Rules, json_value, regex_text
 from llamapipe.errors import InvalidRequestError
 
+_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+}
 _SHARED = ("$defs", "definitions")
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref")
 
@@ -73,27 +84,24 @@ class TaggedArguments:
         if "string" in self._types(schema):
             marker = self._form.value_end.strip()
             token = literals.token(marker)
-            patterns = self._string_patterns(schema)
+            body = " | ".join(f"({one})" for one in self._strings(schema))
             if token is None:
-                body = " & ".join([*patterns, f"~/(?s:.*{regex_text(marker)}.*)/"])
+                body = f"({body}) & ~/(?s:.*{regex_text(marker)}.*)/"
                 return rules.lazy(f"{rules.terminal(body)} {json.dumps(end)}")
-            return f"{rules.terminal(' & '.join(patterns))} {token}"
+            return f"{rules.terminal(body)} {token}"
         shared = {key: self._root[key] for key in _SHARED if key in self._root}
         return f"{json_value({**shared, **schema})} {GAP} {literals.text(end.lstrip())}"
 
-    def _string_patterns(self, schema: dict[str, Any]) -> list[str]:
-        """Regular expressions that a string must match, all of them."""
-        parts = [one for one in self._alternatives(schema) if "string" in self._types(one)]
-        one = parts[0] if len(parts) == 1 else {}
-        least, most = one.get("minLength", 0), one.get("maxLength", "")
-        patterns = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{ANY}/"]
-        if isinstance(one.get("pattern"), str):
-            pattern: str = one["pattern"]
-            before = "" if pattern.startswith("^") else ANY
-            after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else ANY
-            inner = pattern.removeprefix("^")[: -1 if not after else None].replace("/", r"\/")
-            patterns.append(f"/{before}({inner}){after}/")
-        return patterns
+    def _strings(self, schema: dict[str, Any]) -> list[str]:
+        """The strings of each alternative of a schema, and null, as terms of a terminal."""
+        found = ['"null"'] if "null" in self._types(schema) else []
+        for one in self._alternatives(schema):
+            chosen = _choices(one)
+            if chosen is not None:
+                found += [json.dumps(text) for text in chosen if isinstance(text, str)]
+            elif "string" in self._types(one):
+                found.append(" & ".join(_patterns(one)))
+        return found
 
     # ---- what a schema allows
     def _alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -112,7 +120,7 @@ class TaggedArguments:
             elif isinstance(named, list):
                 found.update(named)
             elif (chosen := _choices(one)) is not None:
-                found.update("string" if isinstance(value, str) else "other" for value in chosen)
+                found.update(_type_of(value) for value in chosen)
             elif "properties" in one:
                 found.add("object")
             elif "items" in one:
@@ -155,6 +163,29 @@ class TaggedArguments:
 
 def _rest(value_end: str) -> str:
     return GAP if value_end.rstrip() != value_end else ""
+
+
+def _patterns(schema: dict[str, Any]) -> list[str]:
+    """Regular expressions that a string must match, all of them."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    found = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else f"/{ANY}/"]
+    if schema.get("format") in _FORMATS:
+        found.append(f"/{_FORMATS[schema['format']]}/")
+    if isinstance(schema.get("pattern"), str):
+        pattern: str = schema["pattern"]
+        before = "" if pattern.startswith("^") else ANY
+        after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else ANY
+        inner = pattern.removeprefix("^")[: None if after else -1]
+        found.append(f"/{before}({_with_escaped_slashes(inner)}){after}/")
+    return found
+
+
+def _with_escaped_slashes(pattern: str) -> str:
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+
+
+def _type_of(value: Any) -> str:
+    return "string" if isinstance(value, str) else "null" if value is None else "other"
 
 
 def _choices(schema: dict[str, Any]) -> list[Any] | None:

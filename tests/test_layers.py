@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
-    ("lm_eval",),
+    ("lm_eval", "server"),
     ("__init__",),
     ("engine",),
     ("engine.frontend",),

@@ -82,7 +82,7 @@ def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
 def _annotated(function: Callable[..., Any]) -> Any:
     """What holds the annotations: the function, or the method that makes an object callable."""
     if inspect.isroutine(function) or inspect.isclass(function):
-        return function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+        return function.__init__ if inspect.isclass(function) else function
     return getattr(function, "func", None) or type(function).__call__
 
 

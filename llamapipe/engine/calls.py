@@ -11,9 +11,9 @@ from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.frontend.call_options import ON, call_options, makes_of, outcome_of
 from llamapipe.engine.frontend.keywords import explains_keywords
 from llamapipe.engine.frontend.progress import Progress, progress_bar
-from llamapipe.engine.frontend.request_builder import Prompt, RequestBuilder, TokenIds
+from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder, TokenIds
 from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score_job, tokens_job
-from llamapipe.engine.frontend.submission import OnError, OnTimeout, Pending, Submission
+from llamapipe.engine.frontend.submission import CallOptions, OnError, OnTimeout, Pending, Submission
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion, Score
@@ -204,12 +204,14 @@ class EngineCalls:
         """Starts a completion and returns an iterator over its deltas, a ``Stream``. Raises as ``generate`` does."""
         self._engine_thread.check_open()
         options = call_options(timeout, block)
+        return self._open_stream(self._request_builder.item(prompt, params), options)
+
+    def _open_stream(self, item: Item, options: CallOptions) -> Stream:
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        item = self._request_builder.item(prompt, params)
         request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
         stream = Stream(self._engine_thread, request, mailbox, options.deadline)
         stream.engine = self  # an engine is closed when it is dropped
-        self._submission.submit(request, block=block, deadline=options.deadline)
+        self._submission.submit(request, block=options.block, deadline=options.deadline)
         return stream
 
     @explains_keywords
@@ -479,8 +481,9 @@ class EngineCalls:
         """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
         self._engine_thread.check_open()
         options = call_options(timeout, block)
-        item = self._request_builder.item(prompt, params)
+        return self._open_astream(self._request_builder.item(prompt, params), options)
 
+    def _open_astream(self, item: Item, options: CallOptions) -> AsyncStream:
         def make() -> tuple[Request, AsyncMailbox]:
             import asyncio
 
@@ -489,7 +492,7 @@ class EngineCalls:
             mailbox.requests.append(request)
             return request, mailbox
 
-        submit = partial(self._submission.asubmit, block=block)
+        submit = partial(self._submission.asubmit, block=options.block)
         stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
         stream.engine = self
         return stream

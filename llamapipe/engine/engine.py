@@ -1,4 +1,4 @@
-"""The engine: its parts, options and lifetime. Its calls are in ``calls``."""
+"""The engine: its parts, options and lifetime. Its calls are in ``calls`` and ``chat_calls``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import logging
 import os
 import warnings
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 from llamapipe.arguments import check_flag, check_int
-from llamapipe.engine.calls import EngineCalls
+from llamapipe.engine.chat_calls import ChatCalls
+from llamapipe.engine.frontend.chat_builder import ChatBuilder
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.frontend.request_builder import RequestBuilder
 from llamapipe.engine.frontend.submission import Submission
@@ -37,7 +39,7 @@ SCORE_ROWS = 32  # most rows of a step for tokens that are scored; bounds the me
 PREFILL_CUTOFF_TOKENS = 256
 
 
-class Engine(EngineCalls):
+class Engine(ChatCalls):
     """Serves any number of threads and asyncio tasks from one context.
 
     - ``model``: a ``Model``, or the path of a GGUF file, which the engine then loads, owns and closes.
@@ -153,6 +155,7 @@ class Engine(EngineCalls):
             _warn_of_size(context, self._kv_bytes)
             pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
             self._request_builder = RequestBuilder(model, context.n_ctx)
+            self._chat_builder = ChatBuilder(model, self._request_builder)
             tuner = tuner_of(context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch))
             executor = StepExecutor(pipeline, tuner)
             loop = EngineLoop(scheduler, executor, window_us * 1e-6, self._queue.leave)
@@ -176,7 +179,7 @@ class Engine(EngineCalls):
     # ---- state
     def stats(self) -> EngineStats:
         """A consistent copy of the counters; waits for the end of the running step."""
-        return self._engine_thread.stats()
+        return replace(self._engine_thread.stats(), queue_times=self._queue.times())
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""

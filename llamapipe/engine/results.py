@@ -222,6 +222,21 @@ class Score:
         return float(self.logprobs.sum(dtype=np.float64))
 
 
+class TimeHistogram(NamedTuple):
+    """How many times were how long.
+
+    ``bounds_s``: upper bounds in seconds, ascending. ``counts``: one for each bound, of the times up to it and over the
+    bound before, and at the end one for the longer times. ``total_s``: the sum of all times.
+    """
+
+    bounds_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
+    total_s: float = 0.0
+
+
+_NO_TIMES = TimeHistogram()
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Counters since the engine was made, and its current state; a consistent copy taken between two steps.
@@ -233,6 +248,8 @@ class EngineStats:
     graphs that llama.cpp reused; ``n_micro_batches``: micro-batches that decoding requests are split into now;
     ``n_graph_sampled``: tokens sampled in the compute graph.
     ``n_threads``: compute threads in use now; ``n_thread_changes``: how often the engine changed their number.
+    ``n_used_cells``: KV cells in use. ``step_times``: from the launch of a step until its tokens are sampled.
+    ``queue_times``: from a request's submission until it has a slot.
     """
 
     steps: int
@@ -258,6 +275,9 @@ class EngineStats:
     n_graph_sampled: int = 0
     n_threads: int = 0
     n_thread_changes: int = 0
+    n_used_cells: int = 0
+    step_times: TimeHistogram = _NO_TIMES
+    queue_times: TimeHistogram = _NO_TIMES
 
 
 def shortened(text: str) -> str:

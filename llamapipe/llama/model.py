@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from llamapipe.arguments import check_choice, check_flag, check_float, check_int
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
@@ -21,6 +21,9 @@ from llamapipe.llama.devices import Device, device_handles
 from llamapipe.llama.loading import Progress, load
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import native
+
+if TYPE_CHECKING:
+    from llamapipe.llama.chat_prompts import ChatPrompts
 
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
@@ -37,6 +40,7 @@ class Model:
     ``split_mode``: ``"none"``, ``"layer"``, ``"row"`` or ``"tensor"``. ``main_gpu``: the device used by mode none.
     ``tensor_split``: the share of each device. ``progress``: called on this thread with 0.0 to 1.0 during the load; an
     exception in it stops the load and is raised here. ``vocab_only``: load no weights, for tokenizing only.
+    ``chat_template``: used instead of the file's own: Jinja source, or the path of a file that holds it.
 
     Sizes are attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
     ``n_swa``: tokens that a layer with a sliding window attends to, 0 without such layers. ``is_recurrent``: the model
@@ -61,6 +65,7 @@ class Model:
         use_mlock: bool = False,
         progress: Progress | None = None,
         vocab_only: bool = False,
+        chat_template: str | os.PathLike[str] | None = None,
     ) -> None:
         self._handle: Any = None
         self._pid = os.getpid()
@@ -77,6 +82,7 @@ class Model:
         gpu = check_int("main_gpu", main_gpu, 0, 1023)
         mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
         self.vocab_only = check_flag("vocab_only", vocab_only)
+        self._given_template = None if chat_template is None else template_text(chat_template)
         from llamapipe.gguf.check import check_gguf
 
         info = check_gguf(self.path)
@@ -137,7 +143,7 @@ class Model:
 
     def __dir__(self) -> list[str]:
         """The names for callers; those for contexts and engines are left out."""
-        hidden = {"adopt", "release", "handle"}
+        hidden = {"adopt", "release", "handle", "chat_prompts", "is_template_given"}
         return [name for name in super().__dir__() if not name.startswith("_") and name not in hidden]
 
     # ---- text
@@ -172,10 +178,59 @@ class Model:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The model's chat template as Jinja source, or None."""
+        """The chat template in use as Jinja source, or None: the one that was given, else the file's own."""
+        if self._given_template is not None:
+            return self._given_template
         ffi = self._native.ffi
         text = self._native.lib.llama_model_chat_template(self.handle, ffi.NULL)
         return None if text == ffi.NULL else ffi.string(text).decode("utf-8", "replace")
+
+    # ---- chat
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> str:
+        """The text of a conversation as the model's chat template writes it, without a BOS that tokenizing adds.
+
+        ``messages``: dicts with ``role`` and ``content``. ``tools``: JSON schemas of functions, in OpenAI's form.
+        ``add_generation_prompt``: end where an answer begins. ``template_args``: further variables of the template,
+        such as ``enable_thinking``. To generate, use ``Engine.chat``, or ``tokenize_chat``: in this text nobody can
+        tell what the template wrote from what a message contains.
+
+        Any thread. Raises TypeError and InvalidRequestError for bad messages, where the template refuses them, and for
+        a model without a template; ImportError without the extra ``chat``.
+        """
+        return self.chat_prompts.render(messages, tools, add_generation_prompt, template_args)
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> list[int]:
+        """The tokens of a conversation. Control tokens come from the template only, never from a message.
+
+        Arguments and exceptions as for ``render_chat``.
+        """
+        return self.chat_prompts.tokenize(messages, tools, add_generation_prompt, template_args)
+
+    @property
+    def is_template_given(self) -> bool:
+        """Whether ``chat_template`` replaces the file's own templates."""
+        return self._given_template is not None
+
+    @cached_property
+    def chat_prompts(self) -> ChatPrompts:
+        """The compiled chat templates. Raises ImportError without the extra ``chat``."""
+        from llamapipe.llama.chat_prompts import ChatPrompts
+
+        return ChatPrompts(self)
 
     # ---- lifetime
     @property
@@ -284,6 +339,18 @@ def _split(ffi: Any, lib: Any, shares: Sequence[float] | None) -> Any:
     if len(values) > limit:
         raise ValueError(f"tensor_split has {len(values)} numbers; it must have at most {limit}")
     return ffi.new("float[]", values + [0.0] * (limit - len(values)))
+
+
+def template_text(given: str | os.PathLike[str]) -> str:
+    """A chat template: Jinja source, or the path of a file that holds it. Raises TypeError, ValueError, OSError."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"chat_template must be a str or a path, not {type(given).__name__}")
+    if isinstance(given, str) and ("{" in given or "\n" in given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"chat_template: {given} is not UTF-8 text: {e}") from None
 
 
 def _text(ffi: Any, read: Callable[[Any, int], int]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 from llamapipe.arguments import check_flag, check_int, check_tokens
 from llamapipe.errors import EngineClosedError, InvalidRequestError
@@ -18,11 +18,20 @@ _INT32_MIN = -(2**31)
 _MAX_TEXT_BYTES = 2**30
 
 
+class FimTokens(NamedTuple):
+    """The tokens before a prefix, a suffix and the text between them, which a model fills in."""
+
+    prefix: int
+    suffix: int
+    middle: int
+
+
 class Vocab:
     """The tokens of a loaded model: tokenizing, detokenizing, special tokens.
 
     ``n_vocab``: number of tokens; ids are 0 to ``n_vocab - 1``. ``bos``, ``eos``, ``eot``: ids, or None.
     ``add_bos``: the model wants a BOS in front of a text. ``eog_tokens``: ids that end generation.
+    ``fim_tokens``: for filling in the middle, None if the model has none.
 
     Any thread, until the model is closed. After that, methods other than ``is_eog`` raise EngineClosedError; the
     attributes stay.
@@ -38,6 +47,13 @@ class Vocab:
         self.eos: int | None = self._optional(lib.llama_vocab_eos(handle))
         self.eot: int | None = self._optional(lib.llama_vocab_eot(handle))
         self.add_bos: bool = lib.llama_vocab_get_add_bos(handle)
+        fim = (
+            lib.llama_vocab_fim_pre(handle),
+            lib.llama_vocab_fim_suf(handle),
+            lib.llama_vocab_fim_mid(handle),
+        )
+        self.fim_tokens: FimTokens | None = FimTokens(*fim) if min(fim) >= 0 else None
+        self._written: dict[int, bytes] = {}
         self.eog_tokens: frozenset[int] = frozenset(
             t for t in range(self.n_vocab) if lib.llama_vocab_is_eog(handle, t)
         )
@@ -63,6 +79,14 @@ class Vocab:
     def is_eog(self, token: SupportsIndex) -> bool:
         """True if the token ends generation (EOS, EOT and similar tokens)."""
         return check_int("token", token, 0, self.n_vocab - 1) in self.eog_tokens
+
+    def control_texts(self) -> dict[str, int]:
+        """The names of all control tokens, such as ``<|im_end|>``, with their ids."""
+        lib, handle = self._native.lib, self.handle
+        ids = [token for token in range(self.n_vocab) if lib.llama_vocab_is_control(handle, token)]
+        texts = {self.written_piece(token).decode(errors="replace"): token for token in ids}
+        texts.pop("", None)
+        return texts
 
     def is_control(self, token: SupportsIndex) -> bool:
         """True for a control token, which has no text."""
@@ -149,6 +173,17 @@ class Vocab:
                 return self._only_piece(token)
             self._pieces[token // _CHUNK] = chunk
         return chunk[token % _CHUNK]
+
+    def written_piece(self, token: SupportsIndex) -> bytes:
+        """The bytes of a token; a control token's are its name, such as ``<|im_end|>``."""
+        piece = self.piece(token)
+        if piece:
+            return piece
+        number = int(token)
+        written = self._written.get(number)
+        if written is None:
+            written = self._written[number] = self.detokenize([number], unparse_special=True).encode()
+        return written
 
     def _only_piece(self, token: int) -> bytes:
         """The piece of one token, read alone because another token of its chunk has no piece."""

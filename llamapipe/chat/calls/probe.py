@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from llamapipe.chat.calls.call_format import (
     CallFormat,
@@ -80,10 +80,10 @@ class TemplateProbe:
         *,
         prompt: bool,
         tools: list[dict[str, Any]] | None = None,
-        **template_args: Any,
+        switches: Mapping[str, bool] | None = None,
     ) -> str | None:
         try:
-            return self._render(messages, tools=tools, add_generation_prompt=prompt, **template_args)
+            return self._render(messages, tools=tools, add_generation_prompt=prompt, **(switches or {}))
         except Exception:  # a template may refuse in any way: its own error, or one of jinja2
             return None
 
@@ -177,8 +177,8 @@ class TemplateProbe:
     def reasoning_off(self) -> dict[str, Any]:
         """Template arguments that switch reasoning off; empty if none does."""
         for name in _SWITCHES:
-            on = self._rendered([_USER], prompt=True, **{name: True})
-            off = self._rendered([_USER], prompt=True, **{name: False})
+            on = self._rendered([_USER], prompt=True, switches={name: True})
+            off = self._rendered([_USER], prompt=True, switches={name: False})
             if on is not None and off is not None and on != off:
                 return {name: False}
         return {}
@@ -289,7 +289,17 @@ def _tagged_format(one: str, both: str | None) -> CallFormat | None:
     )
 
 
-def _edges(before: str, between: str | None, after: str) -> dict[str, str]:
+class _Edges(TypedDict, total=False):
+    """The parts around a call and around a section of calls, as fields of ``CallFormat``."""
+
+    section_start: str
+    call_start: str
+    call_end: str
+    separator: str
+    section_end: str
+
+
+def _edges(before: str, between: str | None, after: str) -> _Edges:
     """Cuts the text before, between and after calls into the parts that belong to a call and those of a section."""
     if between is None:
         return {"call_start": _without_reasoning(before.lstrip()), "call_end": after.rstrip()}

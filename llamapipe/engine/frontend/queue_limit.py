@@ -8,10 +8,13 @@ from collections.abc import Hashable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from llamapipe.engine.worker.time_counter import TimeCounter
 from llamapipe.errors import QueueFullError
 
 if TYPE_CHECKING:
     import asyncio
+
+    from llamapipe.engine.results import TimeHistogram
 
 
 class ExpiredError(TimeoutError):
@@ -21,13 +24,15 @@ class ExpiredError(TimeoutError):
 class QueueLimit:
     """A set with a limit. ``enter`` is called by callers, ``leave`` by the engine thread.
 
-    It holds the requests themselves and not their number, so leaving twice, or without having entered, is not an
-    error: a caller that Ctrl-C interrupts between two instructions cannot know which of them ran.
+    It holds the requests themselves, with the time they entered, and not their number, so leaving twice, or without
+    having entered, is not an error: a caller that Ctrl-C interrupts between two instructions cannot know which of them
+    ran.
     """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._inside: set[Hashable] = set()
+        self._inside: dict[Hashable, float] = {}  # and when they entered
+        self._times = TimeCounter()
         self._room = threading.Condition()
         self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
 
@@ -36,12 +41,16 @@ class QueueLimit:
         """Requests that were accepted and have no slot yet."""
         return len(self._inside)
 
+    def times(self) -> TimeHistogram:
+        """How long requests have waited for a slot, or until they ended without one."""
+        return self._times.copy()
+
     def try_enter(self, *requests: Hashable) -> bool:
         """Enters all requests if there is room for all; returns whether there was."""
         with self._room:
             if self._limit is not None and len(self._inside) + len(requests) > self._limit:
                 return False
-            self._inside.update(requests)
+            self._inside.update(dict.fromkeys(requests, perf_counter()))
             return True
 
     def enter_at_once(self, *requests: Hashable) -> None:
@@ -65,7 +74,7 @@ class QueueLimit:
                 if left_s is not None and left_s <= 0:
                     raise ExpiredError("no room came free in the queue within the timeout")
                 self._room.wait(left_s)
-            self._inside.add(request)
+            self._inside[request] = perf_counter()
 
     async def aenter(self, request: Hashable) -> None:
         """Waits for room for one request without blocking the event loop."""
@@ -84,7 +93,11 @@ class QueueLimit:
     def leave(self, requests: Sequence[Hashable]) -> None:
         """Frees the room of those requests that hold any and wakes the callers that wait for it."""
         with self._room:
-            self._inside.difference_update(requests)
+            now = perf_counter()
+            for request in requests:
+                entered = self._inside.pop(request, None)
+                if entered is not None:
+                    self._times.add(now - entered)
             # All waiters, not one per free place: a woken waiter may be giving up, and its place would stay unused.
             self._room.notify_all()
             waiters = list(self._waiters)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from llamapipe.arguments import check_tokens
 from llamapipe.engine.delivery.mailbox import Mailbox
-from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink, ScoreSink, Sink, TokenSink
+from llamapipe.engine.delivery.sink import (
+    Choices,
+    CompletionSink,
+    DeltaSink,
+    Piece,
+    ScoreSink,
+    Sink,
+    TokenSink,
+)
 from llamapipe.engine.frontend.sampler_factory import SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets
@@ -22,7 +30,17 @@ if TYPE_CHECKING:
 
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]"
 Prompt: TypeAlias = "str | TokenIds"
-Item = tuple[list[int], SamplerFactory]  # the tokens of a checked prompt, and the factory of its samplers
+
+
+class Item(NamedTuple):
+    """A checked prompt: its tokens, the factory of its samplers, and the pieces its answer's text is made of.
+
+    ``piece``: the bytes of a token; None: the vocabulary's, in which control tokens have no text.
+    """
+
+    tokens: list[int]
+    sampler_factory: SamplerFactory
+    piece: Piece | None = None
 
 
 class RequestBuilder:
@@ -94,7 +112,7 @@ class RequestBuilder:
                 f"the prompt has {len(tokens)} tokens; n_ctx is {self._n_ctx} and one must stay free: "
                 "shorten it, or make the engine with a larger n_ctx"
             )
-        return tokens, self._factories.sampler_factory(params)
+        return Item(tokens, self._factories.sampler_factory(params))
 
     def completions(self, items: Sequence[Item | Exception], mailbox: Mailbox) -> dict[int, list[Request]]:
         """The requests of each item, by index; see ``completion``. Errors among the items are passed over."""
@@ -110,18 +128,17 @@ class RequestBuilder:
 
     def completion(self, item: Item, mailbox: Mailbox, index: int) -> list[Request]:
         """The ``n`` requests of one item, answered together with ``(index, Completion)``."""
-        tokens, sampler_factory = item
+        tokens, sampler_factory, piece = item
+        piece = piece or self._model.vocab.piece
         params = sampler_factory.params
         seed = choose_seed(params)
         targets = None if params.prompt_logprobs is None else PromptTargets(tokens, params.prompt_logprobs)
         choices = Choices(mailbox, index, params.n, targets)
         requests: list[Request] = []
         for i in range(params.n):
-            request = self._request((tokens.copy(), sampler_factory), UNLIMITED, resumable=False)
+            request = self._request(Item(tokens.copy(), sampler_factory), UNLIMITED, resumable=False)
             request.seed = (seed + i) % 2**64
-            request.sink = CompletionSink(
-                choices, self._model.vocab.piece, tuple(params.stop or ()), request.seed, i
-            )
+            request.sink = CompletionSink(choices, piece, tuple(params.stop or ()), request.seed, i)
             requests.append(request)
         requests[0].logprob_targets = targets
         if params.n > 1:
@@ -161,7 +178,7 @@ class RequestBuilder:
         return self._with(TokenSink, self._request(item, 0, resumable=True), item, mailbox)
 
     def _check_single(self, item: Item) -> None:
-        params = item[1].params
+        params = item.sampler_factory.params
         if params.n > 1:
             raise InvalidRequestError(
                 f"n is {params.n}; a stream is one completion: start {params.n} streams, or use generate()"
@@ -170,11 +187,13 @@ class RequestBuilder:
             raise InvalidRequestError("prompt_logprobs come with generate(); streams do not return them")
 
     def _with(self, sink: Callable[..., Sink], request: Request, item: Item, mailbox: Mailbox) -> Request:
-        request.sink = sink(mailbox, self._model.vocab.piece, tuple(item[1].params.stop or ()))
+        request.sink = sink(
+            mailbox, item.piece or self._model.vocab.piece, tuple(item.sampler_factory.params.stop or ())
+        )
         return request
 
     def _request(self, item: Item, token_budget: int, resumable: bool) -> Request:
-        tokens, sampler_factory = item
+        tokens, sampler_factory, _ = item
         params = sampler_factory.params
         stop_tokens = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:

@@ -103,6 +103,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def n_used_cells(self) -> int:
+        """The KV cells that hold a position."""
+        return sum(request.n_past for request in self._running)
+
+    @property
     def n_live(self) -> int:
         """Requests that are not finished."""
         return self.n_queued + self.n_active + len(self._preempted_paused)

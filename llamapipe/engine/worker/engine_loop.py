@@ -23,6 +23,7 @@ from llamapipe.engine.worker.executor import Executor
 from llamapipe.engine.worker.in_flight import StepsInFlight, draw, record_logprobs, score
 from llamapipe.engine.worker.inbox import Inbox
 from llamapipe.engine.worker.micro_batches import MicroBatchSwitch
+from llamapipe.engine.worker.time_counter import TimeCounter
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError
 from llamapipe.llama.native_pipeline import StepAbortedError
 
@@ -81,6 +82,7 @@ class EngineLoop:
         self._error: BaseException | None = None  # a defect of the loop: every request fails with it
         self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
         self._last_step = -1  # the number of that step
+        self._step_times = TimeCounter()
         self._n_wants_logprobs = 0  # open requests that want log-probabilities
         self._n_requests = self._n_steps = self._n_prompt = self._n_generated = 0
         self._plan_s = self._launch_s = self._sample_s = self._deliver_s = self._idle_s = 0.0
@@ -146,6 +148,8 @@ class EngineLoop:
             n_requests=self._n_requests,
             n_preempted=self._scheduler.n_preempted,
             n_active=self._scheduler.n_active,
+            n_used_cells=self._scheduler.n_used_cells,
+            step_times=self._step_times.copy(),
             n_queued=self._scheduler.n_queued,
             n_micro_batches=self._scheduler.n_micro_batches,
             steps=self._n_steps,
@@ -277,7 +281,7 @@ class EngineLoop:
                 samplers.append(request.sampler)
         planned = perf_counter()
         try:
-            self.in_flight.launch(plan, samplers)
+            self.in_flight.launch(plan, samplers, planned)
         except (ContextFullError, DecodeError) as e:
             self._failed(plan, e)
         if self.trace.on and self.in_flight.steps:
@@ -310,6 +314,7 @@ class EngineLoop:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self.open:
                 self._finished(request)
         self._last_step = oldest.step
+        self._step_times.add(drawn - oldest.began_s)
         self._n_steps += 1
         self._n_generated += len(sampled)
         self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.padding)

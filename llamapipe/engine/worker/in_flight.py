@@ -18,11 +18,12 @@ from llamapipe.engine.worker.executor import Executor
 
 
 class InFlightStep(NamedTuple):
-    """A launched step: its plan, its number, and the samplers of its rows."""
+    """A launched step: its plan, its number, the samplers of its rows, and when its launch began."""
 
     plan: BatchPlan
     step: int
     samplers: list[Any]
+    began_s: float  # of ``perf_counter``
 
 
 class StepsInFlight:
@@ -45,7 +46,7 @@ class StepsInFlight:
     def __repr__(self) -> str:
         return f"<StepsInFlight n={len(self.steps)} n_completed={self._n_completed}>"
 
-    def launch(self, plan: BatchPlan, samplers: list[Any]) -> int:
+    def launch(self, plan: BatchPlan, samplers: list[Any], began_s: float = 0.0) -> int:
         """Launches a plan and returns the step's number. Raises ContextFullError and DecodeError, as the executor."""
         executor = self.executor
         self._launching = plan
@@ -64,7 +65,7 @@ class StepsInFlight:
                     targets,
                     n_top,
                 )
-            self.steps.append(InFlightStep(plan, step, samplers))
+            self.steps.append(InFlightStep(plan, step, samplers, began_s))
             # A request may have been cancelled when the step was neither being launched nor in flight.
             if plan.scheduled[0][0].cancelled and all(request.cancelled for request, _ in plan.scheduled):
                 executor.abort(step)

@@ -1,0 +1,148 @@
+"""Messages as templates expect them: checked, reduced to plain JSON, and in the few forms that templates differ in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llamapipe.errors import InvalidRequestError
+
+Message = dict[str, Any]
+_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_EXAMPLE = 'engine.chat([{"role": "user", "content": "Hello"}])'
+
+
+def check_messages(messages: object) -> list[Message]:
+    """The messages as plain dicts whose ``content`` is text.
+
+    ``content`` may be None, text, or a list of parts with text. The arguments of tool calls become dicts.
+    Raises TypeError or InvalidRequestError, which name the message's index.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages must be a list of messages, not {type(messages).__name__}: {_EXAMPLE}")
+    if not messages:
+        raise InvalidRequestError("messages is empty; give at least one message")
+    return [_checked(index, message) for index, message in enumerate(messages)]
+
+
+def plain(name: str, value: Any) -> Any:
+    """A value as plain JSON: templates see no object of the caller. Raises InvalidRequestError."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as e:
+        raise InvalidRequestError(f"{name} cannot be written as JSON: {e}") from None
+
+
+def _checked(index: int, message: object) -> Message:
+    place = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"{place} must be a dict with role and content, not {type(message).__name__}: {_EXAMPLE}"
+        )
+    made: Message = plain(place, dict(message))
+    role = made.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InvalidRequestError(f"{place} has the role {role!r}; it must be a name such as 'user'")
+    if "content" not in made and "tool_calls" not in made:
+        raise InvalidRequestError(f"{place} has no content")
+    made["content"] = _text(place, made.get("content"))
+    if made.get("tool_calls") is None:
+        made.pop("tool_calls", None)
+    else:
+        made["tool_calls"] = _calls(place, made["tool_calls"])
+    return made
+
+
+def _text(place: str, content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{place}: content must be text or a list of parts, not {type(content).__name__}"
+        )
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"{place}: part {i} of the content has the type {kind!r}; only text is supported"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequestError(f"{place}: tool_calls must be a list, not {type(calls).__name__}")
+    made = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(
+                f"{place}: tool_calls[{i}] must have the form "
+                '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+            )
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as e:
+                raise InvalidRequestError(
+                    f"{place}: the arguments of tool_calls[{i}] are not valid JSON: {e}"
+                ) from None
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(f"{place}: the arguments of tool_calls[{i}] must be a JSON object")
+        made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return made
+
+
+# ---- the forms that templates differ in
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the arguments of tool calls as JSON text."""
+    made = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    },
+                }
+                for call in message["tool_calls"]
+            ]
+            made.append({**message, "tool_calls": calls})
+        else:
+            made.append(message)
+    return made
+
+
+def with_merged_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages without a system message: its text stands before that of the first user message."""
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    for i, message in enumerate(others):
+        if message["role"] == "user":
+            others[i] = {**message, "content": "\n\n".join([*texts, message["content"]])}
+            return others
+    return [{"role": "user", "content": "\n\n".join(texts)}, *others]
+
+
+def with_parts(messages: Sequence[Message]) -> list[Message]:
+    """The messages with contents as lists of parts."""
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+def with_system_role(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the role ``developer`` under its older name."""
+    return [
+        {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+    ]

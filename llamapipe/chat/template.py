@@ -1,0 +1,164 @@
+"""Chat templates: compiled once, rendered with the names and in the forms that they are written for.
+
+Templates differ in what they accept. ``ChatTemplate.render`` tries the usual form first, then tool arguments as text,
+then the system message as a part of the first user message. Names follow transformers and llama.cpp.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from llamapipe.chat.messages import (
+    Message,
+    check_messages,
+    plain,
+    with_merged_system,
+    with_parts,
+    with_system_role,
+    with_text_arguments,
+)
+from llamapipe.chat.sandbox import MAX_CHARACTERS, environment, limited_range
+from llamapipe.errors import InvalidRequestError
+
+# Stands after a message that is to be continued: what the template writes after it is cut off.
+_HERE = "\x02continued here\x03"
+_PROBE = "\x02content\x03"
+_RESERVED = frozenset({"messages", "add_generation_prompt", "tools"})
+
+
+class ChatTemplate:
+    """A compiled template. Any thread.
+
+    ``bos``, ``eos``: the texts of these tokens. ``strips_bos``: leave out a BOS at the beginning, because tokenizing
+    adds it. Raises InvalidRequestError for a template that cannot be compiled.
+    """
+
+    def __init__(self, text: str, bos: str = "", eos: str = "", strips_bos: bool = False) -> None:
+        self.text = text
+        try:
+            self._template = environment().from_string(text)
+        except (TemplateError, RecursionError) as e:
+            raise InvalidRequestError(f"the chat template cannot be compiled: {e}") from None
+        self._bos = bos
+        self._eos = eos
+        self._strips_bos = strips_bos and bool(bos)
+        self._knows_developer = "developer" in text
+        self._takes_parts = self._wants_parts()
+
+    def __repr__(self) -> str:
+        return f"<ChatTemplate of {len(self.text)} characters>"
+
+    def render(
+        self,
+        messages: object,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_last: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+        change_text: Callable[[str], str] | None = None,
+    ) -> str:
+        """The prompt for a conversation.
+
+        ``continue_last``: the prompt ends inside the last message, which the model is to continue. ``change_text``:
+        applied to every text that comes from the caller, keys of objects included. Raises TypeError and
+        InvalidRequestError for bad messages, and where the template refuses them.
+        """
+        chat = check_messages(messages)
+        names = dict(plain("template_args", dict(template_args or {})))
+        wrong = _RESERVED & names.keys()
+        if wrong:
+            raise InvalidRequestError(
+                f"template_args must not hold {min(wrong)}, which is an argument of its own"
+            )
+        tool_list = plain("tools", list(tools)) if tools else None
+        if change_text is not None:
+            chat, names, tool_list = (_changed(value, change_text) for value in (chat, names, tool_list))
+        if not self._knows_developer:
+            chat = with_system_role(chat)
+        if continue_last:
+            chat[-1] = {**chat[-1], "content": chat[-1]["content"] + _HERE}
+        if tool_list:
+            names["tools"] = tool_list
+            names.setdefault("functions", json.dumps(tool_list, indent=4, ensure_ascii=False))
+        text = self._first_accepted(chat, add_generation_prompt and not continue_last, names)
+        if continue_last:
+            text, found, _ = text.rpartition(_HERE)
+            if not found:
+                raise InvalidRequestError(
+                    "the chat template does not show the last message, so it cannot be continued"
+                )
+        if self._strips_bos and text.startswith(self._bos):
+            text = text[len(self._bos) :]
+        return text
+
+    def _first_accepted(
+        self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
+    ) -> str:
+        """The rendering of the first form of the messages that the template accepts."""
+        forms: list[Callable[[Sequence[Message]], list[Message]]] = [list]
+        if any(message.get("tool_calls") for message in messages):
+            forms.append(with_text_arguments)
+        if any(message["role"] == "system" for message in messages):
+            forms += [with_merged_system, lambda chat: with_merged_system(with_text_arguments(chat))]
+        first: Exception | None = None
+        for form in forms:
+            chat = form(messages)
+            if self._takes_parts:
+                chat = with_parts(chat)
+            try:
+                return self._render(chat, add_generation_prompt, names)
+            except Exception as e:  # a template may raise anything that Python's operators raise
+                first = first or e
+        raise InvalidRequestError(f"the chat template refuses these messages: {first}") from first
+
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
+    ) -> str:
+        today = datetime.datetime.now().astimezone()
+        parts: list[str] = []
+        n = 0
+        for part in self._template.generate(
+            {
+                "bos_token": self._bos,
+                "eos_token": self._eos,
+                "date_string": today.strftime("%d %b %Y"),
+                "enable_thinking": True,
+                "range": limited_range(),
+                **names,
+                "messages": messages,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        ):
+            n += len(part)
+            if n > MAX_CHARACTERS:
+                raise TemplateError(f"the prompt has more than {MAX_CHARACTERS} characters")
+            parts.append(part)
+        return "".join(parts)
+
+    def _wants_parts(self) -> bool:
+        """Whether the template shows contents that are lists of parts, and not those that are text."""
+        chat = [{"role": "user", "content": _PROBE}]
+        shown = []
+        for form in (chat, with_parts(chat)):
+            try:
+                shown.append(_PROBE in self._render(form, True, {}))
+            except Exception:  # as in ``_first_accepted``
+                shown.append(False)
+        return shown == [False, True]
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with all of its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(key): _changed(item, change) for key, item in value.items()}
+    return value

@@ -1,0 +1,164 @@
+"""``llamapipe serve``: an HTTP server for clients of OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import llamapipe as lp
+from llamapipe.cli.options import ENGINE, MODEL, UsageError, add_options, given
+
+_DESCRIPTION = (
+    "Serve a model over HTTP for clients of OpenAI's and Anthropic's APIs; without -m, the bundled model."
+)
+_EPILOG = """\
+examples:
+  llamapipe serve
+  llamapipe serve -m model.gguf --n-seq-max 32 --n-ctx 8192
+  llamapipe serve -m model.gguf --host 0.0.0.0 --api-key-file keys.txt
+
+SIGTERM and Ctrl-C end the server when the requests that it has are answered; the second time they are cancelled.
+There is no TLS here: put a proxy in front. docs/guides/server.md shows how."""
+_SNIPPET = """\
+llamapipe serves {model} at {url}
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="{key}")
+  answer = client.chat.completions.create(
+      model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
+  print(answer.choices[0].message.content)
+
+In a browser: {url}    Ctrl-C ends it."""
+KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "serve",
+        parents=[common],
+        usage="llamapipe serve [options]",
+        allow_abbrev=False,
+        help="serve a model over HTTP",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (default: the bundled model)"
+    )
+    parser.add_argument(
+        "--embeddings", type=Path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template"
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here (127.0.0.1)")
+    server.add_argument("--port", type=int, default=8080, metavar="N", help="0 takes a free port (8080)")
+    server.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what clients call the model (repeatable)",
+    )
+    server.add_argument(
+        "--embeddings-alias", action="append", default=[], metavar="NAME", help="the same for --embeddings"
+    )
+    server.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"ask for one of the keys in this file, one a line; also from the variable {KEYS_VARIABLE}",
+    )
+    server.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="pages of this origin may call ('*': all)",
+    )
+    server.add_argument("--max-requests", type=int, metavar="N", help="requests at once, more get 429 (1024)")
+    server.add_argument("--max-queue", type=int, metavar="N", help="requests that wait for a slot (1024)")
+    server.add_argument("--max-n", type=int, metavar="N", help="choices of one request (128)")
+    server.add_argument("--max-body-bytes", type=int, metavar="N", help="largest request body (16777216)")
+    server.add_argument("--timeout", type=float, metavar="S", help="seconds a request may take (no limit)")
+    server.add_argument(
+        "--strict", action="store_true", help="refuse options that only a hosted service can act on"
+    )
+    server.add_argument("--no-page", action="store_true", help="no page at /")
+    engine_defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
+    add_options(parser, "engine", ENGINE, engine_defaults)
+    model_defaults = {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()}
+    add_options(parser, "model", MODEL, model_defaults)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    from llamapipe.server import ServerSettings, bound_socket, run_server
+
+    logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stderr, level=logging.WARNING)
+    logging.getLogger("llamapipe.server").setLevel(logging.INFO)
+    try:
+        settings = ServerSettings(**_settings(args))
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
+    path = args.model if args.model is not None else lp.demo_model_path()
+    engine_options = {"max_queue": args.max_queue or 1024, **given(args, ENGINE)}
+    with (
+        bound_socket(args.host, args.port) as sock,
+        lp.Model(path, chat_template=args.chat_template, **given(args, MODEL)) as model,
+        lp.Engine(model, **engine_options) as engine,
+    ):
+        host, port = sock.getsockname()[:2]
+        url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
+        name = (settings.model_names or (model.path.stem,))[0]
+        key = "YOUR KEY" if settings.api_keys else "none"
+        print(_SNIPPET.format(model=name, url=url, key=key), flush=True)
+        if not settings.api_keys and host not in ("127.0.0.1", "::1"):
+            print(
+                f"llamapipe: {host} can be reached from other machines, and no API key is asked for",
+                file=sys.stderr,
+            )
+        run_server(engine, sock, settings)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``ServerSettings`` that were given."""
+    values: dict[str, Any] = {
+        "model_names": tuple(args.alias),
+        "embedding_names": tuple(args.embeddings_alias),
+        "api_keys": _keys(args.api_key_file),
+        "cors_origins": tuple(args.cors),
+        "timeout_s": args.timeout,
+        "strict": args.strict,
+        "page": not args.no_page,
+    }
+    for name in ("max_requests", "max_n", "max_body_bytes"):
+        if getattr(args, name) is not None:
+            values[name] = getattr(args, name)
+    return values
+
+
+def _keys(path: Path | None) -> tuple[str, ...]:
+    """The keys of the file and of the environment."""
+    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
+    if path is not None:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise UsageError(f"--api-key-file: {path} holds no key")
+        keys += found
+    return tuple(key.strip() for key in keys if key.strip())

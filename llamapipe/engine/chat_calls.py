@@ -1,0 +1,227 @@
+"""The chat calls of an engine: from messages to an answer, whole or streamed, for threads and for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, overload
+
+from llamapipe.arguments import check_flag
+from llamapipe.engine.calls import EngineCalls
+from llamapipe.engine.chat_results import ChatCompletion
+from llamapipe.engine.chat_stream import AsyncChatStream, ChatStream
+from llamapipe.engine.frontend.call_options import call_options
+from llamapipe.engine.frontend.chat_builder import (
+    ChatBuilder,
+    ChatItem,
+    ChatOptions,
+    Conversation,
+    ToolChoice,
+)
+from llamapipe.engine.frontend.keywords import explains_keywords
+from llamapipe.engine.frontend.progress import progress_bar
+from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.results import Completion
+
+_LONG = 8192  # characters of a conversation above which it is rendered in a thread
+
+
+class ChatCalls(EngineCalls):
+    """The part of ``Engine`` that holds conversations. Any thread. Needs the extra ``chat``.
+
+    ``messages`` is a list of messages, ``{"role": ..., "content": ...}``, or a text, which is one message of the user.
+    ``params`` is as for ``generate``, except that ``max_tokens`` is None by default: the answer ends where the model
+    ends it. ``tools``: Python functions, JSON schemas in OpenAI's form, or ``Tool`` objects. ``tool_choice``:
+    ``"auto"``, ``"none"``, ``"required"`` or the name of a tool; the last two force a call. ``parallel_tool_calls``:
+    allow several calls in one answer. ``response_format``: a JSON schema, or a class with ``model_json_schema``, that
+    the answer must match. ``template_args``: further variables of the model's template, such as
+    ``{"enable_thinking": False}``.
+    """
+
+    _chat_builder: ChatBuilder
+
+    @overload
+    def chat(  # type: ignore[overload-overlap]
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> ChatCompletion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[ChatCompletion]: ...
+
+    @explains_keywords
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> ChatCompletion | list[ChatCompletion]:
+        """Answers a conversation, or several together, and returns when all answers are complete.
+
+        A list of conversations gives a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
+        for ``generate``. Raises what ``generate`` raises, InvalidRequestError also for messages that the model's
+        template refuses, ImportError without the extra ``chat``.
+        """
+        self._engine_thread.check_open()
+        asked = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format, template_args)
+        items, single = self._chat_builder.items(messages, params, asked)
+        options = call_options(timeout, block, names_prompts=not single)
+        make = partial(self._request_builder.completions, [item.item for item in items])
+        bar = progress_bar(check_flag("progress", progress), len(items))
+        return _answers(items, self._submission.collect(make, options, bar), single)
+
+    @explains_keywords
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> ChatStream:
+        """Starts an answer and returns an iterator over its parts, a ``ChatStream``. Raises as ``chat`` does."""
+        self._engine_thread.check_open()
+        asked = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format, template_args)
+        item = self._chat_builder.item(messages, params, asked)
+        options = call_options(timeout, block)
+        return ChatStream(self._open_stream(item.item, options), item.delta_parser())
+
+    @overload
+    async def achat(  # type: ignore[overload-overlap]
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> ChatCompletion: ...
+
+    @overload
+    async def achat(
+        self,
+        messages: Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[ChatCompletion]: ...
+
+    @explains_keywords
+    async def achat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> ChatCompletion | list[ChatCompletion]:
+        """``chat`` for asyncio. Long conversations are rendered in a thread. Cancelling the task cancels requests."""
+        self._engine_thread.check_open()
+        asked = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format, template_args)
+        options = call_options(timeout, block)
+        build = partial(self._chat_builder.items, messages, params, asked)
+        import asyncio
+
+        items, single = await asyncio.to_thread(build) if _is_long(messages) else build()
+        options = replace(options, names_prompts=not single)
+        make = partial(self._request_builder.completions, [item.item for item in items])
+        return _answers(items, await self._submission.acollect(make, options), single)
+
+    @explains_keywords
+    def astream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> AsyncChatStream:
+        """``stream_chat`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
+        self._engine_thread.check_open()
+        asked = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format, template_args)
+        item = self._chat_builder.item(messages, params, asked)
+        options = call_options(timeout, block)
+        return AsyncChatStream(self._open_astream(item.item, options), item.delta_parser())
+
+
+def _answers(
+    items: Sequence[ChatItem], results: Mapping[int, Completion], single: bool
+) -> ChatCompletion | list[ChatCompletion]:
+    """The answers in the order of their conversations."""
+    answers = [item.answer(results[index]) for index, item in enumerate(items)]
+    return answers[0] if single else answers
+
+
+def _is_long(messages: Any) -> bool:
+    """Whether the text of a conversation, or of several, is so long that rendering would hold up the event loop."""
+    left = _LONG
+    stack = [messages]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, str):
+            left -= len(value)
+        elif isinstance(value, Mapping):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            left -= len(value)
+            stack.extend(value)
+        if left < 0:
+            return True
+    return False

@@ -1,0 +1,210 @@
+"""From a conversation to a checked prompt, and from generated text to an answer.
+
+The template of the model writes the prompt. ``ChatFormat`` says how that template marks tool calls and reasoning; it
+gives the grammar that the text must follow, and the parser that reads it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from llamapipe.arguments import check_flag
+from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatFinishReason
+from llamapipe.engine.chat_stream import DeltaParser
+from llamapipe.engine.frontend.request_builder import Item, RequestBuilder, named
+from llamapipe.engine.params import CONSTRAINTS, SamplingParams
+from llamapipe.engine.results import Choice, Completion
+from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.model import Model
+
+if TYPE_CHECKING:
+    from llamapipe.chat.chat_format import ChatFormat
+    from llamapipe.chat.parser import ChatParser
+    from llamapipe.chat.results import ToolCall
+    from llamapipe.chat.tools import Tool
+
+Message: TypeAlias = "Mapping[str, Any]"
+Conversation: TypeAlias = "str | Sequence[Message]"
+ToolChoice: TypeAlias = "str | Mapping[str, Any]"
+_TAIL_TOKENS = 24  # of a prompt: enough to see whether the template has opened a marker
+
+
+class ChatOptions(NamedTuple):
+    """What a chat asks for besides its messages and params; see ``Engine.chat``."""
+
+    tools: Sequence[Any] | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Any = None
+    template_args: Mapping[str, Any] | None = None
+
+
+class ChatItem(NamedTuple):
+    """A checked conversation: its prompt with params, and the parser of an answer (None: the text is the answer)."""
+
+    item: Item
+    new_parser: Callable[[], ChatParser] | None
+
+    def delta_parser(self) -> DeltaParser:
+        """A parser for the stream of one answer."""
+        parser = None if self.new_parser is None else self.new_parser()
+        return DeltaParser(parser, len(self.item.tokens))
+
+    def answer(self, completion: Completion) -> ChatCompletion:
+        """The completion of the prompt as an answer."""
+        choices = tuple(map(self._choice, completion.choices))
+        return ChatCompletion(
+            choices, completion.n_prompt_tokens, completion.n_cached_tokens, completion.timings
+        )
+
+    def _choice(self, choice: Choice) -> ChatChoice:
+        content, reasoning = choice.text, ""
+        tool_calls: tuple[ToolCall, ...] = ()
+        reason: ChatFinishReason = choice.finish_reason
+        if self.new_parser is not None:
+            from llamapipe.chat.results import ChatMessage
+
+            parser = self.new_parser()
+            message = ChatMessage((parser.feed(choice.text), parser.finish()))
+            content, reasoning, tool_calls = message.content, message.reasoning, message.tool_calls
+            if tool_calls and reason == "stop":
+                reason = "tool_calls"
+        return ChatChoice(
+            choice.index,
+            content,
+            reasoning,
+            tool_calls,
+            reason,
+            choice.seed,
+            choice.token_ids,
+            choice.logprobs,
+        )
+
+
+class ChatBuilder:
+    """Builds the prompts of conversations for one engine. Any thread."""
+
+    def __init__(self, model: Model, request_builder: RequestBuilder) -> None:
+        self._model = model
+        self._request_builder = request_builder
+        self._lock = threading.Lock()
+        self._format: ChatFormat | None = None
+
+    def __repr__(self) -> str:
+        return f"<ChatBuilder of {self._model!r}>"
+
+    def items(
+        self, messages: Any, params: SamplingParams | None, options: ChatOptions
+    ) -> tuple[list[ChatItem], bool]:
+        """Each conversation, checked, and whether a single one was given.
+
+        Raises TypeError, ValueError and InvalidRequestError; errors in a list name the conversation's index.
+        """
+        conversations, single = _conversations(messages)
+        if single:
+            return [self.item(conversations[0], params, options)], True
+        items = []
+        for index, conversation in enumerate(conversations):
+            try:
+                items.append(self.item(conversation, params, options))
+            except (TypeError, ValueError) as e:
+                raise named(e, index) from None
+        return items, False
+
+    def item(self, messages: Conversation, params: SamplingParams | None, options: ChatOptions) -> ChatItem:
+        """One conversation, checked. Raises TypeError, ValueError, InvalidRequestError, ImportError."""
+        from llamapipe.chat.tools import check_tool_choice, check_tools
+
+        if params is None:
+            params = SamplingParams(max_tokens=None)
+        elif not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        tools = check_tools(options.tools) if options.tools else ()
+        choice = check_tool_choice(options.tool_choice, tools)
+        parallel = check_flag("parallel_tool_calls", options.parallel_tool_calls)
+        args = options.template_args or {}
+        given = [tool.as_openai() for tool in tools] if tools and choice != "none" else None
+        tokens = self._model.tokenize_chat(messages, tools=given, **args)
+        if options.response_format is not None:
+            if any(getattr(params, name) is not None for name in CONSTRAINTS):
+                raise InvalidRequestError(
+                    "response_format is given, and params hold a constraint too; give one"
+                )
+            params = replace(params, json_schema=options.response_format)
+        chat_format = self.chat_format()
+        tail = self._model.vocab.detokenize(tokens[-_TAIL_TOKENS:], unparse_special=True)
+        active = tools if choice != "none" else ()
+        params = self._constrained(chat_format, params, active, choice, parallel, tail)
+        item = self._request_builder.item(tokens, params)
+        if not active and chat_format.reasoning is None:
+            return ChatItem(item, None)  # control tokens have no text
+
+        def new_parser() -> ChatParser:
+            return chat_format.parser(active, choice, prompt_tail=tail)
+
+        return ChatItem(item._replace(piece=self._model.vocab.written_piece), new_parser)
+
+    def chat_format(self) -> ChatFormat:
+        """How the model's template writes tool calls and reasoning; found once."""
+        if self._format is None:
+            from llamapipe.chat.chat_format import ChatFormat
+
+            with self._lock:
+                if self._format is None:
+                    self._format = ChatFormat.of(self._model.render_chat, self._special_id)
+        return self._format
+
+    def _special_id(self, text: str) -> int | None:
+        """The id of a text that is one control or user-defined token."""
+        vocab = self._model.vocab
+        tokens = vocab.tokenize(text, add_special=False, parse_special=True)
+        if len(tokens) == 1 and vocab.tokenize(text, add_special=False) != tokens:
+            return tokens[0]
+        return None
+
+    def _constrained(
+        self,
+        chat_format: ChatFormat,
+        params: SamplingParams,
+        tools: Sequence[Tool],
+        choice: str,
+        parallel: bool,
+        tail: str,
+    ) -> SamplingParams:
+        """The params with the grammar that tool calls need."""
+        if tools and not chat_format.supports_tools:
+            raise InvalidRequestError(
+                "tools are given, but the model's chat template has no place for them; "
+                "use a model that was trained to call tools, or pass Model(chat_template=...)"
+            )
+        given = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
+        if given is not None and given != "json_schema":
+            if tools and choice not in ("auto", "none"):
+                raise InvalidRequestError(
+                    f"{given} is given, and tool_choice forces a call; give one of them"
+                )
+            return params
+        schema: str | None = params.json_schema  # type: ignore[assignment]  # text, once it was checked
+        lark = chat_format.grammar(tools, choice, parallel, prompt_tail=tail, schema=schema)
+        return params if lark is None else replace(params, json_schema=None, lark=lark)
+
+
+def _conversations(messages: Any) -> tuple[list[Conversation], bool]:
+    """The conversations as a list, and whether a single one was given."""
+    if isinstance(messages, str):
+        return [messages], True
+    if not isinstance(messages, Sequence) or isinstance(messages, (bytes, bytearray)):
+        raise TypeError(
+            f"messages must be a list of messages, not {type(messages).__name__}: "
+            'engine.chat([{"role": "user", "content": "Hello"}])'
+        )
+    if not messages:
+        raise InvalidRequestError("messages is empty; give at least one message")
+    if isinstance(messages[0], Mapping):
+        return [messages], True
+    return list(messages), False

@@ -1,0 +1,111 @@
+"""The chat templates of a model, and the prompts they write for it.
+
+A file may hold several templates: one without a name, and named ones such as ``tool_use``, which is used instead of the
+first where tools are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from llamapipe.chat.control_text import ControlTexts, tokenized, unused_character
+from llamapipe.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from llamapipe.chat.template import ChatTemplate
+    from llamapipe.llama.model import Model
+
+_NO_TEMPLATE = (
+    '{} has no chat template; pass one, as text or as a file: lp.Model(path, chat_template="template.jinja")'
+)
+
+
+class ChatPrompts:
+    """Renders and tokenizes conversations for one model. Any thread."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._compiled: dict[str, ChatTemplate] = {}
+        self._lock = Lock()
+
+    def __repr__(self) -> str:
+        return f"<ChatPrompts of {self._model!r}>"
+
+    def text(self, name: str | None = None) -> str | None:
+        """The source of the template without a name, or of a named one; None if there is none."""
+        if name is None:
+            return self._model.chat_template
+        return self._model.metadata.get(f"tokenizer.chat_template.{name}")
+
+    def template(self, name: str | None = None) -> ChatTemplate:
+        """A template, compiled. Raises InvalidRequestError if there is none, ImportError without the extra ``chat``."""
+        text = self.text(name)
+        if not text:
+            if name is None:
+                raise InvalidRequestError(_NO_TEMPLATE.format(self._model.path.name))
+            raise InvalidRequestError(f"{self._model.path.name} has no chat template named {name!r}")
+        with self._lock:
+            found = self._compiled.get(text)
+            if found is None:
+                found = self._compiled[text] = self._compile(text)
+        return found
+
+    def _compile(self, text: str) -> ChatTemplate:
+        try:
+            from llamapipe.chat.template import ChatTemplate
+        except ModuleNotFoundError as e:
+            if (e.name or "").startswith("llamapipe"):
+                raise
+            raise ImportError(
+                f"chat needs {e.name}, which is not installed: pip install 'llamapipe[chat]'"
+            ) from None
+        vocab = self._model.vocab
+        return ChatTemplate(text, self._written(vocab.bos), self._written(vocab.eos), vocab.add_bos)
+
+    def _written(self, token: int | None) -> str:
+        return "" if token is None else self._model.vocab.written_piece(token).decode(errors="replace")
+
+    def _for(self, tools: object) -> ChatTemplate:
+        """The template for a conversation with these tools."""
+        is_own = not self._model.is_template_given
+        return self.template("tool_use" if tools and is_own and self.text("tool_use") else None)
+
+    def render(
+        self,
+        messages: object,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_args: Mapping[str, Any],
+    ) -> str:
+        """See ``Model.render_chat``."""
+        return self._for(tools).render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_args=template_args
+        )
+
+    def tokenize(
+        self,
+        messages: object,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_args: Mapping[str, Any],
+    ) -> list[int]:
+        """See ``Model.tokenize_chat``."""
+        vocab, controls = self._model.vocab, self.controls
+        mark = unused_character([messages, tools, template_args])
+        text = self._for(tools).render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template_args=template_args,
+            change_text=lambda given: controls.marked(given, mark),
+        )
+        bos = [vocab.bos] if vocab.add_bos and vocab.bos is not None else []
+        return tokenized(text, mark, controls, vocab.tokenize, bos)
+
+    @cached_property
+    def controls(self) -> ControlTexts:
+        """The texts of the vocabulary's control tokens."""
+        return ControlTexts(self._model.vocab.control_texts())

@@ -1,0 +1,97 @@
+"""The ASGI application of a server: its routes and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from llamapipe.engine.engine import Engine
+from llamapipe.server.errors import ApiError, Dialect
+from llamapipe.server.exchange import Endpoint, Handler
+from llamapipe.server.routes import chat, completions, models, system, tokens
+from llamapipe.server.settings import ServerSettings
+from llamapipe.server.state import ServerState
+
+
+def app(engine: Engine, settings: ServerSettings | None = None) -> Starlette:
+    """An ASGI application that serves an engine, for uvicorn or inside another application.
+
+    It neither owns nor closes the engine. Use one application and one event loop for each engine.
+
+    Raises TypeError for something that is no engine, ImportError without the extra ``server``.
+    """
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
+    state = ServerState(engine, settings or ServerSettings())
+    middleware = []
+    if state.settings.cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=state.settings.cors_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+            )
+        )
+    application = Starlette(
+        routes=routes(state),
+        middleware=middleware,
+        exception_handlers={HTTPException: _http_error},
+        lifespan=_lifespan(state),
+    )
+    application.state.llamapipe = state
+    return application
+
+
+def routes(state: ServerState) -> list[Route]:
+    """Every route of the server."""
+    return [
+        _route("POST", "/v1/completions", completions.completions),
+        _route("POST", "/v1/chat/completions", chat.chat_completions),
+        _route("GET", "/v1/models", models.list_models),
+        _route("GET", "/v1/models/{id:path}", models.get_model),
+        _route("DELETE", "/v1/models/{id:path}", models.delete_model),
+        _route("GET", "/model_info", models.model_info),
+        _route("POST", "/tokenize", tokens.tokenize),
+        _route("POST", "/detokenize", tokens.detokenize),
+        _route("GET", "/tokenizer_info", tokens.tokenizer_info),
+        _route("POST", "/apply-template", tokens.apply_template),
+        _route("GET", "/health", system.health, counted=False),
+        _route("GET", "/metrics", system.metrics),
+    ]
+
+
+def _route(
+    method: str, path: str, handler: Handler, dialect: Dialect = "openai", counted: bool = True
+) -> Route:
+    endpoint = Endpoint(handler, path, dialect, counted)
+    return Route(path, endpoint, methods=[method], name=handler.__name__)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Paths and methods that the server does not have, in the API's shape."""
+    assert isinstance(error, HTTPException)
+    dialect: Dialect = "anthropic" if request.url.path.startswith("/v1/messages") else "openai"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = ApiError(error.status_code, message).body(dialect)
+    return Response(
+        msgspec.json.encode(body), error.status_code, dict(error.headers or {}), "application/json"
+    )
+
+
+def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(application: Starlette) -> AsyncIterator[None]:
+        yield
+        state.draining = True
+
+    return lifespan

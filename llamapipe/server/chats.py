@@ -1,0 +1,81 @@
+"""A conversation on its way through the engine, for every API that has one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
+from llamapipe.engine.frontend.chat_builder import ChatOptions
+from llamapipe.engine.params import SamplingParams
+from llamapipe.server.exchange import Call
+from llamapipe.server.prompts import total_choices
+
+
+class ChatJob:
+    """One conversation with its params: answered whole, or as one stream for each choice.
+
+    ``is_empty``: nothing is to be generated; the engine computes the prompt and a token that is not shown.
+    ``n_prompt_tokens``: known when the first stream has begun.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        options: ChatOptions,
+        is_empty: bool = False,
+    ) -> None:
+        total_choices(call.state, params.n)
+        self._engine = call.state.engine
+        self._timeout = call.state.settings.timeout_s
+        self._messages = messages
+        self._params = params
+        self._options = options._asdict()
+        self.is_empty = is_empty
+        self.n_prompt_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
+
+    async def whole(self) -> ChatCompletion:
+        """The answer, when all choices are complete."""
+        done = await self._engine.achat(
+            self._messages, self._params, timeout=self._timeout, block=False, **self._options
+        )
+        if self.is_empty:
+            done = replace(done, choices=tuple(map(_emptied, done.choices)))
+        return done
+
+    def streams(self) -> list[AsyncGenerator[ChatDelta, None]]:
+        """One stream for each choice."""
+        return [self._stream(i) for i in range(self._params.n)]
+
+    async def _stream(self, i: int) -> AsyncGenerator[ChatDelta, None]:
+        params = replace(self._params, n=1)
+        if params.seed is not None:
+            params = replace(params, seed=(params.seed + i) % 2**64)
+        stream = self._engine.astream_chat(
+            self._messages, params, timeout=self._timeout, block=False, **self._options
+        )
+        self.n_prompt_tokens = stream.n_prompt_tokens
+        async with stream:
+            async for delta in stream:
+                if self.is_empty:
+                    yield ChatDelta("", "", (), (), () if delta.logprobs is not None else None, "length")
+                    return
+                yield delta
+
+
+def _emptied(choice: ChatChoice) -> ChatChoice:
+    return replace(
+        choice,
+        content="",
+        reasoning="",
+        tool_calls=(),
+        finish_reason="length",
+        token_ids=[],
+        logprobs=None if choice.logprobs is None else [],
+    )

@@ -1,0 +1,274 @@
+"""One HTTP request and its answer: the body read within a limit, the answer sent, a hang-up noticed.
+
+``Endpoint`` is the ASGI application of one route. It runs the route's handler in a task of its own and cancels it when
+the client hangs up, which cancels the handler's requests in the engine within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+
+from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from llamapipe.server.state import ServerState
+
+T = TypeVar("T")
+_log = logging.getLogger("llamapipe.server")
+_SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_UNKNOWN_FIELD = re.compile(r"contains unknown field `([^`]*)`")
+_MISSING_FIELD = re.compile(r"missing required field `([^`]*)`")
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`")
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy must pass each event on at once
+)
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class HungUpError(Exception):
+    """The client closed the connection."""
+
+
+class Call:
+    """One HTTP request. One task; ``state`` is the server's.
+
+    ``raw``: the body. ``id``: from the header ``x-request-id``, or drawn.
+    ``unused``: options that were accepted without an effect.
+    ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics.
+    ``first_token_at``: a time of ``perf_counter``. ``intervals_s``: seconds between tokens of a stream.
+    """
+
+    def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
+        self.state = state
+        self.scope = scope
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.id = self._id()
+        self.started_at = perf_counter()
+        self.status = 0
+        self.raw = b""
+        self.unused: tuple[str, ...] = ()
+        self.n_prompt_tokens = self.n_completion_tokens = 0
+        self.first_token_at: float | None = None
+        self.intervals_s: list[float] = []
+        self._last_token_at: dict[int, float] = {}
+        self._receive = receive
+        self._send = send
+
+    def __repr__(self) -> str:
+        return f"<Call {self.scope['method']} {self.scope['path']} {self.id}>"
+
+    def _id(self) -> str:
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+
+    @property
+    def path_params(self) -> dict[str, str]:
+        """The parts of the path that the route names."""
+        params: dict[str, str] = self.scope.get("path_params", {})
+        return params
+
+    def query(self, name: str) -> str | None:
+        """The first value of a parameter of the query string."""
+        values = parse_qs(self.scope["query_string"].decode("latin-1")).get(name)
+        return values[0] if values else None
+
+    # ---- counts
+    def note_unused(self, names: tuple[str, ...]) -> None:
+        """Notes options that have no effect here. Raises ApiError 400 if the server refuses them."""
+        if names and self.state.settings.strict:
+            raise ApiError(
+                400, f"{names[0]} has no effect here, and this server refuses such options", names[0]
+            )
+        self.unused = names
+
+    def count(self, n_prompt: int, n_completion: int, first_token_s: float | None = None) -> None:
+        """Notes the tokens of the answer, and the seconds to its first token if they are known."""
+        self.n_prompt_tokens, self.n_completion_tokens = n_prompt, n_completion
+        if first_token_s is not None and self.first_token_at is None:
+            self.first_token_at = self.started_at + first_token_s
+
+    def token_arrived(self, stream: int) -> None:
+        """Notes the time of a token of one of the answer's streams."""
+        now = perf_counter()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        before = self._last_token_at.get(stream)
+        if before is not None:
+            self.intervals_s.append(now - before)
+        self._last_token_at[stream] = now
+
+    # ---- the request
+    async def body(self) -> bytes:
+        """The whole body. Raises ApiError 413 if it is over the limit, HungUpError if it does not arrive."""
+        limit = self.state.settings.max_body_bytes
+        length = self.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > limit:
+            raise self._too_large(int(length), limit)
+        parts: list[bytes] = []
+        n = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise HungUpError
+            part = message.get("body", b"")
+            n += len(part)
+            if n > limit:
+                raise self._too_large(n, limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_large(self, n: int, limit: int) -> ApiError:
+        return ApiError(413, f"the body has at least {n} bytes; the limit of this server is {limit}")
+
+    def decode(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as a value of the decoder's type. Raises ApiError 400, which names the field."""
+        try:
+            return decoder.decode(self.raw)
+        except msgspec.ValidationError as e:
+            raise _refused(str(e)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise ApiError(400, f"the body is not valid JSON: {e}") from None
+        except RecursionError:
+            raise ApiError(400, "the body is nested too deeply") from None
+
+    async def hung_up(self) -> None:
+        """Returns when the client closes the connection. Call it after the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    # ---- the answer
+    async def answer(
+        self, body: bytes, status: int = 200, headers: Headers = (_JSON,), with_body: bool = True
+    ) -> None:
+        """Sends a whole answer."""
+        await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self._send({"type": "http.response.body", "body": body if with_body else b""})
+
+    async def answer_json(self, value: object, status: int = 200) -> None:
+        """Sends a value as JSON."""
+        await self.answer(msgspec.json.encode(value), status)
+
+    async def answer_events(self, events: AsyncIterator[bytes], headers: Headers = ()) -> None:
+        """Sends server-sent events, each as it comes, written out; waits while the client reads slowly.
+
+        The status is sent with the first event, so that an error before it has a status of its own.
+        """
+        first = await anext(events)
+        await self._start(200, [*_EVENTS, *headers])
+        send = self._send
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        async for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        headers.append((b"x-request-id", self.id.encode()))
+        if self.unused:
+            headers.append((b"x-llamapipe-unused", ", ".join(self.unused).encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def answer_error(self, error: ApiError, dialect: Dialect) -> None:
+        """Sends an error, or ends the connection if an answer was begun."""
+        if self.status:
+            return
+        headers = [_JSON]
+        if error.status in BUSY:
+            headers.append((b"retry-after", str(self.state.settings.retry_after_s).encode()))
+        if error.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await self.answer(msgspec.json.encode(error.body(dialect)), error.status, headers)
+
+
+def _refused(message: str) -> ApiError:
+    """The answer for a body that has another shape than the API asks for."""
+    place = _PLACE.search(message)
+    path = place.group(1) if place else ""
+    text = _PLACE.sub("", message)
+    for pattern, what in ((_UNKNOWN_FIELD, "unknown"), (_MISSING_FIELD, "missing")):
+        found = pattern.search(message)
+        if found:
+            field = f"{path}.{found.group(1)}" if path else found.group(1)
+            return ApiError(400, f"{what} field: {field}", field, f"{what}_field")
+    return ApiError(400, f"{path}: {text}" if path else text, path or None, "invalid_value")
+
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+class Endpoint:
+    """The ASGI application of one route.
+
+    ``path``: the route's, for the metrics. ``dialect``: the shape of its errors. ``counted``: whether a key is asked
+    for and the limits apply.
+    """
+
+    def __init__(
+        self, handler: Handler, path: str, dialect: Dialect = "openai", counted: bool = True
+    ) -> None:
+        self.handler = handler
+        self.path = path
+        self.dialect: Dialect = dialect
+        self.counted = counted
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self.handler!r}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        state: ServerState = scope["app"].state.llamapipe
+        scope["route_path"] = self.path
+        call = Call(state, scope, receive, send)
+        try:
+            with state.admitted(call, self.counted):
+                await self._run(call)
+        except HungUpError:
+            call.status = call.status or 499
+        except asyncio.CancelledError:
+            call.status = call.status or 499
+            raise
+        except Exception as e:
+            await self._failed(call, e)
+        finally:
+            state.finished(call)
+
+    async def _run(self, call: Call) -> None:
+        """Runs the handler; a hang-up cancels it."""
+        call.raw = await call.body()
+        tasks = [asyncio.ensure_future(self.handler(call)), asyncio.ensure_future(call.hung_up())]
+        work, gone = tasks
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise HungUpError
+            await work
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            if not gone.cancelled():
+                gone.exception()
+
+    async def _failed(self, call: Call, error: Exception) -> None:
+        answer = api_error(error)
+        if answer is None:
+            _log.exception("id=%s %s failed", call.id, call.scope["path"])
+            answer = ApiError(500, f"the server failed: {type(error).__name__}; its log has id {call.id}")
+        with suppress(OSError):
+            await call.answer_error(answer, self.dialect)

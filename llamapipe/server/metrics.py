@@ -1,0 +1,131 @@
+"""Prometheus metrics of a server: its requests, and the state of its engine when a scraper asks.
+
+The names that begin with ``vllm:`` are those that routers read (llm-d, the gateway API's inference extension, AIBrix).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from llamapipe.engine.engine import Engine
+    from llamapipe.engine.results import TimeHistogram
+    from llamapipe.server.exchange import Call
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Metrics:
+    """Counts of one server. The event loop's thread; ``text`` may run in another."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine))
+        registry = self._registry
+        self._requests = Counter(
+            "llamapipe_requests", "Answered requests.", ["path", "status"], registry=registry
+        )
+        self._prompt = Counter("llamapipe_prompt_tokens", "Prompt tokens of answers.", registry=registry)
+        self._completion = Counter(
+            "llamapipe_completion_tokens", "Generated tokens of answers.", registry=registry
+        )
+        self._ttft = Histogram(
+            "llamapipe_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._itl = Histogram(
+            "llamapipe_inter_token_latency_seconds",
+            "Between two tokens of a stream.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._total = Histogram(
+            "llamapipe_request_seconds",
+            "From a request's arrival to the end of its answer.",
+            ["path"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    def __repr__(self) -> str:
+        return "<Metrics>"
+
+    def answered(self, call: Call, seconds: float) -> None:
+        """Counts a request that was answered, refused or hung up."""
+        route = call.scope.get("route_path", "other")
+        self._requests.labels(route, str(call.status)).inc()
+        self._total.labels(route).observe(seconds)
+        if call.n_prompt_tokens:
+            self._prompt.inc(call.n_prompt_tokens)
+        if call.n_completion_tokens:
+            self._completion.inc(call.n_completion_tokens)
+        if call.first_token_at is not None:
+            self._ttft.observe(call.first_token_at - call.started_at)
+        for interval_s in call.intervals_s:
+            self._itl.observe(interval_s)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format; waits for the end of the engine's running step."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's counters, read when they are asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the names are known when they are collected, and the engine need not be asked for them."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """One metric after the other."""
+        engine = self._engine
+        stats = engine.stats()
+        usage = stats.n_used_cells / engine.n_cells
+        gauges = (
+            ("vllm:num_requests_waiting", "Requests that wait for a slot.", stats.n_queued),
+            ("vllm:num_requests_running", "Requests that have a slot.", stats.n_active),
+            ("vllm:kv_cache_usage_perc", "Share of the KV cells that are used, 0 to 1.", usage),
+            ("llamapipe_requests_waiting", "Requests that wait for a slot.", stats.n_queued),
+            ("llamapipe_requests_running", "Requests that have a slot.", stats.n_active),
+            ("llamapipe_kv_cells_used", "KV cells that are used.", stats.n_used_cells),
+            ("llamapipe_kv_cells", "KV cells in all.", engine.n_cells),
+            ("llamapipe_compute_threads", "Compute threads in use.", stats.n_threads),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(name, text, value=value)
+        counters = (
+            ("llamapipe_steps", "Steps.", stats.steps),
+            ("llamapipe_computed_prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
+            ("llamapipe_generated_tokens", "Tokens generated.", stats.n_completion_tokens),
+            ("llamapipe_preemptions", "Requests that were preempted.", stats.n_preempted),
+            ("llamapipe_compute_seconds", "Seconds of computing.", stats.compute_s),
+            ("llamapipe_idle_seconds", "Seconds without work.", stats.idle_s),
+        )
+        for name, text, value in counters:
+            yield CounterMetricFamily(name, text, value=value)
+        yield _histogram(
+            "llamapipe_step_seconds", "From the launch of a step to its tokens.", stats.step_times
+        )
+        yield _histogram(
+            "llamapipe_queue_seconds", "From a request's submission to its slot.", stats.queue_times
+        )
+
+
+def _histogram(name: str, text: str, times: TimeHistogram) -> HistogramMetricFamily:
+    n = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*map(str, times.bounds_s), "+Inf"), times.counts, strict=True):
+        n += count
+        buckets.append((bound, n))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=times.total_s)

@@ -1,0 +1,91 @@
+"""Prompts of a request as token ids: text, tokens, or lists of them; text to fill in between two texts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from llamapipe.server.errors import ApiError
+from llamapipe.server.wire.openai import Prompt
+
+if TYPE_CHECKING:
+    from llamapipe.server.state import ServerState
+
+_LONG = 4096  # characters; a longer text is tokenized in a thread, so that the event loop goes on
+
+
+async def tokenized(
+    state: ServerState, text: str, add_special: bool = True, parse_special: bool = False
+) -> list[int]:
+    """The tokens of a text. Raises ValueError for text that the vocabulary cannot express."""
+    tokenize = state.engine.model.vocab.tokenize
+    if len(text) < _LONG:
+        return tokenize(text, add_special, parse_special)
+    return await asyncio.to_thread(tokenize, text, add_special, parse_special)
+
+
+async def prompts_of(
+    state: ServerState, given: Prompt, name: str, add_special: bool = True, suffix: str | None = None
+) -> list[list[int]]:
+    """Each prompt as token ids. Raises ApiError 400, with the prompt's index, for bad ones."""
+    if isinstance(given, str):
+        items: list[str | list[int]] = [given]
+    elif not given:
+        raise ApiError(400, f"{name} is empty; give at least one", name)
+    elif all(isinstance(item, int) for item in given):
+        items = [given]  # type: ignore[list-item]
+    elif any(isinstance(item, int) for item in given):
+        raise ApiError(400, f"{name} mixes token ids and whole prompts", name)
+    else:
+        items = given  # type: ignore[assignment]
+    prompts: list[list[int]] = []
+    for index, item in enumerate(items):
+        try:
+            if isinstance(item, str):
+                tokens = await _text(state, item, add_special, suffix)
+            elif suffix is not None:
+                raise ApiError(400, "suffix needs a prompt of text, not of token ids", "suffix")
+            else:
+                tokens = item
+            _check(state, tokens)
+        except ValueError as e:
+            place = f" ({name} {index} of the list)" if len(items) > 1 else ""
+            code = "context_length_exceeded" if "n_ctx" in str(e) else None
+            raise ApiError(400, f"{e}{place}", name, code) from None
+        prompts.append(tokens)
+    return prompts
+
+
+def _check(state: ServerState, tokens: list[int]) -> None:
+    n_vocab, n_ctx = state.engine.model.n_vocab, state.engine.n_ctx
+    if not tokens:
+        raise ValueError("the prompt is empty; give at least one token")
+    wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
+    if wrong is not None:
+        raise ValueError(f"the token id {wrong} is not in the vocabulary, which has ids 0 to {n_vocab - 1}")
+    if len(tokens) >= n_ctx:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens; n_ctx is {n_ctx} and one must stay free: shorten it"
+        )
+
+
+async def _text(state: ServerState, text: str, add_special: bool, suffix: str | None) -> list[int]:
+    if suffix is None:
+        return await tokenized(state, text, add_special)
+    fim = state.engine.model.vocab.fim_tokens
+    if fim is None:
+        raise ApiError(400, "suffix: this model has no tokens for filling in the middle", "suffix")
+    before = await tokenized(state, text, add_special=False)
+    after = await tokenized(state, suffix, add_special=False)
+    vocab = state.engine.model.vocab
+    bos = [vocab.bos] if add_special and vocab.add_bos and vocab.bos is not None else []
+    return [*bos, fim.prefix, *before, fim.suffix, *after, fim.middle]
+
+
+def total_choices(state: ServerState, n: int) -> None:
+    """Raises ApiError 400 if a request asks for more choices than the server allows."""
+    most = state.settings.max_n
+    if n > most:
+        raise ApiError(
+            400, f"the request asks for {n} choices in all; the limit of this server is {most}", "n"
+        )

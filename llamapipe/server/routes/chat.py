@@ -1,0 +1,208 @@
+"""``POST /v1/chat/completions``: a conversation in, an answer out, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from llamapipe.chat.results import ToolCallDelta
+from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
+from llamapipe.engine.frontend.chat_builder import ChatOptions
+from llamapipe.server.chats import ChatJob
+from llamapipe.server.errors import ApiError
+from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
+from llamapipe.server.exchange import Call
+from llamapipe.server.logprobs import chat_logprobs, check_top
+from llamapipe.server.routes.completions import usage
+from llamapipe.server.wire.openai import ChatRequest, ResponseFormat
+
+_DECODER = msgspec.json.Decoder(ChatRequest)
+_MAX_TOP = 20  # the API's
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_encode = msgspec.json.Encoder().encode
+
+
+async def chat_completions(call: Call) -> None:
+    """Answers a conversation, whole or as a stream."""
+    request = call.decode(_DECODER)
+    request.check_stream()
+    model = call.state.check_model(request.model)
+    call.note_unused(request.unused())
+    answer = _Answer(call, request, model, _job(call, request))
+    if request.stream:
+        await call.answer_events(answer.events())
+    else:
+        await call.answer_json(await answer.whole())
+
+
+def _job(call: Call, request: ChatRequest) -> ChatJob:
+    """The request as a job of the engine. Raises ApiError."""
+    vocab = call.state.engine.model.vocab
+    if request.modalities is not None and request.modalities != ["text"]:
+        raise ApiError(400, "modalities may only be ['text']: this server answers in text", "modalities")
+    limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
+    if limits and min(limits) < 0:
+        raise ApiError(
+            400, f"max_completion_tokens is {min(limits)}; it must be 0 or more", "max_completion_tokens"
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
+    more: dict[str, Any] = {"max_tokens": max(min(limits), 1) if limits else None}
+    if request.logprobs:
+        more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
+    params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
+    args = dict(request.chat_template_kwargs or {})
+    effort = request.reasoning_effort
+    if effort is not None:
+        if effort not in _EFFORTS:
+            raise ApiError(
+                400, f"reasoning_effort is {effort!r}; it may be {', '.join(_EFFORTS)}", "reasoning_effort"
+            )
+        if effort == "none":
+            args.setdefault("enable_thinking", False)
+        else:
+            args.setdefault("reasoning_effort", effort)
+    tools, tool_choice = _tools(request)
+    parallel = request.parallel_tool_calls is not False
+    options = ChatOptions(tools, tool_choice, parallel, _schema(request.response_format), args)
+    return ChatJob(call, request.messages, params, options, bool(limits) and min(limits) == 0)
+
+
+def _tools(request: ChatRequest) -> tuple[Sequence[dict[str, Any]] | None, Any]:
+    """The tools and the choice among them; ``functions`` and ``function_call`` are their older names."""
+    tools, choice = request.tools, request.tool_choice
+    if request.functions is not None and tools is None:
+        tools = [{"type": "function", "function": function} for function in request.functions]
+    if request.function_call is not None and choice is None:
+        given = request.function_call
+        choice = given if isinstance(given, str) else {"type": "function", "function": given}
+    if choice is None:
+        choice = "auto" if tools else "none"
+    if not tools and choice not in ("auto", "none"):
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools", "tool_choice")
+    return tools, choice
+
+
+def _schema(given: ResponseFormat | None) -> Any:
+    """The JSON schema that the answer must match, None for any text."""
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return given.schema or {"type": "object"}
+    wrapped = given.json_schema or {}
+    schema = wrapped.get("schema", given.schema)
+    if schema is None:
+        raise ApiError(
+            400, "response_format: json_schema needs a schema", "response_format.json_schema.schema"
+        )
+    return schema
+
+
+class _Answer:
+    """The answer to one request, whole or streamed."""
+
+    def __init__(self, call: Call, request: ChatRequest, model: str, job: ChatJob) -> None:
+        self.call = call
+        self.request = request
+        self.model = model
+        self.job = job
+        self.id = f"chatcmpl-{call.id}"
+        self.created = int(time.time())
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, when all choices are complete."""
+        done = await self.job.whole()
+        n_completion = 0 if self.job.is_empty else done.n_completion_tokens
+        self.call.count(done.n_prompt_tokens, n_completion, done.timings.first_token_s)
+        return {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [self._choice(choice) for choice in done.choices],
+            "usage": usage(done.n_prompt_tokens, n_completion, done.n_cached_tokens),
+        }
+
+    def _choice(self, choice: ChatChoice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.tool_calls:
+            message["content"] = choice.content or None
+            message["tool_calls"] = [call_message(call) for call in choice.tool_calls]
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = chat_logprobs(choice.logprobs, self.call.state.engine.model.vocab)
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of the stream."""
+        request, job = self.request, self.job
+        writer = ChunkWriter(
+            self.id, "chat.completion.chunk", self.created, self.model, request.wants_usage, request.is_padded
+        )
+        n_completion = 0
+        streams = job.streams()
+        try:
+            async with aclosing(merged(streams)) as items:  # type: ignore[type-var]
+                begun: set[int] = set()
+                async for index, delta in items:
+                    self.call.token_arrived(index)
+                    n_completion += len(delta.token_ids)
+                    if index not in begun:
+                        begun.add(index)
+                        yield writer.chunk(
+                            b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},'
+                            b'"logprobs":null,"finish_reason":null}' % index
+                        )
+                    yield writer.chunk(self._stream_choice(index, delta), delta.content)
+        except Exception as e:
+            if self.call.status == 0:
+                raise
+            yield error_event(e, "openai")
+            return
+        finally:
+            self.call.count(job.n_prompt_tokens, n_completion)
+        if request.wants_usage:
+            yield writer.usage(usage(job.n_prompt_tokens, n_completion, 0))
+        yield DONE
+
+    def _stream_choice(self, index: int, delta: ChatDelta) -> bytes:
+        if (
+            delta.logprobs is None
+            and delta.finish_reason is None
+            and not (delta.reasoning or delta.tool_calls)
+        ):
+            return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
+                index,
+                _encode(delta.content),
+            )
+        parts: dict[str, Any] = {}
+        if delta.content:
+            parts["content"] = delta.content
+        if delta.reasoning:
+            parts["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            parts["tool_calls"] = [_call_part(part) for part in delta.tool_calls]
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = chat_logprobs(delta.logprobs, self.call.state.engine.model.vocab)
+        return _encode(
+            {"index": index, "delta": parts, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        )
+
+
+def _call_part(part: ToolCallDelta) -> dict[str, Any]:
+    if part.id is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}

@@ -1,0 +1,226 @@
+"""``POST /v1/completions``: text or tokens in, text out, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.results import Choice, Completion, Delta
+from llamapipe.server.errors import ApiError
+from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
+from llamapipe.server.exchange import Call
+from llamapipe.server.logprobs import CompletionLogprobs, check_top
+from llamapipe.server.prompts import prompts_of, total_choices
+from llamapipe.server.wire.openai import CompletionRequest
+
+_DECODER = msgspec.json.Decoder(CompletionRequest)
+_DEFAULT_MAX_TOKENS = 16  # the API's
+_encode = msgspec.json.Encoder().encode
+
+
+async def completions(call: Call) -> None:
+    """Completes one prompt or several, whole or as a stream."""
+    job = await _Job.of(call, call.decode(_DECODER))
+    if job.request.stream:
+        await call.answer_events(job.events())
+    else:
+        await call.answer_json(await job.answer())
+
+
+class _Job:
+    """One request: its prompts as tokens, its params, and the answer."""
+
+    def __init__(
+        self, call: Call, request: CompletionRequest, prompts: Sequence[list[int]], params: SamplingParams
+    ) -> None:
+        self.call = call
+        self.request = request
+        self.prompts = prompts
+        self.params = params
+        self.model = call.state.check_model(request.model)
+        self.id = f"cmpl-{call.id}"
+        self.created = int(time.time())
+        self.n = request.n or 1  # choices that are returned for each prompt
+
+    @classmethod
+    async def of(cls, call: Call, request: CompletionRequest) -> _Job:
+        """Checks the request. Raises ApiError."""
+        request.check_stream()
+        call.state.check_model(request.model)
+        call.note_unused(request.unused())
+        vocab = call.state.engine.model.vocab
+        n = 1 if request.n is None else request.n
+        best_of = request.best_of or n
+        if best_of < n:
+            raise ApiError(400, f"best_of is {best_of} and n is {n}; best_of must not be smaller", "best_of")
+        if best_of > n and request.stream:
+            raise ApiError(
+                400, "best_of greater than n cannot be streamed: all choices must be complete", "best_of"
+            )
+        if request.stream and request.echo and request.logprobs is not None:
+            raise ApiError(400, "echo with logprobs cannot be streamed; leave out stream", "echo")
+        max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        if max_tokens < 0:
+            raise ApiError(400, f"max_tokens is {max_tokens}; it must be 0 or more", "max_tokens")
+        top = check_top("logprobs", request.logprobs)
+        more: dict[str, Any] = {
+            "max_tokens": max(max_tokens, 1),
+            "n": best_of,
+            "json_schema": request.json_schema,
+        }
+        if top is not None or best_of > n:
+            more["logprobs"] = top or 0
+        if request.echo and top is not None:
+            more["prompt_logprobs"] = top
+        params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
+        prompts = await prompts_of(
+            call.state, request.prompt, "prompt", request.add_special_tokens is not False, request.suffix
+        )
+        total_choices(call.state, len(prompts) * best_of)
+        return cls(call, request, prompts, params)
+
+    @property
+    def _is_empty(self) -> bool:
+        """Nothing is to be generated; the engine computes the prompt and a token that is not shown."""
+        return self.request.max_tokens == 0
+
+    # ---- whole
+    async def answer(self) -> dict[str, Any]:
+        """The answer, when all choices are complete."""
+        done = await self.call.state.engine.agenerate(
+            self.prompts, self.params, timeout=self.call.state.settings.timeout_s, block=False
+        )
+        choices = [
+            self._choice(completion, choice, i * self.n + j)
+            for i, completion in enumerate(done)
+            for j, choice in enumerate(self._best(completion))
+        ]
+        n_prompt = sum(completion.n_prompt_tokens for completion in done)
+        n_completion = 0 if self._is_empty else sum(completion.n_completion_tokens for completion in done)
+        first = min(
+            (c.timings.first_token_s for c in done if c.timings.first_token_s is not None), default=None
+        )
+        self.call.count(n_prompt, n_completion, first)
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": usage(n_prompt, n_completion, sum(c.n_cached_tokens for c in done)),
+        }
+
+    def _best(self, completion: Completion) -> Sequence[Choice]:
+        """The ``n`` choices with the highest mean log-probability, of ``best_of``."""
+        choices = completion.choices
+        if len(choices) == self.n:
+            return choices
+        return sorted(choices, key=_mean_logprob, reverse=True)[: self.n]
+
+    def _choice(self, completion: Completion, choice: Choice, index: int) -> dict[str, Any]:
+        vocab = self.call.state.engine.model.vocab
+        prompt = self.prompts[index // self.n]
+        if self._is_empty:
+            choice = replace(
+                choice, text="", token_ids=[], finish_reason="length", logprobs=choice.logprobs and []
+            )
+        text = choice.text
+        logprobs = None
+        if self.request.echo:
+            text = self._echo(prompt) + text
+        if self.request.logprobs is not None:
+            entries = list(choice.logprobs or ())
+            first = None
+            if self.request.echo:
+                entries = [*(completion.prompt_logprobs or ()), *entries]
+                first = prompt[0]
+            logprobs = CompletionLogprobs(vocab).of(entries, first)
+        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def _echo(self, prompt: list[int]) -> str:
+        given = self.request.prompt
+        if isinstance(given, str):
+            return given
+        if given and isinstance(given[0], str):
+            return given[self.prompts.index(prompt)]  # type: ignore[return-value]
+        return self.call.state.engine.model.vocab.detokenize(prompt, remove_special=True)
+
+    # ---- streamed
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of the stream."""
+        request = self.request
+        writer = ChunkWriter(
+            self.id, "text_completion", self.created, self.model, request.wants_usage, request.is_padded
+        )
+        streams = [self._stream(prompt, i) for prompt in self.prompts for i in range(self.n)]
+        offsets = [CompletionLogprobs(self.call.state.engine.model.vocab) for _ in streams]
+        n_prompt = sum(map(len, self.prompts))
+        n_completion = 0
+        try:
+            if request.echo:
+                for index in range(len(streams)):
+                    text = self._echo(self.prompts[index // self.n])
+                    yield writer.chunk(_stream_choice(index, text, None, None), text)
+            async with aclosing(merged(streams)) as items:  # type: ignore[type-var]
+                async for index, delta in items:
+                    self.call.token_arrived(index)
+                    if self._is_empty:
+                        yield writer.chunk(_stream_choice(index, "", None, "length"))
+                        continue
+                    n_completion += len(delta.token_ids)
+                    if not delta.text and delta.finish_reason is None and delta.logprobs is None:
+                        continue  # half a character
+                    logprobs = None
+                    if delta.logprobs is not None and request.logprobs is not None:
+                        logprobs = offsets[index].of(delta.logprobs)
+                    yield writer.chunk(
+                        _stream_choice(index, delta.text, logprobs, delta.finish_reason), delta.text
+                    )
+        except Exception as e:
+            if self.call.status == 0:
+                raise
+            yield error_event(e, "openai")
+            return
+        finally:
+            self.call.count(n_prompt, n_completion)
+        if request.wants_usage:
+            yield writer.usage(usage(n_prompt, n_completion, 0))
+        yield DONE
+
+    async def _stream(self, prompt: list[int], i: int) -> AsyncGenerator[Delta, None]:
+        params = replace(self.params, n=1)
+        if self.params.seed is not None:
+            params = replace(params, seed=(self.params.seed + i) % 2**64)
+        engine, timeout = self.call.state.engine, self.call.state.settings.timeout_s
+        async with engine.astream(prompt, params, timeout=timeout, block=False) as stream:
+            async for delta in stream:
+                yield delta
+                if self._is_empty:
+                    return
+
+
+def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, Any]:
+    """The tokens of all prompts and choices."""
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_completion,
+        "total_tokens": n_prompt + n_completion,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
+    }
+
+
+def _stream_choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
+    if logprobs is None and reason is None:
+        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, _encode(text))
+    return _encode({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
+
+
+def _mean_logprob(choice: Choice) -> float:
+    total = choice.cumulative_logprob
+    return total / len(choice.token_ids) if total is not None and choice.token_ids else float("-inf")

@@ -1,0 +1,63 @@
+"""The models that are served, and what they say of themselves: ``/v1/models``, ``/model_info``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llamapipe
+from llamapipe.server.errors import ApiError
+from llamapipe.server.exchange import Call
+from llamapipe.server.state import ServerState
+
+
+async def list_models(call: Call) -> None:
+    """``GET /v1/models``: every name that is served."""
+    state = call.state
+    data = [_model(state, name) for name in state.all_names]
+    await call.answer_json({"object": "list", "data": data})
+
+
+async def get_model(call: Call) -> None:
+    """``GET /v1/models/{id}``."""
+    name = call.path_params["id"]
+    if name not in call.state.all_names:
+        call.state.check_model(name)
+    await call.answer_json(_model(call.state, name))
+
+
+async def delete_model(call: Call) -> None:
+    """``DELETE /v1/models/{id}``: refused for a model that is served; any other is not here, which is the answer."""
+    name = call.path_params["id"]
+    if name in call.state.all_names:
+        raise ApiError(403, f"the model {name!r} is served and cannot be deleted; stop the server instead")
+    await call.answer_json({"id": name, "object": "model", "deleted": True})
+
+
+async def model_info(call: Call) -> None:
+    """``GET /model_info``: what routers ask for before they send requests."""
+    state = call.state
+    engine, model = state.engine, state.engine.model
+    await call.answer_json(
+        {
+            "model_path": model.path.name,
+            "served_model_names": list(state.model_names),
+            "is_generation": True,
+            "max_model_len": engine.n_ctx,
+            "n_seq_max": engine.n_seq_max,
+            "n_cells": engine.n_cells,
+            "n_vocab": model.n_vocab,
+            "n_params": model.n_params,
+            "size_bytes": model.size_bytes,
+            "version": llamapipe.__version__,
+        }
+    )
+
+
+def _model(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "llamapipe",
+        "max_model_len": state.engine.n_ctx,
+    }

@@ -1,0 +1,22 @@
+"""Whether the server is alive, and what it counts: ``/health`` and ``/metrics``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from llamapipe.server.errors import ApiError
+from llamapipe.server.exchange import Call
+from llamapipe.server.metrics import CONTENT_TYPE
+
+
+async def health(call: Call) -> None:
+    """``GET /health``: 200, or 503 while the server drains."""
+    if call.state.draining or call.state.engine.closed:
+        raise ApiError(503, "the server is shutting down", code="shutting_down")
+    await call.answer_json({"status": "ok"})
+
+
+async def metrics(call: Call) -> None:
+    """``GET /metrics``, in Prometheus' text format."""
+    text = await asyncio.to_thread(call.state.metrics.text)
+    await call.answer(text, headers=((b"content-type", CONTENT_TYPE),))

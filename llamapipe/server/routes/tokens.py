@@ -1,0 +1,139 @@
+"""Tokenizing over HTTP: ``/tokenize``, ``/detokenize``, ``/tokenizer_info`` and ``/apply-template``.
+
+``/tokenize`` and ``/detokenize`` know two dialects: that of llama-server (``content``, ``tokens``) and that of vLLM
+(``prompt`` or ``messages``, ``count``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from llamapipe.server.errors import ApiError
+from llamapipe.server.exchange import Call
+from llamapipe.server.logprobs import token_text
+from llamapipe.server.prompts import tokenized
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /tokenize``: ``content`` is llama-server's, ``prompt`` and ``messages`` are vLLM's."""
+
+    model: str | None = None
+    content: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /detokenize``: answers ``content`` for llama-server's clients and ``prompt`` for vLLM's."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class TemplateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /apply-template``."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+_TEMPLATE = msgspec.json.Decoder(TemplateRequest)
+
+
+async def tokenize(call: Call) -> None:
+    """``POST /tokenize``."""
+    request = call.decode(_TOKENIZE)
+    state = call.state
+    state.check_model(request.model)
+    vocab = state.engine.model.vocab
+    given = [name for name in ("content", "prompt", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise ApiError(400, "give one of content, prompt and messages", given[1] if given else "prompt")
+    if request.content is not None:
+        tokens = await tokenized(state, request.content, request.add_special, request.parse_special)
+        if not request.with_pieces:
+            await call.answer_json({"tokens": tokens})
+            return
+        pieces = [{"id": token, "piece": _piece(vocab.written_piece(token))} for token in tokens]
+        await call.answer_json({"tokens": pieces})
+        return
+    if request.messages is not None:
+        tokens = await state.tokenize_chat(
+            request.messages, request.tools, request.add_generation_prompt, request.chat_template_kwargs or {}
+        )
+    else:
+        assert request.prompt is not None
+        tokens = await tokenized(state, request.prompt, request.add_special_tokens)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.engine.n_ctx, "tokens": tokens}
+    answer["token_strs"] = (
+        [token_text(vocab.written_piece(token)) for token in tokens] if request.return_token_strs else None
+    )
+    await call.answer_json(answer)
+
+
+async def detokenize(call: Call) -> None:
+    """``POST /detokenize``."""
+    request = call.decode(_DETOKENIZE)
+    call.state.check_model(request.model)
+    text = call.state.engine.model.vocab.detokenize(request.tokens, unparse_special=True)
+    await call.answer_json({"content": text, "prompt": text})
+
+
+async def tokenizer_info(call: Call) -> None:
+    """``GET /tokenizer_info``: what evaluation harnesses need to know of the tokenizer."""
+    model = call.state.engine.model
+    vocab = model.vocab
+
+    def written(token: int | None) -> str | None:
+        return None if token is None else token_text(vocab.written_piece(token))
+
+    await call.answer_json(
+        {
+            "tokenizer_class": "llamapipe",
+            "vocab_size": vocab.n_vocab,
+            "model_max_length": call.state.engine.n_ctx,
+            "bos_token": written(vocab.bos),
+            "eos_token": written(vocab.eos),
+            "pad_token": written(vocab.eos),
+            "bos_token_id": vocab.bos,
+            "eos_token_id": vocab.eos,
+            "add_bos_token": vocab.add_bos,
+            "chat_template": model.chat_template,
+        }
+    )
+
+
+async def apply_template(call: Call) -> None:
+    """``POST /apply-template``: the prompt that a chat would have."""
+    request = call.decode(_TEMPLATE)
+    call.state.check_model(request.model)
+    prompt = call.state.engine.model.render_chat(
+        request.messages,
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt,
+        **(request.chat_template_kwargs or {}),
+    )
+    await call.answer_json({"prompt": prompt})
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are no whole characters; llama-server writes pieces so."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

@@ -1,0 +1,62 @@
+"""What a server allows and what it calls its model: limits, keys and names, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llamapipe.arguments import check_int
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits and names of one server; frozen.
+
+    - ``model_names``: what clients may call the model; the first is the one in answers. Default: the file's name.
+    - ``embedding_names``: the same for the embedding model.
+    - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``; none: no key is asked for.
+    - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all; none by default.
+    - ``max_body_bytes``: largest request body; larger ones are answered 413.
+    - ``max_requests``: requests that are served at once, those in the engine's queue included; more are answered 429.
+    - ``max_n``: most choices of one request, over all its prompts.
+    - ``retry_after_s``: what an answer 429 or 503 asks a client to wait, in seconds.
+    - ``timeout_s``: seconds a request may take, None for any time; longer ones are answered 504.
+    - ``strict``: refuse options that only a hosted service can act on. Otherwise they are accepted, and the answer's
+      header ``x-llamapipe-unused`` names them.
+    - ``page``: serve the page at ``/``.
+
+    Raises TypeError or ValueError naming the field.
+    """
+
+    model_names: tuple[str, ...] = ()
+    embedding_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+    max_requests: int = 1024
+    max_n: int = 128
+    retry_after_s: int = 1
+    timeout_s: float | None = None
+    strict: bool = False
+    page: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("model_names", "embedding_names", "api_keys", "cors_origins"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        check_int("max_body_bytes", self.max_body_bytes, 1, 2**31 - 1)
+        check_int("max_requests", self.max_requests, 1, 2**31 - 1)
+        check_int("max_n", self.max_n, 1, 10_000)
+        check_int("retry_after_s", self.retry_after_s, 0, 86_400)
+        if any(not key.isascii() or not key.strip() for key in self.api_keys):
+            raise ValueError(
+                "an API key must be printable ASCII and not empty: HTTP headers cannot carry others"
+            )
+
+    def __repr__(self) -> str:
+        return f"ServerSettings(model_names={self.model_names}, n_api_keys={len(self.api_keys)})"
+
+
+def _names(field: str, values: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+        raise TypeError(f"{field} must be a sequence of strings")
+    return tuple(values)

@@ -1,0 +1,126 @@
+"""What all requests of a server share: the engine, the settings, the counts, and whether it is draining."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from llamapipe.server.errors import ApiError
+from llamapipe.server.metrics import Metrics
+from llamapipe.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from llamapipe.engine.engine import Engine
+    from llamapipe.server.exchange import Call
+
+_log = logging.getLogger("llamapipe.server")
+
+
+class ServerState:
+    """One server's engine and settings. The event loop's thread.
+
+    ``model_names``: what clients may call the model, the first one in answers. ``n_requests``: requests being served.
+    """
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.metrics = Metrics(engine)
+        self.model_names = settings.model_names or (engine.model.path.stem,)
+        self.created = int(time.time())
+        self.n_requests = 0
+        self.draining = False
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+
+    def __repr__(self) -> str:
+        return f"<ServerState n_requests={self.n_requests}{' draining' if self.draining else ''}>"
+
+    @contextmanager
+    def admitted(self, call: Call, counted: bool) -> Iterator[None]:
+        """Checks the key and the limits for one request, and counts it while it is served. Raises ApiError."""
+        if counted:
+            self._check_key(call)
+            if self.draining:
+                raise ApiError(503, "the server is shutting down", code="shutting_down")
+            if self.n_requests >= self.settings.max_requests:
+                raise ApiError(
+                    429,
+                    f"{self.n_requests} requests are being served, which is the limit of this server; try again later",
+                    code="too_many_requests",
+                )
+        self.n_requests += counted
+        try:
+            yield
+        finally:
+            self.n_requests -= counted
+
+    def _check_key(self, call: Call) -> None:
+        if not self._keys:
+            return
+        given = call.headers.get(b"x-api-key", b"")
+        scheme, _, token = call.headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer":
+            given = token.strip()
+        # Digests have one length, and all keys are compared: the time tells nothing about them.
+        digest = hashlib.sha256(given).digest()
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if not any(matches):
+            raise ApiError(
+                401, "no valid API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+            )
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of all models that are served."""
+        return self.model_names
+
+    async def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_args: Mapping[str, Any],
+    ) -> list[int]:
+        """The tokens of a conversation, made in a thread."""
+        return await asyncio.to_thread(
+            self.engine.model.tokenize_chat,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **template_args,
+        )
+
+    def check_model(self, name: str | None) -> str:
+        """The name to write in the answer. Raises ApiError 404 for a model that is not served."""
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; there is {', '.join(map(repr, self.model_names))}",
+                "model",
+                "model_not_found",
+            )
+        return name
+
+    def finished(self, call: Call) -> None:
+        """Counts and logs an answered request."""
+        seconds = perf_counter() - call.started_at
+        self.metrics.answered(call, seconds)
+        _log.info(
+            "%s %s %d %.0f ms n_prompt_tokens=%d n_completion_tokens=%d id=%s",
+            call.scope["method"],
+            call.scope["path"],
+            call.status,
+            seconds * 1e3,
+            call.n_prompt_tokens,
+            call.n_completion_tokens,
+            call.id,
+        )

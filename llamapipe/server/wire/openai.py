@@ -1,0 +1,142 @@
+"""Requests of OpenAI's API: completions, chat completions and embeddings."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from llamapipe.server.errors import ApiError
+from llamapipe.server.wire.sampling import Sampling
+
+Prompt = str | list[str | int | list[int]]  # text or token ids, one or several
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of a stream. ``include_obfuscation``: events are padded to hide the length of their text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Streamed(Sampling, kw_only=True):
+    """A request whose answer may be a stream."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    def check_stream(self) -> None:
+        """Raises ApiError 400 for stream options without a stream; an explicit ``"stream": false`` allows them."""
+        if self.stream is None and self.stream_options is not None:
+            raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with an event that holds the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether events are padded."""
+        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
+
+    def unused(self) -> tuple[str, ...]:
+        """The options that are given and have no effect here."""
+        return ("user",) if self.user is not None else ()
+
+
+class CompletionRequest(Streamed, kw_only=True):
+    """``POST /v1/completions``. ``add_special_tokens``: as in ``Model.tokenize``."""
+
+    prompt: Prompt
+    suffix: str | None = None
+    max_tokens: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    json_schema: dict[str, Any] | str | None = None
+    add_special_tokens: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the answer's text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | None = None
+
+
+class ChatRequest(Streamed, kw_only=True):
+    """``POST /v1/chat/completions``. ``chat_template_kwargs``: further variables of the template."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    # Without an effect here: a hosted service stores, counts, scores or searches with these.
+    audio: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    verbosity: str | None = None
+    web_search_options: dict[str, Any] | None = None
+
+    def unused(self) -> tuple[str, ...]:
+        """The options that are given and have no effect here."""
+        return tuple(name for name in _HOSTED if getattr(self, name) is not None)
+
+
+_HOSTED = (
+    "user",
+    "audio",
+    "metadata",
+    "moderation",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "verbosity",
+    "web_search_options",
+)
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/embeddings``. ``truncate``: cut texts that are too long for the model."""
+
+    input: Prompt
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    truncate: bool = False
+
+
+class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/rerank``."""
+
+    query: str
+    documents: list[str | dict[str, str]]
+    model: str | None = None
+    top_n: int | None = None
+    return_documents: bool = False

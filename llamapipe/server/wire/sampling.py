@@ -1,0 +1,139 @@
+"""Sampling options of a request: those of the field's APIs and llamapipe's own, as ``SamplingParams``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from llamapipe.engine.params import SamplingParams
+from llamapipe.server.errors import ApiError
+
+# Names that other servers use for an option of SamplingParams.
+_SAME = {
+    "repetition_penalty": "repeat_penalty",
+    "typical": "typical_p",
+    "max_completion_tokens": "max_tokens",
+}
+_OURS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "xtc_probability",
+    "xtc_threshold",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "sampler_order",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "grammar",
+    "regex",
+    "lark",
+    "n",
+)
+Tokenize = Callable[[str], list[int]]
+
+
+class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options that every route for text takes; None: the default of ``SamplingParams``."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    repeat_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    sampler_order: list[str] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    lark: str | None = None
+    n: int | None = None
+
+    def params(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
+        """The options as ``SamplingParams``, with more fields of it. Raises ApiError 400, which names the field.
+
+        ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text.
+        """
+        values: dict[str, Any] = {name: value for name in _OURS if (value := getattr(self, name)) is not None}
+        if self.repetition_penalty is not None:
+            if self.repeat_penalty is not None:
+                raise ApiError(400, "repeat_penalty and repetition_penalty are the same option; give one")
+            values["repeat_penalty"] = self.repetition_penalty
+        if self.seed is not None and self.seed != -1:
+            values["seed"] = self.seed % 2**64
+        if self.logit_bias is not None:
+            values["logit_bias"] = _biases(self.logit_bias, tokenize)
+        values.update(more)
+        return checked_params(values)
+
+
+def checked_params(values: dict[str, Any]) -> SamplingParams:
+    """``SamplingParams`` of these fields. Raises ApiError 400, which names the field."""
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as e:
+        message = str(e)
+        first = message.partition(" ")[0]
+        raise ApiError(
+            400, message, first if first in SamplingParams.__dataclass_fields__ else None
+        ) from None
+
+
+def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
+    """Biases by token id. A key that is no number is text, each of whose tokens gets the bias."""
+    biases: dict[int, float] = {}
+    for key, value in given.items():
+        if key.isascii() and key.isdigit():
+            biases[int(key)] = value
+            continue
+        try:
+            tokens = tokenize(key)
+        except ValueError as e:
+            raise ApiError(400, f"logit_bias: {e}", "logit_bias") from None
+        biases.update(dict.fromkeys(tokens, value))
+    return biases

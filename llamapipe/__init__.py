@@ -1,6 +1,10 @@
 """llamapipe: GGUF models through llama.cpp, in process, for many callers at once."""
 
 from llamapipe import errors
+from llamapipe.chat.results import ToolCall, ToolCallDelta
+from llamapipe.chat.tools import Tool
+from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
+from llamapipe.engine.chat_stream import AsyncChatStream, ChatStream
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
@@ -27,8 +31,13 @@ from llamapipe.pipeline.trace import Trace
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncChatStream",
     "AsyncStream",
     "Batch",
+    "ChatChoice",
+    "ChatCompletion",
+    "ChatDelta",
+    "ChatStream",
     "Choice",
     "Completion",
     "Delta",
@@ -47,6 +56,9 @@ __all__ = [
     "Timings",
     "Token",
     "TokenLogprob",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "TopLogprob",
     "Trace",
     "__version__",

@@ -19,6 +19,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine.frontend",),
     ("engine.worker",),
     ("engine.delivery",),
+    ("engine.chat_results",),
     ("engine.scheduler", "engine.params", "engine.results"),
     ("pipeline", "structured"),
     ("llama",),

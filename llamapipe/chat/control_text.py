@@ -1,97 +1,167 @@
-"""Keeps control tokens out of what callers write: only the template may write them.
+"""Keeps control tokens out of the text that callers write: only the template may write them.
 
-A message may hold the text of a control token, such as ``<|im_end|>``. Before a conversation is rendered, a character
-that no message holds, the mark, is put into every such text. Afterwards the template's control tokens are found as they
-are, the marks are removed from the text between them, and that text is tokenized as text.
+A message may hold the text of a control token, such as ``<|im_end|>``. Before a conversation is rendered, a mark, which
+is a character that the conversation does not contain, is put into every such text. In the rendered prompt the control
+tokens of the template are found first. Then the marks are removed from the text between them, and that text is
+tokenized as plain text.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 _PRIVATE = range(0xE000, 0xF8FF)  # Unicode's private use area
+_SPACE = " \t\n\v\f\r"  # C's isspace()
+_NAME = re.compile(r"\w*", re.ASCII)
+
+
+class SpecialToken(NamedTuple):
+    """A token that is found in a text before the tokenizer runs.
+
+    ``is_control``: found only where special tokens are parsed; others, which the model's makers defined, everywhere.
+    ``strips_left``, ``strips_right``: white space before or after it is dropped.
+    """
+
+    text: str
+    id: int
+    is_control: bool
+    strips_left: bool = False
+    strips_right: bool = False
+
+
+class Mark(NamedTuple):
+    """``character``: put inside the text of a control token. ``escape``: the same character in JSON's ASCII form.
+
+    ``stand_in``: replaces the text of a control token that has a single character.
+    """
+
+    character: str
+    escape: str
+    stand_in: str
 
 
 class ControlTexts:
-    """The texts of a vocabulary's control tokens, by id. Any thread."""
+    """The special tokens of a vocabulary, by their text. Any thread."""
 
-    def __init__(self, texts: Mapping[str, int]) -> None:
-        self._ids = dict(texts)
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if self._ids else None
-        self._prefixes = frozenset(text[:n] for text in self._ids for n in range(1, len(text)))
-        self._max_prefix = max(map(len, self._prefixes), default=0)
+    def __init__(self, tokens: Iterable[SpecialToken]) -> None:
+        # llama.cpp looks for long texts first, counted in bytes.
+        self._tokens = sorted((t for t in tokens if t.text), key=lambda t: -len(t.text.encode()))
+        texts = [token.text for token in self._tokens if token.is_control]
+        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._single = frozenset(text for text in texts if len(text) == 1)
+        self._starts = frozenset(t[:n] for t in texts for n in range(1, len(t)) if not _NAME.fullmatch(t[:n]))
+        self._ends = frozenset(t[n:] for t in texts for n in range(1, len(t)) if not _NAME.fullmatch(t[n:]))
+        self._longest = max(map(len, texts), default=0)
 
     def __repr__(self) -> str:
-        return f"<ControlTexts n={len(self._ids)}>"
+        return f"<ControlTexts n={len(self._tokens)}>"
 
     def first_in(self, text: str) -> str | None:
         """The first text of a control token in a text."""
         found = self._pattern.search(text) if self._pattern is not None else None
         return None if found is None else found.group()
 
-    def marked(self, text: str, mark: str) -> str:
-        """A text with a mark inside each control token's text, and after an end that the template could complete."""
-        if self._pattern is None:
+    def marked(self, text: str, mark: Mark) -> str:
+        """A text with a mark in each control token's text, and at ends that the template's text could complete."""
+        if self._pattern is None or not text:
             return text
-        text = self._pattern.sub(lambda found: found.group()[0] + mark + found.group()[1:], text)
-        for n in range(min(self._max_prefix, len(text)), 0, -1):
-            if text[-n:] in self._prefixes:
-                return text + mark
-        return text
+        # A mark in one text may leave another that overlaps with it.
+        while self._pattern.search(text):
+            text = self._pattern.sub(lambda found: self._broken(found.group(), mark), text)
+        # Templates trim contents, so the ends are those of the text without white space.
+        core = text.strip()
+        start = text.find(core)
+        before, after = text[:start], text[start + len(core) :]
+        if any(core[:n] in self._ends for n in range(1, min(self._longest, len(core) + 1))):
+            before += mark.character
+        if any(core[-n:] in self._starts for n in range(1, min(self._longest, len(core) + 1))):
+            after = mark.character + after
+        return before + core + after
 
-    def split(self, text: str) -> Iterator[str | int]:
-        """The parts of a text: control tokens as ids, and the text between them."""
-        if self._pattern is None:
-            yield text
-            return
-        at = 0
-        for found in self._pattern.finditer(text):
-            if found.start() > at:
-                yield text[at : found.start()]
-            yield self._ids[found.group()]
-            at = found.end()
-        if at < len(text):
-            yield text[at:]
+    def _broken(self, text: str, mark: Mark) -> str:
+        if text in self._single:
+            # The position among all such tokens says which one it is.
+            return mark.character + mark.stand_in * (sorted(self._single).index(text) + 1) + mark.character
+        return text[0] + mark.character + text[1:]
+
+    def unmarked(self, text: str, mark: Mark) -> str:
+        """The text that ``marked`` got."""
+        for i, single in reversed(list(enumerate(sorted(self._single), 1))):
+            text = text.replace(mark.character + mark.stand_in * i + mark.character, single)
+        return text.replace(mark.character, "")
+
+    def split(self, text: str) -> list[str | int]:
+        """The parts of a text: special tokens as ids and the text between them, as llama.cpp splits it."""
+        parts: list[str | int] = [text]
+        for token in self._tokens:
+            if token.text in text:
+                parts = [
+                    p for part in parts for p in ([part] if isinstance(part, int) else _cut(part, token))
+                ]
+        return parts
 
 
-def unused_character(values: Any) -> str:
-    """A private-use character that no text of a JSON value holds."""
-    used = {character for text in _texts(values) for character in text if ord(character) in _PRIVATE}
-    return next(chr(code) for code in _PRIVATE if chr(code) not in used)
+def _cut(text: str, token: SpecialToken) -> Iterator[str | int]:
+    """The parts of a text around a token."""
+    pieces = text.split(token.text)
+    for i, piece in enumerate(pieces):
+        if i > 0:
+            yield token.id
+        plain = piece.lstrip(_SPACE) if i > 0 and token.strips_right else piece
+        plain = plain.rstrip(_SPACE) if i < len(pieces) - 1 and token.strips_left else plain
+        if plain:
+            yield plain
 
 
-def _texts(value: Any) -> Iterable[str]:
+def unused_mark(values: Any) -> Mark:
+    """A mark of private-use characters that no text of a JSON value holds, neither as they are nor escaped."""
+    texts = list(_texts(values))
+    used = {character for text in texts for character in text if ord(character) in _PRIVATE}
+    escaped = "".join(text.lower() for text in texts if "\\u" in text)
+    free = (
+        chr(code) for code in _PRIVATE if chr(code) not in used and json.dumps(chr(code))[1:-1] not in escaped
+    )
+    mark = next(free)
+    return Mark(mark, json.dumps(mark)[1:-1], next(free))
+
+
+def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _texts(key)
             yield from _texts(item)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
         for item in value:
             yield from _texts(item)
 
 
 def tokenized(
     text: str,
-    mark: str,
+    mark: Mark,
     controls: ControlTexts,
     tokenize: Callable[[str, bool, bool], list[int]],
-    bos: list[int],
+    added: tuple[Sequence[int], Sequence[int]],
 ) -> list[int]:
     """The tokens of a rendered conversation in which the callers' texts are marked.
 
-    ``tokenize``: takes a text, and whether to add and to parse special tokens. ``bos``: the tokens that stand first.
+    ``tokenize``: takes a text, and whether to add and to parse special tokens. ``added``: the tokens that it adds
+    before and after a text.
     """
-    if mark not in text:
+    text = text.replace(mark.escape, mark.character)
+    if mark.character not in text:
         return tokenize(text, True, True)
-    tokens = list(bos)
+    first, last = added
+    tokens: list[int] = []
     for part in controls.split(text):
         if isinstance(part, int):
             tokens.append(part)
-        else:
-            tokens += tokenize(part.replace(mark, ""), False, False)
-    return tokens
+        elif plain := controls.unmarked(part, mark):
+            tokens += tokenize(plain, False, False)
+    if not first or tokens[: len(first)] != list(first):
+        tokens = [*first, *tokens]
+    return [*tokens, *last]

@@ -10,7 +10,7 @@ from typing import Any
 from llamapipe.errors import InvalidRequestError
 
 Message = dict[str, Any]
-_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _EXAMPLE = 'engine.chat([{"role": "user", "content": "Hello"}])'
 
 
@@ -43,7 +43,7 @@ def _checked(index: int, message: object) -> Message:
         )
     made: Message = plain(place, dict(message))
     role = made.get("role")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+    if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise InvalidRequestError(f"{place} has the role {role!r}; it must be a name such as 'user'")
     if "content" not in made and "tool_calls" not in made:
         raise InvalidRequestError(f"{place} has no content")
@@ -131,14 +131,24 @@ def with_merged_system(messages: Sequence[Message]) -> list[Message]:
     others = [message for message in messages if message["role"] != "system"]
     for i, message in enumerate(others):
         if message["role"] == "user":
-            others[i] = {**message, "content": "\n\n".join([*texts, message["content"]])}
+            others[i] = {**message, "content": "\n".join([*texts, message["content"]])}
             return others
-    return [{"role": "user", "content": "\n\n".join(texts)}, *others]
+    return [{"role": "user", "content": "\n".join(texts)}, *others]
+
+
+def with_null_content(messages: Sequence[Message]) -> list[Message]:
+    """The messages with None as the content of those that hold tool calls and no text."""
+    return [
+        {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
+        for message in messages
+    ]
 
 
 def with_parts(messages: Sequence[Message]) -> list[Message]:
     """The messages with contents as lists of parts."""
-    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"] or ""}]} for message in messages
+    ]
 
 
 def with_system_role(messages: Sequence[Message]) -> list[Message]:

@@ -1,7 +1,7 @@
 """The Jinja environment of chat templates: a template is a program that came with the weights, so it runs in a sandbox.
 
-Besides what Jinja's immutable sandbox forbids, a template cannot loop or grow without bound: ``range`` gives at most
-``MAX_ITERATIONS`` numbers in one rendering, and no text gets longer than ``MAX_CHARACTERS``.
+It reaches no attribute that begins with an underscore and changes no value of the caller (jinja2's immutable sandbox).
+It cannot include files. What it may compute is bounded, see ``limits``.
 """
 
 from __future__ import annotations
@@ -9,22 +9,32 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import wraps
+from typing import Any, NoReturn, TypeAlias, cast
 
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2 import Template, nodes, pass_context
+from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-MAX_ITERATIONS = 1_000_000
-MAX_CHARACTERS = 2**26
+from llamapipe.chat.limits import check_arguments, current
+
+# Slow for long texts, and of no use in a prompt.
+_REMOVED_FILTERS = ("urlize", "wordwrap", "striptags", "xmlattr", "pprint")
+_CHECKED_FILTERS = frozenset({"center", "indent", "batch", "slice", "truncate", "round", "tojson"})
 _PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
+Test: TypeAlias = "Callable[..., Any]"
+
+
+class FixedList(list[Any]):
+    """A list of the caller, which a template cannot change; lists that it makes itself it can."""
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what a model wrote, for training; here it is only what is inside."""
+    """``{% generation %}`` marks the model's own text, for training; here it is only its content."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's)
 
@@ -35,64 +45,182 @@ class _Generation(Extension):
         return body
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**", "%"})
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Compiles templates whose loops, calls and operators are counted. Any thread."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            optimized=False,  # the optimizer would compute while it compiles, where nothing is counted
+            finalize=_shown,
+        )
+        del self.globals["lipsum"]
+        for name in _REMOVED_FILTERS:
+            del self.filters[name]
+        self.filters |= {"tojson": _tojson, "safe": str}
+        self.filters = {name: _counted_filter(name, one) for name, one in self.filters.items()}
+        self.tests = {name: _counted_test(cast("Test", one)) for name, one in self.tests.items()}
+        self.globals |= {"raise_exception": _raise, "strftime_now": _now, "range": _range}
+
+    def compiled(self, source: str) -> Template:
+        """A template. Raises what jinja2 and Python's compiler raise."""
+        tree = self.parse(source)
+        _Counting(self).visit(tree)
+        return self.from_string(tree)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use an attribute."""
+        if type(obj) is list and attr in ("append", "pop"):
+            return True
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An arithmetic operation that could make a huge value."""
-        if operator == "**" and (abs(left) > 10**6 or abs(right) > 64):
-            raise SecurityError(f"{left} ** {right} is too large")
-        if operator == "%" and isinstance(left, str):
-            raise SecurityError("the % operator on text is not supported; use ~ or format")
-        if operator == "*":
-            for text, n in ((left, right), (right, left)):
-                if isinstance(text, (str, list, tuple)) and isinstance(n, int):
-                    _check_size(len(text) * n)
+        """An operator that could make a huge value."""
+        current().check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """A call from a template."""
-        if isinstance(getattr(function, "__self__", None), str):
-            name = function.__name__
+        limits = current()
+        limits.check_time()
+        method = getattr(function, "__wrapped__", function)
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, str):
             if name in _PADS:
-                _check_size(max((n for n in arguments if isinstance(n, int)), default=0))
-            elif name in ("join", "replace"):
-                result = function(*arguments, **keywords)
-                _check_size(len(result))
-                return result
-        return super().call(context, function, *arguments, **keywords)
+                limits.use(sum(abs(n) for n in arguments if isinstance(n, int)) * max(1, owner.count("\t")))
+            elif name == "replace":
+                limits.check_replace(owner, arguments)
+            elif name == "join" and arguments:
+                values = list(arguments[0])
+                limits.check_join(owner, values)
+                arguments = (values,)
+            elif name in ("format", "format_map"):
+                limits.check_format(owner, (*arguments, *keywords.values()))
+        elif isinstance(owner, list) and name == "append":
+            limits.use_deep(*arguments)
+        result = super().call(context, function, *arguments, **keywords)
+        limits.use_made(result)
+        return result
+
+    # ---- called by what _Counting writes
+    def count_iteration(self, n_characters: int) -> None:
+        """Counts the beginning of a loop's or a macro's body, and the text that stands in it."""
+        limits = current()
+        limits.iterate()
+        limits.use(n_characters)
+
+    def count_literal(self, value: Any) -> Any:
+        """Counts a list, a tuple or a dict that the template writes."""
+        current().use_deep(value)
+        return value
+
+    def count_concat(self, *values: Any) -> str:
+        """The operator ``~``."""
+        current().use_deep(*values)
+        return "".join(map(str, values))
 
 
-def _check_size(n: int) -> None:
-    if n > MAX_CHARACTERS:
-        raise SecurityError(f"a text of {n} characters; the limit is {MAX_CHARACTERS}")
+class _Counting(NodeTransformer):
+    """Adds calls of the sandbox's counters to a parsed template."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    def _call(self, name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
+        function = nodes.EnvironmentAttribute(name)
+        call = nodes.Call(function, arguments, [], None, None)
+        call.set_lineno(lineno, override=False)
+        call.set_environment(self._sandbox)
+        return call
+
+    def _with_body(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        n = sum(
+            len(data.data)
+            for child in node.body
+            for data in (
+                [child] if isinstance(child, nodes.TemplateData) else child.find_all(nodes.TemplateData)
+            )
+        )
+        call = self._call("count_iteration", [nodes.Const(n, lineno=node.lineno)], node.lineno)
+        node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno, environment=self._sandbox))
+        return node  # type: ignore[no-any-return]
+
+    visit_For = visit_Macro = visit_CallBlock = _with_body  # noqa: N815
+
+    def _literal(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node, nodes.Tuple) and node.ctx != "load":
+            return node
+        return self._call("count_literal", [node], node.lineno)
+
+    visit_List = visit_Tuple = visit_Dict = _literal  # noqa: N815
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        """Replaces the operator ``~``."""
+        self.generic_visit(node)
+        return self._call("count_concat", node.nodes, node.lineno)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    """The environment in which templates are compiled, with the names that they are written for."""
-    made = _Sandbox()
-    made.filters["tojson"] = _tojson
-    made.globals["raise_exception"] = _raise
-    made.globals["strftime_now"] = _now
-    return made
+def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value that is filtered
+
+    @wraps(function)
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        limits = current()
+        limits.check_time()
+        value, others = arguments[place], arguments[place + 1 :]
+        if name in _CHECKED_FILTERS:
+            check_arguments((*others, *keywords.values()))
+        if name == "indent" and isinstance(value, str):
+            width = others[0] if others else keywords.get("width", 4)
+            limits.use(value.count("\n") * (len(width) if isinstance(width, str) else int(width)))
+        elif name == "replace":
+            limits.check_replace(str(value), others)
+        elif name == "join":
+            values = list(value)
+            separator = others[0] if others else keywords.get("d", "")
+            limits.check_join(str(separator), values)
+            arguments = (*arguments[:place], values, *others)
+        elif name == "format":
+            limits.check_format(str(value), (*others, *keywords.values()))
+        elif name == "sum":
+            check_start = others[1] if len(others) > 1 else keywords.get("start", 0)
+            if not isinstance(check_start, (int, float)):
+                raise TemplateError("sum: start must be a number")
+        elif name in ("string", "tojson"):
+            limits.use_deep(value)
+        result = function(*arguments, **keywords)
+        limits.use_made(result)
+        return result
+
+    return counted
 
 
-def limited_range() -> Callable[..., range]:
-    """A ``range`` for one rendering, which gives at most ``MAX_ITERATIONS`` numbers in all."""
-    left = MAX_ITERATIONS
+def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        current().check_time()
+        return function(*arguments, **keywords)
 
-    def limited(*arguments: int) -> range:
-        nonlocal left
-        numbers = range(*arguments)
-        left -= len(numbers)
-        if left < 0:
-            raise SecurityError(f"range() gave more than {MAX_ITERATIONS} numbers")
-        return numbers
+    return counted
 
-    return limited
+
+@pass_context
+def _shown(context: Context, value: Any) -> Any:
+    """A value that stands in the text."""
+    current().use_deep(value)
+    return value
+
+
+def _range(*arguments: int) -> range:
+    numbers = range(*arguments)
+    current().iterate(len(numbers))
+    return numbers
 
 
 def _raise(message: str) -> NoReturn:
@@ -100,7 +228,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _now(form: str) -> str:
-    return datetime.datetime.now().astimezone().strftime(form)
+    return datetime.datetime.now().astimezone().strftime(form[:100])
 
 
 def _tojson(
@@ -112,5 +240,22 @@ def _tojson(
 ) -> str:
     """JSON as it is: jinja2's own filter would write it for HTML."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_as_list,
     )
+
+
+def _as_list(value: Any) -> list[Any]:
+    """The items of a lazy filter, such as ``map``."""
+    if not hasattr(value, "__next__"):
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+    items = list(value)
+    current().use_deep(items)
+    return items
+
+
+sandbox = Sandbox()

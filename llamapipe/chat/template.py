@@ -13,16 +13,19 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from llamapipe.chat.limits import LimitError, new_limits
 from llamapipe.chat.messages import (
+    ROLE,
     Message,
     check_messages,
     plain,
     with_merged_system,
+    with_null_content,
     with_parts,
     with_system_role,
     with_text_arguments,
 )
-from llamapipe.chat.sandbox import MAX_CHARACTERS, environment, limited_range
+from llamapipe.chat.sandbox import FixedList, sandbox
 from llamapipe.errors import InvalidRequestError
 
 # Stands after a message that is to be continued: what the template writes after it is cut off.
@@ -41,14 +44,15 @@ class ChatTemplate:
     def __init__(self, text: str, bos: str = "", eos: str = "", strips_bos: bool = False) -> None:
         self.text = text
         try:
-            self._template = environment().from_string(text)
-        except (TemplateError, RecursionError) as e:
+            self._template = sandbox.compiled(text)
+        except (TemplateError, SyntaxError, RecursionError, MemoryError) as e:
             raise InvalidRequestError(f"the chat template cannot be compiled: {e}") from None
         self._bos = bos
         self._eos = eos
         self._strips_bos = strips_bos and bool(bos)
         self._knows_developer = "developer" in text
         self._takes_parts = self._wants_parts()
+        self._takes_null = self._wants_null()
 
     def __repr__(self) -> str:
         return f"<ChatTemplate of {len(self.text)} characters>"
@@ -66,8 +70,9 @@ class ChatTemplate:
         """The prompt for a conversation.
 
         ``continue_last``: the prompt ends inside the last message, which the model is to continue. ``change_text``:
-        applied to every text that comes from the caller, keys of objects included. Raises TypeError and
-        InvalidRequestError for bad messages, and where the template refuses them.
+        applied to every text that comes from the caller, keys of objects included and names of roles not.
+
+        Raises TypeError and InvalidRequestError for bad messages, and where the template refuses them.
         """
         chat = check_messages(messages)
         names = dict(plain("template_args", dict(template_args or {})))
@@ -109,10 +114,14 @@ class ChatTemplate:
         first: Exception | None = None
         for form in forms:
             chat = form(messages)
+            if self._takes_null:
+                chat = with_null_content(chat)
             if self._takes_parts:
                 chat = with_parts(chat)
             try:
                 return self._render(chat, add_generation_prompt, names)
+            except LimitError as e:
+                raise _stopped(e) from None
             except Exception as e:  # a template may raise anything that Python's operators raise
                 first = first or e
         raise InvalidRequestError(f"the chat template refuses these messages: {first}") from first
@@ -121,36 +130,59 @@ class ChatTemplate:
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
     ) -> str:
         today = datetime.datetime.now().astimezone()
-        parts: list[str] = []
-        n = 0
-        for part in self._template.generate(
-            {
-                "bos_token": self._bos,
-                "eos_token": self._eos,
-                "date_string": today.strftime("%d %b %Y"),
-                "enable_thinking": True,
-                "range": limited_range(),
-                **names,
-                "messages": messages,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        ):
-            n += len(part)
-            if n > MAX_CHARACTERS:
-                raise TemplateError(f"the prompt has more than {MAX_CHARACTERS} characters")
-            parts.append(part)
-        return "".join(parts)
+        given = {**names, "messages": messages}
+        with new_limits():
+            return self._template.render(
+                {
+                    "bos_token": self._bos,
+                    "eos_token": self._eos,
+                    "date_string": today.strftime("%d %b %Y"),
+                    "datetime": today.strftime("%b %d %Y"),
+                    "functions": "",
+                    "enable_thinking": True,
+                    "add_generation_prompt": add_generation_prompt,
+                    **{name: _fixed(value) for name, value in given.items()},
+                }
+            )
 
     def _wants_parts(self) -> bool:
         """Whether the template shows contents that are lists of parts, and not those that are text."""
-        chat = [{"role": "user", "content": _PROBE}]
-        shown = []
-        for form in (chat, with_parts(chat)):
-            try:
-                shown.append(_PROBE in self._render(form, True, {}))
-            except Exception:  # as in ``_first_accepted``
-                shown.append(False)
-        return shown == [False, True]
+        chat: list[Message] = [{"role": "user", "content": _PROBE}]
+        return not self._shows(chat, True) and self._shows(with_parts(chat), True)
+
+    def _wants_null(self) -> bool:
+        """Whether the template shows tool calls only in messages whose content is None."""
+        function = {"name": _PROBE, "arguments": "{}"}
+        calls = [{"id": "call00000", "type": "function", "function": function}]
+        message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+        chat: list[Message] = [{"role": "user", "content": ""}, message]
+        return not self._shows(chat, False) and self._shows(with_null_content(chat), False)
+
+    def _shows(self, messages: Sequence[Message], add_generation_prompt: bool) -> bool:
+        """Whether the rendered text contains the probe."""
+        try:
+            return _PROBE in self._render(messages, add_generation_prompt, {})
+        except LimitError as e:
+            raise _stopped(e) from None
+        except Exception:  # as in ``_first_accepted``
+            return False
+
+
+def _stopped(error: LimitError) -> InvalidRequestError:
+    return InvalidRequestError(f"the chat template was stopped: {error}")
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(ROLE.fullmatch(value))
+
+
+def _fixed(value: Any) -> Any:
+    """A JSON value whose lists a template cannot change. It cannot change dicts in any case."""
+    if isinstance(value, list):
+        return FixedList(map(_fixed, value))
+    if isinstance(value, dict):
+        return {key: _fixed(item) for key, item in value.items()}
+    return value
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
@@ -160,5 +192,9 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_changed(item, change) for item in value]
     if isinstance(value, dict):
-        return {change(key): _changed(item, change) for key, item in value.items()}
+        # A role is a name that templates compare, and check_messages() accepts no other text there.
+        return {
+            change(key): item if key == "role" and _is_name(item) else _changed(item, change)
+            for key, item in value.items()
+        }
     return value

@@ -1,4 +1,4 @@
-"""``llamapipe serve``: an HTTP server for clients of OpenAI's and Anthropic's APIs."""
+"""``llamapipe serve``: an HTTP server for clients of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from typing import Any
 import llamapipe as lp
 from llamapipe.cli.options import ENGINE, MODEL, UsageError, add_options, given
 
-_DESCRIPTION = (
-    "Serve a model over HTTP for clients of OpenAI's and Anthropic's APIs; without -m, the bundled model."
-)
+_DESCRIPTION = "Serve a model over HTTP for clients of OpenAI's API; without -m, the bundled model."
 _EPILOG = """\
 examples:
   llamapipe serve
@@ -33,7 +31,7 @@ llamapipe serves {model} at {url}
       model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
   print(answer.choices[0].message.content)
 
-In a browser: {url}    Ctrl-C ends it."""
+Ctrl-C ends it."""
 KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
 
 
@@ -55,9 +53,6 @@ def add_parser(
         "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (default: the bundled model)"
     )
     parser.add_argument(
-        "--embeddings", type=Path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
-    )
-    parser.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template"
     )
     server = parser.add_argument_group("server")
@@ -69,9 +64,6 @@ def add_parser(
         default=[],
         metavar="NAME",
         help="what clients call the model (repeatable)",
-    )
-    server.add_argument(
-        "--embeddings-alias", action="append", default=[], metavar="NAME", help="the same for --embeddings"
     )
     server.add_argument(
         "--api-key-file",
@@ -94,7 +86,6 @@ def add_parser(
     server.add_argument(
         "--strict", action="store_true", help="refuse options that only a hosted service can act on"
     )
-    server.add_argument("--no-page", action="store_true", help="no page at /")
     engine_defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
     add_options(parser, "engine", ENGINE, engine_defaults)
     model_defaults = {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()}
@@ -139,12 +130,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``ServerSettings`` that were given."""
     values: dict[str, Any] = {
         "model_names": tuple(args.alias),
-        "embedding_names": tuple(args.embeddings_alias),
         "api_keys": _keys(args.api_key_file),
         "cors_origins": tuple(args.cors),
         "timeout_s": args.timeout,
         "strict": args.strict,
-        "page": not args.no_page,
     }
     for name in ("max_requests", "max_n", "max_body_bytes"):
         if getattr(args, name) is not None:

@@ -33,10 +33,10 @@ class ChatCalls(EngineCalls):
     ``messages`` is a list of messages, ``{"role": ..., "content": ...}``, or a text, which is one message of the user.
     ``params`` is as for ``generate``, except that ``max_tokens`` is None by default: the answer ends where the model
     ends it. ``tools``: Python functions, JSON schemas in OpenAI's form, or ``Tool`` objects. ``tool_choice``:
-    ``"auto"``, ``"none"``, ``"required"`` or the name of a tool; the last two force a call. ``parallel_tool_calls``:
-    allow several calls in one answer. ``response_format``: a JSON schema, or a class with ``model_json_schema``, that
-    the answer must match. ``template_args``: further variables of the model's template, such as
-    ``{"enable_thinking": False}``.
+    ``"auto"``, ``"none"``, ``"required"`` or the name of a tool; the last two force a call, a name exactly one.
+    ``parallel_tool_calls``: allow several calls in one answer. ``response_format``: a JSON schema, or a class
+    with ``model_json_schema``, that the answer must match. ``template_args``: further variables of the model's
+    template, such as ``{"enable_thinking": False}``.
     """
 
     _chat_builder: ChatBuilder

@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from llamapipe.arguments import check_flag, check_float, check_int
 from llamapipe.llama.sampler import check_bias
+from llamapipe.structured.schema import closed_objects
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 _INT32_MAX = 2**31 - 1
 
 LogitsProcessor = Callable[["npt.NDArray[np.float32]"], object]
+
+
+@runtime_checkable
+class HasJsonSchema(Protocol):
+    """A class that knows its JSON schema, such as a pydantic model."""
+
+    def model_json_schema(self) -> Mapping[str, object]:
+        """The schema as a dict."""
+
 
 # llama.cpp's default order. "infill" is applied only if params ask for it.
 SAMPLER_ORDER = (
@@ -75,8 +85,9 @@ class SamplingParams:
       are tokenized alone and after a space.
     - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, on the engine thread; one
       that raises fails its own request.
-    - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict or JSON text), ``regex`` and ``lark`` (with the
-      extra ``structured``): a format that the text must have.
+    - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict, JSON text, or a class with
+      ``model_json_schema()`` such as a pydantic model, whose objects get no further properties unless it says so),
+      ``regex`` and ``lark`` (with the extra ``structured``): a format that the text must have.
     - ``logprobs``: how many of the most probable tokens to report with each generated token; None: no
       log-probabilities. They are natural logarithms of the model's own probabilities, before any of the above.
       ``prompt_logprobs``: the same for the prompt's tokens.
@@ -108,7 +119,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: str | None = None
-    json_schema: Mapping[str, object] | str | bool | None = None
+    json_schema: Mapping[str, object] | str | bool | HasJsonSchema | None = None
     regex: str | None = None
     lark: str | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -240,8 +251,13 @@ class SamplingParams:
         schema = self.json_schema
         if schema is None or isinstance(schema, str):
             return
+        if isinstance(schema, HasJsonSchema):
+            schema = closed_objects(dict(schema.model_json_schema()))
         if not isinstance(schema, (bool, Mapping)):
-            raise TypeError(f"json_schema must be a dict or JSON text, not {type(schema).__name__}")
+            raise TypeError(
+                "json_schema must be a dict, JSON text, or a class with model_json_schema(), "
+                f"not {type(schema).__name__}"
+            )
         try:
             self._set("json_schema", json.dumps(schema if isinstance(schema, bool) else dict(schema)))
         except (TypeError, ValueError, RecursionError) as e:

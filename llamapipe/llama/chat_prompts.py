@@ -6,12 +6,13 @@ first where tools are given.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from llamapipe.chat.control_text import ControlTexts, tokenized, unused_character
+from llamapipe.chat.control_text import ControlTexts, tokenized, unused_mark
 from llamapipe.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class ChatPrompts:
         self._model = model
         self._compiled: dict[str, ChatTemplate] = {}
         self._lock = Lock()
+        self._has_warned = False
 
     def __repr__(self) -> str:
         return f"<ChatPrompts of {self._model!r}>"
@@ -50,10 +52,11 @@ class ChatPrompts:
         with self._lock:
             found = self._compiled.get(text)
             if found is None:
-                found = self._compiled[text] = self._compile(text)
+                found = self._compiled[text] = self.compiled(text, self._model.vocab.add_bos)
         return found
 
-    def _compile(self, text: str) -> ChatTemplate:
+    def compiled(self, text: str, strips_bos: bool) -> ChatTemplate:
+        """A template with the vocabulary's BOS and EOS. Raises InvalidRequestError, ImportError."""
         try:
             from llamapipe.chat.template import ChatTemplate
         except ModuleNotFoundError as e:
@@ -63,7 +66,7 @@ class ChatPrompts:
                 f"chat needs {e.name}, which is not installed: pip install 'llamapipe[chat]'"
             ) from None
         vocab = self._model.vocab
-        return ChatTemplate(text, self._written(vocab.bos), self._written(vocab.eos), vocab.add_bos)
+        return ChatTemplate(text, self._written(vocab.bos), self._written(vocab.eos), strips_bos)
 
     def _written(self, token: int | None) -> str:
         return "" if token is None else self._model.vocab.written_piece(token).decode(errors="replace")
@@ -94,7 +97,7 @@ class ChatPrompts:
     ) -> list[int]:
         """See ``Model.tokenize_chat``."""
         vocab, controls = self._model.vocab, self.controls
-        mark = unused_character([messages, tools, template_args])
+        mark = unused_mark([messages, tools, template_args])
         text = self._for(tools).render(
             messages,
             tools=tools,
@@ -102,10 +105,35 @@ class ChatPrompts:
             template_args=template_args,
             change_text=lambda given: controls.marked(given, mark),
         )
-        bos = [vocab.bos] if vocab.add_bos and vocab.bos is not None else []
-        return tokenized(text, mark, controls, vocab.tokenize, bos)
+        return tokenized(text, mark, controls, vocab.tokenize, self._added)
+
+    def warn_of_control_text(self, prompt: str) -> None:
+        """Logs a warning, once for a model, if a plain prompt contains the text of a control token."""
+        if self._has_warned:
+            return
+        text = self.controls.first_in(prompt)
+        if text is not None:
+            self._has_warned = True
+            logging.getLogger("llamapipe").warning(
+                "a prompt contains %r, the text of a control token, which is tokenized as plain text: "
+                "use engine.chat() for a conversation, or pass the tokens of "
+                "model.tokenize(prompt, parse_special=True)",
+                text,
+            )
 
     @cached_property
     def controls(self) -> ControlTexts:
-        """The texts of the vocabulary's control tokens."""
-        return ControlTexts(self._model.vocab.control_texts())
+        """The special tokens of the vocabulary."""
+        return ControlTexts(self._model.vocab.special_tokens())
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """The tokens that the vocabulary adds before and after a text."""
+        tokenize = self._model.vocab.tokenize
+        plain, whole = tokenize("a", add_special=False), tokenize("a")
+        for n in range(len(whole) - len(plain) + 1):
+            if whole[n : n + len(plain)] == plain:
+                return whole[:n], whole[n + len(plain) :]
+        raise InvalidRequestError(
+            f"{self._model.path.name} adds special tokens in a way that is not supported"
+        )

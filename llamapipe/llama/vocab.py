@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, SupportsIndex
 
 from llamapipe.arguments import check_flag, check_int, check_tokens
+from llamapipe.chat.control_text import SpecialToken
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.native.load import last_error, native
 
@@ -80,13 +81,21 @@ class Vocab:
         """True if the token ends generation (EOS, EOT and similar tokens)."""
         return check_int("token", token, 0, self.n_vocab - 1) in self.eog_tokens
 
-    def control_texts(self) -> dict[str, int]:
-        """The names of all control tokens, such as ``<|im_end|>``, with their ids."""
+    def special_tokens(self) -> list[SpecialToken]:
+        """The tokens whose names, such as ``<|im_end|>``, are found in a text before it is tokenized."""
         lib, handle = self._native.lib, self.handle
-        ids = [token for token in range(self.n_vocab) if lib.llama_vocab_is_control(handle, token)]
-        texts = {self.written_piece(token).decode(errors="replace"): token for token in ids}
-        texts.pop("", None)
-        return texts
+        control = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+        special = control | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
+        made = []
+        for token in range(self.n_vocab):
+            attr = lib.llama_vocab_get_attr(handle, token)
+            if attr & special:
+                left, right = attr & lib.LLAMA_TOKEN_ATTR_LSTRIP, attr & lib.LLAMA_TOKEN_ATTR_RSTRIP
+                text = self._native.ffi.string(lib.llama_vocab_get_text(handle, token)).decode(
+                    errors="replace"
+                )
+                made.append(SpecialToken(text, token, bool(attr & control), bool(left), bool(right)))
+        return made
 
     def is_control(self, token: SupportsIndex) -> bool:
         """True for a control token, which has no text."""

@@ -13,7 +13,6 @@ class ServerSettings:
     """Limits and names of one server; frozen.
 
     - ``model_names``: what clients may call the model; the first is the one in answers. Default: the file's name.
-    - ``embedding_names``: the same for the embedding model.
     - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``; none: no key is asked for.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all; none by default.
     - ``max_body_bytes``: largest request body; larger ones are answered 413.
@@ -23,13 +22,11 @@ class ServerSettings:
     - ``timeout_s``: seconds a request may take, None for any time; longer ones are answered 504.
     - ``strict``: refuse options that only a hosted service can act on. Otherwise they are accepted, and the answer's
       header ``x-llamapipe-unused`` names them.
-    - ``page``: serve the page at ``/``.
 
     Raises TypeError or ValueError naming the field.
     """
 
     model_names: tuple[str, ...] = ()
-    embedding_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
@@ -38,10 +35,9 @@ class ServerSettings:
     retry_after_s: int = 1
     timeout_s: float | None = None
     strict: bool = False
-    page: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("model_names", "embedding_names", "api_keys", "cors_origins"):
+        for name in ("model_names", "api_keys", "cors_origins"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         check_int("max_body_bytes", self.max_body_bytes, 1, 2**31 - 1)
         check_int("max_requests", self.max_requests, 1, 2**31 - 1)

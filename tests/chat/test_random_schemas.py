@@ -9,12 +9,13 @@ import jsonschema
 import numpy as np
 import pytest
 from support.chat_families import FAMILIES
-from support.chat_templates import renderer
+from support.chat_templates import ByteVocabulary, renderer
 from support.random_schemas import SchemaMaker
 
 import llamapipe as lp
 from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.parser import parse_answer
+from llamapipe.chat.results import ChatMessage
 from llamapipe.chat.tools import Tool
 from llamapipe.structured.compile import compile_guide
 from llamapipe.structured.guide import Guide
@@ -73,8 +74,34 @@ def test_random_calls_of_random_schemas_are_valid(tiny: lp.Model, name: str, n: 
         assert grammar is not None
         with compile_guide(tiny, lark=grammar).new() as guide:
             text = walk(guide, tiny, seed)
-        answer = parse_answer(form.parser(tools, choice, prompt_tail=tail), text)
-        assert answer.content == "" and answer.reasoning == "" and answer.tool_calls, (seed, text)
-        for call in answer.tool_calls:
-            assert choice in ("required", call.name)
-            jsonschema.validate(call.arguments, {tool.name: tool.parameters for tool in tools}[call.name])
+        check(form, tools, choice, tail, text)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_calls_with_control_tokens(name: str) -> None:
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(family.specials)
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    # The prompt of gpt-oss cannot close the reasoning, of which there may be any number of messages.
+    tail = family.tail if name == "gpt-oss" else family.tail + "".join(family.think or ())
+    for seed in range(10):
+        tools = (Tool("first_tool", "", parameters(seed)), Tool("second", "", parameters(seed + 1000)))
+        grammar = form.grammar(tools, "required", True, prompt_tail=tail)
+        assert grammar is not None
+        if name == "gpt-oss":
+            grammar = grammar.replace(")* (", ")? (", 1)
+        check(form, tools, "required", tail, vocabulary.walk(grammar, seed))
+
+
+def check(form: ChatFormat, tools: tuple[Tool, ...], choice: str, tail: str, text: str) -> None:
+    """The text is nothing but valid calls, also if they are read while they arrive."""
+    answer = parse_answer(form.parser(tools, choice, prompt_tail=tail), text)
+    assert answer.content == "" and answer.tool_calls, text
+    for call in answer.tool_calls:
+        assert choice in ("required", call.name)
+        jsonschema.validate(call.arguments, {tool.name: tool.parameters for tool in tools}[call.name])
+    parser = form.parser(tools, choice, prompt_tail=tail, stream_calls=True)
+    streamed = ChatMessage([*map(parser.feed, text), parser.finish()])
+    assert streamed.n_unfinished_calls == 0 and streamed.content == ""
+    calls = [(call.name, call.arguments) for call in answer.tool_calls]
+    assert [(call.name, call.arguments) for call in streamed.tool_calls] == calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -11,10 +12,8 @@ from typing import Any
 
 import llguidance
 import pytest
-from jinja2 import Template
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from llamapipe.chat.template import ChatTemplate
 from native_build.paths import cache_dir
 
 Render = Callable[..., str]
@@ -33,26 +32,13 @@ def names() -> list[str]:
 
 
 @lru_cache
-def _template(name: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-
-    def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=False, default=list)
-
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: "2026-01-01"}
-    text = (folder() / f"{name}.jinja").read_text(encoding="utf-8")
-    return environment.from_string(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text))
+def template(name: str) -> ChatTemplate:
+    """One of the templates."""
+    return ChatTemplate((folder() / f"{name}.jinja").read_text(encoding="utf-8"), "<s>", "</s>")
 
 
 def renderer(name: str) -> Render:
     """Renders conversations with one of the templates."""
-    template = _template(name)
 
     def render(
         messages: list[dict[str, Any]],
@@ -61,15 +47,8 @@ def renderer(name: str) -> Render:
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> str:
-        if tools:
-            template_args["tools"] = tools
-        template_args.setdefault("enable_thinking", True)
-        return template.render(
-            messages=messages,
-            add_generation_prompt=add_generation_prompt,
-            bos_token="<s>",
-            eos_token="</s>",
-            **template_args,
+        return template(name).render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_args=template_args
         )
 
     return render
@@ -110,6 +89,23 @@ class ByteVocabulary:
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 
+    def walk(self, grammar: str, seed: int, most: int = 5000) -> str:
+        """Random tokens that the grammar allows, up to an end."""
+        picked = random.Random(seed)
+        matcher = self.matcher(grammar)
+        ids: list[int] = []
+        while not matcher.is_stopped():
+            allowed = [i for i, bias in enumerate(matcher.compute_logit_bias()) if bias]
+            end = self.eos_token_id in allowed and (len(allowed) == 1 or picked.random() < 0.5)
+            if end:
+                break
+            ids.append(picked.choice([i for i in allowed if i != self.eos_token_id]))
+            assert matcher.consume_token(ids[-1]) and len(ids) < most, self._text(ids)
+        return self._text(ids).decode()
+
+    def _text(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self.tokens[i] for i in ids)
+
     def accepts(self, grammar: str, text: str) -> bool:
         """True if the whole text matches."""
         return self.accepted(grammar, text) == (text, True)
@@ -120,4 +116,4 @@ class ByteVocabulary:
         ids = self.ids(text)
         n = matcher.try_consume_tokens(ids)
         accepting = matcher.is_accepting()
-        return b"".join(self.tokens[i] for i in ids[:n]).decode(errors="replace"), accepting
+        return self._text(ids[:n]).decode(errors="replace"), accepting

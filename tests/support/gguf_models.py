@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from llamapipe import demo_model_path
 from support.gguf_document import ARRAY, BOOL, STRING, unpack
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -27,6 +28,25 @@ def not_causal_model(path: Path) -> Path:
     """A tiny model whose tokens also look at those after them, as embedding models' do."""
     document, _ = unpack(tiny_model(path, type_name="f32").read_bytes())
     document.put("llama.attention.causal", BOOL, 0)
+    path.write_bytes(document.pack())
+    return path
+
+
+def infilling_model(path: Path) -> Path:
+    """The bundled model with three of its tokens as those for filling in the middle."""
+    document, _ = unpack(demo_model_path().read_bytes())
+    for name, token in (("pre", 2397), ("suf", 2398), ("mid", 2399)):
+        document.put(f"tokenizer.ggml.fim_{name}_token_id", 4, token)
+    path.write_bytes(document.pack())
+    return path
+
+
+def with_templates(path: Path, template: str, **named: str) -> Path:
+    """The bundled model with other chat templates: one without a name, and named ones."""
+    document, _ = unpack(demo_model_path().read_bytes())
+    document.put("tokenizer.chat_template", STRING, template.encode())
+    for name, text in named.items():
+        document.put(f"tokenizer.chat_template.{name}", STRING, text.encode())
     path.write_bytes(document.pack())
     return path
 

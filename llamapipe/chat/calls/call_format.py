@@ -67,16 +67,13 @@ class CallFormat:
 
     def _written(self, id_: str, name: str, arguments: Mapping[str, Any]) -> str:
         if self.style is Style.JSON:
-            values = {"name": name, "arguments": arguments, "id": id_}
-            members = (
-                (m.key, json.dumps(values.get(m.role)) if m.role in values else m.constant)
-                for m in self.members
-            )
-            return f"{{{', '.join(f'{json.dumps(key)}: {value}' for key, value in members)}}}"
+            values = {"name": _json(name), "arguments": _json(arguments), "id": _json(id_)}
+            members = (f"{_json(m.key)}: {values.get(m.role, m.constant)}" for m in self.members)
+            return f"{{{', '.join(members)}}}"
         start = name + (self.id_start + id_ if self.id_start else "") + self.after_name
         if self.style is Style.NAMED:
-            return start + json.dumps(arguments)
-        texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in arguments.items()}
+            return start + _json(arguments)
+        texts = {key: one if isinstance(one, str) else _json(one) for key, one in arguments.items()}
         return start + "".join(
             self.key_start + key + self.key_end + text + self.value_end for key, text in texts.items()
         )
@@ -120,3 +117,7 @@ def common_end(a: str, b: str) -> str:
             break
         n += len(left)
     return a[len(a) - n :]
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -140,7 +140,7 @@ class GrammarWriter:
             between = text.edge(form.separator + form.call_start)
             parts.append(f"({between} {call})*")
         end = form.section_end
-        parts.append(f"{GAP} {text.text(end.lstrip())}" if end.lstrip() != end else text.text(end))
+        parts.append(text.edge(end.rstrip()))
         self._rules.add("calls", " ".join(part for part in parts if part))
 
     def _call(self, form: CallFormat, tool: ToolLike, opened: bool) -> str:
@@ -158,7 +158,7 @@ class GrammarWriter:
                 parts.append(TaggedArguments(form, tool.parameters).grammar(text, self._rules))
         # Spaces before the end of a call are free, because the template's own may have been written already.
         end = form.call_end
-        parts.append(f"{GAP} {text.text(end.lstrip())}" if end.lstrip() != end else text.text(end))
+        parts.append(text.edge(end.rstrip()))
         return " ".join(part for part in parts if part)
 
     def _object(self, form: CallFormat, tool: ToolLike, opened: bool) -> str:

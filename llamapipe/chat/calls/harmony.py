@@ -41,7 +41,7 @@ def harmony_grammar(answer: Answer, literals: Literals) -> str:
     for tool in answer.tools:
         arguments = f"{text(MESSAGE)} {json_value(tool.parameters)}"
         to = f'"to=functions.{tool.name}"'
-        kind = f'({SPACES} {text(_CONSTRAIN)}? "json")?'
+        kind = f'({SPACES} {text(_CONSTRAIN)} "json" | " json")?'
         options.append(f'{text(CHANNEL)} "commentary " {to} {kind} {arguments}')
         options.append(f'" " {to} {text(CHANNEL)} "commentary" {kind} {arguments}')
     if not answer.required:

@@ -14,7 +14,7 @@ SpecialId = Callable[[str], "int | None"]
 # What may follow a marker that ends something (models do not all write the template's newlines), and what may stand
 # between the parts of JSON.
 GAP, SPACES = "GAP?", "SP?"
-TERMINALS = f"GAP: /[ \\n]{{1,4}}/\nSP: /{SPACE}/"
+TERMINALS = f"GAP: /[ \\n]{{1,8}}/\nSP: /{SPACE}/"
 
 
 # Any text, as a part of a regular expression.
@@ -46,9 +46,14 @@ class Literals:
         return " ".join(parts + [json.dumps(plain)] * bool(plain))
 
     def edge(self, text: str) -> str:
-        """As ``text``, and free in the spaces and newlines at its end."""
-        stripped = text.rstrip()
-        return self.text(text) if stripped == text else f"{self.text(stripped)} {GAP}"
+        """As ``text``, and free in the spaces and newlines at its start and its end.
+
+        Where one option begins with a newline and another does not, only such freedom lets both be tried.
+        """
+        inner = text.strip()
+        before = GAP if inner and text[0] != inner[0] else ""
+        after = GAP if text and text[-1:] != inner[-1:] else ""
+        return " ".join(part for part in (before, self.text(inner), after) if part)
 
 
 class Rules:

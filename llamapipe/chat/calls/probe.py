@@ -165,8 +165,9 @@ class TemplateProbe:
 
     def _in_user_turn(self, markers: ReasoningMarkers) -> bool:
         text = self._rendered([_USER], prompt=False) or ""
-        turn_end = text.rpartition(_USER["content"])[2]
-        return markers.start in turn_end or markers.end in turn_end
+        before, _, after = text.rpartition(_USER["content"])
+        around = "".join(segments(before.rstrip())[-1:]) + after
+        return markers.start in around or markers.end in around
 
     def _removes(self, markers: ReasoningMarkers) -> bool:
         """True if the template drops reasoning that stands in the content."""

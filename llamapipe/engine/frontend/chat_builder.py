@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from llamapipe.arguments import check_flag
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatFinishReason
-from llamapipe.engine.chat_stream import DeltaParser
+from llamapipe.engine.frontend.delta_parser import DeltaParser
 from llamapipe.engine.frontend.request_builder import Item, RequestBuilder, named
 from llamapipe.engine.params import CONSTRAINTS, SamplingParams
 from llamapipe.engine.results import Choice, Completion
@@ -127,9 +127,12 @@ class ChatBuilder:
         tools = check_tools(options.tools) if options.tools else ()
         choice = check_tool_choice(options.tool_choice, tools)
         parallel = check_flag("parallel_tool_calls", options.parallel_tool_calls)
-        args = options.template_args or {}
+        parallel = parallel and choice in ("auto", "required")
+        args = {} if options.template_args is None else options.template_args
+        if not isinstance(args, Mapping):
+            raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
         given = [tool.as_openai() for tool in tools] if tools and choice != "none" else None
-        tokens = self._model.tokenize_chat(messages, tools=given, **args)
+        tokens = self._model.chat_prompts.tokenize(messages, given, True, args)
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):
                 raise InvalidRequestError(

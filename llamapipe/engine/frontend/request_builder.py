@@ -99,6 +99,8 @@ class RequestBuilder:
             raise InvalidRequestError(
                 "the prompt is empty; give at least one character or token ([model.bos] starts from nothing)"
             )
+        if isinstance(prompt, str):
+            self._model.chat_prompts.warn_of_control_text(prompt)
         n_vocab = self._model.n_vocab
         tokens = (
             self._model.tokenize(prompt)

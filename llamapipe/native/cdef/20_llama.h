@@ -14,6 +14,9 @@ enum llama_load_mode { LLAMA_LOAD_MODE_AUTO = -1, LLAMA_LOAD_MODE_NONE, LLAMA_LO
 enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_AUTO = -1, LLAMA_FLASH_ATTN_TYPE_DISABLED,
                              LLAMA_FLASH_ATTN_TYPE_ENABLED, ... };
 
+enum llama_token_attr { LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_CONTROL, LLAMA_TOKEN_ATTR_USER_DEFINED,
+                        LLAMA_TOKEN_ATTR_LSTRIP, LLAMA_TOKEN_ATTR_RSTRIP, ... };
+
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 
 struct llama_model_params {
@@ -68,6 +71,8 @@ const char * llama_model_chat_template(const struct llama_model * model, const c
 enum llama_vocab_type llama_vocab_type(const struct llama_vocab * vocab);
 int32_t llama_vocab_n_tokens(const struct llama_vocab * vocab);
 bool llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
+enum llama_token_attr llama_vocab_get_attr(const struct llama_vocab * vocab, llama_token token);
+const char * llama_vocab_get_text(const struct llama_vocab * vocab, llama_token token);
 bool llama_vocab_is_control(const struct llama_vocab * vocab, llama_token token);
 llama_token llama_vocab_bos(const struct llama_vocab * vocab);
 llama_token llama_vocab_eos(const struct llama_vocab * vocab);

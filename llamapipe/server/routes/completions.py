@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import Choice, Completion, Delta
+from llamapipe.engine.results import Choice, Completion, Delta, TokenLogprob
 from llamapipe.server.errors import ApiError
 from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
 from llamapipe.server.exchange import Call
@@ -63,8 +63,6 @@ class _Job:
             raise ApiError(
                 400, "best_of greater than n cannot be streamed: all choices must be complete", "best_of"
             )
-        if request.stream and request.echo and request.logprobs is not None:
-            raise ApiError(400, "echo with logprobs cannot be streamed; leave out stream", "echo")
         max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         if max_tokens < 0:
             raise ApiError(400, f"max_tokens is {max_tokens}; it must be 0 or more", "max_tokens")
@@ -133,7 +131,7 @@ class _Job:
         text = choice.text
         logprobs = None
         if self.request.echo:
-            text = self._echo(prompt) + text
+            text = self._echo(index // self.n) + text
         if self.request.logprobs is not None:
             entries = list(choice.logprobs or ())
             first = None
@@ -143,13 +141,14 @@ class _Job:
             logprobs = CompletionLogprobs(vocab).of(entries, first)
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
-    def _echo(self, prompt: list[int]) -> str:
+    def _echo(self, i: int) -> str:
+        """The text of prompt ``i``."""
         given = self.request.prompt
         if isinstance(given, str):
             return given
-        if given and isinstance(given[0], str):
-            return given[self.prompts.index(prompt)]  # type: ignore[return-value]
-        return self.call.state.engine.model.vocab.detokenize(prompt, remove_special=True)
+        if isinstance(given[0], str):
+            return given[i]  # type: ignore[return-value]
+        return self.call.state.engine.model.vocab.detokenize(self.prompts[i], remove_special=True)
 
     # ---- streamed
     async def events(self) -> AsyncIterator[bytes]:
@@ -164,9 +163,12 @@ class _Job:
         n_completion = 0
         try:
             if request.echo:
-                for index in range(len(streams)):
-                    text = self._echo(self.prompts[index // self.n])
-                    yield writer.chunk(_stream_choice(index, text, None, None), text)
+                scores = await self._prompt_logprobs()
+                for index, writes in enumerate(offsets):
+                    i = index // self.n
+                    logprobs = None if scores is None else writes.of(scores[i], self.prompts[i][0])
+                    text = self._echo(i)
+                    yield writer.chunk(_stream_choice(index, text, logprobs, None), text)
             async with aclosing(merged(streams)) as items:  # type: ignore[type-var]
                 async for index, delta in items:
                     self.call.token_arrived(index)
@@ -193,8 +195,20 @@ class _Job:
             yield writer.usage(usage(n_prompt, n_completion, 0))
         yield DONE
 
+    async def _prompt_logprobs(self) -> list[list[TokenLogprob]] | None:
+        """The log-probabilities of each prompt's tokens, which a stream sends before the first generated token."""
+        if self.params.prompt_logprobs is None:
+            return None
+        done = await self.call.state.engine.agenerate(
+            self.prompts,
+            SamplingParams(max_tokens=1, prompt_logprobs=self.params.prompt_logprobs),
+            timeout=self.call.state.settings.timeout_s,
+            block=False,
+        )
+        return [list(completion.prompt_logprobs or ()) for completion in done]
+
     async def _stream(self, prompt: list[int], i: int) -> AsyncGenerator[Delta, None]:
-        params = replace(self.params, n=1)
+        params = replace(self.params, n=1, prompt_logprobs=None)
         if self.params.seed is not None:
             params = replace(params, seed=(self.params.seed + i) % 2**64)
         engine, timeout = self.call.state.engine, self.call.state.settings.timeout_s

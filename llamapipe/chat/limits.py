@@ -1,0 +1,143 @@
+"""What one rendering may use: iterations, characters and time. Values are measured before Python copies them.
+
+A template is a program that came with the weights. It may loop forever, or double a text until memory is full, so
+every loop, call, filter and operator that makes a value is counted here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import chain
+from time import monotonic
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+
+MAX_ITERATIONS = 1_000_000
+MAX_SIZE = 2**26
+MAX_SECONDS = 5.0
+_MAX_ARGUMENT = 10_000  # a width, a precision, a number of columns
+_MAX_BITS = 4096
+_FIELD_WIDTH = re.compile(r"\d{5}|\*")
+
+
+class LimitError(SecurityError):
+    """A rendering that needs more than it may use."""
+
+
+class Limits:
+    """Counts for one rendering; one thread. Every method that counts raises LimitError over a limit."""
+
+    def __init__(self) -> None:
+        self._n_iterations = 0
+        self._size = 0
+        self._end = monotonic() + MAX_SECONDS
+
+    def iterate(self, n: int = 1) -> None:
+        """Counts iterations of loops and calls of macros, and looks at the time."""
+        self._n_iterations += n
+        if self._n_iterations > MAX_ITERATIONS:
+            raise LimitError(f"the template made more than {MAX_ITERATIONS} iterations")
+        self.check_time()
+
+    def check_time(self) -> None:
+        """Raises LimitError once the rendering took too long."""
+        if monotonic() > self._end:
+            raise LimitError(f"the template ran for more than {MAX_SECONDS:g} seconds")
+
+    def use(self, size: int) -> None:
+        """Counts characters and items of values that the template makes."""
+        self._size += size
+        if self._size > MAX_SIZE:
+            raise LimitError(f"the template made more than {MAX_SIZE} characters")
+        self.check_time()
+
+    def use_deep(self, *values: Any) -> None:
+        """Counts all characters and items in values, as their text would repeat them."""
+        n = 0
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            n += len(value) if isinstance(value, (str, bytes)) else 1
+            if isinstance(value, Mapping):
+                stack.extend(chain(value.keys(), value.values()))
+            elif isinstance(value, (list, tuple, set, frozenset)):
+                stack.extend(value)
+            if n + len(stack) > MAX_SIZE:
+                break
+        self.use(n + len(stack))
+
+    def use_made(self, value: Any) -> None:
+        """Counts a value that a call returned."""
+        self.use(len(value) if isinstance(value, (str, bytes, list, tuple, dict, set)) else 1)
+
+    # ---- operators and methods, before they run
+    def check_operator(self, operator: str, left: Any, right: Any) -> None:
+        """Counts the value that an operator will make."""
+        if operator == "+":
+            if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+                self.use(len(left) + len(right))
+        elif operator == "*":
+            for value, n in ((left, right), (right, left)):
+                if isinstance(value, (str, list, tuple)) and isinstance(n, int):
+                    self.use(len(value) * max(n, 0))
+            if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() + right.bit_length())
+        elif operator == "**":
+            if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() * abs(right))
+        elif operator == "%" and isinstance(left, str):
+            self.check_format(left, (right,))
+
+    def check_format(self, form: str, values: Iterable[Any]) -> None:
+        """Counts a text made by a format: each of its fields may show each value."""
+        if _FIELD_WIDTH.search(form):
+            raise LimitError(f"the format {form[:50]!r} has a field that is too wide")
+        n_fields = form.count("%") + form.count("{")
+        before = self._size
+        self.use_deep(*values)
+        self.use(len(form) + n_fields * (self._size - before + _MAX_ARGUMENT // 100))
+
+    def check_replace(self, text: str, arguments: tuple[Any, ...]) -> None:
+        """Counts the text that a replacement makes."""
+        if len(arguments) > 1 and all(isinstance(a, str) for a in arguments[:2]):
+            self.use(len(text) + text.count(arguments[0]) * len(arguments[1]))
+
+    def check_join(self, separator: str, values: list[Any]) -> None:
+        """Counts a joined text."""
+        self.use(len(separator) * len(values))
+        self.use_deep(*values)
+
+
+def check_arguments(arguments: Iterable[Any]) -> None:
+    """Refuses widths and counts that no template needs. Raises LimitError."""
+    for value in arguments:
+        if isinstance(value, int) and abs(value) > _MAX_ARGUMENT:
+            raise LimitError(f"the argument {value} is over {_MAX_ARGUMENT}")
+
+
+def _check_bits(n: int) -> None:
+    if n > _MAX_BITS:
+        raise LimitError(f"a number of {n} bits; the limit is {_MAX_BITS}")
+
+
+_current: ContextVar[Limits | None] = ContextVar("limits", default=None)
+
+
+def current() -> Limits:
+    """The limits of the rendering that runs on this thread; new ones outside a rendering."""
+    return _current.get() or Limits()
+
+
+@contextmanager
+def new_limits() -> Iterator[Limits]:
+    """Starts counting for one rendering."""
+    limits = Limits()
+    token = _current.set(limits)
+    try:
+        yield limits
+    finally:
+        _current.reset(token)

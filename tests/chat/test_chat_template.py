@@ -1,0 +1,131 @@
+"""One chat template: the names and settings it is written for, the forms of messages it is given, its limits."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+from llamapipe.chat.template import ChatTemplate
+from llamapipe.errors import InvalidRequestError
+
+USER = {"role": "user", "content": "Hi"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+ANSWER = {"role": "assistant", "content": "The answer is "}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+EACH = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+
+
+def shown(text: str, *messages: dict[str, Any], continue_last: bool = False, **names: Any) -> str:
+    template = ChatTemplate(text, "<s>", "</s>")
+    return template.render(messages or [USER], continue_last=continue_last, template_args=names)
+
+
+class TestNames:
+    def test_names_of_transformers(self) -> None:
+        assert shown("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}") == "<s>Hi</s>"
+        assert shown("{{ tools is defined }} {{ add_generation_prompt }}") == "False True"
+        assert shown("{{ strftime_now('%Y') }}") == str(datetime.datetime.now().astimezone().year)
+        assert shown("{{ thinking }}", thinking=False) == "False"
+        assert shown("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}") == '{\n "a": 2,\n "b": 1\n}'
+        assert shown("{{ messages[0].content | tojson }}", {**USER, "content": "<é>'"}) == '"<é>\'"'
+
+    def test_tags_of_transformers(self) -> None:
+        assert shown("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "Hi!"
+        assert (
+            shown("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "1"
+        )
+
+    def test_blocks_take_their_line_with_them(self) -> None:
+        assert shown("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
+
+    def test_a_bos_that_tokenizing_adds_is_left_out(self) -> None:
+        assert ChatTemplate("{{ bos_token }}a", "<s>", strips_bos=True).render([USER]) == "a"
+        assert ChatTemplate("{{ bos_token }}a", "<s>").render([USER]) == "<s>a"
+
+
+class TestForms:
+    def test_parts_of_text_are_joined(self) -> None:
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        assert shown(EACH, {"role": "user", "content": parts}) == "[user: ab]"
+
+    def test_a_template_of_parts_gets_parts(self) -> None:
+        source = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
+        assert shown(source) == "<Hi>"
+
+    def test_arguments_are_objects_unless_the_template_needs_text(self) -> None:
+        message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+        start = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        end = "{% endfor %}{% endfor %}"
+        assert shown(start + "{{ c.function.arguments | tojson }}" + end, USER, message) == '{"a": 1}'
+        assert shown(start + "{{ '' + c.function.arguments }}" + end, USER, message) == '{"a": 1}'
+
+    def test_calls_are_shown_where_a_template_asks_for_no_content(self) -> None:
+        source = "{% for m in messages if m.content is none %}{{ m.tool_calls[0].function.name }}{% endfor %}"
+        assert shown(source, USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}) == "f"
+
+    def test_a_system_message_moves_where_a_template_has_no_place_for_it(self) -> None:
+        source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        assert shown(source + "{{ m.content }}{% endfor %}", SYSTEM, USER) == "Be brief.\nHi"
+
+    def test_developers_are_the_system_where_a_template_does_not_know_them(self) -> None:
+        message = {"role": "developer", "content": "Be brief."}
+        assert shown(EACH, message, USER).startswith("[system: Be brief.]")
+        assert shown(EACH + "{# developer #}", message, USER).startswith("[developer: Be brief.]")
+
+    def test_a_message_is_continued_where_it_ends(self) -> None:
+        source = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}end"
+        again = {"role": "assistant", "content": "Hi"}
+        assert shown(source, USER, again, continue_last=True) == "[Hi][Hi"
+        assert shown(source, USER, ANSWER, continue_last=True) == "[Hi][The answer is "
+        assert ANSWER["content"] == "The answer is "
+        with pytest.raises(InvalidRequestError, match="does not show the last message"):
+            shown("{{ messages[0].content }}", USER, ANSWER, continue_last=True)
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+            ("{{ messages[0].content.missing.more }}", "has no attribute 'missing'"),
+            ("{{ messages.__class__.__base__ }}", "'__class__'"),
+            ("{{ messages.append(1) }}", "append"),
+            ("{% include 'etc' %}", "refuses|loader"),
+        ],
+    )
+    def test_what_a_template_may_not_do(self, source: str, message: str) -> None:
+        with pytest.raises(InvalidRequestError, match=message):
+            shown(source)
+
+    @pytest.mark.parametrize("source", ["{{ ''.format.__globals__ }}", "{{ '{0.__class__}'.format(1) }}"])
+    def test_what_a_template_does_not_see(self, source: str) -> None:
+        assert shown(source) == ""
+
+    @pytest.mark.parametrize("source", ["{% if %}", "{% for %}", "{{ a b }}", "{{ " + "(" * 5000])
+    def test_a_template_that_cannot_be_compiled(self, source: str) -> None:
+        with pytest.raises(InvalidRequestError, match="cannot be compiled"):
+            ChatTemplate(source)
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{% for i in range(10**9) %}{% endfor %}",
+            "{% set x = range(1000) | list %}{% for a in x %}{% for b in x %}{% endfor %}{% endfor %}",
+            "{{ 'a' * 10**10 }}",
+            "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+            "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+            "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x=ns.x.replace('a','aa') %}{% endfor %}",
+            "{{ 2 ** (10 ** 9) }}",
+            "{{ 'a'.ljust(10**10) }}",
+            "{{ '%9999999999d' % 1 }}",
+            "{{ '{:9999999999}'.format(1) }}",
+            "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+            "{{ 'a' | center(10**10) }}",
+            "{{ (range(100000) | list) | join('a' * 100000) }}",
+        ],
+    )
+    def test_a_template_cannot_use_up_the_machine(self, source: str) -> None:
+        with pytest.raises(InvalidRequestError):
+            shown(source)

@@ -1,0 +1,301 @@
+"""Chat calls of an engine: answers, tool calls of every family of templates, reasoning, formats, whole and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from support.chat_families import FAMILIES, FULL, PARIS, TOOLS, WEATHER
+from support.chat_templates import template
+from support.scripted_model import scripted_model
+
+import llamapipe as lp
+from llamapipe.chat.results import ChatMessage, ChatPiece
+from llamapipe.engine.chat_results import ChatDelta
+from llamapipe.errors import EngineClosedError, InvalidRequestError
+
+HELLO = [{"role": "user", "content": "Hello"}]
+GREEDY = lp.SamplingParams(temperature=0, max_tokens=None)
+
+
+@pytest.fixture(scope="module")
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=512, n_seq_max=8) as engine:
+        yield engine
+
+
+def joined(parts: list[ChatDelta]) -> ChatMessage:
+    return ChatMessage(ChatPiece(part.content, part.reasoning, part.tool_calls) for part in parts)
+
+
+class TestAnswers:
+    def test_an_answer_is_what_the_rendered_prompt_generates(self, engine: lp.Engine) -> None:
+        tokens = engine.model.tokenize_chat(HELLO)
+        answer = engine.chat(HELLO, GREEDY)
+        expected = engine.generate(tokens, GREEDY)
+        assert (answer.content, answer.n_prompt_tokens) == (expected.text, len(tokens))
+        assert answer.choices[0].token_ids == expected.token_ids
+        assert answer.message == {"role": "assistant", "content": expected.text}
+
+    def test_text_is_a_message_of_the_user(self, engine: lp.Engine) -> None:
+        assert engine.chat("Hello", GREEDY).content == engine.chat(HELLO, GREEDY).content
+
+    def test_conversations_are_answered_in_their_order(self, engine: lp.Engine) -> None:
+        texts = [f"Number {i}" for i in range(12)]
+        together = engine.chat(texts, GREEDY)
+        assert [one.content for one in together] == [engine.chat(text, GREEDY).content for text in texts]
+
+    def test_a_stream_joins_to_the_answer(self, engine: lp.Engine) -> None:
+        parts = list(engine.stream_chat(HELLO, GREEDY))
+        answer = engine.chat(HELLO, GREEDY)
+        assert joined(parts).content == answer.content
+        assert [t for part in parts for t in part.token_ids] == answer.choices[0].token_ids
+        assert parts[-1].finish_reason == "stop"
+
+    def test_asyncio_gives_the_same(self, engine: lp.Engine) -> None:
+        async def run() -> tuple[str, list[str], str]:
+            streamed = [part async for part in engine.astream_chat(HELLO, GREEDY)]
+            several = await engine.achat([HELLO, "x" * 9000], lp.SamplingParams(max_tokens=1))
+            return (
+                joined(streamed).content,
+                [one.content for one in several],
+                (await engine.achat(HELLO, GREEDY)).content,
+            )
+
+        expected = engine.chat(HELLO, GREEDY).content
+        with pytest.raises(InvalidRequestError, match=r"n_ctx is 512.*prompt 1"):
+            asyncio.run(run())
+
+        async def short() -> tuple[str, str]:
+            streamed = [part async for part in engine.astream_chat(HELLO, GREEDY)]
+            return joined(streamed).content, (await engine.achat(HELLO, GREEDY)).content
+
+        assert asyncio.run(short()) == (expected, expected)
+
+    def test_an_answer_can_be_appended(self, engine: lp.Engine) -> None:
+        messages: list[Any] = list(HELLO)
+        messages += [engine.chat(messages, GREEDY).message, {"role": "user", "content": "And then?"}]
+        assert engine.chat(messages, GREEDY).n_prompt_tokens > engine.chat(HELLO, GREEDY).n_prompt_tokens
+
+    def test_choices_have_seeds_of_their_own(self, engine: lp.Engine) -> None:
+        answer = engine.chat(HELLO, lp.SamplingParams(n=3, seed=5, max_tokens=12))
+        assert [choice.seed for choice in answer.choices] == [5, 6, 7]
+        again = engine.chat(HELLO, lp.SamplingParams(seed=6, max_tokens=12))
+        assert again.content == answer.choices[1].content
+
+
+@contextmanager
+def speaking(path: Path, text: str, specials: tuple[str, ...], source: str) -> Iterator[lp.Engine]:
+    """An engine whose model says this text."""
+    with (
+        lp.Model(scripted_model(path / "said.gguf", text, specials, source)) as model,
+        lp.Engine(model, n_ctx=8192, n_seq_max=2) as engine,
+    ):
+        yield engine
+
+
+def speaking_family(path: Path, name: str, text: str) -> AbstractContextManager[lp.Engine]:
+    """An engine whose model says this text after a prompt of the family."""
+    family = FAMILIES[name]
+    one = template(family.template)
+    prompt = one.render(HELLO, template_args={"enable_thinking": False})
+    if family.think and prompt.endswith(family.think[0]):  # a prompt that opens the reasoning
+        text = f"Hm. {family.think[1]}{text}"
+    # GLM repeats its control tokens, which a table of bigrams cannot: here they are text.
+    return speaking(path, text, () if name == "GLM" else family.specials, one.text)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+class TestFamilies:
+    """Models that say a call as the models of a family write it."""
+
+    @pytest.mark.parametrize("choice", ["auto", "required", "get_weather"])
+    def test_a_call_is_read_whole_and_streamed(self, tmp_path: Path, name: str, choice: str) -> None:
+        with speaking_family(tmp_path, name, FAMILIES[name].full) as engine:
+            args = {"enable_thinking": False}
+            answer = engine.chat(HELLO, GREEDY, tools=TOOLS, tool_choice=choice, template_args=args)
+            assert [(call.name, call.arguments) for call in answer.tool_calls] == [("get_weather", FULL)]
+            assert (answer.content, answer.finish_reason) == ("", "tool_calls")
+            stream = engine.stream_chat(HELLO, GREEDY, tools=TOOLS, tool_choice=choice, template_args=args)
+            parts = list(stream)
+            streamed = joined(parts)
+            assert [(call.name, call.arguments) for call in streamed.tool_calls] == [("get_weather", FULL)]
+            assert (streamed.content, parts[-1].finish_reason) == ("", "tool_calls")
+            ids = [t for part in parts for t in part.token_ids]
+            assert ids == answer.choices[0].token_ids
+
+    def test_text_without_a_call_is_content(self, tmp_path: Path, name: str) -> None:
+        said = f"{FAMILIES[name].text}It is sunny in Paris."
+        with speaking_family(tmp_path, name, said) as engine:
+            answer = engine.chat(
+                HELLO, GREEDY, tools=TOOLS, tool_choice="none", template_args={"enable_thinking": False}
+            )
+            assert (answer.content, answer.tool_calls) == ("It is sunny in Paris.", ())
+            assert answer.finish_reason == "stop"
+
+
+class TestTools:
+    def test_two_calls_in_one_answer(self, tmp_path: Path) -> None:
+        family = FAMILIES["Hermes"]
+        with speaking(tmp_path, family.both, (), template(family.template).text) as engine:
+            args = {"enable_thinking": False}
+            answer = engine.chat(HELLO, GREEDY, tools=TOOLS, template_args=args)
+            assert [(call.name, call.arguments) for call in answer.tool_calls] == [
+                ("get_weather", PARIS),
+                ("now", {}),
+            ]
+            single = engine.chat(
+                HELLO,
+                GREEDY,
+                tools=TOOLS,
+                tool_choice="required",
+                parallel_tool_calls=False,
+                template_args=args,
+            )
+            assert [call.name for call in single.tool_calls] == ["get_weather"]
+
+    def test_python_functions_are_tools(self, tmp_path: Path) -> None:
+        def get_weather(city: str, days: int = 1) -> str:
+            """The weather of a city."""
+            return f"{city}: sunny for {days} days"
+
+        family = FAMILIES["Hermes"]
+        with speaking(tmp_path, family.paris, (), template(family.template).text) as engine:
+            answer = engine.chat(HELLO, GREEDY, tools=[get_weather], template_args={"enable_thinking": False})
+            (call,) = answer.tool_calls
+            assert get_weather(**call.arguments) == "Paris: sunny for 1 days"
+            follow: list[Any] = [
+                *HELLO,
+                answer.message,
+                {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+            ]
+            assert "sunny" in engine.model.render_chat(follow)
+
+    def test_a_forced_call_of_a_model_that_knows_none_is_valid(self, demo: lp.Model) -> None:
+        source = template(FAMILIES["Hermes"].template).text
+        tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": "now",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"zone": {"enum": ["UTC", "CET"]}},
+                        "required": ["zone"],
+                    },
+                },
+            }
+        ]
+        with lp.Model(demo.path, chat_template=source) as model, lp.Engine(model, n_ctx=1024) as engine:
+            for seed in range(10):
+                answer = engine.chat(
+                    HELLO,
+                    lp.SamplingParams(seed=seed, max_tokens=200),
+                    tools=tools,
+                    tool_choice="now",
+                    template_args={"enable_thinking": False},
+                )
+                (call,) = answer.tool_calls
+                assert call.arguments["zone"] in ("UTC", "CET")
+
+    def test_reasoning_is_separated(self, tmp_path: Path) -> None:
+        family = FAMILIES["Hermes"]
+        text = "<think>\nIs it far?\n</think>\n\nYes, 40 km."
+        with speaking(tmp_path, text, (), template(family.template).text) as engine:
+            answer = engine.chat(HELLO, GREEDY)
+            assert (answer.reasoning.strip(), answer.content.strip()) == ("Is it far?", "Yes, 40 km.")
+            parts = list(engine.stream_chat(HELLO, GREEDY))
+            assert joined(parts).reasoning == answer.reasoning
+            assert joined(parts).content == answer.content
+            assert any(part.reasoning for part in parts[:-1])
+
+    def test_an_open_call_at_the_limit_is_no_call(self, tmp_path: Path) -> None:
+        family = FAMILIES["Hermes"]
+        with speaking(tmp_path, family.full, (), template(family.template).text) as engine:
+            answer = engine.chat(
+                HELLO,
+                lp.SamplingParams(temperature=0, max_tokens=12),
+                tools=TOOLS,
+                template_args={"enable_thinking": False},
+            )
+            assert (answer.tool_calls, answer.finish_reason) == ((), "length")
+
+
+class Person(pydantic.BaseModel):
+    """Closed by default: nothing but a name and an age."""
+
+    name: str = pydantic.Field(max_length=12)
+    age: int = pydantic.Field(ge=0, le=150)
+    tags: list[str] = pydantic.Field(max_length=0)
+
+
+class TestFormats:
+    @pytest.mark.parametrize("seed", range(10))
+    def test_a_pydantic_model_is_a_format(self, engine: lp.Engine, seed: int) -> None:
+        params = lp.SamplingParams(seed=seed, max_tokens=250)
+        Person.model_validate_json(engine.chat(HELLO, params, response_format=Person).content)
+        text = engine.generate(
+            "A person:", lp.SamplingParams(seed=seed, max_tokens=250, json_schema=Person)
+        ).text
+        assert set(json.loads(text)) == {"name", "age", "tags"}
+
+    def test_a_class_that_allows_more_is_left_open(self) -> None:
+        class Open(pydantic.BaseModel):
+            model_config = pydantic.ConfigDict(extra="allow")
+            name: str
+
+        schema = json.loads(str(lp.SamplingParams(json_schema=Open).json_schema))
+        assert schema["additionalProperties"] is True
+        closed = json.loads(str(lp.SamplingParams(json_schema=Person).json_schema))
+        assert closed["additionalProperties"] is False
+
+    def test_a_class_without_a_schema_is_refused(self) -> None:
+        with pytest.raises(TypeError, match="model_json_schema"):
+            lp.SamplingParams(json_schema=int)  # type: ignore[arg-type]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("messages", "options", "message"),
+        [
+            ([], {}, "messages is empty"),
+            ([{"role": "user"}], {}, r"messages\[0\] has no content"),
+            ([{"role": "user", "content": 3}], {}, "content must be text"),
+            ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "only text is supported"),
+            (HELLO, {"tools": TOOLS}, "no place for them"),
+            (HELLO, {"tool_choice": "required"}, "tool"),
+            (HELLO, {"tools": TOOLS, "tool_choice": "other"}, "other"),
+            (HELLO, {"template_args": {"messages": []}}, "template_args"),
+            (HELLO, {"params": lp.SamplingParams(regex="a"), "response_format": WEATHER}, "give one"),
+            (["Hello", [{"role": "user"}]], {}, "prompt 1"),
+        ],
+    )
+    def test_bad_input_is_named(
+        self, engine: lp.Engine, messages: Any, options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.chat(messages, **options)
+
+    @pytest.mark.parametrize("messages", [3, None, b"Hello", {"role": "user"}])
+    def test_other_types_are_refused(self, engine: lp.Engine, messages: Any) -> None:
+        with pytest.raises((TypeError, InvalidRequestError)):
+            engine.chat(messages)
+
+    def test_a_model_without_a_template_says_how_to_pass_one(self, tiny: lp.Model) -> None:
+        with (
+            lp.Engine(tiny) as engine,
+            pytest.raises(InvalidRequestError, match=r"lp\.Model\(path, chat_template="),
+        ):
+            engine.chat("Hello")
+
+    def test_a_closed_engine_says_so(self, demo: lp.Model) -> None:
+        with lp.Engine(demo) as engine:
+            pass
+        with pytest.raises(EngineClosedError):
+            engine.chat("Hello")

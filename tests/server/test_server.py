@@ -1,0 +1,323 @@
+"""The server over real connections: what its routes answer, refuse, and do when a client goes away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.gguf_models import infilling_model
+
+import llamapipe as lp
+from llamapipe.server import ServerSettings, serve
+
+GREEDY = {"temperature": 0, "max_tokens": 12}
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=512, n_seq_max=8, max_queue=64) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine: lp.Engine) -> Iterator[httpx.Client]:
+    with (
+        serve(engine, settings=ServerSettings(model_names=("story", "other"))) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, which must end with [DONE]."""
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def refused(client: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+class TestCompletions:
+    def test_text_is_the_engines(self, client: httpx.Client, engine: lp.Engine) -> None:
+        answer = client.post("/v1/completions", json={"prompt": "Once upon", **GREEDY}).json()
+        expected = engine.generate("Once upon", lp.SamplingParams(temperature=0, max_tokens=12))
+        assert answer["choices"][0]["text"] == expected.text
+        assert answer["usage"]["completion_tokens"] == 12
+        assert answer["model"] == "story"
+
+    def test_a_stream_joins_to_the_same_text(self, client: httpx.Client) -> None:
+        body = {"prompt": ["Once upon", "The cat"], "n": 2, "seed": 7, "max_tokens": 9}
+        whole = client.post("/v1/completions", json=body).json()
+        texts = [""] * 4
+        for event in events(client, "/v1/completions", body):
+            texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert texts == [choice["text"] for choice in whole["choices"]]
+
+    def test_tokens_and_text_are_the_same_prompt(self, client: httpx.Client, demo: lp.Model) -> None:
+        as_text = client.post("/v1/completions", json={"prompt": "Once upon", **GREEDY}).json()
+        tokens = demo.tokenize("Once upon")
+        as_tokens = client.post("/v1/completions", json={"prompt": tokens, **GREEDY}).json()
+        assert as_text["choices"] == as_tokens["choices"]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_echo_with_logprobs_scores_the_prompt(
+        self, client: httpx.Client, engine: lp.Engine, demo: lp.Model, stream: bool
+    ) -> None:
+        body = {"prompt": "Once upon a time", "echo": True, "logprobs": 2, "max_tokens": 0}
+        if stream:
+            choices = [event["choices"][0] for event in events(client, "/v1/completions", body)]
+            choice = choices[0]
+        else:
+            choice = client.post("/v1/completions", json=body).json()["choices"][0]
+        assert choice["text"] == "Once upon a time"
+        scored = engine.score_tokens(demo.tokenize("Once upon a time"))
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(scored.logprobs.tolist(), abs=1e-4)
+
+    def test_best_of_returns_the_most_probable(self, client: httpx.Client) -> None:
+        body = {"prompt": "Once upon", "seed": 3, "max_tokens": 8, "logprobs": 0}
+        every = client.post("/v1/completions", json={**body, "n": 4}).json()["choices"]
+        best = client.post("/v1/completions", json={**body, "n": 1, "best_of": 4}).json()["choices"]
+        means = [sum(c["logprobs"]["token_logprobs"]) / len(c["logprobs"]["tokens"]) for c in every]
+        assert best[0]["text"] == every[means.index(max(means))]["text"]
+
+    def test_usage_in_a_stream(self, client: httpx.Client) -> None:
+        body = {"prompt": "Once upon", **GREEDY, "stream_options": {"include_usage": True}}
+        *parts, last = events(client, "/v1/completions", body)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 12
+        assert all(part["usage"] is None for part in parts)
+
+    @pytest.mark.parametrize(
+        ("change", "param"),
+        [
+            ({"max_tokenz": 3}, "max_tokenz"),
+            ({"max_tokens": "x"}, "max_tokens"),
+            ({"max_tokens": -1}, "max_tokens"),
+            ({"temperature": -1}, "temperature"),
+            ({"n": 0}, "n"),
+            ({"n": 1000}, "n"),
+            ({"n": 3, "best_of": 2}, "best_of"),
+            ({"logprobs": 1000}, "logprobs"),
+            ({"stream_options": {"include_usage": True}}, "stream_options"),
+            ({"prompt": []}, "prompt"),
+            ({"prompt": [1, "a"]}, "prompt"),
+            ({"prompt": [10**9]}, "prompt"),
+            ({"prompt": [-1]}, "prompt"),
+            ({"suffix": "b"}, "suffix"),
+        ],
+    )
+    def test_a_bad_field_is_named(self, client: httpx.Client, change: dict[str, Any], param: str) -> None:
+        assert refused(client, "/v1/completions", {"prompt": "a", **change})["param"] == param
+
+    def test_a_prompt_over_the_context_names_both_numbers(self, client: httpx.Client) -> None:
+        error = refused(client, "/v1/completions", {"prompt": [5] * 600})
+        assert error["code"] == "context_length_exceeded"
+        assert "600" in error["message"]
+        assert "512" in error["message"]
+
+    def test_a_suffix_is_filled_in_to(self, tmp_path: Path) -> None:
+        with (
+            lp.Engine(infilling_model(tmp_path / "fim.gguf")) as engine,
+            serve(engine) as server,
+            httpx.Client(base_url=server.url, timeout=60) as client,
+        ):
+            fim = engine.model.vocab.fim_tokens
+            assert fim is not None
+            before, after = (engine.model.tokenize(text, add_special=False) for text in ("Once", "end"))
+            prompt = [engine.model.bos, fim.prefix, *before, fim.suffix, *after, fim.middle]
+            expected = client.post("/v1/completions", json={"prompt": prompt, **GREEDY}).json()
+            answer = client.post("/v1/completions", json={"prompt": "Once", "suffix": "end", **GREEDY}).json()
+            assert answer["choices"] == expected["choices"]
+
+
+class TestChat:
+    def test_an_answer_is_the_engines(self, client: httpx.Client, engine: lp.Engine) -> None:
+        answer = client.post("/v1/chat/completions", json={"messages": HELLO, "temperature": 0}).json()
+        expected = engine.chat(HELLO, lp.SamplingParams(temperature=0, max_tokens=None))
+        assert answer["choices"][0]["message"]["content"] == expected.content
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+    def test_a_stream_joins_to_the_same_answer(self, client: httpx.Client) -> None:
+        body = {"messages": HELLO, "seed": 5, "n": 2}
+        whole = client.post("/v1/chat/completions", json=body).json()
+        texts = ["", ""]
+        for event in events(client, "/v1/chat/completions", body):
+            choice = event["choices"][0]
+            texts[choice["index"]] += choice["delta"].get("content", "")
+        assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+
+    def test_a_schema_holds(self, client: httpx.Client) -> None:
+        schema = {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+        body = {
+            "messages": HELLO,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+        }
+        content = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        assert json.loads(content) in ({"a": 1}, {"a": 2})
+
+    def test_logprobs_have_one_entry_for_each_token(self, client: httpx.Client) -> None:
+        body = {"messages": HELLO, "logprobs": True, "top_logprobs": 3, "max_tokens": 5, "temperature": 0}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        entries = answer["choices"][0]["logprobs"]["content"]
+        assert len(entries) == answer["usage"]["completion_tokens"]
+        assert all(len(entry["top_logprobs"]) == 3 for entry in entries)
+
+    def test_options_without_effect_are_named(self, client: httpx.Client) -> None:
+        answer = client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1, "store": True})
+        assert answer.headers["x-llamapipe-unused"] == "store"
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"messages": []},
+            {"messages": [{"role": "user"}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": "hello"},
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+            {"tool_choice": "required"},
+            {"top_logprobs": 2},
+            {"modalities": ["audio"]},
+            {"response_format": {"type": "json_schema"}},
+            {"reasoning_effort": "extreme"},
+        ],
+    )
+    def test_what_cannot_be_done_is_refused(self, client: httpx.Client, change: dict[str, Any]) -> None:
+        assert refused(client, "/v1/chat/completions", {"messages": HELLO, **change})["message"]
+
+
+class TestOtherRoutes:
+    def test_models(self, client: httpx.Client) -> None:
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["story", "other"]
+        assert client.get("/v1/models/other").json()["id"] == "other"
+        assert client.get("/v1/models/gpt").status_code == 404
+        assert (
+            "'story'" in refused(client, "/v1/completions", {"prompt": "a", "model": "gpt"}, 404)["message"]
+        )
+        assert client.delete("/v1/models/story").status_code == 403
+
+    def test_both_dialects_of_tokenizing(self, client: httpx.Client, demo: lp.Model) -> None:
+        tokens = demo.tokenize("Hello there")
+        vllm = client.post("/tokenize", json={"prompt": "Hello there"}).json()
+        assert (vllm["tokens"], vllm["count"], vllm["max_model_len"]) == (tokens, len(tokens), 512)
+        llama = client.post("/tokenize", json={"content": "Hello there"}).json()
+        assert llama == {"tokens": demo.tokenize("Hello there", add_special=False)}
+        assert client.post("/detokenize", json=llama).json()["content"].strip() == "Hello there"
+        chat = client.post("/tokenize", json={"messages": HELLO}).json()
+        assert chat["tokens"] == demo.tokenize_chat(HELLO)
+        prompt = client.post("/apply-template", json={"messages": HELLO}).json()["prompt"]
+        assert prompt == demo.render_chat(HELLO)
+        assert client.get("/tokenizer_info").json()["bos_token"] == "<s>"
+
+    def test_metrics_count_what_was_answered(self, client: httpx.Client) -> None:
+        client.post("/v1/completions", json={"prompt": "a", **GREEDY})
+        text = client.get("/metrics").text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert float(values["vllm:num_requests_running"]) == 0
+        assert float(values["llamapipe_generated_tokens_total"]) >= 12
+        assert float(values["llamapipe_queue_seconds_count"]) >= 1
+        assert float(values['llamapipe_requests_total{path="/v1/completions",status="200"}']) >= 1
+
+    def test_an_unknown_path_answers_in_the_apis_shape(self, client: httpx.Client) -> None:
+        assert refused(client, "/v1/nothing", {}, 404)["message"]
+        assert client.get("/v1/completions").status_code == 405
+
+    def test_a_request_id_comes_back(self, client: httpx.Client) -> None:
+        assert client.get("/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+        assert client.get("/health", headers={"x-request-id": "a\tb"}).headers["x-request-id"] != "a\tb"
+
+    @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b"[" * 100_000])
+    def test_a_body_that_is_no_request_is_refused(self, client: httpx.Client, body: bytes) -> None:
+        assert client.post("/v1/completions", content=body).status_code == 400
+
+
+class TestLimits:
+    def test_a_key_is_asked_for_everywhere_but_for_health(self, engine: lp.Engine) -> None:
+        settings = ServerSettings(api_keys=("one", "two"))
+        with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as client:
+            assert client.get("/health").status_code == 200
+            assert client.get("/v1/models").status_code == 401
+            for headers in ({"authorization": "Bearer two"}, {"x-api-key": "one"}):
+                assert client.get("/v1/models", headers=headers).status_code == 200
+            assert client.get("/v1/models", headers={"authorization": "Bearer three"}).status_code == 401
+
+    def test_a_large_body_is_refused(self, engine: lp.Engine) -> None:
+        settings = ServerSettings(max_body_bytes=1000)
+        with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as client:
+            assert client.post("/v1/completions", json={"prompt": "a" * 1000}).status_code == 413
+
+            def chunks() -> Iterator[bytes]:
+                yield b'{"prompt": "'
+                yield b"a" * 2000
+
+            assert client.post("/v1/completions", content=chunks()).status_code == 413
+
+    def test_strict_refuses_options_without_effect(self, engine: lp.Engine) -> None:
+        with (
+            serve(engine, settings=ServerSettings(strict=True)) as server,
+            httpx.Client(base_url=server.url) as c,
+        ):
+            assert refused(c, "/v1/completions", {"prompt": "a", "user": "me"})["param"] == "user"
+
+    def test_a_full_queue_asks_to_come_back(self, demo: lp.Model) -> None:
+        with (
+            lp.Engine(demo, n_ctx=512, n_seq_max=1, max_queue=1) as engine,
+            serve(engine) as server,
+            httpx.Client(base_url=server.url, timeout=60) as client,
+        ):
+            answer = client.post("/v1/completions", json={"prompt": ["a"] * 20, "max_tokens": 4})
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "1"
+
+
+class TestClientsThatLeave:
+    def test_a_hang_up_cancels_the_request(self, engine: lp.Engine, client: httpx.Client) -> None:
+        before = engine.stats().n_completion_tokens
+        body = {"prompt": "Once upon", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        for _ in range(5):
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        while engine.stats().n_active:
+            pass
+        assert engine.stats().n_completion_tokens - before < 5 * 500
+        engine.check_integrity()
+
+    def test_many_streams_at_once_are_all_answered(self, client: httpx.Client) -> None:
+        def read(i: int) -> int:
+            return len(events(client, "/v1/completions", {"prompt": f"Number {i}", "max_tokens": 8}))
+
+        with ThreadPoolExecutor(16) as pool:
+            assert all(pool.map(read, range(32)))
+
+    def test_closing_drains(self, engine: lp.Engine) -> None:
+        body = {"prompt": "Once upon", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with (
+            serve(engine) as server,
+            httpx.Client(base_url=server.url, timeout=60) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            closing = pool.submit(server.close)
+            assert list(lines)[-2] == "data: [DONE]"
+            closing.result()

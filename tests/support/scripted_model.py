@@ -1,0 +1,92 @@
+"""A model that says a given text: each of its tokens has one successor, as in a table of bigrams."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # token types of llama.h
+BOS, EOS = "<s>", "</s>"
+
+
+def pieces_of(text: str, specials: Sequence[str] = ()) -> list[str]:
+    """A text cut into pieces that are all different; control tokens are pieces of their own, and must differ too."""
+    pattern = "|".join(f"({re.escape(one)})" for one in sorted(specials, key=len, reverse=True)) or r"(?!)"
+    made: list[str] = []
+    for part in filter(None, re.split(pattern, text)):
+        if part in specials:
+            made.append(part)
+            continue
+        start = len(made)
+        piece = ""
+        for character in part:
+            piece += character
+            # Pieces of three characters or more: no prompt is tokenized with them, because shorter ones are missing.
+            if len(piece) >= 3 and piece not in made:
+                made.append(piece)
+                piece = ""
+        if piece and len(made) > start:
+            made[-1] += piece
+        elif piece:
+            made.append(piece)
+    assert len(set(made)) == len(made), made
+    return made
+
+
+def scripted_model(path: Path, text: str, specials: Sequence[str] = (), chat_template: str = "") -> Path:
+    """Writes a model that answers any prompt with ``text``, greedily; its one layer does nothing.
+
+    The embedding of a token is a unit vector, and the output matrix maps it to the token's successor.
+    """
+    specials = [one for one in specials if one not in (BOS, EOS)]
+    script = pieces_of(text, specials)
+    pieces: list[tuple[str, int]] = [("<unk>", UNKNOWN), (BOS, CONTROL), (EOS, CONTROL)]
+    pieces += [(f"<0x{i:02X}>", BYTE) for i in range(256)]
+    pieces += [(one, CONTROL) for one in specials]
+    pieces += [(one.replace(" ", "\u2581"), NORMAL) for one in script if one not in specials]
+    ids = {piece: i for i, (piece, _) in enumerate(pieces)}
+    said = [ids[one if one in specials else one.replace(" ", "\u2581")] for one in script] + [ids[EOS]]
+    n_vocab = len(pieces)
+    width = -(-n_vocab // 32) * 32
+    after = np.full(n_vocab, said[0])
+    after[said[:-1]] = said[1:]
+    output = np.zeros((n_vocab, width), np.float32)
+    output[after, np.arange(n_vocab)] = 10
+
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(width // 32)
+    writer.add_head_count_kv(width // 32)
+    writer.add_rope_dimension_count(32)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(n_vocab)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece for piece, _ in pieces])
+    writer.add_token_scores([-float(i) for i in range(n_vocab)])
+    writer.add_token_types([kind for _, kind in pieces])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    if chat_template:
+        writer.add_chat_template(chat_template)
+    writer.add_tensor("token_embd.weight", np.eye(n_vocab, width, dtype=np.float32))
+    writer.add_tensor("output.weight", output)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.zeros((width, width), np.float32))
+    for name, shape in (("gate", (32, width)), ("up", (32, width)), ("down", (width, 32))):
+        writer.add_tensor(f"blk.0.ffn_{name}.weight", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

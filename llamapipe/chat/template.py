@@ -87,6 +87,10 @@ class ChatTemplate:
         if not self._knows_developer:
             chat = with_system_role(chat)
         if continue_last:
+            if chat[-1]["role"] != "assistant":
+                raise InvalidRequestError(
+                    f"the last message has the role {chat[-1]['role']!r}; only one of the assistant can be continued"
+                )
             chat[-1] = {**chat[-1], "content": chat[-1]["content"] + _HERE}
         if tool_list:
             names["tools"] = tool_list

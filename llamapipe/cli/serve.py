@@ -13,7 +13,7 @@ from typing import Any
 import llamapipe as lp
 from llamapipe.cli.options import ENGINE, MODEL, UsageError, add_options, given
 
-_DESCRIPTION = "Serve a model over HTTP for clients of OpenAI's API; without -m, the bundled model."
+_DESCRIPTION = "Serve a model over HTTP for clients of OpenAI's and Anthropic's APIs; without -m, the bundled model."
 _EPILOG = """\
 examples:
   llamapipe serve

@@ -36,7 +36,8 @@ class ChatCalls(EngineCalls):
     ``"auto"``, ``"none"``, ``"required"`` or the name of a tool; the last two force a call, a name exactly one.
     ``parallel_tool_calls``: allow several calls in one answer. ``response_format``: a JSON schema, or a class
     with ``model_json_schema``, that the answer must match. ``template_args``: further variables of the model's
-    template, such as ``{"enable_thinking": False}``.
+    template, such as ``{"enable_thinking": False}``. ``continue_last``: the answer continues the last message, which is
+    the assistant's, and holds only what is added.
     """
 
     _chat_builder: ChatBuilder
@@ -52,6 +53,7 @@ class ChatCalls(EngineCalls):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
@@ -68,6 +70,7 @@ class ChatCalls(EngineCalls):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
@@ -84,6 +87,7 @@ class ChatCalls(EngineCalls):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
@@ -95,7 +99,9 @@ class ChatCalls(EngineCalls):
         template refuses, ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
-        asked = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format, template_args)
+        asked = ChatOptions(
+            tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
+        )
         items, single = self._chat_builder.items(messages, params, asked)
         options = call_options(timeout, block, names_prompts=not single)
         make = partial(self._request_builder.completions, [item.item for item in items])
@@ -113,12 +119,15 @@ class ChatCalls(EngineCalls):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatStream:
         """Starts an answer and returns an iterator over its parts, a ``ChatStream``. Raises as ``chat`` does."""
         self._engine_thread.check_open()
-        asked = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format, template_args)
+        asked = ChatOptions(
+            tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
+        )
         item = self._chat_builder.item(messages, params, asked)
         options = call_options(timeout, block)
         return ChatStream(self._open_stream(item.item, options), item.delta_parser())
@@ -134,6 +143,7 @@ class ChatCalls(EngineCalls):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatCompletion: ...
@@ -149,6 +159,7 @@ class ChatCalls(EngineCalls):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
         timeout: float | None = None,
         block: bool = True,
     ) -> list[ChatCompletion]: ...
@@ -164,12 +175,15 @@ class ChatCalls(EngineCalls):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatCompletion | list[ChatCompletion]:
         """``chat`` for asyncio. Long conversations are rendered in a thread. Cancelling the task cancels requests."""
         self._engine_thread.check_open()
-        asked = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format, template_args)
+        asked = ChatOptions(
+            tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
+        )
         options = call_options(timeout, block)
         build = partial(self._chat_builder.items, messages, params, asked)
         import asyncio
@@ -190,15 +204,22 @@ class ChatCalls(EngineCalls):
         parallel_tool_calls: bool = True,
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
         timeout: float | None = None,
         block: bool = True,
     ) -> AsyncChatStream:
-        """``stream_chat`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
+        """``stream_chat`` for asyncio; the request starts with the first ``__anext__``.
+
+        Bad arguments raise at once; those of a long conversation, which is rendered in a thread, at the start.
+        """
         self._engine_thread.check_open()
-        asked = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format, template_args)
-        item = self._chat_builder.item(messages, params, asked)
+        asked = ChatOptions(
+            tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
+        )
         options = call_options(timeout, block)
-        return AsyncChatStream(self._open_astream(item.item, options), item.delta_parser())
+        build = partial(self._chat_builder.item, messages, params, asked)
+        open_stream = partial(self._open_astream, options=options)
+        return AsyncChatStream(build if _is_long(messages) else build(), open_stream)
 
 
 def _answers(

@@ -20,7 +20,8 @@ class ChatChoice:
     ``content``: the answer's text, ``""`` if there is none. ``reasoning``: what the model wrote before the answer, if
     its template marks that. ``tool_calls``: the calls it asks for. ``finish_reason`` is ``"tool_calls"`` if it ended
     with some. ``token_ids``: all generated tokens, markers included, without the one that ended generation.
-    ``logprobs``: one for each of ``token_ids`` if the params ask for them.
+    ``logprobs``: one for each of ``token_ids`` if the params ask for them. ``stop_string``: the stop string that ended
+    the answer, if one did.
     """
 
     index: int
@@ -31,6 +32,7 @@ class ChatChoice:
     seed: int
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    stop_string: str | None = None
 
     def __repr__(self) -> str:
         calls = f", n_tool_calls={len(self.tool_calls)}" if self.tool_calls else ""
@@ -106,7 +108,7 @@ class ChatDelta(NamedTuple):
     """A part of a streamed answer; the last one has a finish reason.
 
     ``tool_calls``: parts of calls; the first part of each has its id and name, all hold a piece of its arguments' JSON.
-    ``token_ids``, ``logprobs``: the tokens that came with this part, as in ``Delta``.
+    ``token_ids``, ``logprobs``, ``stop_string``: as in ``Delta``, for the tokens that came with this part.
     """
 
     content: str
@@ -115,6 +117,7 @@ class ChatDelta(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: ChatFinishReason | None
+    stop_string: str | None = None
 
 
 def call_message(call: ToolCall) -> dict[str, object]:

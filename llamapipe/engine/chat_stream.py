@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from llamapipe.engine.chat_results import ChatDelta
+from llamapipe.engine.frontend.chat_builder import ChatItem
 from llamapipe.engine.frontend.delta_parser import DeltaParser
+from llamapipe.engine.frontend.request_builder import Item
 from llamapipe.engine.stream import AsyncStream, Stream
 
 
@@ -50,12 +53,28 @@ class ChatStream:
 
 
 class AsyncChatStream:
-    """An asynchronous iterator over the parts of an answer; see ``AsyncStream``."""
+    """An asynchronous iterator over the parts of an answer; see ``AsyncStream``.
 
-    def __init__(self, stream: AsyncStream, parser: DeltaParser) -> None:
-        self._stream = stream
-        self._parser = parser
-        self.n_prompt_tokens = parser.n_prompt_tokens
+    ``n_prompt_tokens``: length of the prompt; 0 until the first part of a long conversation's answer.
+    """
+
+    def __init__(
+        self, item: ChatItem | Callable[[], ChatItem], open_stream: Callable[[Item], AsyncStream]
+    ) -> None:
+        self.n_prompt_tokens = 0
+        self._build = item if callable(item) else None
+        self._open_stream = open_stream
+        self._stream: AsyncStream | None = None
+        self._parser: DeltaParser | None = None
+        self._closed = False
+        if not callable(item):
+            self._open(item)
+
+    def _open(self, item: ChatItem) -> None:
+        self._build = None
+        self._parser = item.delta_parser()
+        self.n_prompt_tokens = self._parser.n_prompt_tokens
+        self._stream = self._open_stream(item.item)
 
     def __repr__(self) -> str:
         return f"<AsyncChatStream of {self._stream!r}>"
@@ -64,6 +83,14 @@ class AsyncChatStream:
         return self
 
     async def __anext__(self) -> ChatDelta:
+        if self._build is not None and not self._closed:
+            import asyncio
+
+            item = await asyncio.to_thread(self._build)
+            if not self._closed:
+                self._open(item)
+        if self._stream is None or self._parser is None:
+            raise StopAsyncIteration
         while True:
             delta = self._parser.read(await self._stream.__anext__())
             if delta is not None:
@@ -71,11 +98,16 @@ class AsyncChatStream:
 
     def cancel(self) -> None:
         """Ends the request within a step; the stream then ends too."""
-        self._stream.cancel()
+        if self._stream is None:
+            self._closed = True
+        else:
+            self._stream.cancel()
 
     async def aclose(self) -> None:
         """Cancels the request if it is not finished."""
-        await self._stream.aclose()
+        self._closed = True
+        if self._stream is not None:
+            await self._stream.aclose()
 
     async def __aenter__(self) -> AsyncChatStream:
         return self

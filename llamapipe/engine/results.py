@@ -94,7 +94,7 @@ class Choice:
 
     ``token_ids``: the generated tokens, without the one that ended generation. ``text``: their text, cut before a
     stop string. ``seed``: the one used, also when it was drawn. ``logprobs``: one for each of ``token_ids`` if the
-    params ask for them.
+    params ask for them. ``stop_string``: the stop string that ended the text, if one did.
     """
 
     index: int
@@ -103,6 +103,7 @@ class Choice:
     finish_reason: FinishReason
     seed: int
     logprobs: list[TokenLogprob] | None = None
+    stop_string: str | None = None
 
     def __repr__(self) -> str:
         return f"Choice({self.index}, {shortened(self.text)}, n_tokens={len(self.token_ids)}, {self.finish_reason!r})"
@@ -182,13 +183,15 @@ class Completion:
 class Delta(NamedTuple):
     """A part of a stream: new text (whole characters, possibly empty), new tokens, and in the last one a finish reason.
 
-    ``logprobs``: one for each of ``token_ids`` if the params ask for them.
+    ``logprobs``: one for each of ``token_ids`` if the params ask for them. ``stop_string``: in the last part, the stop
+    string that ended the text, if one did.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: FinishReason | None
+    stop_string: str | None = None
 
 
 class Token(NamedTuple):

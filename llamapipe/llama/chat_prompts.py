@@ -94,14 +94,16 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
+        continue_last: bool = False,
     ) -> list[int]:
-        """See ``Model.tokenize_chat``."""
+        """See ``Model.tokenize_chat``. ``continue_last``: the prompt ends inside the last message."""
         vocab, controls = self._model.vocab, self.controls
         mark = unused_mark([messages, tools, template_args])
         text = self._for(tools).render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            continue_last=continue_last,
             template_args=template_args,
             change_text=lambda given: controls.marked(given, mark),
         )

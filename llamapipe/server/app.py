@@ -17,7 +17,7 @@ from starlette.routing import Route
 from llamapipe.engine.engine import Engine
 from llamapipe.server.errors import ApiError, Dialect
 from llamapipe.server.exchange import Endpoint, Handler
-from llamapipe.server.routes import chat, completions, models, system, tokens
+from llamapipe.server.routes import chat, completions, messages, models, system, tokens
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 
@@ -57,6 +57,8 @@ def routes(state: ServerState) -> list[Route]:
     return [
         _route("POST", "/v1/completions", completions.completions),
         _route("POST", "/v1/chat/completions", chat.chat_completions),
+        _route("POST", "/v1/messages", messages.messages, "anthropic"),
+        _route("POST", "/v1/messages/count_tokens", messages.count_tokens, "anthropic"),
         _route("GET", "/v1/models", models.list_models),
         _route("GET", "/v1/models/{id:path}", models.get_model),
         _route("DELETE", "/v1/models/{id:path}", models.delete_model),

@@ -60,9 +60,9 @@ class ChatJob:
         stream = self._engine.astream_chat(
             self._messages, params, timeout=self._timeout, block=False, **self._options
         )
-        self.n_prompt_tokens = stream.n_prompt_tokens
         async with stream:
             async for delta in stream:
+                self.n_prompt_tokens = stream.n_prompt_tokens
                 if self.is_empty:
                     yield ChatDelta("", "", (), (), () if delta.logprobs is not None else None, "length")
                     return

@@ -178,7 +178,8 @@ class CompletionSink(Sink):
         self._parts.append(self._text.finish())
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
         logprobs = self._logprobs if request.wants_logprobs else None
-        choice = Choice(self._index, "".join(self._parts), tokens, reason, self._seed, logprobs)
+        text, stop = "".join(self._parts), self._text.matched
+        choice = Choice(self._index, text, tokens, reason, self._seed, logprobs, stop)
         self._choices.add(choice, request, self._piece)
 
 
@@ -237,7 +238,8 @@ class DeltaSink(Sink):
         if request.wants_logprobs and logprobs is None:
             logprobs = ()
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
-        self.mailbox.put(Delta(text + self._text.finish(), tokens, logprobs, reason))
+        text += self._text.finish()
+        self.mailbox.put(Delta(text, tokens, logprobs, reason, self._text.matched))
 
 
 class TokenSink(Sink):

@@ -40,6 +40,7 @@ class ChatOptions(NamedTuple):
     parallel_tool_calls: bool = True
     response_format: Any = None
     template_args: Mapping[str, Any] | None = None
+    continue_last: bool = False
 
 
 class ChatItem(NamedTuple):
@@ -81,6 +82,7 @@ class ChatItem(NamedTuple):
             choice.seed,
             choice.token_ids,
             choice.logprobs,
+            choice.stop_string,
         )
 
 
@@ -132,7 +134,9 @@ class ChatBuilder:
         if not isinstance(args, Mapping):
             raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
         given = [tool.as_openai() for tool in tools] if tools and choice != "none" else None
-        tokens = self._model.chat_prompts.tokenize(messages, given, True, args)
+        tokens = self._model.chat_prompts.tokenize(
+            messages, given, True, args, check_flag("continue_last", options.continue_last)
+        )
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):
                 raise InvalidRequestError(

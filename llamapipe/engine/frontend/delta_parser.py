@@ -32,7 +32,9 @@ class DeltaParser:
             if not delta.text and reason is None and delta.logprobs is None:
                 self._token_ids += delta.token_ids
                 return None
-            return self._with_tokens(ChatDelta(delta.text, "", (), delta.token_ids, delta.logprobs, reason))
+            return self._with_tokens(
+                ChatDelta(delta.text, "", (), delta.token_ids, delta.logprobs, reason, delta.stop_string)
+            )
         piece = parser.feed(delta.text)
         content, reasoning, tool_calls = piece.content, piece.reasoning, piece.tool_calls
         if reason is not None:
@@ -47,7 +49,9 @@ class DeltaParser:
             self._logprobs += delta.logprobs or ()
             return None
         return self._with_tokens(
-            ChatDelta(content, reasoning, tool_calls, delta.token_ids, delta.logprobs, reason)
+            ChatDelta(
+                content, reasoning, tool_calls, delta.token_ids, delta.logprobs, reason, delta.stop_string
+            )
         )
 
     def _with_tokens(self, delta: ChatDelta) -> ChatDelta:

@@ -1,0 +1,156 @@
+"""``/v1/messages`` through Anthropic's own client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from support.chat_families import FAMILIES, FULL, WEATHER
+from support.chat_templates import template
+from support.scripted_model import scripted_model
+
+import llamapipe as lp
+from llamapipe.server import serve
+
+GREEDY = {"temperature": 0}  # not an argument of the client any more
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+TOOL: Any = {"name": "get_weather", "description": "The weather.", "input_schema": WEATHER}
+
+
+@pytest.fixture(scope="module")
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=512, n_seq_max=4) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine: lp.Engine) -> Iterator[anthropic.Anthropic]:
+    with (
+        serve(engine) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_an_answer_is_the_engines(client: anthropic.Anthropic, engine: lp.Engine) -> None:
+    message: Any = client.messages.create(
+        model="demo", max_tokens=40, messages=HELLO, system="Be brief.", extra_body=GREEDY
+    )
+    conversation = [{"role": "system", "content": "Be brief."}, *HELLO]
+    expected = engine.chat(conversation, lp.SamplingParams(temperature=0, max_tokens=40))
+    (block,) = message.content
+    assert block.type == "text" and block.text == expected.content
+    assert message.stop_reason == {"stop": "end_turn", "length": "max_tokens"}[expected.finish_reason]
+    assert message.usage.input_tokens == expected.n_prompt_tokens
+    assert message.usage.output_tokens == expected.n_completion_tokens
+
+
+def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
+    options: dict[str, Any] = {"model": "demo", "max_tokens": 40, "messages": HELLO, "extra_body": GREEDY}
+    whole: Any = client.messages.create(**options)
+    with client.messages.stream(**options) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        final: Any = stream.get_final_message()
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert final.usage.input_tokens == whole.usage.input_tokens
+
+
+def test_a_stop_sequence_is_named(client: anthropic.Anthropic, engine: lp.Engine) -> None:
+    text = engine.chat(HELLO, lp.SamplingParams(temperature=0, max_tokens=40)).content
+    word = text.split()[1]
+    options: dict[str, Any] = {"model": "demo", "max_tokens": 40, "messages": HELLO, "extra_body": GREEDY}
+    message: Any = client.messages.create(**options, stop_sequences=["never said", word])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", word)
+    with client.messages.stream(**options, stop_sequences=[word]) as stream:
+        final: Any = stream.get_final_message()
+    assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", word)
+
+
+def test_a_begun_answer_is_continued(client: anthropic.Anthropic, engine: lp.Engine) -> None:
+    begun: Any = [*HELLO, {"role": "assistant", "content": "Once upon"}]
+    message: Any = client.messages.create(model="demo", max_tokens=8, messages=begun, extra_body=GREEDY)
+    prompt = engine.model.render_chat(HELLO) + "Once upon"
+    expected = engine.generate(
+        engine.model.tokenize(prompt, parse_special=True), lp.SamplingParams(temperature=0, max_tokens=8)
+    )
+    assert message.content[0].text == expected.text
+
+
+def test_tokens_are_counted(client: anthropic.Anthropic, demo: lp.Model) -> None:
+    counted = client.messages.count_tokens(model="demo", messages=HELLO)
+    assert counted.input_tokens == len(demo.tokenize_chat(HELLO))
+
+
+def test_tools_are_called_and_their_results_read(tmp_path: Path) -> None:
+    family = FAMILIES["Hermes"]
+    source = template(family.template).text
+    said = "<think>\nA tool.\n</think>\n\n" + family.full
+    with (
+        lp.Model(scripted_model(tmp_path / "said.gguf", said, (), source)) as model,
+        lp.Engine(model, n_ctx=4096) as engine,
+        serve(engine) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        options: dict[str, Any] = {
+            "model": "said",
+            "max_tokens": 400,
+            "messages": HELLO,
+            "extra_body": GREEDY,
+        }
+        choices: list[Any] = [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "get_weather"}]
+        for choice in choices:
+            whole: Any = client.messages.create(**options, tools=[TOOL], tool_choice=choice)
+            with client.messages.stream(**options, tools=[TOOL], tool_choice=choice) as stream:
+                streamed: Any = stream.get_final_message()
+            message: Any
+            for message in (whole, streamed):
+                thinking, call = message.content
+                assert thinking.type == "thinking" and thinking.thinking.strip() == "A tool."
+                assert call.type == "tool_use" and (call.name, call.input) == ("get_weather", FULL)
+                assert message.stop_reason == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": whole.content[1].id, "content": "sunny"}
+        follow: Any = [
+            *HELLO,
+            {"role": "assistant", "content": whole.content},
+            {"role": "user", "content": [result]},
+        ]
+        longer = client.messages.count_tokens(model="said", messages=follow).input_tokens
+        assert longer > client.messages.count_tokens(model="said", messages=HELLO).input_tokens + 30
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": "x"},
+        {"messages": []},
+        {"messages": [{"role": "robot", "content": "a"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "a"}]}]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [{"role": "user"}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [TOOL]},
+        {"tool_choice": {"type": "any"}},
+        {"temperature": -1},
+        {"unknown": 1},
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_the_apis_shape(
+    client: anthropic.Anthropic, change: dict[str, Any]
+) -> None:
+    body = {"model": "demo", "max_tokens": 4, "messages": HELLO, **change}
+    answer = httpx.post(f"{str(client.base_url).rstrip(chr(47))}/v1/messages", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="'demo'"):
+        client.messages.create(model="claude", max_tokens=4, messages=HELLO)

@@ -62,6 +62,14 @@ def lm_eval(session: nox.Session) -> None:
 
 
 @nox.session
+def page(session: nox.Session) -> None:
+    """Test the server's page in a headless Chromium, which ``ci/setup_chromium_debian.sh`` installs."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi", "playwright>=1.40")
+    _install(session)
+    _pytest(session, "-m", "browser", default=["tests/server"])
+
+
+@nox.session
 def examples(session: nox.Session) -> None:
     """Install the package and run the programs in examples/; check their types, and those of the pages' programs."""
     session.install(*nox.project.dependency_groups(GROUPS, "examples"))

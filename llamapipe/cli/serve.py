@@ -13,7 +13,9 @@ from typing import Any
 import llamapipe as lp
 from llamapipe.cli.options import ENGINE, MODEL, UsageError, add_options, given
 
-_DESCRIPTION = "Serve a model over HTTP for clients of OpenAI's and Anthropic's APIs; without -m, the bundled model."
+_DESCRIPTION = (
+    "Serve a model over HTTP for clients of OpenAI's and Anthropic's APIs; without -m, the bundled model."
+)
 _EPILOG = """\
 examples:
   llamapipe serve
@@ -31,7 +33,7 @@ llamapipe serves {model} at {url}
       model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
   print(answer.choices[0].message.content)
 
-Ctrl-C ends it."""
+{page}Ctrl-C ends it."""
 KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
 
 
@@ -86,6 +88,7 @@ def add_parser(
     server.add_argument(
         "--strict", action="store_true", help="refuse options that only a hosted service can act on"
     )
+    server.add_argument("--no-page", action="store_true", help="no page at /")
     engine_defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
     add_options(parser, "engine", ENGINE, engine_defaults)
     model_defaults = {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()}
@@ -116,7 +119,12 @@ def run(args: argparse.Namespace) -> int:
         url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
         name = (settings.model_names or (model.path.stem,))[0]
         key = "YOUR KEY" if settings.api_keys else "none"
-        print(_SNIPPET.format(model=name, url=url, key=key), flush=True)
+        print(
+            _SNIPPET.format(
+                model=name, url=url, key=key, page=f"In a browser: {url}    " if settings.page else ""
+            ),
+            flush=True,
+        )
         if not settings.api_keys and host not in ("127.0.0.1", "::1"):
             print(
                 f"llamapipe: {host} can be reached from other machines, and no API key is asked for",
@@ -134,6 +142,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "cors_origins": tuple(args.cors),
         "timeout_s": args.timeout,
         "strict": args.strict,
+        "page": not args.no_page,
     }
     for name in ("max_requests", "max_n", "max_body_bytes"):
         if getattr(args, name) is not None:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from llamapipe.engine.engine import Engine
 from llamapipe.server.errors import ApiError, Dialect
 from llamapipe.server.exchange import Endpoint, Handler
-from llamapipe.server.routes import chat, completions, messages, models, system, tokens
+from llamapipe.server.routes import chat, completions, messages, models, page, system, tokens
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 
@@ -54,7 +54,7 @@ def app(engine: Engine, settings: ServerSettings | None = None) -> Starlette:
 
 def routes(state: ServerState) -> list[Route]:
     """Every route of the server."""
-    return [
+    made = [
         _route("POST", "/v1/completions", completions.completions),
         _route("POST", "/v1/chat/completions", chat.chat_completions),
         _route("POST", "/v1/messages", messages.messages, "anthropic"),
@@ -70,6 +70,13 @@ def routes(state: ServerState) -> list[Route]:
         _route("GET", "/health", system.health, counted=False),
         _route("GET", "/metrics", system.metrics),
     ]
+    if state.settings.page:
+        made += [
+            _route("GET", "/", page.page, counted=False),
+            _route("GET", "/page/{name}", page.page_file, counted=False),
+            _route("GET", "/timeline", page.timeline),
+        ]
+    return made
 
 
 def _route(

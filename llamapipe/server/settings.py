@@ -22,6 +22,7 @@ class ServerSettings:
     - ``timeout_s``: seconds a request may take, None for any time; longer ones are answered 504.
     - ``strict``: refuse options that only a hosted service can act on. Otherwise they are accepted, and the answer's
       header ``x-llamapipe-unused`` names them.
+    - ``page``: serve the page at ``/``.
 
     Raises TypeError or ValueError naming the field.
     """
@@ -35,6 +36,7 @@ class ServerSettings:
     retry_after_s: int = 1
     timeout_s: float | None = None
     strict: bool = False
+    page: bool = True
 
     def __post_init__(self) -> None:
         for name in ("model_names", "api_keys", "cors_origins"):

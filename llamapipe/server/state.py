@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llamapipe.server.errors import ApiError
 from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
+from llamapipe.server.timeline import Timeline
 
 if TYPE_CHECKING:
     from llamapipe.engine.engine import Engine
@@ -33,6 +34,7 @@ class ServerState:
         self.engine = engine
         self.settings = settings
         self.metrics = Metrics(engine)
+        self.timeline = Timeline(engine)
         self.model_names = settings.model_names or (engine.model.path.stem,)
         self.created = int(time.time())
         self.n_requests = 0

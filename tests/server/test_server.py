@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -235,6 +236,31 @@ class TestOtherRoutes:
         assert float(values["llamapipe_generated_tokens_total"]) >= 12
         assert float(values["llamapipe_queue_seconds_count"]) >= 1
         assert float(values['llamapipe_requests_total{path="/v1/completions",status="200"}']) >= 1
+
+    def test_the_page_and_its_files_are_served_without_a_key(self, engine: lp.Engine) -> None:
+        settings = ServerSettings(api_keys=("one",))
+        with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as client:
+            page = client.get("/")
+            assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+            names = re.findall(r'"page/([a-z.]+)"', page.text)
+            assert set(names) == {"page.css", "page.js"}
+            for name in (*names, "api.js", "timeline.js"):
+                assert client.get(f"/page/{name}").status_code == 200
+            for name in ("app.py", "..%2fapp.py", "%2e%2e/app.py"):
+                assert client.get(f"/page/{name}").status_code == 404
+            assert client.get("/timeline").status_code == 401
+        with serve(engine, settings=ServerSettings(page=False)) as server:
+            assert httpx.get(server.url).status_code == 404
+
+    def test_the_timeline_shows_the_last_steps(self, client: httpx.Client, engine: lp.Engine) -> None:
+        first = client.get("/timeline").json()
+        client.post("/v1/completions", json={"prompt": "Once upon", **GREEDY})
+        later = client.get(f"/timeline?after={first['now']}").json()
+        shown = {later["stages"][span[0]] for span in later["spans"]}
+        assert {"launch", "sample", "deliver"} <= shown
+        assert all(first["now"] < span[3] <= later["now"] for span in later["spans"])
+        assert later["stats"]["n_completion_tokens"] - first["stats"]["n_completion_tokens"] == 12
+        assert client.get("/timeline?after=x").status_code == 400
 
     def test_an_unknown_path_answers_in_the_apis_shape(self, client: httpx.Client) -> None:
         assert refused(client, "/v1/nothing", {}, 404)["message"]

@@ -16,8 +16,8 @@ from llamapipe.server.chats import ChatJob
 from llamapipe.server.errors import ApiError
 from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
 from llamapipe.server.exchange import Call
-from llamapipe.server.logprobs import chat_logprobs, check_top
 from llamapipe.server.routes.completions import usage
+from llamapipe.server.wire.logprobs import chat_logprobs, check_top
 from llamapipe.server.wire.openai import ChatRequest, ResponseFormat
 
 _DECODER = msgspec.json.Decoder(ChatRequest)

@@ -15,8 +15,8 @@ from llamapipe.engine.results import Choice, Completion, Delta, TokenLogprob
 from llamapipe.server.errors import ApiError
 from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
 from llamapipe.server.exchange import Call
-from llamapipe.server.logprobs import CompletionLogprobs, check_top
 from llamapipe.server.prompts import prompts_of, total_choices
+from llamapipe.server.wire.logprobs import CompletionLogprobs, check_top
 from llamapipe.server.wire.openai import CompletionRequest
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)

@@ -12,8 +12,8 @@ import msgspec
 
 from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
-from llamapipe.server.logprobs import token_text
 from llamapipe.server.prompts import tokenized
+from llamapipe.server.wire.logprobs import token_text
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

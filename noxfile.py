@@ -23,6 +23,7 @@ nox.options.error_on_missing_interpreters = True
 
 BACKENDS = ("cpu", "vulkan", "cuda", "metal")
 GROUPS = nox.project.load_toml("pyproject.toml")
+OPENAI = "openai==3.54.0"  # whose source archive holds the tests; also in the group "clients"
 
 
 @nox.session
@@ -59,6 +60,23 @@ def lm_eval(session: nox.Session) -> None:
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session, "backend=cpu", extra="lm-eval")
     _pytest(session, "-m", "lm_eval", default=["tests/lm_eval_harness", "tests/docs"])
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    """Run tests that others wrote against the server: OpenAI's, LangChain's, and schemathesis on our document."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    session.install(*nox.project.dependency_groups(GROUPS, "clients"))
+    _install(session)
+    folder = Path(session.create_tmp()).resolve()
+    session.run(
+        "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", str(folder), OPENAI, silent=True
+    )
+    archive = next(folder.glob("openai-*.tar.gz"))
+    session.run("python", "-m", "tarfile", "-e", str(archive), str(folder))
+    session.env["LLAMAPIPE_OPENAI_SOURCE"] = str(folder / archive.name.removesuffix(".tar.gz"))
+    loops = [f"-o=asyncio_default_{what}_loop_scope=session" for what in ("test", "fixture")]
+    _pytest(session, "-o=asyncio_mode=auto", *loops, default=["tests/clients"])
 
 
 @nox.session

@@ -94,7 +94,8 @@ class Choice:
 
     ``token_ids``: the generated tokens, without the one that ended generation. ``text``: their text, cut before a
     stop string. ``seed``: the one used, also when it was drawn. ``logprobs``: one for each of ``token_ids`` if the
-    params ask for them. ``stop_string``: the stop string that ended the text, if one did.
+    params ask for them. ``stop_string`` or ``stop_token``: what ended the text, if one of them did; ``stop_logprob``:
+    the log-probability of that token, if the params ask for them.
     """
 
     index: int
@@ -104,6 +105,8 @@ class Choice:
     seed: int
     logprobs: list[TokenLogprob] | None = None
     stop_string: str | None = None
+    stop_token: int | None = None
+    stop_logprob: TokenLogprob | None = None
 
     def __repr__(self) -> str:
         return f"Choice({self.index}, {shortened(self.text)}, n_tokens={len(self.token_ids)}, {self.finish_reason!r})"

@@ -67,6 +67,7 @@ def routes(state: ServerState) -> list[Route]:
         _route("POST", "/detokenize", tokens.detokenize),
         _route("GET", "/tokenizer_info", tokens.tokenizer_info),
         _route("POST", "/apply-template", tokens.apply_template),
+        _route("GET", "/openapi.json", system.openapi),
         _route("GET", "/health", system.health, counted=False),
         _route("GET", "/metrics", system.metrics),
     ]

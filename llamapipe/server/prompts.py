@@ -15,17 +15,27 @@ _LONG = 4096  # characters; a longer text is tokenized in a thread, so that the 
 
 
 async def tokenized(
-    state: ServerState, text: str, add_special: bool = True, parse_special: bool = False
+    state: ServerState, text: str, add_special: bool = True, parse_special: bool = True
 ) -> list[int]:
-    """The tokens of a text. Raises ValueError for text that the vocabulary cannot express."""
-    tokenize = state.engine.model.vocab.tokenize
+    """The tokens of a text, with at most one BOS. Raises ValueError for text that the vocabulary cannot express.
+
+    Clients of this API render templates themselves, so the text of a control token is that token, as in other servers.
+    """
+    vocab = state.engine.model.vocab
     if len(text) < _LONG:
-        return tokenize(text, add_special, parse_special)
-    return await asyncio.to_thread(tokenize, text, add_special, parse_special)
+        tokens = vocab.tokenize(text, add_special, parse_special)
+    else:
+        tokens = await asyncio.to_thread(vocab.tokenize, text, add_special, parse_special)
+    return tokens[1:] if vocab.bos is not None and tokens[:2] == [vocab.bos] * 2 else tokens
 
 
 async def prompts_of(
-    state: ServerState, given: Prompt, name: str, add_special: bool = True, suffix: str | None = None
+    state: ServerState,
+    given: Prompt,
+    name: str,
+    add_special: bool = True,
+    parse_special: bool = True,
+    suffix: str | None = None,
 ) -> list[list[int]]:
     """Each prompt as token ids. Raises ApiError 400, with the prompt's index, for bad ones."""
     if isinstance(given, str):
@@ -42,7 +52,7 @@ async def prompts_of(
     for index, item in enumerate(items):
         try:
             if isinstance(item, str):
-                tokens = await _text(state, item, add_special, suffix)
+                tokens = await _text(state, item, add_special, parse_special, suffix)
             elif suffix is not None:
                 raise ApiError(400, "suffix needs a prompt of text, not of token ids", "suffix")
             else:
@@ -69,14 +79,16 @@ def _check(state: ServerState, tokens: list[int]) -> None:
         )
 
 
-async def _text(state: ServerState, text: str, add_special: bool, suffix: str | None) -> list[int]:
+async def _text(
+    state: ServerState, text: str, add_special: bool, parse_special: bool, suffix: str | None
+) -> list[int]:
     if suffix is None:
-        return await tokenized(state, text, add_special)
+        return await tokenized(state, text, add_special, parse_special)
     fim = state.engine.model.vocab.fim_tokens
     if fim is None:
         raise ApiError(400, "suffix: this model has no tokens for filling in the middle", "suffix")
-    before = await tokenized(state, text, add_special=False)
-    after = await tokenized(state, suffix, add_special=False)
+    before = await tokenized(state, text, False, parse_special)
+    after = await tokenized(state, suffix, False, parse_special)
     vocab = state.engine.model.vocab
     bos = [vocab.bos] if add_special and vocab.add_bos and vocab.bos is not None else []
     return [*bos, fim.prefix, *before, fim.suffix, *after, fim.middle]

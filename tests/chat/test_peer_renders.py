@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import folder, names
+from support.chat_templates import names, source_of
 from support.conversations import CONVERSATIONS
 
 import llamapipe as lp
@@ -59,7 +59,7 @@ def test_renders_are_those_of_llama_cpp() -> None:
     same: list[str] = []
     different: list[str] = []
     for name in names():
-        template = (folder() / f"{name}.jinja").read_text(encoding="utf-8")
+        template = source_of(name)
         left, right = ours(template, model), theirs(template, model)
         for key in CONVERSATIONS:
             (same if left[key] == right[key] else different).append(f"{name} {key}")

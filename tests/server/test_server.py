@@ -73,20 +73,34 @@ class TestCompletions:
         as_tokens = client.post("/v1/completions", json={"prompt": tokens, **GREEDY}).json()
         assert as_text["choices"] == as_tokens["choices"]
 
+    def test_a_rendered_prompt_is_the_conversation(self, client: httpx.Client, demo: lp.Model) -> None:
+        text = demo.render_chat(HELLO)
+        whole = client.post("/v1/completions", json={"prompt": text, **GREEDY}).json()
+        tokens = demo.tokenize_chat(HELLO)
+        assert whole["usage"]["prompt_tokens"] == len(tokens)
+        with_bos = client.post("/v1/completions", json={"prompt": f"<s>{text}", **GREEDY}).json()
+        assert with_bos["choices"] == whole["choices"]
+        plain = client.post("/v1/completions", json={"prompt": text, "parse_special": False, **GREEDY}).json()
+        assert plain["usage"]["prompt_tokens"] > len(tokens)
+
+    @pytest.mark.parametrize("as_tokens", [False, True])
     @pytest.mark.parametrize("stream", [False, True])
     def test_echo_with_logprobs_scores_the_prompt(
-        self, client: httpx.Client, engine: lp.Engine, demo: lp.Model, stream: bool
+        self, client: httpx.Client, engine: lp.Engine, demo: lp.Model, stream: bool, as_tokens: bool
     ) -> None:
-        body = {"prompt": "Once upon a time", "echo": True, "logprobs": 2, "max_tokens": 0}
+        tokens = demo.tokenize("Once upon a time")
+        prompt = tokens if as_tokens else "Once upon a time"
+        body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 0}
         if stream:
             choices = [event["choices"][0] for event in events(client, "/v1/completions", body)]
             choice = choices[0]
         else:
             choice = client.post("/v1/completions", json=body).json()["choices"][0]
         assert choice["text"] == "Once upon a time"
-        scored = engine.score_tokens(demo.tokenize("Once upon a time"))
-        assert choice["logprobs"]["token_logprobs"][0] is None
-        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(scored.logprobs.tolist(), abs=1e-4)
+        logprobs = choice["logprobs"]["token_logprobs"]
+        if as_tokens:  # a BOS of the caller is a token of the answer
+            assert logprobs.pop(0) is None
+        assert logprobs == pytest.approx(engine.score_tokens(tokens).logprobs.tolist(), abs=1e-4)
 
     def test_best_of_returns_the_most_probable(self, client: httpx.Client) -> None:
         body = {"prompt": "Once upon", "seed": 3, "max_tokens": 8, "logprobs": 0}

@@ -14,27 +14,37 @@ import llguidance
 import pytest
 
 from llamapipe.chat.template import ChatTemplate
-from native_build.paths import cache_dir
+from support.gguf_models import find_source
 
 Render = Callable[..., str]
 
 
 @lru_cache(maxsize=1)
-def folder() -> Path:
-    """Where the templates are; skips the test where llama.cpp's source is not unpacked."""
-    for found in sorted(cache_dir().glob("source/*/llama.cpp/models/templates")):
-        return found
-    pytest.skip("llama.cpp's source is not in the cache: run build_native.py")
+def folder() -> Path | None:
+    """Where the templates are; None where llama.cpp's source is not unpacked."""
+    try:
+        return find_source() / "models" / "templates"
+    except FileNotFoundError:
+        return None
 
 
 def names() -> list[str]:
-    return sorted(path.stem for path in cache_dir().glob("source/*/llama.cpp/models/templates/*.jinja"))
+    found = folder()
+    return [] if found is None else sorted(path.stem for path in found.glob("*.jinja"))
+
+
+def source_of(name: str) -> str:
+    """The text of a template; skips the test where llama.cpp's source is not unpacked."""
+    found = folder()
+    if found is None:
+        pytest.skip("llama.cpp's source is not in the cache: run build_native.py")
+    return (found / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @lru_cache
 def template(name: str) -> ChatTemplate:
     """One of the templates."""
-    return ChatTemplate((folder() / f"{name}.jinja").read_text(encoding="utf-8"), "<s>", "</s>")
+    return ChatTemplate(source_of(name), "<s>", "</s>")
 
 
 def renderer(name: str) -> Render:

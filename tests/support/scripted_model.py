@@ -1,16 +1,19 @@
-"""A model that says a given text: each of its tokens has one successor, as in a table of bigrams."""
+"""Models whose next token depends on the last one only, as in a table of bigrams."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # token types of llama.h
 BOS, EOS = "<s>", "</s>"
+_BYTES = [("<unk>", UNKNOWN), (BOS, CONTROL), (EOS, CONTROL), *((f"<0x{i:02X}>", BYTE) for i in range(256))]
 
 
 def pieces_of(text: str, specials: Sequence[str] = ()) -> list[str]:
@@ -38,24 +41,61 @@ def pieces_of(text: str, specials: Sequence[str] = ()) -> list[str]:
 
 
 def scripted_model(path: Path, text: str, specials: Sequence[str] = (), chat_template: str = "") -> Path:
-    """Writes a model that answers any prompt with ``text``, greedily; its one layer does nothing.
-
-    The embedding of a token is a unit vector, and the output matrix maps it to the token's successor.
-    """
+    """Writes a model that answers any prompt with ``text``, greedily."""
     specials = [one for one in specials if one not in (BOS, EOS)]
     script = pieces_of(text, specials)
-    pieces: list[tuple[str, int]] = [("<unk>", UNKNOWN), (BOS, CONTROL), (EOS, CONTROL)]
-    pieces += [(f"<0x{i:02X}>", BYTE) for i in range(256)]
-    pieces += [(one, CONTROL) for one in specials]
+    pieces = [*_BYTES, *((one, CONTROL) for one in specials)]
     pieces += [(one.replace(" ", "\u2581"), NORMAL) for one in script if one not in specials]
     ids = {piece: i for i, (piece, _) in enumerate(pieces)}
     said = [ids[one if one in specials else one.replace(" ", "\u2581")] for one in script] + [ids[EOS]]
+    scores = np.zeros((len(pieces), len(pieces)), np.float32)
+    after = np.full(len(pieces), said[0])
+    after[said[:-1]] = said[1:]
+    scores[np.arange(len(pieces)), after] = 10
+    return _write(path, pieces, scores, chat_template)
+
+
+def terse_model(path: Path, chat_template: str = "") -> Path:
+    """Writes a model that says "OK", and where JSON is forced, short values: 3, "你こ", [] and no optional property."""
+    ids = {chr(i): i + 3 for i in range(256)}
+    said = "你こ".encode().decode("latin-1")  # its bytes as characters, all different
+    scores = np.zeros((259, 259), np.float32)
+    ends = '}],:"'
+    preferences = {
+        **dict.fromkeys(map(chr, range(256)), "O"),
+        "O": "K",
+        "K": "",
+        '"': said[0] + ":},]",
+        **dict(pairwise(said)),
+        said[-1]: '"',
+        "3": ends,
+        ":": '3"[{t',
+        ",": '"3{',
+        "{": '"}',
+        "[": ']"3{',
+        "]": ends,
+        "}": ends,
+        "e": ends,
+    }
+    for before, order in preferences.items():
+        for rank, one in enumerate(order):
+            scores[ids[before], ids[one]] = 10 - rank
+        scores[ids[before], 2] = 1 if order else 10  # the end of the text
+    scores[:3, ids["O"]] = 10
+    return _write(path, list(_BYTES), scores, chat_template)
+
+
+def _write(
+    path: Path, pieces: Sequence[tuple[str, int]], scores: npt.NDArray[np.float32], chat_template: str
+) -> Path:
+    """Writes a model of one layer that does nothing: the logits after a token are ``scores[token]``, scaled.
+
+    The embedding of a token is a unit vector, which the output matrix maps to the scores.
+    """
     n_vocab = len(pieces)
     width = -(-n_vocab // 32) * 32
-    after = np.full(n_vocab, said[0])
-    after[said[:-1]] = said[1:]
     output = np.zeros((n_vocab, width), np.float32)
-    output[after, np.arange(n_vocab)] = 10
+    output[:, :n_vocab] = scores.T
 
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(1)

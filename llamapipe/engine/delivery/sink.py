@@ -178,8 +178,20 @@ class CompletionSink(Sink):
         self._parts.append(self._text.finish())
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
         logprobs = self._logprobs if request.wants_logprobs else None
-        text, stop = "".join(self._parts), self._text.matched
-        choice = Choice(self._index, text, tokens, reason, self._seed, logprobs, stop)
+        ended_by = request.stop_token
+        choice = Choice(
+            self._index,
+            "".join(self._parts),
+            tokens,
+            reason,
+            self._seed,
+            logprobs,
+            self._text.matched,
+            ended_by,
+            token_logprob(request, ended_by, self._piece)
+            if request.wants_logprobs and ended_by is not None
+            else None,
+        )
         self._choices.add(choice, request, self._piece)
 
 

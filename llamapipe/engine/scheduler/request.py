@@ -125,6 +125,7 @@ class Request:
         "sink",
         "slot",
         "state",
+        "stop_token",
         "stop_tokens",
         "token_budget",
         "tokens",
@@ -144,6 +145,7 @@ class Request:
         self.n_prompt = len(tokens)
         self.max_tokens = UNLIMITED if max_tokens is None else max_tokens
         self.stop_tokens = stop_tokens
+        self.stop_token: int | None = None  # the one of them that was sampled
         self.token_budget = token_budget
         self.resumable = resumable
         self.sink: ResultSink = _Discard() if sink is None else sink

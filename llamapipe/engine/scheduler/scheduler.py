@@ -326,6 +326,7 @@ class Scheduler:
             taken.sort(key=lambda pair: pair[0].slot >= 0)
         for request, token in taken:
             if token in request.stop_tokens:
+                request.stop_token = token
                 self.finish(request, "stop")
                 continue
             if token < 0:

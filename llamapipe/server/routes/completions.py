@@ -78,7 +78,12 @@ class _Job:
             more["prompt_logprobs"] = top
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
         prompts = await prompts_of(
-            call.state, request.prompt, "prompt", request.add_special_tokens is not False, request.suffix
+            call.state,
+            request.prompt,
+            "prompt",
+            request.add_special_tokens is not False,
+            request.parse_special is not False,
+            request.suffix,
         )
         total_choices(call.state, len(prompts) * best_of)
         return cls(call, request, prompts, params)
@@ -123,7 +128,6 @@ class _Job:
 
     def _choice(self, completion: Completion, choice: Choice, index: int) -> dict[str, Any]:
         vocab = self.call.state.engine.model.vocab
-        prompt = self.prompts[index // self.n]
         if self._is_empty:
             choice = replace(
                 choice, text="", token_ids=[], finish_reason="length", logprobs=choice.logprobs and []
@@ -137,9 +141,17 @@ class _Job:
             first = None
             if self.request.echo:
                 entries = [*(completion.prompt_logprobs or ()), *entries]
-                first = prompt[0]
+                if choice.stop_logprob is not None and not self._is_empty:
+                    entries.append(choice.stop_logprob)  # clients that score prompts drop the last entry
+                first = self._first(index // self.n)
             logprobs = CompletionLogprobs(vocab).of(entries, first)
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def _first(self, i: int) -> int | None:
+        """The first token of prompt ``i``, which has no log-probability; None if it is not a part of the text."""
+        given, token = self.request.prompt, self.prompts[i][0]
+        is_text = isinstance(given, str) or isinstance(given[0], str)
+        return None if is_text and token == self.call.state.engine.model.vocab.bos else token
 
     def _echo(self, i: int) -> str:
         """The text of prompt ``i``."""
@@ -166,7 +178,7 @@ class _Job:
                 scores = await self._prompt_logprobs()
                 for index, writes in enumerate(offsets):
                     i = index // self.n
-                    logprobs = None if scores is None else writes.of(scores[i], self.prompts[i][0])
+                    logprobs = None if scores is None else writes.of(scores[i], self._first(i))
                     text = self._echo(i)
                     yield writer.chunk(_stream_choice(index, text, logprobs, None), text)
             async with aclosing(merged(streams)) as items:  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""Whether the server is alive, and what it counts: ``/health`` and ``/metrics``."""
+"""About the server itself: ``/health``, ``/metrics`` and ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
 from llamapipe.server.metrics import CONTENT_TYPE
+from llamapipe.server.wire.openapi import document
 
 
 async def health(call: Call) -> None:
@@ -20,3 +21,9 @@ async def metrics(call: Call) -> None:
     """``GET /metrics``, in Prometheus' text format."""
     text = await asyncio.to_thread(call.state.metrics.text)
     await call.answer(text, headers=((b"content-type", CONTENT_TYPE),))
+
+
+async def openapi(call: Call) -> None:
+    """``GET /openapi.json``: the server's routes, for clients and tests."""
+    paths = [route.path.replace(":path", "") for route in call.scope["app"].routes]
+    await call.answer_json(document(paths))

@@ -14,41 +14,7 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import tokenized
 from llamapipe.server.wire.logprobs import token_text
-
-
-class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /tokenize``: ``content`` is llama-server's, ``prompt`` and ``messages`` are vLLM's."""
-
-    model: str | None = None
-    content: str | None = None
-    add_special: bool = False
-    parse_special: bool = True
-    with_pieces: bool = False
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /detokenize``: answers ``content`` for llama-server's clients and ``prompt`` for vLLM's."""
-
-    tokens: list[int]
-    model: str | None = None
-
-
-class TemplateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /apply-template``."""
-
-    messages: list[dict[str, Any]]
-    model: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-
+from llamapipe.server.wire.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
@@ -78,7 +44,7 @@ async def tokenize(call: Call) -> None:
         )
     else:
         assert request.prompt is not None
-        tokens = await tokenized(state, request.prompt, request.add_special_tokens)
+        tokens = await tokenized(state, request.prompt, request.add_special_tokens, request.parse_special)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.engine.n_ctx, "tokens": tokens}
     answer["token_strs"] = (
         [token_text(vocab.written_piece(token)) for token in tokens] if request.return_token_strs else None

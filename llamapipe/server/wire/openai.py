@@ -48,7 +48,10 @@ class Streamed(Sampling, kw_only=True):
 
 
 class CompletionRequest(Streamed, kw_only=True):
-    """``POST /v1/completions``. ``add_special_tokens``: as in ``Model.tokenize``."""
+    """``POST /v1/completions``.
+
+    ``add_special_tokens``, ``parse_special``: as in ``Model.tokenize``; both are true by default.
+    """
 
     prompt: Prompt
     suffix: str | None = None
@@ -58,6 +61,7 @@ class CompletionRequest(Streamed, kw_only=True):
     best_of: int | None = None
     json_schema: dict[str, Any] | str | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""What llama.cpp itself does where nothing is sampled and nobody waits: llama-batched-bench."""
+"""The throughput of llama.cpp itself, without sampling or waiting callers: llama-batched-bench."""
 
 from __future__ import annotations
 

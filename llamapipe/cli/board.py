@@ -52,7 +52,7 @@ class Board:
             self._print_to(column, len(self._texts[column]))
 
     def text(self, column: int) -> str:
-        """All that was added to a column."""
+        """The whole text of a column."""
         return self._texts[column]
 
     def add(self, column: int, text: str) -> None:
@@ -75,7 +75,7 @@ class Board:
             self._label(column, text)
 
     def draw(self) -> None:
-        """Redraw the columns in place; does nothing where there is no redrawing."""
+        """Redraw the columns in place; does nothing if the output cannot be redrawn."""
         if not self._side_by_side:
             return
         terminal, width = self._terminal, self._width
@@ -97,7 +97,7 @@ class Board:
         self._drawn = True
 
     def _wrap(self, text: str) -> list[str]:
-        """The last `n_lines` lines of `text` broken at the column's width, filled up with empty ones."""
+        """The last `n_lines` lines of `text` broken at the column's width, padded with empty ones."""
         text = self._terminal.text(text).expandtabs(4)
         lines = [line for part in text.split("\n") for line in textwrap.wrap(part, self._width) or [""]]
         return (

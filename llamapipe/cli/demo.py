@@ -1,4 +1,4 @@
-"""``llamapipe demo``: what the library is for, on the bundled model."""
+"""``llamapipe demo``: show the library on the bundled model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_parser(
         "demo",
         parents=[common],
         allow_abbrev=False,
-        help="see what it does, in under 20 seconds, offline",
+        help="show the library in under 20 seconds, offline",
         description="Show what llamapipe does, with the bundled model: concurrent streams side by side, cancelling one "
         "of them, a burst, and a measured comparison of one request at a time with all at once.",
     )
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         undisturbed = asyncio.run(demo.three())
         asyncio.run(demo.three_less_one(undisturbed))
         demo.burst()
-        engine.close()  # its threads must not stand beside those that are measured
+        engine.close()  # its threads must not compete with the measured ones
         demo.table(model, args.runs)
     return 0
 
@@ -135,7 +135,7 @@ class _Demo:
         return await self._side_by_side(cancelled=None)
 
     async def three_less_one(self, undisturbed: list[str]) -> None:
-        """The same three, one of which is cancelled on the way; `undisturbed` is what they said before."""
+        """The same three, one of which is cancelled midway; `undisturbed` holds the uncancelled texts."""
         self._heading("3", "the same, the second cancelled", "break, task.cancel(), or a timeout")
         texts = await self._side_by_side(cancelled=_CANCELLED)
         same = all(a == b for i, (a, b) in enumerate(zip(texts, undisturbed, strict=True)) if i != _CANCELLED)
@@ -253,7 +253,7 @@ class _Demo:
         terminal.line()
 
     def _progress(self, done: int, total: int) -> None:
-        """Show how far the measurement is, on a terminal; `total` 0 clears the line."""
+        """Show the progress of the measurement on a terminal; `total` 0 clears the line."""
         if self._terminal.redraws:
             bar = f"  measuring {self._terminal.symbol('█') * done}{self._terminal.symbol('░') * (total - done)}"
             self._terminal.write(f"\r\x1b[2K{bar if total else ''}")

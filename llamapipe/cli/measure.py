@@ -29,7 +29,7 @@ class Measured:
 
 
 def one_by_one(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> Measured:
-    """Each request begins when the one before it has ended, as with callers behind a lock."""
+    """Run the requests one after another, as callers that share a lock do."""
     firsts, n_tokens = [], 0
     start = time.perf_counter()
     for prompt in prompts:
@@ -41,7 +41,7 @@ def one_by_one(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingPar
 
 
 def concurrently(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> Measured:
-    """All requests at once."""
+    """Run all requests concurrently."""
     start = time.perf_counter()
     outs = engine.generate(list(prompts), params)
     seconds = time.perf_counter() - start

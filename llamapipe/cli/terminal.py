@@ -63,7 +63,7 @@ class Terminal:
         return character if self._unicode else _ASCII[character]
 
     def clip(self, text: str, n_before: int) -> str:
-        """`text` cut to what fits in one line behind `n_before` characters."""
+        """`text` cut to fit on one line after `n_before` characters."""
         width = self.columns - 1 - n_before
         dots = self.symbol("…")
         return text if len(text) <= width else text[: max(width - len(dots), 0)] + dots
@@ -75,7 +75,7 @@ class Terminal:
         return "".join(c if c in "\n\t" or not _is_control(c) else "\ufffd" for c in text)
 
     def write(self, text: str) -> None:
-        """Write and flush: what is shown is shown now."""
+        """Write and flush."""
         self._stream.write(text)
         self._stream.flush()
 

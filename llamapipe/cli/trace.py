@@ -1,4 +1,4 @@
-"""``llamapipe trace``: record what an engine does when, and draw it."""
+"""``llamapipe trace``: record the timeline of an engine and draw it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DESCRIPTION = (
 )
 _EPILOG = """\
 examples:
-  llamapipe trace                                   # the model in the package, trace.json and trace.svg
+  llamapipe trace                                   # the bundled model, trace.json and trace.svg
   llamapipe trace --rows 128 --n-threads 1          # rows that numpy reads while the next step is computed
   llamapipe trace -m model.gguf --pipeline-depth 2 --requests 32 -o busy.json"""
 _PROMPT = "Once upon a time, there was a little"
@@ -38,13 +38,13 @@ def add_parser(
         parents=[common],
         usage="llamapipe trace [options]",
         allow_abbrev=False,
-        help="record what an engine does when",
+        help="record the timeline of an engine",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (the one in the package)"
+        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (default: the bundled model)"
     )
     parser.add_argument(
         "-o",
@@ -58,10 +58,10 @@ def add_parser(
         "--rows",
         type=int,
         metavar="N",
-        help="not an engine: a pipeline of steps of N tokens, every row of which is read with numpy",
+        help="trace a pipeline instead of an engine: steps of N tokens, with every row read by numpy",
     )
-    parser.add_argument("--requests", type=int, default=8, metavar="N", help="requests at once (8)")
-    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens of each (32)")
+    parser.add_argument("--requests", type=int, default=8, metavar="N", help="concurrent requests (8)")
+    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens per request (32)")
     parser.add_argument(
         "--steps", type=int, default=_DRAWN, metavar="N", help=f"steps in the picture ({_DRAWN})"
     )
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         trace, title = _read_rows(model, args) if args.rows else _generate(model, args)
         spans = trace.spans()
         last = max((span.step for span in spans), default=0)
-        first = max(last - args.steps - 2, 0)  # the steady end, without the last steps
+        first = max(last - args.steps - 2, 0)  # the steady state, without the last steps
         title += f", {model.path.name}, {', '.join(device.name for device in model.devices)}"
         for path in outputs:
             if path.suffix == ".svg":
@@ -107,7 +107,7 @@ def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str]
     options = given(args, [*ENGINE, *_DEPTH])
     options.setdefault("n_seq_max", min(args.requests, 64))
     with lp.Engine(model, **options) as engine:
-        _stream(engine, prompts, params)  # a first time, so that nothing of a start is in the picture
+        _stream(engine, prompts, params)  # warm up, so that the picture shows no start-up
         engine.trace.start()
         _stream(engine, prompts, params)
         engine.trace.stop()
@@ -122,7 +122,7 @@ def _read_rows(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str
     with lp.Pipeline(model, **options) as pipe:
         waiting = []
         for i in range(n_steps):
-            if i == 2:  # after the first ones, so that nothing of a start is in the picture
+            if i == 2:  # after the warm-up steps, so that the picture shows no start-up
                 pipe.trace.start()
             waiting.append(
                 pipe.submit(lp.Batch(tokens, np.arange(i * n, i * n + n), np.zeros(n, int), np.ones(n, bool)))
@@ -145,7 +145,7 @@ def _read(pipe: lp.Pipeline, output: lp.StepOutput) -> None:
 
 
 def _stream(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> None:
-    """All at once, their tokens delivered one by one."""
+    """Run all prompts concurrently and stream their tokens."""
     for stream in [engine.stream(prompt, params) for prompt in prompts]:
         for _ in stream:
             pass

@@ -143,7 +143,7 @@ class Generation:
         self.cancel()
 
     def __del__(self) -> None:
-        if hasattr(self, "_tokens"):  # nobody can call next() any more: the slot is for others
+        if hasattr(self, "_tokens"):  # next() cannot be called any more: free the slot
             self.cancel()
 
     def _check_open(self) -> None:

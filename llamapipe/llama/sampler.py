@@ -233,7 +233,7 @@ class SamplerChain:
         Raises ValueError if that was not asked for with ``set_logprobs``.
         """
         if self.n_logprobs < 0:
-            raise ValueError("nobody asked for log-probabilities; call set_logprobs before the draw")
+            raise ValueError("log-probabilities were not enabled; call set_logprobs() before sampling")
         ffi = self._native.ffi
         one = ffi.new("float *")
         ids, values = ffi.new("int32_t[]", self.n_logprobs), ffi.new("float[]", self.n_logprobs)

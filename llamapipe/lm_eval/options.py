@@ -105,7 +105,7 @@ class Options:
                 raise ValueError(f"batch_size is {size!r}; it must be a whole number, or auto") from None
         if self.n_seq_max is not None:
             return self.n_seq_max
-        # 1 is what the harness gives where nobody chose.
+        # The harness passes 1 if the user chose no value.
         return _DEFAULT_SEQUENCES if size in (None, 1) else int(size)
 
     def _int(self, name: str, low: int) -> None:

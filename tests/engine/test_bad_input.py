@@ -102,7 +102,7 @@ def test_what_is_no_prompt(engine: lp.Engine, call: Call, bad: Bad) -> None:
 
 @every_entry
 @pytest.mark.parametrize("empty", ["", [], (), np.array([], np.int32)], ids=repr)
-def test_empty_prompts(engine: lp.Engine, call: Call, empty: Any) -> None:
+def test_an_empty_prompt_is_rejected(engine: lp.Engine, call: Call, empty: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"^the prompt is empty; give at least one"):
         call(engine, empty, GREEDY)
 
@@ -239,7 +239,7 @@ def test_every_parameter_is_tested_here() -> None:
 
 @pytest.mark.parametrize("bad", INTEGERS, ids=names)
 @pytest.mark.parametrize("name", INTEGER_FIELDS)
-def test_bad_integers(name: str, bad: Bad) -> None:
+def test_a_bad_integer_is_rejected(name: str, bad: Bad) -> None:
     if bad.value is None and name in OPTIONAL_FIELDS:
         return
     with pytest.raises(bad.error, match=f"^{name} (is|must be an integer)"):
@@ -248,7 +248,7 @@ def test_bad_integers(name: str, bad: Bad) -> None:
 
 @pytest.mark.parametrize("bad", NUMBERS, ids=names)
 @pytest.mark.parametrize("name", NUMBER_FIELDS)
-def test_bad_numbers(name: str, bad: Bad) -> None:
+def test_a_bad_number_is_rejected(name: str, bad: Bad) -> None:
     with pytest.raises(bad.error, match=f"^{name} (is|must be a number)"):
         lp.SamplingParams(**{name: bad.value})
 
@@ -396,7 +396,7 @@ def test_forbidding_every_token_fails_that_request_alone(engine: lp.Engine) -> N
 @pytest.mark.parametrize(
     "bad", [*(b for b in NUMBERS if b.value not in (INF, None)), Bad(-1, ValueError)], ids=names
 )
-def test_bad_timeouts(engine: lp.Engine, call: Call, bad: Bad) -> None:
+def test_a_bad_timeout_is_rejected(engine: lp.Engine, call: Call, bad: Bad) -> None:
     with pytest.raises(bad.error, match=r"^timeout (is|must be a number)"):
         call(engine, "prompt", GREEDY, timeout=bad.value)
 

@@ -411,7 +411,7 @@ class TestWhatReviewsFound:
         row = np.random.default_rng(1).standard_normal(tiny.n_vocab).astype(np.float32)
         with SamplerChain(tiny.vocab).add_temperature(0) as chain:
             chain.sample(row)
-            with pytest.raises(ValueError, match="nobody asked"):
+            with pytest.raises(ValueError, match="were not enabled"):
                 chain.logprobs()
             chain.set_logprobs(tiny.n_vocab).sample(row)
             chain.set_logprobs(1)

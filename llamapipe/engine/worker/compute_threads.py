@@ -2,7 +2,7 @@
 
 llama.cpp's threads wait for each other after every operation by spinning. So if other work takes one of their cores for
 a part D of the time, all of them stand still for about that part, and a step with n threads is as fast as 1 - D of what
-it would be. With one thread less there is nobody to wait for. Hence the rule: fewer threads as soon as the run delay
+it would be. With one thread less no thread has to wait. Hence the rule: fewer threads as soon as the run delay
 says that others want the cores, more again when cores are idle.
 """
 

@@ -21,7 +21,7 @@ class Work(NamedTuple):
     def warms_up(self, seconds: float) -> bool:
         """Whether a round does it once more before, untimed, where it takes so long.
 
-        Whoever has just begun finds the other sides' weights in the caches.
+        A side that has just started finds the other sides' weights in the caches.
         """
         return seconds < 2 * self.n_timed
 

@@ -506,7 +506,7 @@ class TestLoops:
 
     @pytest.mark.parametrize("running", [True, False])
     def test_closed_with_an_open_stream(self, engine: lp.Engine, running: bool) -> None:
-        """Nobody can read it any more: it ends with its next delta, or when somebody needs its slot."""
+        """It cannot be read any more: it ends with its next delta, or when another request needs its slot."""
         streams = []
 
         async def main() -> None:

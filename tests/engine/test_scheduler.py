@@ -17,7 +17,7 @@ from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.scheduler.slots import Slots
 from llamapipe.errors import ContextFullError, DecodeError
 
-FILLER = 0
+PADDING = 0
 
 
 def prompt_of(n: int, which: int = 0) -> list[int]:
@@ -97,7 +97,7 @@ class Bench:
         return plan
 
     def check_nobody_is_held_up(self, plan: BatchPlan) -> None:
-        """Whoever decodes is fed at the latest with the prompt tokens that make a ubatch since the last time.
+        """A decoding request is fed at the latest with the prompt tokens that make a ubatch since the last time.
 
         Nor does it wait where steps do not end early, or twice in a row for a step with less than enough.
         """
@@ -333,7 +333,7 @@ class TestSteps:
     def test_decoding_waits_for_short_steps_until_they_make_a_ubatch(
         self, n_prompt: int, n_prompts: list[int], n_decode: list[int]
     ) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
         requests = [
             bench.add(n_prompt=n_prompt, max_tokens=20, token_budget=99) for _ in range(sum(n_prompts))
         ]
@@ -353,7 +353,7 @@ class TestSteps:
         assert_done(*requests)
 
     def test_decoding_waits_for_one_prompt_but_not_for_one_after_another(self) -> None:
-        bench = Bench(n_slots=5, n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=FILLER)
+        bench = Bench(n_slots=5, n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=PADDING)
         a = bench.add(max_tokens=20)
         bench.step()
         b = bench.add(n_prompt=7, token_budget=99)
@@ -371,7 +371,7 @@ class TestSteps:
     def test_decoding_does_not_wait_for_a_prompt_of_more_than_a_ubatch(
         self, n_prompt: int, n_fed: list[int]
     ) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=FILLER)
+        bench = Bench(n_batch=32, n_ubatch=16, prefill_cutoff=8, padding_token=PADDING)
         a = bench.add(max_tokens=20)
         bench.step()
         b = bench.add(n_prompt=n_prompt, token_budget=99)
@@ -382,7 +382,7 @@ class TestSteps:
         assert_done(a, b)
 
     def test_decoding_waits_for_few_passes_however_short_the_prompts_are(self) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
         a = bench.add(max_tokens=40)
         bench.step()
         n_decode = []
@@ -396,7 +396,7 @@ class TestSteps:
         assert_done(a)
 
     def test_a_prompt_that_comes_while_decoding_has_waited_is_not_cut(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
+        bench = Bench(n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
         a = bench.add(max_tokens=20)
         bench.step()
         b = bench.add(n_prompt=9, token_budget=99)
@@ -407,7 +407,7 @@ class TestSteps:
         assert_done(a, b, c)
 
     def test_decoding_waits_for_nobody_where_steps_do_not_end_early(self) -> None:
-        bench = Bench(n_batch=32, n_ubatch=16, padding_token=FILLER)
+        bench = Bench(n_batch=32, n_ubatch=16, padding_token=PADDING)
         a = bench.add(max_tokens=20)
         bench.step()
         b = bench.add(n_prompt=7, token_budget=99)
@@ -416,7 +416,7 @@ class TestSteps:
         assert_done(a, b)
 
     def test_nobody_waits_for_the_first_token_of_a_whole_completion(self) -> None:
-        bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
+        bench = Bench(n_slots=6, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
         whole = [bench.add(n_prompt=4) for _ in range(3)]
         stream, behind = bench.add(n_prompt=4, token_budget=99), bench.add(n_prompt=4)
         assert scheduled(bench.step()) == [*((r, 4) for r in whole), (stream, 4)]
@@ -427,7 +427,7 @@ class TestSteps:
 
     def test_a_prompt_behind_short_steps_is_cut_only_if_it_would_be_anyway(self) -> None:
         for n_prompt, expected in ((40, [0, 2, 2]), (12, [0, 0]), (13, [1, 0])):
-            bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
+            bench = Bench(n_slots=4, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
             a = bench.add(max_tokens=20)
             bench.step()
             b, c = bench.add(n_prompt=4, token_budget=99), bench.add(n_prompt=n_prompt, token_budget=99)
@@ -440,7 +440,7 @@ class TestSteps:
             assert_done(a, b, c)
 
     def test_with_cohorts_each_is_fed_beside_the_prompts(self) -> None:
-        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=FILLER)
+        bench = Bench(n_slots=12, n_batch=32, n_ubatch=16, prefill_cutoff=4, padding_token=PADDING)
         decoding = [bench.add(max_tokens=50) for _ in range(4)]
         bench.steps(2)
         scheduler = bench.scheduler
@@ -548,7 +548,7 @@ class TestAgain:
         assert plan is not None and set(plan.requests) == set(requests)
 
     def test_not_after_a_step_that_found_no_cells(self) -> None:
-        """Even if only somebody who paused had to give way."""
+        """Even if only a paused request had to give way."""
         bench = Bench()
         a, paused = bench.add(max_tokens=20), bench.add(token_budget=2)
         bench.steps(5)
@@ -1014,7 +1014,7 @@ class TestKept:
 
 class TestFillers:
     def bench(self, n_slots: int = 4, **options: Any) -> Bench:
-        return Bench(n_slots, padding_token=FILLER, **options)
+        return Bench(n_slots, padding_token=PADDING, **options)
 
     def test_a_gap_is_filled_and_the_filler_forgotten(self) -> None:
         bench = self.bench()
@@ -1023,7 +1023,7 @@ class TestFillers:
         plan = bench.step()
         assert plan is not None
         assert b.state is State.FINISHED
-        assert (plan.tokens[1], plan.seq_ids, plan.positions) == (FILLER, [0, 1, 2], [4, 0, 4])
+        assert (plan.tokens[1], plan.seq_ids, plan.positions) == (PADDING, [0, 1, 2], [4, 0, 4])
         assert (plan.outputs, plan.rows, plan.requests) == ([1, 0, 1], [0, 2], [a, c])
         assert (plan.scheduled, plan.n_decode, plan.padding) == ([(a, 1), (c, 1)], 2, [(1, 0)])
         bench.run()
@@ -1131,7 +1131,7 @@ class TestFillers:
         plan = bench.step()
         assert plan is not None
         assert plan.seq_ids == [0, 1, 2, 3]
-        assert bench.context.sequences[1] == [FILLER]  # of the half that was computed
+        assert bench.context.sequences[1] == [PADDING]  # of the half that was computed
         d = bench.add()
         bench.run()
         assert_done(d)
@@ -1215,7 +1215,7 @@ BUFFER = 4  # tokens a stream may be ahead of its reader
 
 
 class Caller:
-    """Somebody with a request, who behaves as the engine's streams and generations do."""
+    """The caller of a request, which behaves as the engine's streams and generations do."""
 
     def __init__(self, bench: Bench, request: Request) -> None:
         self.bench = bench
@@ -1304,7 +1304,7 @@ class Machine(RuleBasedStateMachine):
             n_cells,
             n_batch,
             min(n_ubatch, n_batch),
-            FILLER if kind == "streams" else None,
+            PADDING if kind == "streams" else None,
             recurrent=kind == "recurrent",
             prefill_cutoff=prefill_cutoff,
         )

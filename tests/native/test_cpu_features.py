@@ -97,7 +97,7 @@ def test_this_processor_has_what_this_build_requires() -> None:
     [
         (X86, ["amx_tile", "sve"]),
         (ARM, ["amx_tile", "avx2"]),
-        (X86.replace("fpu", "fpu " + "filler " * 2000), ["amx_tile", "sve"]),  # longer than one read
+        (X86.replace("fpu", "fpu " + "padding " * 2000), ["amx_tile", "sve"]),  # longer than one read
         ("cpu\t\t: POWER9\nclock\t\t: 2300MHz\n", []),  # a system that lists no features
         ("flags\t\t: cut off", []),
         ("", []),

@@ -54,7 +54,7 @@ class PlainLoop:
         return tokens[len(prompt) :]
 
     def compare(self, prompt: Sequence[int], tokens: Sequence[int], bound: float) -> Comparison:
-        """Feeds the loop somebody else's continuation and looks at each of its tokens.
+        """Feeds the loop the continuation of another loop and looks at each of its tokens.
 
         Every one must be the loop's own choice at that place, or have a logit within ``bound`` of it.
         """

@@ -57,7 +57,7 @@ def tests(session: nox.Session, backend: str) -> None:
 @nox.session
 def lm_eval(session: nox.Session) -> None:
     """Install the package with lm-evaluation-harness and run the tests, and the program of its page, that need it."""
-    session.install(*nox.project.dependency_groups(GROUPS, "test"))
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "lm-eval[api]")
     _install(session, "backend=cpu", extra="lm-eval")
     _pytest(session, "-m", "lm_eval", default=["tests/lm_eval_harness", "tests/docs"])
 

@@ -3,6 +3,7 @@
 from llamapipe import errors
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.chat.tools import Tool
+from llamapipe.embedding.embedder import Embedder, Ranked
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
 from llamapipe.engine.chat_stream import AsyncChatStream, ChatStream
 from llamapipe.engine.engine import Engine
@@ -42,12 +43,14 @@ __all__ = [
     "Completion",
     "Delta",
     "Device",
+    "Embedder",
     "Engine",
     "EngineStats",
     "Generation",
     "Model",
     "Pipeline",
     "PipelineStats",
+    "Ranked",
     "SamplingParams",
     "Score",
     "Span",

@@ -15,6 +15,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("lm_eval", "server"),
     ("__init__",),
+    ("embedding",),
     ("engine",),
     ("engine.frontend",),
     ("engine.worker",),

@@ -131,7 +131,7 @@ class Engine(ChatCalls):
             if not model.is_causal:
                 raise ValueError(
                     f"{model.path.name} is not causal: it reads whole texts and continues none; "
-                    "give a model that generates"
+                    "give a model that generates, or use lp.Embedder"
                 )
             padding_token = None if unified or model.is_recurrent else 0
             scheduler = Scheduler(

@@ -42,14 +42,17 @@ _LOOKALIKES: Final = (
 )
 
 
+RANK_HEADS = ("cls.weight", "cls.output.weight")
+
+
 @dataclass(frozen=True)
 class GgufInfo:
     """The facts in the head of a checked file.
 
     `n_entries` counts metadata entries, `n_parts` the files of a split model. `tokenizer` is None without a
     vocabulary. `is_vocab_only` is True for a file without tensors, `is_causal` False for models whose tokens attend to
-    later ones, such as encoders. `n_layer`, `n_embd` and `n_ctx_train` are 0 if a vocabulary-only file omits them.
-    `size_bytes` is the size of all files.
+    later ones, such as encoders. `has_rank_head`: it has the output layer of a reranker. `n_layer`, `n_embd` and
+    `n_ctx_train` are 0 if a vocabulary-only file omits them. `size_bytes` is the size of all files.
     """
 
     path: Path
@@ -65,6 +68,7 @@ class GgufInfo:
     n_ctx_train: int
     is_causal: bool
     is_vocab_only: bool
+    has_rank_head: bool
     size_bytes: int
 
 
@@ -98,6 +102,11 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
         n_ctx_train=shapes.n_ctx_train,
         is_causal=shapes.is_causal,
         is_vocab_only=n_tensors == 0,
+        has_rank_head=any(
+            tensor.name in RANK_HEADS
+            for one in (head, *(part for _, part in parts))
+            for tensor in one.tensors
+        ),
         size_bytes=len(head.buffer) + sum(len(part.buffer) for _, part in parts),
     )
 

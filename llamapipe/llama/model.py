@@ -93,6 +93,7 @@ class Model:
             )
 
         self.is_causal = info.is_causal
+        self.has_rank_head = info.has_rank_head
         self._native = native()
         ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_model_params *", lib.llama_model_default_params())

@@ -30,8 +30,9 @@ class FimTokens(NamedTuple):
 class Vocab:
     """The tokens of a loaded model: tokenizing, detokenizing, special tokens.
 
-    ``n_vocab``: number of tokens; ids are 0 to ``n_vocab - 1``. ``bos``, ``eos``, ``eot``: ids, or None.
-    ``add_bos``: the model wants a BOS in front of a text. ``eog_tokens``: ids that end generation.
+    ``n_vocab``: number of tokens; ids are 0 to ``n_vocab - 1``. ``bos``, ``eos``, ``eot``,
+    ``sep``: ids, or None. ``add_bos``: the model wants a BOS in front of a text; ``add_eos``, ``add_sep``: one of these
+    after it. ``eog_tokens``: ids that end generation.
     ``fim_tokens``: for filling in the middle, None if the model has none.
 
     Any thread, until the model is closed. After that, methods other than ``is_eog`` raise EngineClosedError; the
@@ -48,6 +49,9 @@ class Vocab:
         self.eos: int | None = self._optional(lib.llama_vocab_eos(handle))
         self.eot: int | None = self._optional(lib.llama_vocab_eot(handle))
         self.add_bos: bool = lib.llama_vocab_get_add_bos(handle)
+        self.sep: int | None = self._optional(lib.llama_vocab_sep(handle))
+        self.add_eos: bool = lib.llama_vocab_get_add_eos(handle)
+        self.add_sep: bool = lib.llama_vocab_get_add_sep(handle)
         fim = (
             lib.llama_vocab_fim_pre(handle),
             lib.llama_vocab_fim_suf(handle),

@@ -17,6 +17,9 @@ enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_AUTO = -1, LLAMA_FLASH_ATTN_T
 enum llama_token_attr { LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_CONTROL, LLAMA_TOKEN_ATTR_USER_DEFINED,
                         LLAMA_TOKEN_ATTR_LSTRIP, LLAMA_TOKEN_ATTR_RSTRIP, ... };
 
+enum llama_pooling_type { LLAMA_POOLING_TYPE_UNSPECIFIED = -1, LLAMA_POOLING_TYPE_NONE, LLAMA_POOLING_TYPE_MEAN,
+                          LLAMA_POOLING_TYPE_CLS, LLAMA_POOLING_TYPE_LAST, LLAMA_POOLING_TYPE_RANK, ... };
+
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 
 struct llama_model_params {
@@ -38,7 +41,8 @@ struct llama_context_params {
     int32_t n_threads; int32_t n_threads_batch;
     enum llama_flash_attn_type flash_attn_type;
     enum ggml_type type_k; enum ggml_type type_v;
-    bool no_perf; bool kv_unified;
+    enum llama_pooling_type pooling_type;
+    bool no_perf; bool kv_unified; bool embeddings;
     ...;
 };
 
@@ -54,6 +58,8 @@ void llama_model_free(struct llama_model * model);
 const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);
 int32_t llama_model_n_ctx_train(const struct llama_model * model);
 int32_t llama_model_n_embd(const struct llama_model * model);
+int32_t llama_model_n_embd_out(const struct llama_model * model);
+uint32_t llama_model_n_cls_out(const struct llama_model * model);
 int32_t llama_model_n_layer(const struct llama_model * model);
 uint64_t llama_model_size(const struct llama_model * model);
 uint64_t llama_model_n_params(const struct llama_model * model);
@@ -78,6 +84,9 @@ llama_token llama_vocab_bos(const struct llama_vocab * vocab);
 llama_token llama_vocab_eos(const struct llama_vocab * vocab);
 llama_token llama_vocab_eot(const struct llama_vocab * vocab);
 bool llama_vocab_get_add_bos(const struct llama_vocab * vocab);
+llama_token llama_vocab_sep(const struct llama_vocab * vocab);
+bool llama_vocab_get_add_eos(const struct llama_vocab * vocab);
+bool llama_vocab_get_add_sep(const struct llama_vocab * vocab);
 llama_token llama_vocab_fim_pre(const struct llama_vocab * vocab);
 llama_token llama_vocab_fim_suf(const struct llama_vocab * vocab);
 llama_token llama_vocab_fim_mid(const struct llama_vocab * vocab);

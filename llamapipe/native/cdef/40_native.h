@@ -52,6 +52,8 @@ int          lp_context_set_threads(lp_context * context, int n_threads, int n_t
 int          lp_context_thread_ids(lp_context * context, int n_max, int32_t * ids);
 int lp_decode(lp_context * context, int n_tokens, const int32_t * tokens, const int32_t * positions,
               const int32_t * seq_ids, const int8_t * outputs);  // llama_decode's code
+// Rows of `width` numbers: of each of n sequences (pooled), or of each of n entries of the last batch.
+int lp_embeddings(lp_context * context, int n, bool pooled, int width, float * out);
 int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_vocab, float * out);
 
 // Operations on the KV cells of a sequence: positions from p0 to before p1 (negative: the end).

@@ -66,6 +66,21 @@ int lp_decode(lp_context * context, int n_tokens, const int32_t * tokens, const 
     return lp::guard(LP_ERROR, [&] { return context->shared->decode({ n_tokens, tokens, positions, seq_ids, outputs }); });
 }
 
+int lp_embeddings(lp_context * context, int n, bool pooled, int width, float * out) {
+    return lp::guard(LP_ERROR, [&] {
+        llama_context * llama = context->shared->llama();
+        for (int i = 0; i < n; i++) {
+            const float * row = pooled ? llama_get_embeddings_seq(llama, i) : llama_get_embeddings_ith(llama, i);
+            if (!row) {
+                lp::set_error("the last batch has no such embedding");
+                return (int) LP_ERROR;
+            }
+            memcpy(out + (size_t) i * (size_t) width, row, sizeof(float) * (size_t) width);
+        }
+        return 0;
+    });
+}
+
 int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_vocab, float * out) {
     return lp::guard(LP_ERROR, [&] {
         for (int i = 0; i < n_rows; i++) {

@@ -1,0 +1,324 @@
+"""Embeddings and reranking for threads and asyncio."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeAlias, cast, overload
+
+import numpy as np
+
+from llamapipe.arguments import check_flag, check_tokens
+from llamapipe.embedding.worker import Call, Worker
+from llamapipe.engine.frontend.progress import progress_bar
+from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.llama.embedding_context import EmbeddingContext
+from llamapipe.llama.model import Model
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Text: TypeAlias = "str | Sequence[int]"
+Floats: TypeAlias = "npt.NDArray[np.float32]"
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A document in its place: ``index`` in the given list, and the model's ``score``, higher for a better match."""
+
+    index: int
+    score: float
+
+
+class Embedder:
+    """Computes embeddings with a model. Any thread, and asyncio.
+
+        with lp.Embedder("model.gguf") as embedder:
+            vectors = embedder.embed(["a text", "another one"])
+
+    - ``model``: a ``Model``, or the path of a GGUF file, which the embedder then loads, owns and closes. Encoders (BERT
+      and its kind) and decoders work.
+    - ``pooling``: ``"mean"``, ``"cls"`` or ``"last"``: one vector for a text; ``"none"``: one for each token;
+      ``"rank"``: for rerankers. Default: the model's own; else ``"last"`` for decoders, and ``"mean"``.
+    - ``n_ctx``: most tokens of a text; default: the model's training context, at most 2048.
+    - ``n_seq_max``: most texts that are computed together. Any number of texts can be given.
+    - ``n_threads``: compute threads; default: the cores that this process may use.
+
+    Texts of all callers are batched, and callers take turns: a long list does not keep a single text waiting. Close the
+    embedder, or use ``with``, before its model.
+
+    Raises TypeError and ValueError for bad arguments, ModelLoadError, InvalidRequestError for a model that cannot give
+    embeddings, BackendError if memory runs out.
+    """
+
+    def __init__(
+        self,
+        model: Model | str | os.PathLike[str],
+        pooling: str | None = None,
+        n_ctx: int | None = None,
+        n_seq_max: int = 16,
+        n_threads: int | None = None,
+    ) -> None:
+        self._owns_model = isinstance(model, (str, os.PathLike))
+        self.model = Model(model) if isinstance(model, (str, os.PathLike)) else model
+        try:
+            if not isinstance(self.model, Model):
+                raise TypeError(
+                    f"model must be a Model or the path of a file, not {type(self.model).__name__}"
+                )
+            self._n_end = self._n_added()
+            context = EmbeddingContext(self.model, pooling, n_ctx, n_seq_max, n_threads)
+        except BaseException:
+            if self._owns_model:
+                self.model.close()
+            raise
+        self.pooling = context.pooling
+        self.n_ctx = context.n_ctx
+        self.n_seq_max = context.n_seq_max
+        self.n_embd = context.width
+        self._worker = Worker(context)
+
+    def __repr__(self) -> str:
+        state = " closed" if self.closed else ""
+        return f"<Embedder pooling={self.pooling!r} n_ctx={self.n_ctx} {self.model.path.name!r}{state}>"
+
+    # ---- embeddings
+    @overload
+    def embed(
+        self, texts: str, normalize: bool = True, *, truncate: bool = False, progress: bool = False
+    ) -> Floats: ...
+
+    @overload
+    def embed(
+        self,
+        texts: Sequence[Text] | Sequence[int],
+        normalize: bool = True,
+        *,
+        truncate: bool = False,
+        progress: bool = False,
+    ) -> Floats: ...
+
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        normalize: bool = True,
+        *,
+        truncate: bool = False,
+        progress: bool = False,
+    ) -> Floats | list[Floats]:
+        """The embeddings: float32 ``(n_texts, n_embd)`` for a list, ``(n_embd,)`` for one text.
+
+        A text is a str or its token ids. With pooling ``"none"``: a list of ``(n_tokens, n_embd)``, or one of these.
+        ``normalize``: divide each vector by its length. ``truncate``: cut texts that are too long instead of refusing
+        them. ``progress``: show a progress bar (needs tqdm).
+
+        Raises TypeError, InvalidRequestError for empty and for too long texts, and for rerankers, EngineClosedError.
+        """
+        single, tokens = self._checked(texts, truncate)
+        bar = progress_bar(check_flag("progress", progress), len(tokens))
+        try:
+            rows = self._wait(Call(tokens, bar.update if progress else None))
+        finally:
+            bar.close()
+        return self._result(rows, single, check_flag("normalize", normalize))
+
+    async def aembed(
+        self, texts: Text | Sequence[Text], normalize: bool = True, *, truncate: bool = False
+    ) -> Floats | list[Floats]:
+        """``embed`` for asyncio. Cancelling the task drops the texts that were not computed."""
+        import asyncio
+
+        single, tokens = await asyncio.to_thread(self._checked, texts, truncate)
+        call = Call(tokens)
+        self._worker.submit(call)
+        return self._result(await asyncio.wrap_future(call.done), single, check_flag("normalize", normalize))
+
+    def _result(self, rows: list[Floats], single: bool, normalize: bool) -> Floats | list[Floats]:
+        if normalize:
+            rows = [_normalized(row) for row in rows]
+        if single:
+            return rows[0]
+        if self.pooling == "none":
+            return rows
+        return np.stack(rows) if rows else np.empty((0, self.n_embd), np.float32)
+
+    # ---- reranking
+    def rerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
+        """The documents, the best match for the query first. Scores are as the model gives them.
+
+        Raises TypeError, InvalidRequestError for a model without a rank head and for texts that are too long.
+        """
+        return _ranked(self._wait(Call(self._pairs(query, documents, truncate))))
+
+    async def arerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
+        """``rerank`` for asyncio."""
+        import asyncio
+
+        call = Call(await asyncio.to_thread(self._pairs, query, documents, truncate))
+        self._worker.submit(call)
+        return _ranked(await asyncio.wrap_future(call.done))
+
+    def _pairs(self, query: str, documents: Sequence[str], truncate: bool) -> list[list[int]]:
+        """The tokens of the query with each document."""
+        if self.pooling != "rank":
+            raise InvalidRequestError(
+                f"{self.model.path.name} has pooling {self.pooling!r}; reranking needs a model with a rank head"
+            )
+        if not isinstance(query, str):
+            raise TypeError(f"query must be a str, not {type(query).__name__}")
+        if isinstance(documents, str) or not isinstance(documents, Sequence):
+            raise TypeError(f"documents must be a list of str, not {type(documents).__name__}")
+        check_flag("truncate", truncate)
+        return [self._pair(query, document, i, truncate) for i, document in enumerate(documents)]
+
+    def _pair(self, query: str, document: str, index: int, truncate: bool) -> list[int]:
+        if not isinstance(document, str):
+            raise TypeError(f"document {index} must be a str, not {type(document).__name__}")
+        vocab = self.model.vocab
+        template = self.model.metadata.get("tokenizer.chat_template.rerank")
+        if template is not None:
+            head, _, tail = template.replace("{query}", query).partition("{document}")
+            before = vocab.tokenize(head, add_special=False, parse_special=True)
+            middle = vocab.tokenize(document, add_special=False)
+            after = vocab.tokenize(tail, add_special=False, parse_special=True)
+        else:
+            eos = vocab.sep if vocab.eos is None else vocab.eos
+            start = [vocab.bos] if vocab.add_bos else []
+            ends = [eos] if vocab.add_eos else []
+            separator = [vocab.sep] if vocab.add_sep else []
+            inner = vocab.tokenize(query, add_special=False)
+            before = [token for token in (*start, *inner, *ends, *separator) if token is not None]
+            middle = vocab.tokenize(document, add_special=False)
+            after = [token for token in ends if token is not None]
+        n = len(before) + len(middle) + len(after)
+        if n > self.n_ctx:
+            room = self.n_ctx - len(before) - len(after)
+            if not truncate or room < 1:
+                raise InvalidRequestError(
+                    f"document {index} has {n} tokens with the query; n_ctx is {self.n_ctx}: shorten it, "
+                    "or pass truncate=True"
+                )
+            middle = middle[:room]
+        if not n:
+            raise InvalidRequestError(f"document {index} and the query are empty")
+        return [*before, *middle, *after]
+
+    # ---- tokens
+    def tokenize(self, text: str) -> list[int]:
+        """The tokens of a text as ``embed`` computes them, special tokens of the model included."""
+        return self.model.vocab.tokenize(text)
+
+    def _n_added(self) -> int:
+        """How many special tokens stand after a text."""
+        vocab = self.model.vocab
+        try:
+            plain, whole = vocab.tokenize("a", add_special=False), vocab.tokenize("a")
+        except ValueError:  # a vocabulary without this letter
+            return 0
+        n = len(plain)
+        starts = (i for i in range(len(whole) - n + 1) if whole[i : i + n] == plain)
+        return len(whole) - n - next(starts, len(whole) - n)
+
+    def _checked(self, texts: Text | Sequence[Text], truncate: bool) -> tuple[bool, list[list[int]]]:
+        """Whether one text was given, and each text as tokens."""
+        if self.closed:
+            raise EngineClosedError("the embedder is closed")
+        if self.pooling == "rank":
+            raise InvalidRequestError(f"{self.model.path.name} is a reranker; use rerank()")
+        check_flag("truncate", truncate)
+        if isinstance(texts, str):
+            return True, [self._tokens(texts, None, truncate)]
+        if isinstance(texts, (bytes, bytearray)) or not isinstance(texts, Sequence):
+            raise TypeError(f"texts must be a str or a list, not {type(texts).__name__}")
+        if texts and not isinstance(texts[0], (str, Sequence, np.ndarray)):
+            return True, [self._tokens(texts, None, truncate)]  # type: ignore[arg-type]
+        return False, [self._tokens(cast("Text", text), i, truncate) for i, text in enumerate(texts)]
+
+    def _tokens(self, text: Text, index: int | None, truncate: bool) -> list[int]:
+        what = "the text" if index is None else f"text {index}"
+        if isinstance(text, str):
+            if not text:
+                raise InvalidRequestError(f"{what} is empty")
+            tokens = self.model.vocab.tokenize(text)
+            n_end = self._n_end
+        else:
+            tokens = check_tokens(what, text, self.model.n_vocab)
+            n_end = 0
+        if not tokens:
+            raise InvalidRequestError(f"{what} is empty")
+        if len(tokens) > self.n_ctx:
+            if not truncate:
+                raise InvalidRequestError(
+                    f"{what} has {len(tokens)} tokens; n_ctx is {self.n_ctx}: shorten it, or pass truncate=True"
+                )
+            end = tokens[len(tokens) - n_end :]
+            tokens = [*tokens[: self.n_ctx - n_end], *end]
+        return tokens
+
+    def _wait(self, call: Call) -> list[Floats]:
+        self._worker.submit(call)
+        try:
+            return call.done.result()
+        except BaseException:  # Ctrl-C: what was not computed is dropped
+            call.done.cancel()
+            raise
+
+    # ---- lifetime
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._worker.closed
+
+    def close(self, drain: bool = True) -> None:
+        """Frees the native memory. Calls that wait are finished, or refused without ``drain``. Any thread."""
+        self._worker.close(check_flag("drain", drain))
+        if self._owns_model:
+            self.model.close()
+
+    async def aclose(self, drain: bool = True) -> None:
+        """``close`` without blocking the event loop."""
+        import asyncio
+
+        await asyncio.to_thread(self.close, drain)
+
+    def __enter__(self) -> Embedder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    async def __aenter__(self) -> Embedder:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose(drain=kind is None)
+
+    def __del__(self) -> None:
+        worker = getattr(self, "_worker", None)
+        if worker is not None and not worker.closed:
+            warnings.warn(
+                f"{self!r} was never closed; use `with` or close()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            worker.close_soon()
+
+
+def _normalized(row: Floats) -> Floats:
+    """Vectors of length 1; a vector of zeros stays as it is."""
+    length = np.linalg.norm(row, axis=-1, keepdims=True)
+    made: Floats = np.divide(row, length, out=np.zeros_like(row), where=length > 0)
+    return made
+
+
+def _ranked(rows: list[Floats]) -> list[Ranked]:
+    scores = [Ranked(i, float(row[0])) for i, row in enumerate(rows)]
+    return sorted(scores, key=lambda one: -one.score)

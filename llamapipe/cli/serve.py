@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ def add_parser(
         "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (default: the bundled model)"
     )
     parser.add_argument(
+        "--embeddings", type=Path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
+    )
+    parser.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template"
     )
     server = parser.add_argument_group("server")
@@ -66,6 +70,9 @@ def add_parser(
         default=[],
         metavar="NAME",
         help="what clients call the model (repeatable)",
+    )
+    server.add_argument(
+        "--embeddings-alias", action="append", default=[], metavar="NAME", help="the same for --embeddings"
     )
     server.add_argument(
         "--api-key-file",
@@ -114,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
         bound_socket(args.host, args.port) as sock,
         lp.Model(path, chat_template=args.chat_template, **given(args, MODEL)) as model,
         lp.Engine(model, **engine_options) as engine,
+        nullcontext() if args.embeddings is None else lp.Embedder(args.embeddings) as embedder,
     ):
         host, port = sock.getsockname()[:2]
         url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
@@ -130,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
                 f"llamapipe: {host} can be reached from other machines, and no API key is asked for",
                 file=sys.stderr,
             )
-        run_server(engine, sock, settings)
+        run_server(engine, sock, settings, embedder)
     return 0
 
 
@@ -138,6 +146,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``ServerSettings`` that were given."""
     values: dict[str, Any] = {
         "model_names": tuple(args.alias),
+        "embedding_names": tuple(args.embeddings_alias),
         "api_keys": _keys(args.api_key_file),
         "cors_origins": tuple(args.cors),
         "timeout_s": args.timeout,

@@ -27,10 +27,14 @@ Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 @dataclass(frozen=True)
 class Ranked:
-    """A document in its place: ``index`` in the given list, and the model's ``score``, higher for a better match."""
+    """A document in its place: ``index`` in the given list, and the model's ``score``, higher for a better match.
+
+    ``n_tokens``: length of the document with the query.
+    """
 
     index: int
     score: float
+    n_tokens: int
 
 
 class Embedder:
@@ -151,15 +155,17 @@ class Embedder:
 
         Raises TypeError, InvalidRequestError for a model without a rank head and for texts that are too long.
         """
-        return _ranked(self._wait(Call(self._pairs(query, documents, truncate))))
+        pairs = self._pairs(query, documents, truncate)
+        return _ranked(self._wait(Call(pairs)), pairs)
 
     async def arerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
         """``rerank`` for asyncio."""
         import asyncio
 
-        call = Call(await asyncio.to_thread(self._pairs, query, documents, truncate))
+        pairs = await asyncio.to_thread(self._pairs, query, documents, truncate)
+        call = Call(pairs)
         self._worker.submit(call)
-        return _ranked(await asyncio.wrap_future(call.done))
+        return _ranked(await asyncio.wrap_future(call.done), pairs)
 
     def _pairs(self, query: str, documents: Sequence[str], truncate: bool) -> list[list[int]]:
         """The tokens of the query with each document."""
@@ -207,6 +213,10 @@ class Embedder:
         return [*before, *middle, *after]
 
     # ---- tokens
+    def tokens(self, texts: Text | Sequence[Text], *, truncate: bool = False) -> list[list[int]]:
+        """The tokens of each text, which ``embed`` takes, too. Raises as ``embed`` does."""
+        return self._checked(texts, truncate)[1]
+
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a text as ``embed`` computes them, special tokens of the model included."""
         return self.model.vocab.tokenize(text)
@@ -319,6 +329,8 @@ def _normalized(row: Floats) -> Floats:
     return made
 
 
-def _ranked(rows: list[Floats]) -> list[Ranked]:
-    scores = [Ranked(i, float(row[0])) for i, row in enumerate(rows)]
+def _ranked(rows: list[Floats], pairs: list[list[int]]) -> list[Ranked]:
+    scores = [
+        Ranked(i, float(row[0]), len(pair)) for i, (row, pair) in enumerate(zip(rows, pairs, strict=True))
+    ]
     return sorted(scores, key=lambda one: -one.score)

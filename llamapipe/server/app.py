@@ -14,24 +14,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.server.errors import ApiError, Dialect
 from llamapipe.server.exchange import Endpoint, Handler
-from llamapipe.server.routes import chat, completions, messages, models, page, system, tokens
+from llamapipe.server.routes import chat, completions, embeddings, messages, models, page, system, tokens
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 
 
-def app(engine: Engine, settings: ServerSettings | None = None) -> Starlette:
+def app(
+    engine: Engine, settings: ServerSettings | None = None, embedder: Embedder | None = None
+) -> Starlette:
     """An ASGI application that serves an engine, for uvicorn or inside another application.
 
-    It neither owns nor closes the engine. Use one application and one event loop for each engine.
+    ``embedder``: for embeddings and reranking. The application neither owns nor closes engine and embedder. Use one
+    application and one event loop for each engine.
 
     Raises TypeError for something that is no engine, ImportError without the extra ``server``.
     """
     if not isinstance(engine, Engine):
         raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
-    state = ServerState(engine, settings or ServerSettings())
+    if embedder is not None and not isinstance(embedder, Embedder):
+        raise TypeError(f"embedder must be an Embedder, not {type(embedder).__name__}")
+    state = ServerState(engine, settings or ServerSettings(), embedder)
     middleware = []
     if state.settings.cors_origins:
         middleware.append(
@@ -57,6 +63,9 @@ def routes(state: ServerState) -> list[Route]:
     made = [
         _route("POST", "/v1/completions", completions.completions),
         _route("POST", "/v1/chat/completions", chat.chat_completions),
+        _route("POST", "/v1/embeddings", embeddings.embeddings),
+        _route("POST", "/v1/rerank", embeddings.rerank),
+        _route("POST", "/rerank", embeddings.rerank),
         _route("POST", "/v1/messages", messages.messages, "anthropic"),
         _route("POST", "/v1/messages/count_tokens", messages.count_tokens, "anthropic"),
         _route("GET", "/v1/models", models.list_models),

@@ -13,6 +13,7 @@ from types import TracebackType
 
 import uvicorn
 
+from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.server.app import app
 from llamapipe.server.settings import ServerSettings
@@ -53,8 +54,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _server(engine: Engine, settings: ServerSettings | None) -> _Uvicorn:
-    application = app(engine, settings)
+def _server(engine: Engine, settings: ServerSettings | None, embedder: Embedder | None) -> _Uvicorn:
+    application = app(engine, settings, embedder)
     config = uvicorn.Config(
         application,
         http="httptools",
@@ -71,10 +72,15 @@ def _server(engine: Engine, settings: ServerSettings | None) -> _Uvicorn:
     return server
 
 
-def run_server(engine: Engine, sock: socket.socket, settings: ServerSettings | None = None) -> None:
-    """Serves an engine on a socket until SIGTERM or Ctrl-C. The main thread; the engine stays open."""
+def run_server(
+    engine: Engine,
+    sock: socket.socket,
+    settings: ServerSettings | None = None,
+    embedder: Embedder | None = None,
+) -> None:
+    """Serves an engine on a socket until SIGTERM or Ctrl-C. The main thread; engine and embedder stay open."""
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _server(engine, settings).run(sockets=[sock])
+    _server(engine, settings, embedder).run(sockets=[sock])
 
 
 class serve:  # noqa: N801  (used like a function: ``with serve(engine) as server``)
@@ -93,9 +99,10 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         host: str = "127.0.0.1",
         port: int = 0,
         settings: ServerSettings | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         self._socket = bound_socket(host, port)
-        self._server = _server(engine, settings)
+        self._server = _server(engine, settings, embedder)
         self.host, self.port = self._socket.getsockname()[:2]
         self._thread = threading.Thread(target=self._run, name="llamapipe-server", daemon=True)
         self._thread.start()

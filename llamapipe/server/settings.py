@@ -13,6 +13,7 @@ class ServerSettings:
     """Limits and names of one server; frozen.
 
     - ``model_names``: what clients may call the model; the first is the one in answers. Default: the file's name.
+    - ``embedding_names``: the same for the embedding model.
     - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``; none: no key is asked for.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all; none by default.
     - ``max_body_bytes``: largest request body; larger ones are answered 413.
@@ -28,6 +29,7 @@ class ServerSettings:
     """
 
     model_names: tuple[str, ...] = ()
+    embedding_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
@@ -39,7 +41,7 @@ class ServerSettings:
     page: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("model_names", "api_keys", "cors_origins"):
+        for name in ("model_names", "embedding_names", "api_keys", "cors_origins"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         check_int("max_body_bytes", self.max_body_bytes, 1, 2**31 - 1)
         check_int("max_requests", self.max_requests, 1, 2**31 - 1)

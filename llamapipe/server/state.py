@@ -18,6 +18,7 @@ from llamapipe.server.settings import ServerSettings
 from llamapipe.server.timeline import Timeline
 
 if TYPE_CHECKING:
+    from llamapipe.embedding.embedder import Embedder
     from llamapipe.engine.engine import Engine
     from llamapipe.server.exchange import Call
 
@@ -30,12 +31,16 @@ class ServerState:
     ``model_names``: what clients may call the model, the first one in answers. ``n_requests``: requests being served.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, embedder: Embedder | None = None) -> None:
         self.engine = engine
+        self.embedder = embedder
         self.settings = settings
         self.metrics = Metrics(engine)
         self.timeline = Timeline(engine)
         self.model_names = settings.model_names or (engine.model.path.stem,)
+        self.embedding_names = settings.embedding_names
+        if embedder is not None and not self.embedding_names:
+            self.embedding_names = (embedder.model.path.stem,)
         self.created = int(time.time())
         self.n_requests = 0
         self.draining = False
@@ -81,7 +86,7 @@ class ServerState:
     @property
     def all_names(self) -> tuple[str, ...]:
         """The names of all models that are served."""
-        return self.model_names
+        return self.model_names + (self.embedding_names if self.embedder is not None else ())
 
     async def tokenize_chat(
         self,
@@ -101,16 +106,18 @@ class ServerState:
 
     def check_model(self, name: str | None) -> str:
         """The name to write in the answer. Raises ApiError 404 for a model that is not served."""
-        if name is None:
-            return self.model_names[0]
-        if name not in self.model_names:
+        return _served(name, self.model_names)
+
+    def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
+        """The embedding model and the name to write in the answer. Raises ApiError 404."""
+        if self.embedder is None:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; there is {', '.join(map(repr, self.model_names))}",
+                "this server has no embedding model: start it with --embeddings FILE",
                 "model",
                 "model_not_found",
             )
-        return name
+        return self.embedder, _served(name, self.embedding_names)
 
     def finished(self, call: Call) -> None:
         """Counts and logs an answered request."""
@@ -126,3 +133,14 @@ class ServerState:
             call.n_completion_tokens,
             call.id,
         )
+
+
+def _served(name: str | None, names: tuple[str, ...]) -> str:
+    if name is None:
+        return names[0]
+    if name not in names:
+        there = ", ".join(map(repr, names))
+        raise ApiError(
+            404, f"the model {name!r} is not served here; there is {there}", "model", "model_not_found"
+        )
+    return name

@@ -1,4 +1,4 @@
-"""LangChain's standard tests of chat models, through its client of OpenAI's API."""
+"""LangChain's standard tests of chat models and embeddings, through its client of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from support.served import terse_server
 
 pytest.importorskip("langchain_tests", reason="needs langchain-tests: nox -s clients")
-from langchain_openai import ChatOpenAI
-from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
 
@@ -53,3 +53,26 @@ class TestChatOpenAI(ChatModelIntegrationTests):  # type: ignore[misc]
     @pytest.mark.xfail(reason="the model of this test says OK unless it is forced to call a tool")
     def test_agent_loop(self, model: Any) -> None:
         super().test_agent_loop(model)
+
+
+class TestOpenAIEmbeddings(EmbeddingsIntegrationTests):  # type: ignore[misc]
+    """All of LangChain's tests."""
+
+    @pytest.fixture(autouse=True)
+    def _url(self, terse_url: str) -> None:
+        type(self)._server_url = terse_url
+
+    _server_url = ""
+
+    @property
+    def embeddings_class(self) -> Any:
+        return OpenAIEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        return {
+            "model": "bert",
+            "base_url": f"{self._server_url}/v1",
+            "api_key": "none",
+            "check_embedding_ctx_length": False,
+        }

@@ -31,6 +31,8 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     [
         ("chat/test_completions.py", "create", 40),
         ("test_completions.py", "create", 40),
+        # In its strict mode the client refuses the base64 that it asked for.
+        ("test_embeddings.py", "loose", 8),
         ("test_models.py", "", 30),  # and more with some of its optional packages
     ],
 )

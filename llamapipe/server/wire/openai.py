@@ -137,10 +137,11 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/rerank``."""
+    """``POST /v1/rerank``. ``truncate``: cut documents that are too long with the query."""
 
     query: str
     documents: list[str | dict[str, str]]
     model: str | None = None
     top_n: int | None = None
     return_documents: bool = False
+    truncate: bool = False

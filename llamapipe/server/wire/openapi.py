@@ -9,7 +9,7 @@ import msgspec
 
 import llamapipe
 from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest
-from llamapipe.server.wire.openai import ChatRequest, CompletionRequest
+from llamapipe.server.wire.openai import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest
 from llamapipe.server.wire.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 _STATUSES = {
@@ -55,6 +55,9 @@ OPERATIONS = (
         CountRequest,
         (*_BODY, *_BUSY),
     ),
+    Operation("post", "/v1/embeddings", "Embed texts.", EmbeddingRequest, (*_BODY, *_BUSY)),
+    Operation("post", "/v1/rerank", "Rank documents for a query.", RerankRequest, (*_BODY, *_BUSY)),
+    Operation("post", "/rerank", "The same.", RerankRequest, (*_BODY, *_BUSY)),
     Operation("get", "/v1/models", "The models that are served.", None, _BUSY),
     Operation(
         "get",

@@ -1,0 +1,97 @@
+"""``POST /v1/embeddings`` in OpenAI's shape, and ``/v1/rerank`` in that of Jina and vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from llamapipe.server.errors import ApiError
+from llamapipe.server.exchange import Call
+from llamapipe.server.wire.openai import EmbeddingRequest, RerankRequest
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_EMBEDDING = msgspec.json.Decoder(EmbeddingRequest)
+_RERANK = msgspec.json.Decoder(RerankRequest)
+
+
+async def embeddings(call: Call) -> None:
+    """Embeds one text or several, given as text or as tokens."""
+    request = call.decode(_EMBEDDING)
+    embedder, model = call.state.check_embedder(request.model)
+    call.note_unused(("user",) if request.user is not None else ())
+    n = embedder.n_embd
+    wanted = n if request.dimensions is None else request.dimensions
+    if not 1 <= wanted <= n:
+        raise ApiError(400, f"dimensions is {wanted}; this model has {n}", "dimensions")
+    if embedder.pooling in ("none", "rank"):
+        raise ApiError(
+            400, f"this model has pooling {embedder.pooling!r}; it gives no vector for a text", "model"
+        )
+    if not request.input:
+        raise ApiError(400, "input is empty; give at least one text", "input")
+    try:
+        given: Any = request.input
+        tokens = await asyncio.to_thread(embedder.tokens, given, truncate=request.truncate)
+        rows = await embedder.aembed(tokens, normalize=wanted == n)
+    except (TypeError, ValueError) as e:
+        raise ApiError(400, str(e), "input", _code(e)) from None
+    vectors = np.asarray(rows)
+    if wanted < n:
+        vectors = vectors[:, :wanted] / np.maximum(
+            np.linalg.norm(vectors[:, :wanted], axis=1, keepdims=True), 1e-12
+        )
+    n_tokens = sum(map(len, tokens))
+    call.count(n_tokens, 0)
+    as_text = request.encoding_format == "base64"
+    data = [
+        {"object": "embedding", "index": i, "embedding": _base64(row) if as_text else row.tolist()}
+        for i, row in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    await call.answer_json({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+async def rerank(call: Call) -> None:
+    """Ranks documents for a query."""
+    request = call.decode(_RERANK)
+    embedder, model = call.state.check_embedder(request.model)
+    documents = [_text(document, i) for i, document in enumerate(request.documents)]
+    if request.top_n is not None and request.top_n < 1:
+        raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
+    try:
+        ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
+    except (TypeError, ValueError) as e:
+        raise ApiError(400, str(e), "documents", _code(e)) from None
+    n_tokens = sum(one.n_tokens for one in ranked)
+    call.count(n_tokens, 0)
+    results: list[dict[str, Any]] = []
+    for one in ranked[: request.top_n]:
+        result: dict[str, Any] = {"index": one.index, "relevance_score": one.score}
+        if request.return_documents:
+            result["document"] = {"text": documents[one.index]}
+        results.append(result)
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    await call.answer_json({"id": f"rerank-{call.id}", "model": model, "results": results, "usage": usage})
+
+
+def _text(document: str | dict[str, str], index: int) -> str:
+    if isinstance(document, str):
+        return document
+    text = document.get("text")
+    if text is None or len(document) > 1:
+        raise ApiError(400, f"documents.{index} must be text or an object with text", f"documents.{index}")
+    return text
+
+
+def _base64(row: npt.NDArray[np.float32]) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode()
+
+
+def _code(error: Exception) -> str | None:
+    return "context_length_exceeded" if "n_ctx" in str(error) else None

@@ -1,0 +1,113 @@
+"""``/v1/embeddings`` and ``/v1/rerank``, through OpenAI's client and by hand."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from support.bert_model import WORDS, bert_model
+
+import llamapipe as lp
+from llamapipe.server import serve
+
+TEXTS = [" ".join(WORDS[i:][:4]) for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=256) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Embedder]:
+    with lp.Embedder(bert_model(tmp_path_factory.mktemp("models") / "bert.gguf")[0]) as embedder:
+        yield embedder
+
+
+@pytest.fixture(scope="module")
+def url(engine: lp.Engine, embedder: lp.Embedder) -> Iterator[str]:
+    with serve(engine, embedder=embedder) as server:
+        yield server.url
+
+
+def test_openais_client_gets_the_embedders_vectors(url: str, embedder: lp.Embedder) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = client.embeddings.create(model="bert", input=TEXTS)  # asks for base64
+        floats = client.embeddings.create(model="bert", input=TEXTS, encoding_format="float")
+        names = [model.id for model in client.models.list()]
+    expected = embedder.embed(TEXTS)
+    np.testing.assert_allclose([one.embedding for one in answer.data], expected, atol=1e-4)
+    np.testing.assert_allclose([one.embedding for one in floats.data], expected, atol=1e-4)
+    assert answer.usage.prompt_tokens == sum(len(embedder.tokenize(text)) for text in TEXTS)
+    assert names == ["demo", "bert"]
+
+
+def test_all_forms_of_input(url: str, embedder: lp.Embedder) -> None:
+    tokens = embedder.tokenize("the fox")
+    expected = embedder.embed("the fox")
+    for given in ("the fox", ["the fox"], tokens, [tokens]):
+        body = {"input": given, "encoding_format": "base64"}
+        answer = httpx.post(f"{url}/v1/embeddings", json=body).json()
+        row = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+        np.testing.assert_allclose(row, expected, atol=1e-5)
+
+
+def test_fewer_dimensions_are_the_first_ones_normalized(url: str, embedder: lp.Embedder) -> None:
+    answer = httpx.post(f"{url}/v1/embeddings", json={"input": "the fox", "dimensions": 8}).json()
+    row = embedder.embed("the fox")[:8]
+    np.testing.assert_allclose(answer["data"][0]["embedding"], row / np.linalg.norm(row), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [10**9]}, "input"),
+        ({"input": "the " * 100}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 65}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "unknown": 1}, "unknown"),
+        ({}, "input"),
+    ],
+)
+def test_a_bad_field_is_named(url: str, body: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{url}/v1/embeddings", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_unknown_models_and_servers_without_one(url: str, engine: lp.Engine) -> None:
+    assert httpx.post(f"{url}/v1/embeddings", json={"input": "a", "model": "demo"}).status_code == 404
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "model": "bert"}).status_code == 404
+    with serve(engine) as server:
+        answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"})
+        assert answer.status_code == 404
+        assert "--embeddings" in answer.json()["error"]["message"]
+
+
+def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> None:
+    path, _ = bert_model(tmp_path / "rank.gguf", "rank", rank_head=True)
+    with lp.Embedder(path) as embedder, serve(engine, embedder=embedder) as server:
+        body: dict[str, Any] = {"query": "the fox", "documents": TEXTS, "top_n": 3, "return_documents": True}
+        answer = httpx.post(f"{server.url}/v1/rerank", json=body).json()
+        expected = embedder.rerank("the fox", TEXTS)[:3]
+        assert [one["index"] for one in answer["results"]] == [one.index for one in expected]
+        assert [one["relevance_score"] for one in answer["results"]] == pytest.approx(
+            [one.score for one in expected], abs=1e-3
+        )
+        assert answer["results"][0]["document"]["text"] == TEXTS[expected[0].index]
+        for change in ({"top_n": 0}, {"documents": "a"}, {"documents": [{"a": "b"}]}, {"query": 3}):
+            assert httpx.post(f"{server.url}/v1/rerank", json={**body, **change}).status_code == 400
+        assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}).status_code == 400
+    assert httpx.post(f"{url}/v1/rerank", json=body).status_code == 400

@@ -100,6 +100,14 @@ def _shadowed() -> Path | None:
     return None
 
 
+# How llama.cpp's three messages about an aborted step end.
+_ABORTED = (
+    "graph_compute_async failed with error 1",
+    "failed to compute graph, compute status: 1",
+    "failed to decode, ret = 2",
+)
+
+
 def last_error(module: Any) -> str:
     """The message of the last native call that failed on this thread."""
     return str(module.ffi.string(module.lib.lp_last_error()).decode("utf-8", "replace"))
@@ -129,6 +137,8 @@ def drain_log(module: Any) -> list[str]:
         line = ffi.buffer(text, n)[:].decode("utf-8", "replace").rstrip()
         if not line.strip("."):
             continue
+        if line.endswith(_ABORTED):  # by us, because its requests were cancelled
+            severity = logging.DEBUG
         logger.log(severity, "%s", line)
         if severity >= logging.WARNING:
             problems.append(line)

@@ -60,7 +60,7 @@ def _server(engine: Engine, settings: ServerSettings | None, embedder: Embedder 
         application,
         http="httptools",
         loop="asyncio",
-        lifespan="on",
+        lifespan="off",  # handle_exit() and close() say that the server drains
         log_config=None,
         access_log=False,
         server_header=False,

@@ -91,15 +91,15 @@ def over_http(port: int, n_generate: int) -> Side:
             selector.register(connection, selectors.EVENT_READ)
         while selector.get_map():
             for key, _ in selector.select():
-                text, connection = read[key.fd], key.fileobj
-                assert isinstance(connection, socket.socket)
+                text, ready = read[key.fd], key.fileobj
+                assert isinstance(ready, socket.socket)
                 had_event = b"data:" in text[:2000]
-                came = connection.recv(1 << 16)
+                came = ready.recv(1 << 16)
                 text += came
                 if not had_event and b"data:" in text[:2000]:
                     firsts.append(time.perf_counter() - began)
                 if not came or text.endswith(b"\r\n0\r\n\r\n"):
-                    selector.unregister(connection)
+                    selector.unregister(ready)
         seconds = time.perf_counter() - began
         for connection in connections:
             connection.close()

@@ -84,6 +84,75 @@ class Terminal:
         self.write(text + "\n")
 
 
+class WordWrap:
+    """Writes text that arrives in pieces, and breaks lines between words where the terminal ends."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._column = 0
+        self._word = ""  # not written yet: it may go on
+        self._styles: tuple[str, ...] = ()
+        self._written = False
+
+    def __repr__(self) -> str:
+        return f"<WordWrap column={self._column}>"
+
+    def write(self, text: str, *styles: str) -> None:
+        """Writes a piece in the named styles. A change of styles ends the line."""
+        if styles != self._styles:
+            if self._written:
+                self.end()
+                self._terminal.line()
+            self._styles = styles
+        for character in text:
+            if character not in " \n":
+                if self._terminal.redraws and width(self._word + character) >= self._terminal.columns:
+                    self._put_word()
+                self._word += character
+                continue
+            self._put_word()
+            if character == "\n":
+                self._put("\n")
+                self._column = 0
+            elif not self._is_full(1):
+                self._put(" ")
+                self._column += 1
+        if not self._terminal.redraws:
+            self._put_word()
+
+    def end(self) -> None:
+        """Ends the line, if something stands in it."""
+        self._put_word()
+        if self._column:
+            self._put("\n")
+        self._column = 0
+
+    def _is_full(self, n: int) -> bool:
+        return self._terminal.redraws and self._column + n >= self._terminal.columns
+
+    def _put_word(self) -> None:
+        word, self._word = self._word, ""
+        if not word:
+            return
+        n = width(word)
+        if self._column and self._is_full(n):
+            self._put("\n")
+            self._column = 0
+        self._put(word)
+        self._column += n
+
+    def _put(self, text: str) -> None:
+        self._written = True
+        self._terminal.write(self._terminal.style(text, *self._styles) if text.strip() else text)
+
+
+def width(text: str) -> int:
+    """Columns that a text takes: two for each wide character, none for those that combine."""
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
+    )
+
+
 def _is_control(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs")
 

@@ -1,0 +1,158 @@
+"""``llamapipe chat``: at a terminal, with Ctrl-C, and with lines from a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import llamapipe as lp
+from llamapipe.cli.terminal import Terminal, WordWrap, width
+
+COMMAND = [sys.executable, "-m", "llamapipe", "chat", "--temperature", "0"]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(lp.__file__).parent.parent),
+    "TERM": "xterm-256color",
+    "PYTHONWARNINGS": "error",
+}
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+class Talk:
+    """A conversation in a pseudo terminal."""
+
+    def __init__(self, columns: int, home: Path, *options: str) -> None:
+        master, slave = pty.openpty()
+        os.set_blocking(master, True)
+        variables = {**ENVIRONMENT, "COLUMNS": str(columns), "XDG_STATE_HOME": str(home)}
+        self.child = subprocess.Popen(
+            [*COMMAND, *options],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=variables,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.master = master
+        self.text = ""
+        self._at = 0
+
+    def until(self, wanted: str) -> None:
+        """Reads until a text appears after what was asked for before."""
+        end = time.monotonic() + 60
+        while (found := self.text.find(wanted, self._at)) < 0:
+            assert time.monotonic() < end, self.text
+            self.text += CONTROL.sub("", os.read(self.master, 4096).decode(errors="replace"))
+        self._at = found + len(wanted)
+
+    def say(self, line: str) -> None:
+        os.write(self.master, line.encode())
+
+    def close(self) -> int:
+        self.say("\x04")
+        status = self.child.wait(60)
+        os.close(self.master)
+        return status
+
+
+@pytest.fixture(params=[60, 120])
+def talk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Talk]:
+    talk = Talk(request.param, tmp_path)
+    yield talk
+    if talk.child.poll() is None:
+        talk.child.kill()
+        talk.child.wait()
+
+
+def test_a_conversation_fits_the_terminal(talk: Talk, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    talk.until("> ")
+    talk.say("Tell me a story about a fox.\n")
+    talk.until("tokens/s")
+    talk.until("> ")
+    talk.say("/system Be brief.\n/help\n/nothing\n")
+    talk.until("no command /nothing")
+    talk.until("Ctrl-C stops")
+    talk.until("> ")
+    talk.say(f"/save {tmp_path}/talk.json\n")
+    talk.until("messages in")
+    talk.until("> ")
+    assert talk.close() == 0
+    columns = request.node.callspec.params["talk"]
+    long = [line for line in talk.text.split("\n") if width(line) >= columns and "talk.json" not in line]
+    assert not long
+    assert json.loads((tmp_path / "talk.json").read_text()) == [{"role": "system", "content": "Be brief."}]
+    assert "Tell me a story" in (tmp_path / "llamapipe" / "chat_history").read_text()
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
+    talk = Talk(80, tmp_path, "--ignore-eos", "--n-ctx", "1024", "--max-tokens", "900")
+    talk.until("> ")
+    talk.say("Tell me a story about a fox.\n")
+    talk.until("Once")
+    talk.child.send_signal(signal.SIGINT)
+    talk.until("stopped")
+    talk.until("> ")
+    talk.say("/reset\n")
+    talk.until("forgotten")
+    talk.until("> ")
+    talk.child.send_signal(signal.SIGINT)
+    talk.until("Ctrl-D or /exit ends")
+    talk.until("> ")
+    assert talk.close() == 0
+
+
+def test_lines_of_a_pipe_are_messages(tmp_path: Path) -> None:
+    lines = f"Hello\n\n/save {tmp_path}/a.json\n/exit\nnever read\n"
+    done = subprocess.run(
+        COMMAND, input=lines, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    messages = json.loads((tmp_path / "a.json").read_text())
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert messages[1]["content"] in done.stdout
+
+
+def test_a_conversation_over_the_context_says_what_to_do() -> None:
+    done = subprocess.run(
+        [*COMMAND, "--n-ctx", "64"], input="word " * 200 + "\n", capture_output=True, text=True, timeout=120,
+        env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "n_ctx is 64" in done.stdout and "/reset" in done.stdout
+
+
+def test_words_are_wrapped_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen:
+        encoding = "utf-8"
+        text = ""
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setenv("COLUMNS", "12")
+    screen = Screen()
+    wrap = WordWrap(Terminal(screen, {"TERM": "xterm"}))  # type: ignore[arg-type]
+    for piece in ("one tw", "o three", " four\nfi", "ve ", "x" * 30, " 漢字漢字漢字"):
+        wrap.write(piece)
+    wrap.end()
+    lines = screen.text.splitlines()
+    assert all(width(line) < 12 for line in lines)
+    assert "".join(screen.text.split()) == "onetwothreefourfive" + "x" * 30 + "漢字漢字漢字"
+    assert [line.rstrip() for line in lines[:3]] == ["one two", "three four", "five"]

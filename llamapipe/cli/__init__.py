@@ -16,8 +16,7 @@ from contextlib import redirect_stdout, suppress
 
 import llamapipe
 from llamapipe.cli import chat, demo, doctor, generate, serve, trace
-from llamapipe.cli.options import UsageError
-from llamapipe.cli.parser import CommandParser
+from llamapipe.cli.options import CommandParser, UsageError
 from llamapipe.errors import LlamapipeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141

@@ -1,16 +1,43 @@
-"""Command-line options that mirror `Model`, `Engine` and `SamplingParams`: same names, dashes for underscores."""
+"""The parser of a subcommand, and the options that mirror `Model`, `Engine` and `SamplingParams`.
+
+Options have the names of the arguments, with dashes for underscores.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 class UsageError(Exception):
     """The command line is invalid. The exit status is 2."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one subcommand.
+
+    Argparse reports unknown options with the usage of the whole program. This parser reports them itself, with its own
+    usage and the nearest option.
+    """
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse `args`; arguments that the subcommand does not know are an error."""
+        values, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._reject(unknown)
+        return values, unknown
+
+    def _reject(self, unknown: Sequence[str]) -> NoReturn:
+        message = f"unrecognized arguments: {' '.join(unknown)}"
+        wrong = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
+        if wrong is not None:
+            near = difflib.get_close_matches(wrong, self._option_string_actions, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        self.error(f"{message} (see {self.prog} --help)")
 
 
 @dataclass(frozen=True)

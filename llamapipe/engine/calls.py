@@ -10,6 +10,7 @@ from llamapipe.arguments import check_choice, check_flag, check_int
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.frontend.call_options import ON, call_options, makes_of, outcome_of
 from llamapipe.engine.frontend.keywords import explains_keywords
+from llamapipe.engine.frontend.long_work import built
 from llamapipe.engine.frontend.progress import Progress, progress_bar
 from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder, TokenIds
 from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score_job, tokens_job
@@ -414,7 +415,8 @@ class EngineCalls:
     ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
         """``generate`` for asyncio. Cancelling the task cancels its requests; raises as ``generate`` does."""
         self._engine_thread.check_open()
-        items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, ON))
+        checked = check_choice("on_error", on_error, ON)
+        items, single = await built(self._request_builder.items, prompt, params, checked)
         options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
         make = partial(self._request_builder.completions, items)
         return outcome_of(items, await self._submission.acollect(make, options), single)

@@ -20,11 +20,10 @@ from llamapipe.engine.frontend.chat_builder import (
     ToolChoice,
 )
 from llamapipe.engine.frontend.keywords import explains_keywords
+from llamapipe.engine.frontend.long_work import takes_long
 from llamapipe.engine.frontend.progress import progress_bar
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion
-
-_LONG = 8192  # characters of a conversation above which it is rendered in a thread
 
 
 class ChatCalls(EngineCalls):
@@ -179,16 +178,19 @@ class ChatCalls(EngineCalls):
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatCompletion | list[ChatCompletion]:
-        """``chat`` for asyncio. Long conversations are rendered in a thread. Cancelling the task cancels requests."""
+        """``chat`` for asyncio. What takes long is done in a thread. Cancelling the task cancels requests."""
         self._engine_thread.check_open()
         asked = ChatOptions(
             tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
         )
         options = call_options(timeout, block)
         build = partial(self._chat_builder.items, messages, params, asked)
-        import asyncio
+        if is_long_chat(messages, params, asked):
+            import asyncio
 
-        items, single = await asyncio.to_thread(build) if _is_long(messages) else build()
+            items, single = await asyncio.to_thread(build)
+        else:
+            items, single = build()
         options = replace(options, names_prompts=not single)
         make = partial(self._request_builder.completions, [item.item for item in items])
         return _answers(items, await self._submission.acollect(make, options), single)
@@ -210,7 +212,8 @@ class ChatCalls(EngineCalls):
     ) -> AsyncChatStream:
         """``stream_chat`` for asyncio; the request starts with the first ``__anext__``.
 
-        Bad arguments raise at once; those of a long conversation, which is rendered in a thread, at the start.
+        Bad arguments raise at once; those of a long conversation, or one with tools or a format, which is rendered in a
+        thread, at the start.
         """
         self._engine_thread.check_open()
         asked = ChatOptions(
@@ -219,7 +222,7 @@ class ChatCalls(EngineCalls):
         options = call_options(timeout, block)
         build = partial(self._chat_builder.item, messages, params, asked)
         open_stream = partial(self._open_astream, options=options)
-        return AsyncChatStream(build if _is_long(messages) else build(), open_stream)
+        return AsyncChatStream(build if is_long_chat(messages, params, asked) else build(), open_stream)
 
 
 def _answers(
@@ -230,19 +233,6 @@ def _answers(
     return answers[0] if single else answers
 
 
-def _is_long(messages: Any) -> bool:
-    """Whether the text of a conversation, or of several, is so long that rendering would hold up the event loop."""
-    left = _LONG
-    stack = [messages]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, str):
-            left -= len(value)
-        elif isinstance(value, Mapping):
-            stack.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            left -= len(value)
-            stack.extend(value)
-        if left < 0:
-            return True
-    return False
+def is_long_chat(messages: Any, params: Any, asked: ChatOptions) -> bool:
+    """Whether rendering a conversation, and compiling its grammar, would hold up an event loop."""
+    return bool(asked.tools) or asked.response_format is not None or takes_long(messages, params)

@@ -18,6 +18,7 @@ from llamapipe.engine.frontend.chat_builder import ChatBuilder
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.frontend.request_builder import RequestBuilder
 from llamapipe.engine.frontend.submission import Submission
+from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import EngineStats
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.engine_loop import EngineLoop
@@ -175,6 +176,13 @@ class Engine(ChatCalls):
         state = "closed" if self.closed else f"n_queued={self._queue.n}"
         kv = f" kv={self._kv_bytes / 2**20:.0f}MiB" if self._kv_bytes else ""
         return f"<Engine {state} {self._context_repr}{kv} {self.model.path.name!r}>"
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Checks params for this model, and compiles their constraint, which may take long. Any thread.
+
+        Later requests find it compiled: before ``astream``, call this in a thread. Raises as ``generate`` does.
+        """
+        self._request_builder.check_params(params)
 
     # ---- state
     def stats(self) -> EngineStats:

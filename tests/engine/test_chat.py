@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -258,6 +259,54 @@ class TestFormats:
     def test_a_class_without_a_schema_is_refused(self) -> None:
         with pytest.raises(TypeError, match="model_json_schema"):
             lp.SamplingParams(json_schema=int)  # type: ignore[arg-type]
+
+
+class TestEventLoops:
+    def test_tools_and_long_conversations_are_read_in_a_thread(self, tmp_path: Path) -> None:
+        threads: set[str] = set()
+
+        class Definition(dict[str, Any]):
+            """A tool that notes who reads it."""
+
+            def __getitem__(self, key: str) -> Any:
+                threads.add(threading.current_thread().name)
+                return super().__getitem__(key)
+
+            def get(self, key: str, default: Any = None) -> Any:
+                threads.add(threading.current_thread().name)
+                return super().get(key, default)
+
+        family = FAMILIES["Hermes"]
+        tool = Definition(TOOLS[0].as_openai())
+
+        async def run(engine: lp.Engine) -> None:
+            args = {"enable_thinking": False}
+            answer = await engine.achat(HELLO, GREEDY, tools=[tool], template_args=args)
+            assert [call.name for call in answer.tool_calls] == ["get_weather"]
+            async with engine.astream_chat(HELLO, GREEDY, tools=[tool], template_args=args) as stream:
+                parts = [part async for part in stream]
+                assert stream.n_prompt_tokens == answer.n_prompt_tokens
+            assert joined(parts).tool_calls[0].name == "get_weather"
+
+        with speaking(tmp_path, family.full, (), template(family.template).text) as engine:
+            asyncio.run(run(engine))
+        assert threads and "MainThread" not in threads
+
+    def test_a_stream_that_is_closed_before_it_began_gives_nothing(self, engine: lp.Engine) -> None:
+        async def run() -> None:
+            for messages in (HELLO, [{"role": "user", "content": "word " * 3000}]):
+                stream = engine.astream_chat(messages, GREEDY)
+                await stream.aclose()
+                assert [part async for part in stream] == []
+
+        asyncio.run(run())
+
+    def test_params_are_checked_and_compiled_ahead(self, engine: lp.Engine) -> None:
+        engine.check_params(lp.SamplingParams(regex="a+"))
+        with pytest.raises(InvalidRequestError, match="regex"):
+            engine.check_params(lp.SamplingParams(regex="("))
+        with pytest.raises(TypeError, match="params must be"):
+            engine.check_params({})  # type: ignore[arg-type]
 
 
 class TestRefusals:

@@ -52,6 +52,12 @@ class RequestBuilder:
         self._eog = model.vocab.eog_tokens
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Looks params up in the vocabulary and compiles their constraint. Raises as ``item`` does."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        self._factories.sampler_factory(params)
+
     def items(self, prompt: Any, params: Any, on_error: str = "raise") -> tuple[list[Item | Exception], bool]:
         """Each prompt with its params, and whether a single prompt was given.
 

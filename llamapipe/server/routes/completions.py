@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from llamapipe.engine.frontend.long_work import takes_long
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Choice, Completion, Delta, TokenLogprob
 from llamapipe.server.errors import ApiError
@@ -77,6 +79,8 @@ class _Job:
         if request.echo and top is not None:
             more["prompt_logprobs"] = top
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
+        if request.stream and takes_long((), params):
+            await asyncio.to_thread(call.state.engine.check_params, params)
         prompts = await prompts_of(
             call.state,
             request.prompt,

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -42,6 +43,8 @@ class Talk:
             stderr=slave,
             env=variables,
             start_new_session=True,
+            # In the background of a shell SIGINT is ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(slave)
         self.master = master
@@ -52,7 +55,8 @@ class Talk:
         """Reads until a text appears after what was asked for before."""
         end = time.monotonic() + 60
         while (found := self.text.find(wanted, self._at)) < 0:
-            assert time.monotonic() < end, self.text
+            ready, _, _ = select.select([self.master], [], [], max(end - time.monotonic(), 0))
+            assert ready, self.text
             self.text += CONTROL.sub("", os.read(self.master, 4096).decode(errors="replace"))
         self._at = found + len(wanted)
 

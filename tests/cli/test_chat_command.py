@@ -44,7 +44,7 @@ class Talk:
             env=variables,
             start_new_session=True,
             # In the background of a shell SIGINT is ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
         os.close(slave)
         self.master = master

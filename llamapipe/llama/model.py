@@ -199,8 +199,8 @@ class Model:
 
         ``messages``: dicts with ``role`` and ``content``. ``tools``: JSON schemas of functions, in OpenAI's form.
         ``add_generation_prompt``: end where an answer begins. ``template_args``: further variables of the template,
-        such as ``enable_thinking``. To generate, use ``Engine.chat``, or ``tokenize_chat``: in this text nobody can
-        tell what the template wrote from what a message contains.
+        such as ``enable_thinking``. To generate, use ``Engine.chat``, or ``tokenize_chat``: this text does
+        not show which control tokens the template wrote, and which a message contains.
 
         Any thread. Raises TypeError and InvalidRequestError for bad messages, where the template refuses them, and for
         a model without a template; ImportError without the extra ``chat``.

@@ -1,4 +1,9 @@
-"""Renders of every template of the pinned llama.cpp, compared with llama.cpp's own, through the peer's wheel."""
+"""Renders of every template of the pinned llama.cpp, compared with llama.cpp's own, through the peer's wheel.
+
+Of 280, 271 are equal. Four differ because reasoning is on unless it is switched off, as in most templates. Three show
+what llama.cpp leaves out: a tool call in a message whose content is null, the tools of a template that reads another
+name, the turn of a tool. Two are refused: one by both, one whose template wants a description of each parameter.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from support.conversations import CONVERSATIONS
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError
 
-LEAST, ALL = 264, 280  # the others differ by decisions: docs/design/ names them
+LEAST, ALL = 264, 280
 
 
 def theirs(template: str, model: Path) -> dict[str, str | None]:

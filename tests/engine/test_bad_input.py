@@ -168,7 +168,7 @@ def test_prompts_longer_than_the_context(engine: lp.Engine, call: Call) -> None:
 
 @every_entry
 @pytest.mark.parametrize("text", ["\ud800", "fine until \udfff"])
-def test_lone_surrogates(engine: lp.Engine, call: Call, text: str) -> None:
+def test_a_lone_surrogate_is_rejected(engine: lp.Engine, call: Call, text: str) -> None:
     with pytest.raises(ValueError, match=r"^text has a lone surrogate at \d+, which UTF-8 cannot express"):
         call(engine, text, GREEDY)
 
@@ -372,7 +372,7 @@ def test_lists_of_parameters(engine: lp.Engine, call: Call) -> None:
 
 
 @pytest.mark.parametrize("extreme", [-INF, -1e6, 1e6])
-def test_extreme_biases(engine: lp.Engine, extreme: float) -> None:
+def test_an_extreme_bias_decides(engine: lp.Engine, extreme: float) -> None:
     first = engine.generate("biased", GREEDY).token_ids[0]
     params = dataclasses.replace(GREEDY, logit_bias={first: extreme})
     assert (first in engine.generate("biased", params).token_ids) == (extreme > 0)
@@ -408,7 +408,7 @@ def test_timeouts_that_never_come(engine: lp.Engine, call: Call, timeout: Any) -
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=names)
-def test_flags(engine: lp.Engine, flag: Bad) -> None:
+def test_a_flag_must_be_true_or_false(engine: lp.Engine, flag: Bad) -> None:
     for name, call in EVERY.items():
         if name != "start":
             with pytest.raises(TypeError, match=r"^block must be True or False"):
@@ -543,7 +543,7 @@ def test_files_that_are_no_models(
         assert str(caught.value).startswith(str(path))
 
 
-def test_truncated_anywhere(engine: lp.Engine, tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_refused(engine: lp.Engine, tmp_path: Path) -> None:
     whole = tiny_model(tmp_path / "whole.gguf").read_bytes()
     cut = tmp_path / "cut.gguf"
     for n_bytes in (5, 24, 100, 5_000, len(whole) // 2, len(whole) - 1):

@@ -406,7 +406,7 @@ class TestDefects:
         assert desk.engine_thread.stats().n_queued == 0
         wait_until(lambda: desk.queue.n == 0)
 
-    def test_sampling_raises(self, make_desk: MakeDesk) -> None:
+    def test_sampling_that_raises_ends_the_engine(self, make_desk: MakeDesk) -> None:
         desk = make_desk(n_slots=2, sample_failures={0: RuntimeError("sampling failed")})
         with desk.held():
             waits = self.everyone(desk)

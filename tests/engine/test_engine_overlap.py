@@ -324,7 +324,7 @@ class TestCohortSwitch:
         ("compute_s", "other_s", "expected"),
         [(1.0, 1.0, 1.0), (1.0, 2.0, 1.5), (1.0, 10.0, 1.1), (0.0, 0.0, 1.0)],
     )
-    def test_the_formula(self, compute_s: float, other_s: float, expected: float) -> None:
+    def test_the_gain_follows_its_formula(self, compute_s: float, other_s: float, expected: float) -> None:
         from llamapipe.engine.worker.micro_batches import gain
 
         assert math.isclose(gain(compute_s, other_s), expected)

@@ -238,7 +238,9 @@ class TestDistribution:
             Stages(top_k=64, min_p=0.05, temperature=0.6),
         ],
     )
-    def test_chi_square(self, vocabs: dict[int, Vocab], chain: Stages) -> None:
+    def test_tokens_are_drawn_from_the_exact_distribution(
+        self, vocabs: dict[int, Vocab], chain: Stages
+    ) -> None:
         """Against the exact distribution, and against the CPU's route with other numbers."""
         n_draws, size = 4000 if not ON_DEVICE else 1000, 500
         row = (2 * np.random.default_rng(5).normal(size=size)).astype(np.float32)
@@ -285,7 +287,9 @@ class TestWhatIsInTheGraph:
             ({"ignore_eos": True}, False),
         ],
     )
-    def test_of_requests(self, vocabs: dict[int, Vocab], options: dict[str, Any], inside: bool) -> None:
+    def test_options_decide_whether_the_graph_samples(
+        self, vocabs: dict[int, Vocab], options: dict[str, Any], inside: bool
+    ) -> None:
         sampler_factory = SamplerFactoryCache(vocabs[500], 64).sampler_factory(lp.SamplingParams(**options))
         with sampler_factory.make(Request([1])) as chain:
             assert native().lib.lp_in_graph(chain.handle) == inside
@@ -428,7 +432,7 @@ class TestEngine:
         software = demo.devices[0].type == "cpu" or demo.devices[0].is_software
         assert (engine.stats().n_graph_sampled == 0) == software
 
-    def test_bad_choices(self, demo: lp.Model) -> None:
+    def test_another_value_is_rejected(self, demo: lp.Model) -> None:
         with pytest.raises(ValueError, match="graph_sampling"):
             lp.Engine(demo, graph_sampling="yes")  # type: ignore[arg-type]
 
@@ -652,7 +656,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("n_top", [0, 5, 63, 64])
     @pytest.mark.parametrize("n", [N_SEQ, N_SEQ + 2], ids=["whole", "in parts"])
-    def test_scores(self, demo: lp.Model, ring: str, n: int, n_top: int) -> None:
+    def test_scores_come_without_the_row(self, demo: lp.Model, ring: str, n: int, n_top: int) -> None:
         """Log-probabilities of up to four tokens a row, and of the most probable ones, without the row.
 
         Rows of a step that does not fit into a slot cannot be had later, so they come at once where candidates may not

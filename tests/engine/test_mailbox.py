@@ -205,7 +205,7 @@ def in_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def test_timeouts() -> None:
+def test_get_ends_at_its_timeout() -> None:
     dispatcher = ResultDispatcher()
     mailbox = ThreadMailbox(dispatcher)
     for timeout in (0, 0.01):

@@ -218,7 +218,7 @@ class TestAdmission:
         with pytest.raises(ValueError, match="n_cells is 63 and n_ctx 64"):
             Scheduler(4, 64, 63, 32, 16)
 
-    def test_reprs(self) -> None:
+    def test_reprs_show_the_state(self) -> None:
         bench = Bench(n_slots=1)
         a = bench.add(n_prompt=3, max_tokens=1)
         bench.add()
@@ -515,7 +515,7 @@ class TestAgain:
         assert_done(a, b)
 
     @pytest.mark.parametrize("event", ["an end", "a cancel", "a pause", "a new one"])
-    def test_not_after(self, event: str) -> None:
+    def test_a_plan_is_not_repeated_after_a_change(self, event: str) -> None:
         bench = Bench()
         a = bench.add(max_tokens=20)
         b = bench.add(
@@ -562,7 +562,7 @@ class TestAgain:
 
 class TestEnd:
     @pytest.mark.parametrize("max_tokens", [1, 2, 7])
-    def test_max_tokens(self, max_tokens: int) -> None:
+    def test_max_tokens_ends_a_request(self, max_tokens: int) -> None:
         bench = Bench()
         a = bench.add(max_tokens=max_tokens)
         assert bench.run() == max_tokens
@@ -660,7 +660,7 @@ class TestCancel:
         bench.steps(2)
         self.cancelled(bench, request, other)
 
-    def test_paused(self) -> None:
+    def test_a_paused_request_is_cancelled(self) -> None:
         bench = Bench()
         request, other = bench.add(token_budget=2), bench.add()
         bench.steps(3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llamapipe.engine.results import Timings, TokenLogprob, shortened
 
@@ -39,9 +39,9 @@ class ChatChoice:
         return f"ChatChoice({self.index}, {shortened(self.content)}, {self.finish_reason!r}{calls})"
 
     @property
-    def message(self) -> dict[str, object]:
+    def message(self) -> dict[str, Any]:
         """The answer as a message, to be appended to the conversation."""
-        message: dict[str, object] = {"role": "assistant", "content": self.content}
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -89,7 +89,7 @@ class ChatCompletion:
         return self.choices[0].finish_reason
 
     @property
-    def message(self) -> dict[str, object]:
+    def message(self) -> dict[str, Any]:
         """The first choice as a message, to be appended to the conversation."""
         return self.choices[0].message
 

@@ -141,7 +141,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def instructions(session: nox.Session) -> None:
-    """Count the instructions of fixed work with valgrind, and compare with what is stored; nothing is built for it."""
+    """Count the instructions of fixed work with valgrind and compare them with the stored counts; builds nothing."""
     if shutil.which("valgrind") is None:
         session.skip("valgrind is missing here; on Debian: apt-get install valgrind")
     session.install("numpy", "cffi")
@@ -192,7 +192,7 @@ def _install(session: nox.Session, *settings: str, extra: str = "") -> None:
 
 
 def _pytest(session: nox.Session, *arguments: str, default: Sequence[str] = ("tests",)) -> None:
-    """Run pytest on what was asked for, or on the default."""
+    """Run pytest on the given tests, or on the default ones."""
     given = [str(HERE / text) if text.split("/")[0] == "tests" else text for text in session.posargs]
     if not any(text.startswith(str(HERE)) for text in given):
         given += [str(HERE / text) for text in default]
@@ -200,7 +200,7 @@ def _pytest(session: nox.Session, *arguments: str, default: Sequence[str] = ("te
 
 
 def _run_pytest(session: nox.Session, *arguments: str) -> None:
-    """Run pytest away from the clone: what the tests start must import the installed package, too."""
+    """Run pytest outside the clone, so that the programs that tests start import the installed package, too."""
     configuration = ["-c", str(HERE / "pyproject.toml"), "--rootdir", str(HERE)]
     with session.chdir(session.create_tmp()):
         session.run("pytest", *configuration, *arguments)

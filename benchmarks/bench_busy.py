@@ -68,7 +68,7 @@ class Cell:
 
 @contextmanager
 def neighbours(load: str) -> Iterator[None]:
-    """Other work beside, while it is open."""
+    """Other work that runs until ``close``."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         processes += [subprocess.Popen([sys.executable, "-c", code]) for code in LOADS[load]]
@@ -81,7 +81,7 @@ def neighbours(load: str) -> Iterator[None]:
 
 
 class Side:
-    """Engines with the same number of threads, each asked by a thread of its own if there are several."""
+    """Engines with the same number of threads; several engines have a calling thread each."""
 
     def __init__(self, model: lp.Model, n: int, engines: Sequence[lp.Engine]) -> None:
         self.engines = engines
@@ -162,7 +162,7 @@ def measure(
 
 
 def main() -> None:
-    """Carry out the command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", type=Path, help="GGUF files (default: the bundled model)")
     parser.add_argument("--bundled", action="store_true", help="also the bundled model")

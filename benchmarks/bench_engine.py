@@ -97,12 +97,12 @@ class BareLoop:
 
 
 class Ways:
-    """The ways to be timed, over one model; each gives its seconds."""
+    """The ways that are compared, over one model; each returns its seconds."""
 
     def __init__(self, model: lp.Model, n: int, n_prompt: int, n_generate: int, contexts: bool) -> None:
         n_ctx = n_prompt + n_generate + 8
         self.n, self.n_generate = n, n_generate
-        # No prompt begins like another.
+        # No two prompts share a prefix.
         self.prompts = [
             [(7 * i + 3 * j) % (model.n_vocab - 300) + 290 for j in range(n_prompt)] for i in range(n)
         ]
@@ -195,7 +195,7 @@ def measure(
 
 
 def report(name: str, rounds: dict[str, list[float]], n: int, n_generate: int) -> dict[str, float]:
-    """Prints a model's figures; returns the ratios: medians of what is compared round by round."""
+    """Prints a model's figures. Returns the ratios: medians over the rounds."""
 
     def ratio(a: str, b: str) -> float:
         return statistics.median(x / y for x, y in zip(rounds[a], rounds[b], strict=True))

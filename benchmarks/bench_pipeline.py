@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# ---- decoding: what the ring costs where nothing overlaps
+# ---- decoding: the cost of the ring if nothing overlaps
 def decode(model: lp.Model, args: argparse.Namespace) -> Result:
     """Steps of one token a sequence, sampled greedily: the ring and llama.cpp's own buffer in turns."""
     found = {}
@@ -102,7 +102,7 @@ class Steps:
         self.n_seq = n_seq
 
     def run(self, n_steps: int) -> float:
-        """Seconds of a step, the median of so many behind a prompt of 64 tokens."""
+        """Seconds of a step: the median over several steps after a prompt of 64 tokens."""
         n, executor = self.n_seq, self.executor
         for seq_id in range(n):
             executor.remove(seq_id, 0)
@@ -120,7 +120,7 @@ class Steps:
 
 # ---- reading all rows
 def overlap(model: lp.Model, args: argparse.Namespace) -> Result:
-    """Prompts whose every row is read by numpy: one step after another, and the next computed meanwhile."""
+    """Prompts whose every row numpy reads: one step after another, and with the next step computed meanwhile."""
     n, n_steps = args.rows, args.steps
     options = {"n_ctx": n * n_steps, "n_batch": n, "n_ubatch": n, "n_threads": args.n_threads}
     tokens = (7 * np.arange(n) + 3) % model.n_vocab
@@ -190,7 +190,7 @@ def _pipelined(pipe: lp.Pipeline, batches: Sequence[Batch], passes: int) -> floa
 
 # ---- engines
 def engine(model: lp.Model, args: argparse.Namespace) -> Result:
-    """The same requests through an engine whose steps are one by one, and one whose steps overlap."""
+    """The same requests through an engine that runs one step at a time, and one whose steps overlap."""
     params = lp.SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
     prompts = [[(5 * i + j) % model.n_vocab for j in range(64)] for i in range(max(args.sequences))]
     found = {}
@@ -268,7 +268,7 @@ def _chunk(model: lp.Model, i: int, n: int) -> Batch:
 
 # ---- memory
 def memory(model: lp.Model, args: argparse.Namespace) -> Result:
-    """Each operation on a sequence of 1024 tokens: the call itself, and the step behind it against one without it."""
+    """Each operation on a sequence of 1024 tokens: the call itself, and the step after it against a step without it."""
     found = {}
     n = 1024
     for unified in (True, False):
@@ -304,13 +304,13 @@ def memory(model: lp.Model, args: argparse.Namespace) -> Result:
                         step_s.append(elapsed)
             mode = "unified" if unified else "streams"
             print(f"memory, {mode}: {name:18} {median(operation_s) * 1e6:9.1f} us, "
-                  f"the step behind it {median(step_s) * 1e3:8.3f} ms")  # fmt: skip
+                  f"the step after it {median(step_s) * 1e3:8.3f} ms")  # fmt: skip
             found[f"{mode}, {name}"] = {"operation_s": median(operation_s), "step_s": median(step_s)}
     return found
 
 
 def _shift(pipe: lp.Pipeline) -> None:
-    """The oldest eight tokens are forgotten and the others take their places."""
+    """Removes the oldest eight tokens and shifts the others to their positions."""
     pipe.memory.remove(0, 0, 8)
     pipe.memory.shift(0, 8, -1, -8)
 

@@ -1,4 +1,4 @@
-"""Measures sampling in the graph: what a request costs to start, and what steps cost with it and without.
+"""Measures sampling in the graph: the cost of starting a request, and of a step with and without it.
 
 python benchmarks/bench_sampling.py MODEL start     # make a request's sampler, prepare its first row; fails over 10 us
 python benchmarks/bench_sampling.py MODEL graph     # the subgraph alone on random rows, by device and number of rows
@@ -80,12 +80,12 @@ def graph(model: lp.Model, args: argparse.Namespace) -> int:
             def run(n_vocab: int, n: int, handle: object = handle) -> float:
                 rows = np.random.default_rng(1).normal(size=(n, n_vocab)).astype(np.float32)
                 out, some = ffi.new("float[]", n * lib.LP_GRAPH_RESULTS), ffi.new("float[]", n * 2 * 64)
-                nobody = ffi.new("lp_sampler *[]", n)
+                no_samplers = ffi.new("lp_sampler *[]", n)
                 given, targets = ffi.from_buffer("float[]", rows), ffi.new("int32_t[]", n)
                 times = []
                 for _ in range(args.repeats):
                     began = perf_counter()
-                    if lib.lp_graph_sample(handle, n_vocab, n, given, nobody, targets, out, some) != 0:
+                    if lib.lp_graph_sample(handle, n_vocab, n, given, no_samplers, targets, out, some) != 0:
                         raise RuntimeError(last_error(module))
                     times.append(perf_counter() - began)
                 return min(times) * 1e3

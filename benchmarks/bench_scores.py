@@ -74,7 +74,7 @@ def peer_worker(workload: str, path: str, reuse: bool) -> Callable[[], list[floa
         for context, choices in questions():
             for i, choice in enumerate(choices):
                 if reuse and i:
-                    llama.n_tokens = len(context)  # eval removes the cells behind
+                    llama.n_tokens = len(context)  # eval removes the cells after these
                     llama.eval(choice)
                 else:
                     llama.reset()
@@ -122,7 +122,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 # ---- the comparison
 class Worker:
-    """A worker process, which is told to run and answers with what it took."""
+    """A worker process; it runs on command and answers with its figures."""
 
     def __init__(self, python: str, kind: str, arguments: argparse.Namespace) -> None:
         command = [python, __file__, arguments.workload, arguments.model, "--worker", kind]
@@ -132,7 +132,7 @@ class Worker:
             raise SystemExit(f"the worker {kind!r} of {python} did not start")
 
     def run(self) -> dict[str, Any]:
-        """One run: seconds, peak memory, and what was found."""
+        """One run: seconds, peak memory, and results."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print("go", file=self.process.stdin, flush=True)
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
@@ -172,7 +172,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def candidates(arguments: argparse.Namespace) -> None:
-    """Draws from one row with top_k 40 and a temperature, ours and ``llama_sampler_sample``, in turns."""
+    """Samples from one row with top_k 40 and a temperature: llamapipe and ``llama_sampler_sample`` in turns."""
     import llamapipe as lp
     from llamapipe.llama import Batch, Context, SamplerChain
     from llamapipe.native.load import LIB_DIR

@@ -1,4 +1,4 @@
-"""The server under clients that stream, hang up, send nonsense and stay idle: what is left when they are gone.
+"""The server under clients that stream, hang up, send malformed requests and stay idle; counts the leaks afterwards.
 
     python benchmarks/soak_server.py [MODEL.gguf] --seconds 120 --clients 64
     python benchmarks/soak_server.py --clients 256 --idle 2000 --seconds 30
@@ -118,7 +118,7 @@ async def run(port: int, args: argparse.Namespace, n_ctx: int) -> Counter[str]:
 
 
 async def first(port: int) -> None:
-    """A request that opens what the server keeps."""
+    """A request that makes the server allocate what it keeps for ever."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(raw(b'{"prompt": "a", "max_tokens": 2, "stream": true}'))
     await reader.readuntil(b"data: [DONE]\n\n")
@@ -126,7 +126,7 @@ async def first(port: int) -> None:
 
 
 def main() -> int:
-    """Runs the clients and checks what is left."""
+    """Runs the clients and checks for leaks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("model", type=Path, nargs="?", default=lp.demo_model_path())
     parser.add_argument("--seconds", type=float, default=120)

@@ -1,4 +1,4 @@
-"""What the GPU backends need beyond a C++ compiler: checked before anything is compiled."""
+"""Checks the requirements of the GPU backends beyond a C++ compiler, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from native_build.toolchain import Compilers, cmake_version, find_cmake
 
 @dataclass(frozen=True)
 class Machine:
-    """What a backend's check looks at."""
+    """The inputs of a backend's check."""
 
     options: BuildOptions
     compilers: Compilers
 
     def preprocess(self, flags: Sequence[str], program: str) -> str | None:
-        """What the C++ preprocessor makes of ``program``; None if a header is missing."""
+        """The output of the C++ preprocessor for ``program``; None if a header is missing."""
         command = [*self.compilers.cxx, *flags, "-x", "c++", "-E", "-P", "-"]
         done = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
         return done.stdout if done.returncode == 0 else None
@@ -34,7 +34,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU backend that can be built here: CMake arguments, and what its result depends on."""
+    """A GPU backend that can be built here: its CMake arguments, and the inputs that its result depends on."""
 
     name: str
     cmake_arguments: tuple[str, ...]
@@ -42,7 +42,7 @@ class Accelerator:
 
 
 def find_accelerators(options: BuildOptions, compilers: Compilers) -> tuple[Accelerator, ...]:
-    """The GPU backends asked for, if they can be built here; raises BuildError naming what is missing."""
+    """The chosen GPU backends. Raises BuildError, which names the missing requirement, if one cannot be built here."""
     machine = Machine(options, compilers)
     return tuple(_FINDERS[name](machine) for name in options.accelerators)
 
@@ -59,7 +59,7 @@ def _cuda(machine: Machine) -> Accelerator:
     present = ""
     if not architectures and not machine.options.all_variants and cmake_version(find_cmake()) >= (3, 24):
         present = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).strip()
-        # Code for the GPUs in this machine only takes minutes; for all that llama.cpp supports, an hour.
+        # Compiling for the GPUs in this machine takes minutes; for every GPU that llama.cpp supports, an hour.
         architectures = "native" if re.match(r"\d+\.\d+", present) else ""
     arguments = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DGGML_CUDA_NCCL=OFF"]
     if architectures:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-# What a compiler defines for instructions that it may use → the feature's name in Linux's /proc/cpuinfo. Listed are
-# those that compiled code of llama.cpp can contain, not those of the kernel or of the memory system.
+# Macros that a compiler defines for instruction sets, and the names of these in Linux's /proc/cpuinfo. The list has
+# those that llama.cpp's code can contain, not those of the kernel or of the memory system.
 _X86 = {
     "__SSE3__": "pni",
     "__SSSE3__": "ssse3",

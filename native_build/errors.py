@@ -1,10 +1,10 @@
-"""The one exception of the build."""
+"""The exception that the build raises."""
 
 from __future__ import annotations
 
 
 class BuildError(Exception):
-    """Something that the person who builds has to put right.
+    """A problem that the user has to fix.
 
     ``problem`` names the thing, ``fix`` is the command (or the setting) that puts it right.
     """

@@ -31,7 +31,7 @@ from native_build.toolchain import (
     macros,
 )
 
-# A full disk or a folder that is not the user's: the user has to fix that.
+# A full disk, or a folder without write permission: the user has to fix these.
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
@@ -52,7 +52,7 @@ def build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> No
 
 
 def _build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> None:
-    # All that may be missing comes before the minutes of compiling, not after them.
+    # Every requirement is checked before the minutes of compiling, not after them.
     compilers, accelerators = _requirements(options)
     recipe = Recipe(options, find_source(options.source, say), compilers)
     libraries = build_libraries(recipe, accelerators, say)
@@ -73,12 +73,12 @@ def _build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> N
     for path in folder.iterdir():
         if (
             path.name not in kept
-        ):  # of an earlier build: a backend that was not asked for now would still be loaded
+        ):  # left by an earlier build: a backend that this build leaves out would still be loaded
             path.unlink()
 
 
 def check(options: BuildOptions) -> None:
-    """Raise BuildError if something is missing that a build of ``options`` needs. Fetches and compiles nothing."""
+    """Raises BuildError if a requirement of a build of ``options`` is missing. Fetches and compiles nothing."""
     _requirements(options)
     find_cmake()
     find_ninja()
@@ -95,13 +95,13 @@ def _requirements(options: BuildOptions) -> tuple[Compilers, tuple[Accelerator, 
 
 
 def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
-    """What ``llamapipe doctor`` shows about the build, and what the package checks before it loads the library."""
+    """Facts about the build, for ``llamapipe doctor`` and for the package's check before it loads the library."""
     return {
         "llama_cpp_commit": recipe.source.commit,
         "llama_cpp_source": recipe.source.description,
         "backends": list(recipe.options.backends),
         "compiler": recipe.compilers.version,
-        # Names only: a wheel must not carry the folders of the machine that made it.
+        # Names only: a wheel must not contain paths of the machine that built it.
         "flags": " ".join(
             Path(flag).name if flag[0] == "/" else flag for flag in recipe.compiler_flags("CXX")
         ),

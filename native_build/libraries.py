@@ -27,7 +27,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Libraries:
-    """Finished libraries in the cache: their folders (the core's first), and whether OpenMP is in."""
+    """Finished libraries in the cache: their folders (the core's first), and whether they use OpenMP."""
 
     folders: tuple[Path, ...]
     openmp: bool
@@ -36,7 +36,7 @@ class Libraries:
 def build_libraries(
     recipe: Recipe, accelerators: Sequence[Accelerator], say: Callable[[str], None]
 ) -> Libraries:
-    """The core and these backends; compiles only what the cache does not hold. Raises BuildError."""
+    """The core and these backends. Compiles only those that the cache lacks. Raises BuildError."""
     tree = cache_dir() / "build" / recipe.tree_key
     finished = cache_dir() / "native" / recipe.key
     targets = {"core": finished / "core"}
@@ -44,7 +44,7 @@ def build_libraries(
         targets[accelerator.name] = finished / f"{accelerator.name}-{store.key_of({**accelerator.identity})}"
 
     if recipe.options.clean or not all(store.lookup(target) for target in targets.values()):
-        # Only who compiles takes the lock: what is finished can be had while another backend is being compiled.
+        # Only a process that compiles takes the lock: finished libraries can be used while another backend is compiled.
         with store.locked(tree.with_suffix(".lock"), say):
             if recipe.options.clean:
                 shutil.rmtree(tree, ignore_errors=True)
@@ -90,7 +90,7 @@ def _compile(
     ]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCMAKE_PROJECT_INCLUDE={injected}"]
     configure += [f"-DLLAMA_BUILD_COMMIT={recipe.source.commit[:9]}"]
-    # Only what is compiled now is on: llama.cpp's build makes the core wait for every backend that is.
+    # Only the backends compiled now are switched on: llama.cpp's build makes the core wait for all that are.
     configure += [f"-DGGML_{name.upper()}=OFF" for name in BACKENDS[1:] if name not in targets]
     for accelerator in accelerators:
         configure += accelerator.cmake_arguments if accelerator.name in targets else ()
@@ -111,7 +111,7 @@ def _compile(
 def _environment(recipe: Recipe) -> dict[str, str]:
     # Flags are given as arguments; from the environment CMake would take them a second time.
     environment = {name: value for name, value in os.environ.items() if name not in ("CFLAGS", "CXXFLAGS")}
-    # llama.cpp's build asks git for its commit: an unpacked archive must not answer with a repository around it.
+    # llama.cpp's build asks git for its commit. An unpacked archive must not get the commit of an enclosing repository.
     environment["GIT_CEILING_DIRECTORIES"] = str(recipe.source.path.parent)
     return environment
 

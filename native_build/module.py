@@ -21,7 +21,7 @@ from native_build.paths import PACKAGE_NATIVE, cache_dir
 from native_build.recipe import Recipe, core_libraries
 from native_build.toolchain import check_python_headers
 
-# Raise when the same inputs give another result.
+# Increase this when equal inputs give a different result.
 VERSION = 1
 NAME = "llamapipe.native._native"
 _CAPTURE: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -34,7 +34,7 @@ def free_threaded() -> bool:
 
 
 def file_name() -> str:
-    """The module's file name: one for every version of Python where the stable ABI can be used."""
+    """The module's file name; the same for every version of Python if the stable ABI can be used."""
     return f"_native{sysconfig.get_config_var('EXT_SUFFIX')}" if free_threaded() else "_native.abi3.so"
 
 
@@ -95,7 +95,7 @@ def _generate(declarations: str, target: Path) -> None:
         raise BuildError(
             f"cffi cannot read llamapipe/native/cdef: {error}", "correct the declaration"
         ) from None
-    # cffi's C code keeps to the stable ABI by itself unless this Python has none.
+    # cffi's C code uses the stable ABI by default if this Python has one.
     ffi.set_source(NAME, '#include "native_test.h"\n')
     with contextlib.redirect_stdout(io.StringIO()):  # cffi announces the file's name
         ffi.emit_c_code(str(target))
@@ -104,7 +104,7 @@ def _generate(declarations: str, target: Path) -> None:
 def _compile(recipe: Recipe, headers: Path, scratch: Path) -> list[Path]:
     tree = recipe.source.path
     ours = [PACKAGE_NATIVE / "src", tree / "include", tree / "ggml" / "include", headers]
-    # Internal headers, for what has no public counterpart: after ours, and without their warnings.
+    # llama.cpp's internal headers, for functions without a public counterpart: after our own, without their warnings.
     internal = [tree / "src", tree / "ggml" / "src"]
     include = [
         *(f"-I{path}" for path in ours),

@@ -1,4 +1,4 @@
-"""What can be chosen about a build."""
+"""The options of a build."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BuildOptions:
 
     @property
     def n_jobs(self) -> int:
-        """Compilations to run at once: what was asked for, else the cores this process may use."""
+        """Compilations to run at once: the given number, or by default the cores that this process may use."""
         if self.jobs is not None:
             return self.jobs
         if hasattr(os, "sched_getaffinity"):

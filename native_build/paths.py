@@ -13,14 +13,14 @@ CHECKOUT = PROJECT / "third_party" / "llama.cpp"
 
 
 def cache_dir() -> Path:
-    """The folder that downloads, build trees and built libraries are kept in, shared by all environments.
+    """The folder for downloads, build trees and built libraries, shared by all environments.
 
     ``LLAMAPIPE_CACHE_DIR`` sets it; else it is ``llamapipe`` in the user's cache folder
     (``XDG_CACHE_HOME``, ``~/Library/Caches`` on macOS, ``~/.cache`` elsewhere). It may be deleted at any time.
     """
     if own := os.environ.get("LLAMAPIPE_CACHE_DIR"):
         return Path(own).expanduser().absolute()
-    # The specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     if (xdg := os.environ.get("XDG_CACHE_HOME")) and Path(xdg).is_absolute():
         return Path(xdg) / "llamapipe"
     if sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""The package build (PEP 517 and 660): setuptools', with CMake and Ninja fetched only where the system lacks them.
+"""The package build (PEP 517 and 660): setuptools, with CMake and Ninja fetched only if the system lacks them.
 
 Settings: ``pip install . --config-settings=backend=vulkan``; all of them in ``options.with_settings``.
 """
@@ -23,7 +23,7 @@ options = BuildOptions()
 
 @contextmanager
 def _settings(given: Settings | None) -> Iterator[dict[str, str | list[str]]]:
-    """Take our settings; yields those for setuptools. A BuildError ends the process with its message alone."""
+    """Takes llamapipe's settings and yields setuptools'. A BuildError ends the process with only its message."""
     global options
     try:
         mine = {
@@ -32,31 +32,31 @@ def _settings(given: Settings | None) -> Iterator[dict[str, str | list[str]]]:
             if not name.startswith("--")
         }
         options = with_settings(BuildOptions(), mine)
-        # pip shows all output when a build fails: setuptools' lists of files would bury the message.
+        # pip shows all output when a build fails. setuptools' lists of files would bury the message.
         yield {
             "--quiet": "on",
             **{name: value for name, value in (given or {}).items() if name.startswith("--")},
         }
     except BuildError as error:
-        # pip shows what the hook printed; a traceback would only hide the message.
+        # pip shows the output of the hook; a traceback would only hide the message.
         print(error, file=sys.stderr, flush=True)
         sys.exit(1)
 
 
 def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
-    """What to install before ``build_wheel``."""
+    """The packages to install before ``build_wheel``."""
     with _settings(config_settings) as rest:
         return build_meta.get_requires_for_build_wheel(rest) + package_requirements()
 
 
 def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
-    """What to install before ``build_editable``."""
+    """The packages to install before ``build_editable``."""
     with _settings(config_settings) as rest:
         return build_meta.get_requires_for_build_editable(rest) + package_requirements()
 
 
 def get_requires_for_build_sdist(config_settings: Settings | None = None) -> list[str]:
-    """What to install before ``build_sdist``: nothing native is compiled for it."""
+    """The packages to install before ``build_sdist``, which compiles nothing."""
     with _settings(config_settings) as rest:
         return build_meta.get_requires_for_build_sdist(rest)
 

@@ -24,7 +24,7 @@ def run(
 ) -> None:
     """Run ``command``; its output goes to ``log``. With ``say``, its ``[k/n]`` lines are shown as progress.
 
-    On a terminal that is one line that changes, elsewhere a line every tenth of the way.
+    On a terminal, one line is updated; elsewhere, each tenth of the work prints a line.
     Raises BuildError with the first compiler errors.
     """
     live = say is not None and sys.stderr.isatty()
@@ -64,5 +64,5 @@ def run(
         ]
         raise BuildError(
             f"{what} llama.cpp failed (exit code {process.returncode}):\n    " + "\n    ".join(errors),
-            f"see {log.name}; after putting it right, run the same command with --clean",
+            f"see {log.name}; fix the problem and run the same command with --clean",
         )

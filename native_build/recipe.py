@@ -1,4 +1,4 @@
-"""How llama.cpp is compiled: CMake's arguments, and the key under which the result is kept."""
+"""How llama.cpp is compiled: CMake's arguments, and the key of the result in the cache."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from native_build.sources import Source
 from native_build.store import key_of
 from native_build.toolchain import Compilers
 
-# Raise when the same inputs give another result: every cached one is then built anew.
+# Increase this when equal inputs give a different result: all cached results are then rebuilt.
 VERSION = 1
 # Given to llama.cpp's build as CMAKE_PROJECT_INCLUDE.
-# Other bindings ship libllama.so.0 and libggml-base.so.0 too, and the loader takes a library that is already in
-# the process for every other of its name: so ours have names of their own. Backend modules are opened by their
-# path, so they keep llama.cpp's names, by which its loader finds them.
+# Other bindings ship libllama.so.0 and libggml-base.so.0 too, and the dynamic loader loads only one library of each
+# name into a process, so llamapipe's have other names. Backend modules are opened by path and keep llama.cpp's names,
+# because its loader searches for these.
 INJECTED = 'set(CMAKE_SHARED_LIBRARY_PREFIX "libllamapipe-")\n'
-# Set by people to influence compilers. CMake takes the last three from the environment by itself.
+# Environment variables with compiler flags. CMake reads the last three by itself.
 _VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT")
 _LEFT_OUT = ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP", "UI")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the core libraries and the CPU modules are."""
+    """All inputs that the core libraries and the CPU modules depend on."""
 
     options: BuildOptions
     source: Source
@@ -36,11 +36,11 @@ class Recipe:
 
     @property
     def tuning(self) -> tuple[str, ...]:
-        """Compiler flags for this machine's own instructions; none where the choice is made at run time."""
+        """Compiler flags for this machine's instruction sets; none if the choice is made at run time."""
         return () if self.options.all_variants else self.compilers.native_flags
 
     def compiler_flags(self, language: str) -> list[str]:
-        """What the user set for ``language`` (C or CXX), then ours."""
+        """The user's flags for ``language`` (C or CXX), then llamapipe's."""
         given = [
             *shlex.split(os.environ.get("CPPFLAGS", "")),
             *shlex.split(os.environ.get(f"{language}FLAGS", "")),
@@ -49,7 +49,7 @@ class Recipe:
 
     @property
     def cmake_arguments(self) -> tuple[str, ...]:
-        """The arguments that all backends share: adding one changes none of them, so the core stays as it is."""
+        """The arguments that all backends share. Another backend changes none of them, so the core is not rebuilt."""
         origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
         return (
             # A list: a compiler command may have fixed arguments (CXX="ccache g++").

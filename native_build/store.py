@@ -1,4 +1,4 @@
-"""Locks and finished results in the user's cache: complete or absent, whatever other process builds."""
+"""Locks and finished results in the user's cache. A result is complete or absent, also while other processes build."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANIFEST = "result.json"
 
 @contextmanager
 def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` (created), waiting for other processes; says so when it has to wait."""
+    """Holds an exclusive lock on ``path``, which is created. Reports if it has to wait for another process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":  # not supported yet; msvcrt.locking would go here
         yield
@@ -30,12 +30,12 @@ def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         except OSError:
             say("another build is using the same folder of the cache: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        # Closing the file gives the lock back, also when this process is killed.
+        # Closing the file releases the lock, also when this process is killed.
         yield
 
 
 def key_of(parts: dict[str, Any]) -> str:
-    """A short name for a set of choices: equal parts, equal key."""
+    """A short name for a set of options; equal parts give equal keys."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
@@ -60,7 +60,7 @@ def publish(files: dict[str, Path], about: dict[str, Any], target: Path) -> None
 
 
 def lookup(target: Path) -> dict[str, Any] | None:
-    """The manifest of a finished result; None when there is none or a file of it is missing or damaged."""
+    """The manifest of a finished result; None if there is no result, or if one of its files is missing or damaged."""
     try:
         manifest: dict[str, Any] = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
         for name, expected in manifest["files"].items():

@@ -1,11 +1,11 @@
-"""Which command installs a missing thing on this system."""
+"""The command that installs a missing requirement on this system."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-# Package names by family of the operating system.
+# Package names by group of operating systems.
 _PACKAGES = {
     "compiler": {
         "debian": "g++",
@@ -71,7 +71,7 @@ _MACOS = {
 
 
 def family(os_release: Path = Path("/etc/os-release")) -> str:
-    """The family of Linux distributions this system belongs to; Debian's where none is recognised."""
+    """The group of Linux distributions that this system belongs to; Debian's if it is not recognised."""
     try:
         lines = os_release.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Finds compilers and build tools and says, in one message, what is missing and how to get it."""
+"""Finds compilers and build tools. One message names a missing tool and how to install it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from native_build.workarounds import workaround_flags
 # The pinned llama.cpp asks for 3.14, its Vulkan backend for 3.19; older ones than 3.21 were not tried.
 MIN_CMAKE = (3, 21)
 
-# With these instructions ggml goes through half-precision rows 128 values at a time and takes what is left one by one:
-# that is all of an attention head of 64. Without them it is 64 at a time, with sums in single precision.
+# With these instructions, ggml processes half-precision rows 128 values at a time and the remaining ones one by one,
+# which is every value of an attention head of 64. Without them it processes 64 at a time, in single precision.
 _HALF_PRECISION = "#define __AVX512FP16__ 1"
 
 _CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std::string_view().empty() ? 0 : 1; }\n"
@@ -29,7 +29,7 @@ _CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std
 
 @dataclass(frozen=True)
 class Compilers:
-    """The C and C++ compiler commands and what was found out about them.
+    """The C and C++ compiler commands and their properties.
 
     ``version`` changes when another compiler would be used, ``native_identity`` when this machine's instructions
     (switched on by ``native_flags``) are others. ``workarounds``: flags that keep known faults out.
@@ -77,7 +77,7 @@ def _command(variable: str, names: Sequence[str], what: str) -> tuple[str, ...]:
 
 
 def _native(cxx: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """The flags for this machine's own instructions, and which those are (the macros the compiler then defines)."""
+    """The flags for this machine's instruction sets, and their names (the macros that the compiler then defines)."""
     for flag in ("-march=native", "-mcpu=native"):
         defined = macros(cxx, (flag,))
         if _HALF_PRECISION in defined:
@@ -124,7 +124,7 @@ def find_ninja() -> str:
 
 
 def find_tool(name: str) -> str | None:
-    """A program beside this Python (a virtual environment need not be activated), else on PATH."""
+    """A program in this Python's folder, so that a virtual environment need not be activated, or on PATH."""
     scripts = sysconfig.get_path("scripts")
     return shutil.which(name, path=scripts) or shutil.which(name)
 
@@ -136,7 +136,7 @@ def cmake_version(cmake: str) -> tuple[int, ...]:
 
 
 def package_requirements() -> list[str]:
-    """What a package build has to fetch from the package index because the system has none that will do."""
+    """The tools that a package build has to fetch from the package index because the system has no usable ones."""
     needed = []
     try:
         find_cmake()

@@ -30,7 +30,7 @@ _HELP = """\
 /save FILE     write the messages as JSON
 /help          show this
 /exit          end; Ctrl-D does, too
-A line that ends with \\ goes on in the next one.
+A line that ends with \\ continues on the next one.
 Ctrl-C stops an answer."""
 _HISTORY_LINES = 1000
 
@@ -143,7 +143,7 @@ class Conversation:
         return 0
 
     def _ask(self) -> str:
-        """A message; a line that ends with a backslash goes on in the next one."""
+        """A message; a line that ends with a backslash continues on the next one."""
         lines: list[str] = []
         prompt = "> "
         while True:

@@ -73,7 +73,7 @@ def add_parser(
         type=int,
         default=3,
         metavar="N",
-        help="runs that the table is the median of, if 8 seconds are enough (%(default)s)",
+        help="runs to take medians of, if they fit into 8 seconds (%(default)s)",
     )
     parser.set_defaults(run=run, parser=parser)
 
@@ -140,7 +140,7 @@ class _Demo:
         texts = await self._side_by_side(cancelled=_CANCELLED)
         same = all(a == b for i, (a, b) in enumerate(zip(texts, undisturbed, strict=True)) if i != _CANCELLED)
         if same:
-            self._terminal.line(f"  {self._tick()} the other two said exactly what they said before")
+            self._terminal.line(f"  {self._tick()} the other two texts are exactly the same as before")
 
     def burst(self) -> None:
         """Many requests in one call."""

@@ -58,7 +58,7 @@ def compare(
     limit_s: float,
     progress: Callable[[int, int], None],
 ) -> tuple[Measured, Measured, int]:
-    """Medians of `n_runs` runs each way, in turns so that a busy moment hits both; and how many runs it were.
+    """Medians of `n_runs` runs each way, in turns so that a busy moment affects both, and the number of runs.
 
     Each run has a new engine, warmed up before its time is taken, and no other engine beside it: OpenMP keeps threads
     for every engine thread, and slows all of them down once there are more than cores. Ends early, after at least

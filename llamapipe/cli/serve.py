@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         )
         if not settings.api_keys and host not in ("127.0.0.1", "::1"):
             print(
-                f"llamapipe: {host} can be reached from other machines, and no API key is asked for",
+                f"llamapipe: {host} can be reached from other machines, and no API key is required",
                 file=sys.stderr,
             )
         run_server(engine, sock, settings, embedder)

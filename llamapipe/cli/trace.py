@@ -16,7 +16,7 @@ from llamapipe.cli.options import ENGINE, MODEL, Option, UsageError, add_options
 from llamapipe.cli.terminal import Terminal
 
 _DESCRIPTION = (
-    "Run some requests through an engine and write what ran when: as .json, which https://ui.perfetto.dev opens, or as "
+    "Run some requests through an engine and record its timeline: as .json, which https://ui.perfetto.dev opens, or as "
     ".svg, a picture."
 )
 _EPILOG = """\
@@ -25,7 +25,7 @@ examples:
   llamapipe trace --rows 128 --n-threads 1          # rows that numpy reads while the next step is computed
   llamapipe trace -m model.gguf --pipeline-depth 2 --requests 32 -o busy.json"""
 _PROMPT = "Once upon a time, there was a little"
-_DEPTH = [Option("pipeline_depth", int, "N", "steps under way at once, 1 or 2 (2 where a device computes)")]
+_DEPTH = [Option("pipeline_depth", int, "N", "steps in flight at once, 1 or 2 (2 on a GPU, else 1)")]
 _DRAWN = 6  # steps in the picture
 
 
@@ -77,7 +77,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Runs the command. Returns the exit status."""
     for name in ("requests", "max_tokens", "steps", "rows"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; at least 1")

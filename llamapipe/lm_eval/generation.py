@@ -10,7 +10,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from llamapipe.engine.params import SamplingParams
 
-# The harness's name: ours. What a task does not give cuts nothing off.
+# The harness's name: llamapipe's name. An option that a task does not set removes no token.
 _CUTS = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p"}
 _PENALTIES = {
     "repetition_penalty": "repeat_penalty",

@@ -1,4 +1,4 @@
-"""The model that the harness sees: its requests become calls of one engine, each with all of them."""
+"""The harness's model: all requests of a call go to one engine together."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ _DEFAULT_MAX_GEN_TOKS = 256  # the harness's
 _PART = 256  # requests between two writes of the harness's cache, where there is one
 
 Tokens = list[int]
-Pair = tuple[
-    tuple[str, str] | None, Tokens, Tokens
-]  # texts (for the cache), a context, what is scored behind it
+Pair = tuple[tuple[str, str] | None, Tokens, Tokens]  # texts (for the cache), a context, its continuation
 
 
 @register_model("llamapipe")
@@ -71,7 +69,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         """Frees the engine and the model; a second call does nothing."""
         self._free()
 
-    # ---- what the harness asks about a model
+    # ---- properties of the model
     @property
     def max_length(self) -> int:
         """Tokens that one request may use."""
@@ -79,7 +77,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_gen_toks(self) -> int:
-        """Most generated tokens where a task does not say."""
+        """Limit of generated tokens for tasks that set none."""
         given = self.options.max_gen_toks
         return min(_DEFAULT_MAX_GEN_TOKS, self.max_length // 2) if given is None else given
 
@@ -99,17 +97,17 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before the first token of a text that is scored from its beginning."""
+        """The token before a text that is scored from its beginning."""
         return self._prefix
 
     @property
     def tokenizer_name(self) -> str:
-        """Under this the harness keeps prompts made with the chat template, so it depends on that, too."""
+        """The harness's cache key for prompts made with the chat template, which is therefore a part of it."""
         text = self._chat.text or ""
         return f"{self.model.path.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside its results."""
+        """Facts that the harness writes beside its results."""
         about = self.model.metadata.get("general.name", self.model.path.name)
         return {"model_name": about, "model_num_parameters": self.model.n_params, "engine": repr(self.engine)}
 
@@ -124,7 +122,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         """Token ids of a text, control tokens in it included, as transformers reads it; never with a second BOS.
 
         ``add_special_tokens``: whether BOS comes first; None: as the argument ``add_bos_token`` or the vocabulary says.
-        No token is ever added at the end, where a continuation is to follow.
+        No token is ever added at the end, because a continuation follows there.
         """
         bos = self.model.bos
         wanted = self.options.add_bos_token if add_special_tokens is None else add_special_tokens
@@ -141,9 +139,9 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return self.model.vocab.detokenize(ids, unparse_special=not skip_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The text of the model's chat template, or of that one of several with this name, which is used from now on.
+        """The text of the model's chat template, or of the one with this name, which is used from now on.
 
-        Raises ValueError where there is none.
+        Raises ValueError if there is none.
         """
         if chat_template is False or chat_template is None:
             return None
@@ -152,15 +150,15 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt for a conversation; without ``add_generation_prompt`` its last message is to be continued.
+        """The prompt for a conversation. Without ``add_generation_prompt``, its last message is continued.
 
-        Raises ValueError where the model has no template, or a template that refuses the messages.
+        Raises ValueError if the model has no template, or if the template refuses the messages.
         """
         return self._chat.render(chat_history, add_generation_prompt)
 
     # ---- the three kinds of requests
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """How probable each continuation is behind its context, and whether it is what greedy decoding writes."""
+        """The log-probability of each continuation given its context, and whether greedy decoding generates it."""
         for request in requests:
             if not request.args[1]:
                 raise ValueError(
@@ -170,11 +168,11 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """How probable whole texts are: every token once, behind as much before it as a window holds."""
+        """Log-probabilities of whole texts: every token once, given as many tokens before it as a window has."""
         windows: list[Pair] = []
         counts = []
         for request in requests:
-            # Without BOS, which would be scored as if it belonged to the text; the prefix stands there.
+            # Without BOS, which would be scored as a part of the text; the prefix takes its place.
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             found = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             cut = [(None, *make_disjoint_window(window)) for window in found]
@@ -187,8 +185,8 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What each context is continued with, up to the first of its ``until`` or the end of generation."""
-        # All of them first: a bad argument should not end a run after hours.
+        """The generated continuation of each context, up to the first of its ``until`` or the end of generation."""
+        # Check all first: a bad argument must not end a run after hours.
         params = [sampling_params(request.args[1], self.max_gen_toks) for request in requests]
         prompts: list[Tokens] = []
         room: list[int] = []
@@ -230,12 +228,12 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
 
     # ---- helpers
     def _parts(self, n: int) -> Iterator[slice]:
-        """All requests at once; with a cache in parts, so that a run that ends early keeps what it has."""
+        """Runs all requests together; with a cache, in parts, so that a run that ends early keeps its results."""
         step = _PART if self.cache_hook.dbdict is not None else n
         return (slice(first, min(first + step, n)) for first in range(0, n, max(step, 1)))
 
     def _room(self, texts: tuple[str, str] | None, continuation: Tokens) -> int:
-        """Tokens of a context that fit before a continuation, whose last token is never fed."""
+        """Tokens of a context that fit before a continuation, whose last token is never computed."""
         if not continuation:
             raise ValueError(
                 f"the continuation of {texts} adds no token of its own to its context, so there is nothing to score"
@@ -264,7 +262,7 @@ def _close(engine: Engine, model: Model) -> None:
 
 
 def cut(prompts: Sequence[Tokens], room: Sequence[int]) -> list[Tokens]:
-    """The last tokens of each, as many as there is room for: the harness's own models do the same."""
+    """The last tokens of each that fit; the harness's own models cut texts in the same way."""
     n = sum(len(tokens) > n_max for tokens, n_max in zip(prompts, room, strict=True))
     if n:
         _log.warning(

@@ -1,4 +1,4 @@
-"""What ``--model_args`` may hold, checked before a model is loaded."""
+"""The arguments of ``--model_args``, checked before a model is loaded."""
 
 from __future__ import annotations
 

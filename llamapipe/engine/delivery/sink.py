@@ -1,4 +1,4 @@
-"""What becomes of a request's tokens: each kind of sink turns them into what its caller asked for."""
+"""Turns a request's tokens into results: one kind of sink for each kind of call."""
 
 from __future__ import annotations
 

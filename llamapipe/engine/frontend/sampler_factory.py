@@ -26,7 +26,7 @@ def choose_seed(params: SamplingParams) -> int:
 
 
 class LruCache(Generic[T]):
-    """The values made last, by what they were made of. Any thread."""
+    """The values used last, by their keys. Any thread."""
 
     def __init__(self, n: int = _N_KEPT) -> None:
         self._n = n
@@ -48,7 +48,7 @@ class LruCache(Generic[T]):
 
 
 class SamplerFactory:
-    """What a SamplingParams asks for, looked up in a vocabulary once: makes the sampler chains of its requests.
+    """One SamplingParams resolved for a vocabulary; creates the sampler chains of its requests.
 
     Raises InvalidRequestError for what this vocabulary does not have and for constraints that cannot be compiled.
     """
@@ -126,7 +126,7 @@ class SamplerFactory:
         return p.repeat_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
     def history(self, tokens: list[int]) -> list[int]:
-        """As many of a sequence's last tokens as penalties, DRY and bad words look at."""
+        """The last tokens of a sequence, as many as penalties, DRY and bad words read."""
         p = self.params
         if not self._bad_words and self._dry is None and not self.penalizes:
             return []
@@ -136,7 +136,7 @@ class SamplerFactory:
         return tokens[-n:] if n else []
 
     def make(self, request: Request) -> SamplerChain:
-        """The sampler of a request when it gets its first slot; for the engine thread."""
+        """The sampler of a request that gets its first slot. Engine thread."""
         guide = None if self._guide is None else self._guide()
         try:
             chain = SamplerChain(
@@ -152,7 +152,7 @@ class SamplerFactory:
         return chain
 
     def rebuild(self, chain: SamplerChain, request: Request) -> None:
-        """Tells a chain what its request's sequence is after a change. Raises ValueError if that is not allowed."""
+        """Resets a chain to its request's changed sequence. Raises ValueError if the constraints refuse it."""
         chain.reset()
         chain.finished = False
         generated = request.tokens[request.n_prompt :]
@@ -207,7 +207,8 @@ class SamplerFactoryCache:
 
     def sampler_factory(self, params: SamplingParams) -> SamplerFactory:
         """The sampler factory for ``params``. Raises InvalidRequestError."""
-        if params.logits_processors:  # which may be equal and yet not the same, and are not ours to keep
+        # Equal processors need not be the same, and a cache must not keep them alive.
+        if params.logits_processors:
             return SamplerFactory(params, self._vocab, self._n_ctx, self._dries)
         return self._factories.get(
             params, lambda: SamplerFactory(params, self._vocab, self._n_ctx, self._dries)

@@ -1,4 +1,4 @@
-"""How many threads should compute, decided from what they saw of the cores. Pure: no clock, no files, no threads.
+"""Decides how many threads compute, from the core time that they got. Pure: no clock, no files, no threads.
 
 llama.cpp's threads wait for each other after every operation by spinning. So if other work takes one of their cores for
 a part D of the time, all of them stand still for about that part, and a step with n threads is as fast as 1 - D of what
@@ -14,9 +14,9 @@ _TOLERATED = (
     0.6  # of one thread's time, for all n of them: D above 0.6 / n costs more than the n-th thread brings
 )
 _NOISE = 0.03  # of each thread's time, on a quiet machine
-_PATIENCE_S = 0.008  # run delay above what is tolerated: two time slices
-_ROUNDING = 0.2  # of a core: what is called a whole one, to use it
-_HALF = 0.5  # of a core: what is called a whole one, to keep it
+_PATIENCE_S = 0.008  # run delay above the tolerated one: two time slices
+_ROUNDING = 0.2  # of a core: idle time that counts as a whole core, to start using it
+_HALF = 0.5  # of a core: idle time that counts as a whole core, to keep using it
 _SHORT_S = 0.5  # an increase that lasts less was wrong
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 6.4  # before an increase
 _N_STEPS = 8  # of a large number of threads: each number has a pool of its own
@@ -27,7 +27,7 @@ class RunDelayPolicy:
 
     def __init__(self, n_max: int) -> None:
         self.n_max = self.limit = self.n = n_max
-        self._excess_s = 0.0  # run delay above what is tolerated, and the time since it was last zero
+        self._excess_s = 0.0  # run delay above the tolerated one, and the time since it was last zero
         self._delay_s = self._watched_s = 0.0
         self._increased_s = -math.inf
         self._pause_s = _FIRST_PAUSE_S

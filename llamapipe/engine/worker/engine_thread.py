@@ -1,4 +1,4 @@
-"""The engine's thread: how it starts, how callers reach it, how it ends, and what is left of it after ``fork()``.
+"""The engine's thread: its start, its commands, its shutdown, and its state after ``fork()``.
 
 The rule of this file: callers never touch the scheduler or the context. They put commands into the inbox, and the loop
 executes them between two steps, in the order of calls. Nothing here knows how steps are planned or run.

@@ -1,4 +1,4 @@
-"""The compute threads of an engine: watches what they get of the cores, and changes their number between two steps.
+"""Watches the core time that an engine's compute threads get, and changes their number between two steps.
 
 Everything here runs on the engine thread. A change is noted and takes effect at the next decode, also where the
 pipeline launches on a thread of its own.
@@ -56,7 +56,7 @@ class Load(Protocol):
         """Seconds that all threads of this process ran."""
 
     def close(self) -> None:
-        """Closes what it reads from."""
+        """Closes the files that it reads."""
 
 
 class SpanRecorder(Protocol):
@@ -113,7 +113,7 @@ class ThreadTuner:
         return self._threads.n_threads
 
     def begin(self) -> None:
-        """Work begins: takes a share of the process's threads; looks at what was idle while this engine was, too."""
+        """Work begins: takes a share of the process's threads, and reads which cores were idle meanwhile."""
         now_s = self._computing_s = self._launched_s = perf_counter()
         self.member.enter()
         if self._by_delay is not None and self._load is not None:
@@ -151,7 +151,7 @@ class ThreadTuner:
         self._follow(now_s)
 
     def close(self) -> None:
-        """Gives the share back and closes what it reads from."""
+        """Returns the share and closes the files that it reads."""
         self.member.leave()
         if self._load is not None:
             self._load.close()
@@ -181,7 +181,7 @@ class ThreadTuner:
         limit = min(self._n_allowed, policy.n_max)
         if policy.limit != limit:
             if policy.limit < limit and self._load is not None:
-                self._restart_cores(self._load, now_s)  # what was idle before does not count
+                self._restart_cores(self._load, now_s)  # earlier idle time does not count
             policy.set_limit(limit)
         if policy.n == self._threads.n_threads:
             return

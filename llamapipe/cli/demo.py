@@ -15,6 +15,8 @@ from llamapipe.cli.board import Board
 from llamapipe.cli.measure import Measured, compare
 from llamapipe.cli.options import UsageError
 from llamapipe.cli.terminal import Terminal
+from llamapipe.host.cores import usable_cores
+from llamapipe.host.cpu_load import free_cores
 
 _N_TOGETHER = 16
 _N_TOKENS = 64
@@ -22,6 +24,9 @@ _N_CTX = 256
 _MEASURING_LIMIT_S = 8.0
 _READING_PACE = 60  # tokens a second and column: this model is much faster than anyone can read
 _FRAME_S = 1 / 25
+_LOOK_S = 0.2  # at the machine's load
+_BUSY = 0.3  # of a core, used by other programs
+_WIDTHS = (10, 15, 12, 10)  # of the table's columns, which fit into 60 with the first one
 _GREEDY = lp.SamplingParams(max_tokens=120, temperature=0)
 
 
@@ -163,6 +168,7 @@ class _Demo:
         """One by one against concurrent, measured."""
         self._heading("5", "one by one, or concurrently", "")
         params = replace(_GREEDY, max_tokens=_N_TOKENS, ignore_eos=True)
+        n_cores, free = usable_cores(), free_cores(_LOOK_S)
 
         def make(n_seq_max: int) -> lp.Engine:
             return lp.Engine(model, n_ctx=_N_CTX, n_seq_max=n_seq_max)
@@ -179,28 +185,34 @@ class _Demo:
         self._progress(0, 0)
         runs = f"medians of {n_runs} runs" if n_runs > 1 else "one run"
         rows = [
-            ("", "tokens/s", "first token", "all done"),
-            ("one by one (n_seq_max=1)", *_cells(slow)),
-            (f"concurrent (n_seq_max={_N_TOGETHER})", *_cells(fast)),
+            ("", "tokens/s", "range", "first token", "all done"),
+            ("one by one", *_cells(slow)),
+            ("concurrent", *_cells(fast)),
             (
                 "speed-up",
                 f"{fast.tokens_per_s / slow.tokens_per_s:.1f} x",
+                "",
                 f"{slow.first_token_s / fast.first_token_s:.1f} x",
                 f"{slow.seconds / fast.seconds:.1f} x",
             ),
         ]
         terminal = self._terminal
-        terminal.line(
-            f"  {len(BURST)} requests arrive at once, {_N_TOKENS} tokens each; {runs}, here and now"
-        )
+        terminal.line(f"  {len(BURST)} requests of {_N_TOKENS} tokens arrive at once; {runs}")
+        if free is not None and free < n_cores - _BUSY:
+            terminal.line(
+                terminal.style(f"  this machine is busy: {free:.1f} of {n_cores} cores are free", "yellow")
+            )
         terminal.line()
         for row, style in zip(rows, ("dim", "", "", "green"), strict=True):
-            line = f"  {row[0]:<34}" + "".join(f"{cell:>13}" for cell in row[1:])
+            line = f"  {row[0]:<10}" + "".join(
+                f"{cell:>{width}}" for cell, width in zip(row[1:], _WIDTHS, strict=True)
+            )
             terminal.line(terminal.style(line, style) if style else line)
         terminal.line()
         for line in (
-            "  one by one: blocking calls, each begins when the one before has ended",
-            "  first token: median over the requests, counted from the arrival of all",
+            "  one by one: n_seq_max=1, one call after another",
+            f"  concurrent: n_seq_max={_N_TOGETHER}, all requests in one call",
+            "  first token: median, since the arrival of all requests",
         ):
             terminal.line(terminal.style(line, "dim"))
 
@@ -259,9 +271,10 @@ class _Demo:
             self._terminal.write(f"\r\x1b[2K{bar if total else ''}")
 
 
-def _cells(measured: Measured) -> tuple[str, str, str]:
+def _cells(measured: Measured) -> tuple[str, str, str, str]:
     return (
         f"{measured.tokens_per_s:.0f}",
+        "" if measured.spread is None else "{:.0f} to {:.0f}".format(*measured.spread),
         f"{1000 * measured.first_token_s:.0f} ms",
         f"{measured.seconds:.2f} s",
     )

@@ -1,4 +1,4 @@
-"""The calls of an engine: generate, stream, start, score, and their forms for asyncio."""
+"""The calls of an engine for threads: generate, stream, start and score."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from llamapipe.arguments import check_choice, check_flag, check_int
-from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
+from llamapipe.engine.delivery.mailbox import ThreadMailbox
 from llamapipe.engine.frontend.call_options import ON, call_options, makes_of, outcome_of
 from llamapipe.engine.frontend.keywords import explains_keywords
-from llamapipe.engine.frontend.long_work import built
 from llamapipe.engine.frontend.progress import Progress, progress_bar
 from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder, TokenIds
 from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score_job, tokens_job
@@ -18,8 +17,7 @@ from llamapipe.engine.frontend.submission import CallOptions, OnError, OnTimeout
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion, Score
-from llamapipe.engine.scheduler.request import Request
-from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream, Stream
+from llamapipe.engine.stream import BUFFER_TOKENS, Stream
 from llamapipe.engine.worker.engine_thread import EngineThread
 from llamapipe.llama.model import Model
 
@@ -27,7 +25,7 @@ T = TypeVar("T")
 
 
 class EngineCalls:
-    """What can be asked of an ``Engine``, its only subclass, which owns the attributes. Any thread."""
+    """The part of ``Engine`` with the calls that wait. Any thread. ``Engine`` owns the attributes."""
 
     model: Model
     n_ctx: int
@@ -352,149 +350,3 @@ class EngineCalls:
         return job.result(
             self._submission.collect(partial(job.requests, self._request_builder), options, bar)
         )
-
-    # ---- asyncio
-    @overload
-    async def agenerate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: Literal["raise"] = "raise",
-        on_timeout: OnTimeout = "raise",
-    ) -> Completion: ...
-
-    @overload
-    async def agenerate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: Literal["return"],
-        on_timeout: OnTimeout = "raise",
-    ) -> Completion | Exception: ...
-
-    @overload
-    async def agenerate(
-        self,
-        prompt: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: Literal["raise"] = "raise",
-        on_timeout: OnTimeout = "raise",
-    ) -> list[Completion]: ...
-
-    @overload
-    async def agenerate(
-        self,
-        prompt: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: Literal["return"],
-        on_timeout: OnTimeout = "raise",
-    ) -> list[Completion | Exception]: ...
-
-    @explains_keywords
-    async def agenerate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: OnError = "raise",
-        on_timeout: OnTimeout = "raise",
-    ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
-        """``generate`` for asyncio. Cancelling the task cancels its requests; raises as ``generate`` does."""
-        self._engine_thread.check_open()
-        checked = check_choice("on_error", on_error, ON)
-        items, single = await built(self._request_builder.items, prompt, params, checked)
-        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
-        make = partial(self._request_builder.completions, items)
-        return outcome_of(items, await self._submission.acollect(make, options), single)
-
-    @overload
-    async def ascore(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, continuation: Prompt, *, timeout: float | None = None, block: bool = True
-    ) -> Score: ...
-
-    @overload
-    async def ascore(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        continuation: Sequence[Prompt],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> list[Score]: ...
-
-    @overload
-    async def ascore(
-        self,
-        prompt: Sequence[Prompt],
-        continuation: Sequence[Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> list[list[Score]]: ...
-
-    @overload
-    async def ascore(
-        self,
-        prompt: Sequence[Prompt],
-        continuation: Sequence[Prompt | Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> list[Score | list[Score]]: ...
-
-    async def ascore(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
-        """``score`` for asyncio. Cancelling the task cancels its requests."""
-        self._engine_thread.check_open()
-        options = call_options(timeout, block)
-        job = score_job(self.model, prompt, continuation)
-        make = partial(job.requests, self._request_builder)
-        return job.result(await self._submission.acollect(make, options))
-
-    @explains_keywords
-    def astream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> AsyncStream:
-        """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
-        self._engine_thread.check_open()
-        options = call_options(timeout, block)
-        return self._open_astream(self._request_builder.item(prompt, params), options)
-
-    def _open_astream(self, item: Item, options: CallOptions) -> AsyncStream:
-        def make() -> tuple[Request, AsyncMailbox]:
-            import asyncio
-
-            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
-            request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
-            mailbox.requests.append(request)
-            return request, mailbox
-
-        submit = partial(self._submission.asubmit, block=options.block)
-        stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
-        stream.engine = self
-        return stream

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, overload
 
 from llamapipe.arguments import check_flag
-from llamapipe.engine.calls import EngineCalls
+from llamapipe.engine.async_calls import AsyncEngineCalls
 from llamapipe.engine.chat_results import ChatCompletion
 from llamapipe.engine.chat_stream import AsyncChatStream, ChatStream
 from llamapipe.engine.frontend.call_options import call_options
@@ -26,7 +26,7 @@ from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion
 
 
-class ChatCalls(EngineCalls):
+class ChatCalls(AsyncEngineCalls):
     """The part of ``Engine`` that holds conversations. Any thread. Needs the extra ``chat``.
 
     ``messages`` is a list of messages, ``{"role": ..., "content": ...}``, or a text, which is one message of the user.

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.interrupts import heed_ctrl_c
 
 import llamapipe as lp
 from llamapipe.cli.terminal import Terminal, WordWrap, width
@@ -43,8 +44,7 @@ class Talk:
             stderr=slave,
             env=variables,
             start_new_session=True,
-            # In the background of a shell SIGINT is ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+            preexec_fn=heed_ctrl_c,  # noqa: PLW1509
         )
         os.close(slave)
         self.master = master

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.interrupts import heed_ctrl_c
 from support.screen import Screen, run_in_terminal
 
 import llamapipe as lp
@@ -263,6 +264,7 @@ class TestGenerate:
             stderr=subprocess.PIPE,
             cwd=tmp_path,
             env=environment(),
+            preexec_fn=heed_ctrl_c,  # noqa: PLW1509
         ) as process:
             assert process.stdout is not None
             process.stdout.read(1)
@@ -270,6 +272,27 @@ class TestGenerate:
             _, errors = process.communicate(timeout=60)
         assert errors == b"llamapipe: interrupted\n"
         assert process.returncode == 130
+
+    def test_ctrl_c_during_the_import_is_130(self, tmp_path: Path) -> None:
+        program = (
+            "import os, signal, sys\n"
+            "class Interrupt:\n"
+            "    def find_spec(self, name, *others):\n"
+            "        if name == 'llamapipe.engine.engine':\n"
+            "            os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.meta_path.insert(0, Interrupt())\n"
+            "from llamapipe_command import main\n"
+            "sys.exit(main())\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            check=False,
+            cwd=tmp_path,
+            env=environment(),
+            preexec_fn=heed_ctrl_c,
+        )
+        assert (done.returncode, done.stderr) == (130, b"llamapipe: interrupted\n")
 
     def test_a_reader_that_goes_away_is_141_in_silence(self, tmp_path: Path) -> None:
         with subprocess.Popen(
@@ -336,10 +359,11 @@ class TestDemo:
         for title in ("a story", "counting", "a question"):
             assert re.search(rf"^  {title} +[│|] .*\btokens$", text, re.MULTILINE)
         assert re.search(r"^  counting +[│|] . cancelled at \d+ tokens$", text, re.MULTILINE)
-        assert "said exactly what they said before" in text
+        assert "exactly the same as before" in text
         assert re.search(r"^ +16  Once upon a time", text, re.MULTILINE)
-        rows = [re.findall(r"\d+(?:\.\d+)?(?= x| ms| s\b|  )", line) for line in text.splitlines()[-6:]]
+        rows = [re.findall(r"\d+(?:\.\d+)?(?= x| ms| s\b|  )", line) for line in text.splitlines()[-8:]]
         assert sum(len(row) >= 3 for row in rows) == 3  # one by one, concurrent, speed-up
+        assert all(len(line) < 60 for line in text.splitlines()[-8:])
 
     def test_is_side_by_side_on_a_terminal(self, tmp_path: Path) -> None:
         arguments = command("demo", "--runs", "1", "--pace", "200")

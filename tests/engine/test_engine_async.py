@@ -6,7 +6,7 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +18,7 @@ from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
 from llamapipe.engine.stream import BUFFER_TOKENS
-from llamapipe.errors import EngineClosedError, QueueFullError
+from llamapipe.errors import EngineClosedError, InvalidRequestError, QueueFullError
 
 MakeEngine = Callable[..., lp.Engine]
 
@@ -78,6 +78,104 @@ class TestGenerate:
                 engine.astream(None)  # type: ignore[arg-type]
 
         run(main())
+
+
+class TestIterCompleted:
+    def test_completions_as_they_finish(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=2)
+        prompts = ["" if i == 7 else f"{PROMPT} {i}" for i in range(40)]
+        expected = [engine.generate(p, greedy(3)).token_ids for p in prompts if p]
+
+        async def main() -> None:
+            read: list[int] = []
+
+            async def feed() -> AsyncIterator[str]:
+                for i, prompt in enumerate(prompts):
+                    read.append(i)
+                    yield prompt
+
+            seen: dict[int, Any] = {}
+            async for index, out in engine.aiter_completed(feed(), greedy(3), n_ahead=4, on_error="return"):
+                seen[index] = out
+                assert len(read) <= len(seen) + 4 + 1
+            assert isinstance(seen.pop(7), InvalidRequestError)
+            assert [seen[i].token_ids for i in sorted(seen)] == expected
+
+        run(main())
+
+    def test_a_feed_that_waits_holds_up_no_completion(self, engine: lp.Engine) -> None:
+        async def main() -> None:
+            received = asyncio.Event()
+
+            async def feed() -> AsyncIterator[str]:
+                yield PROMPT
+                await received.wait()  # set by the reader, when it has the first completion
+                yield OTHER
+
+            indices = []
+            async for index, _ in engine.aiter_completed(feed(), greedy(3)):
+                indices.append(index)
+                received.set()
+            assert indices == [0, 1]
+
+        run(main())
+
+    def test_nothing_is_left_after_a_close_a_cancel_or_an_error(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=2)
+
+        def idle() -> bool:
+            return engine.stats().n_active == engine.stats().n_queued == 0 and queue_of(engine).n == 0
+
+        async def main() -> None:
+            results = engine.aiter_completed([PROMPT] * 100, [greedy(3), *[greedy(200)] * 99])
+            await anext(results)
+            await results.aclose()
+            await in_thread(wait_until, idle)
+
+            async def read() -> None:
+                async for _ in engine.aiter_completed([PROMPT] * 100, greedy(200)):
+                    pass
+
+            task = asyncio.ensure_future(read())
+            await in_thread(wait_until, lambda: engine.stats().n_active == 2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await in_thread(wait_until, idle)
+
+            with pytest.raises(InvalidRequestError, match=r"\(prompt 1 of the list\)"):
+                async for _ in engine.aiter_completed([PROMPT, ""], greedy(200)):
+                    pass
+            await in_thread(wait_until, idle)
+            with pytest.raises(TimeoutError):
+                async for _ in engine.aiter_completed([PROMPT] * 9, greedy(200), timeout=0):
+                    pass
+            await in_thread(wait_until, idle)
+
+            async def broken() -> AsyncIterator[str]:
+                yield PROMPT
+                raise OSError("the feed failed")
+
+            with pytest.raises(OSError, match="the feed failed"):
+                async for _ in engine.aiter_completed(broken(), greedy(200)):
+                    pass
+            await in_thread(wait_until, idle)
+
+        run(main())
+
+    def test_one_params_for_each_prompt(self, engine: lp.Engine) -> None:
+        async def lengths(n_params: int) -> list[int]:
+            each = [greedy(n + 1) for n in range(n_params)]
+            found = {i: out async for i, out in engine.aiter_completed([PROMPT] * 3, each)}
+            return [found[i].n_completion_tokens for i in range(3)]
+
+        assert run(lengths(3)) == [1, 2, 3]
+        with pytest.raises(ValueError, match="params has 2 items"):
+            run(lengths(2))
+        with pytest.raises(ValueError, match="there are 3 prompts"):
+            run(lengths(4))
+        with pytest.raises(TypeError, match="iterable of prompts"):
+            engine.aiter_completed(PROMPT)
 
 
 class TestStream:

@@ -13,6 +13,8 @@ import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from support.interrupts import heed_ctrl_c
+
 _SEQUENCE = re.compile(r"\x1b\[(\??)(\d*(?:;\d+)*)([A-Za-z])")
 
 
@@ -91,7 +93,13 @@ def run_in_terminal(
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=dict(env), cwd=cwd
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=dict(env),
+        cwd=cwd,
+        preexec_fn=heed_ctrl_c,  # noqa: PLW1509
     ) as process:
         os.close(theirs)
         written = b""

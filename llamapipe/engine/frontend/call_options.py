@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from llamapipe.arguments import check_choice, check_flag, check_float
 from llamapipe.engine.delivery.mailbox import Mailbox
+from llamapipe.engine.frontend.long_work import built
 from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder
 from llamapipe.engine.frontend.submission import CallOptions, Make, OnError, OnTimeout, Pending
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion
 from llamapipe.engine.scheduler.request import Request
 
+T = TypeVar("T")
 ON = ("raise", "return")
 
 
@@ -65,6 +67,39 @@ def makes_of(
             yield no_requests
         else:
             yield partial(builder.one_completion, item, index)
+
+
+async def amakes_of(
+    builder: RequestBuilder,
+    prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+    params: SamplingParams | Iterable[SamplingParams] | None,
+    pending: Pending[Completion],
+) -> AsyncGenerator[Make, None]:
+    """``makes_of`` for asyncio; long prompts are tokenized in a thread."""
+    each = None if params is None or isinstance(params, SamplingParams) else iter(params)
+    index = 0
+    async for prompt in _async(prompts):
+        its_params = params if each is None else next(each, None)
+        if each is not None and its_params is None:
+            raise ValueError(f"params has {index} items, and there are more prompts")
+        item = await built(builder.item_or_error, prompt, its_params, index, pending.options.on_error)
+        if isinstance(item, Exception):
+            pending.ready.append((index, item))
+            yield no_requests
+        else:
+            yield partial(builder.one_completion, item, index)
+        index += 1
+    if each is not None and next(each, None) is not None:
+        raise ValueError(f"there are {index} prompts, and params has more items")
+
+
+async def _async(values: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    if isinstance(values, AsyncIterable):
+        async for value in values:
+            yield value
+    else:
+        for value in values:
+            yield value
 
 
 def no_requests(mailbox: Mailbox) -> dict[int, list[Request]]:

@@ -1,18 +1,18 @@
 """The one way in: requests enter the queue, are submitted, and are cancelled if their caller gives up.
 
 ``Submission`` has a face for threads (``submit``, ``collect``, ``iterate``) and one for asyncio (``asubmit``,
-``acollect``). They differ in how they wait and share everything else: ``_entering`` and ``Pending``.
+``acollect``, ``aiterate``). They differ in how they wait and share everything else: ``_entering`` and ``Pending``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty
 from time import perf_counter
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, Mailbox, ThreadMailbox
 from llamapipe.engine.delivery.sink import Failure
@@ -22,6 +22,9 @@ from llamapipe.engine.frontend.request_builder import named
 from llamapipe.engine.results import Completion
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 Groups = Mapping[int, Sequence[Request]]  # the requests that are answered together with (index, result)
@@ -251,6 +254,52 @@ class Submission:
         finally:
             if pending.groups:
                 self.cancel(pending.requests)
+
+    async def aiterate(
+        self, makes: AsyncIterator[Make], n_ahead: int, pending: Pending[T]
+    ) -> AsyncGenerator[tuple[int, T | Exception], None]:
+        """``iterate`` for asyncio; results arrive also while ``makes`` waits. Closing the iterator cancels the rest."""
+        import asyncio
+
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
+        room = asyncio.Semaphore(n_ahead)
+        submitting = asyncio.ensure_future(self._submit_all(makes, mailbox, room, pending))
+        submitting.add_done_callback(mailbox.receive)  # wakes the reader below
+        try:
+            while pending.groups or not submitting.done():
+                item = await _in_time(mailbox.get, pending.options)
+                if item is submitting:
+                    submitting.result()  # raises what the submission raised
+                    continue
+                if isinstance(item[1], Exception):
+                    index, result = item
+                else:
+                    index, result, failed = pending.read(item)
+                    self.cancel(failed)
+                    del pending.groups[index]
+                room.release()
+                yield index, result
+        finally:
+            submitting.cancel()
+            await asyncio.wait([submitting])
+            self.cancel(pending.requests)
+
+    async def _submit_all(
+        self, makes: AsyncIterator[Make], mailbox: AsyncMailbox, room: asyncio.Semaphore, pending: Pending[T]
+    ) -> None:
+        """Submits what ``makes`` yields, while there is room."""
+        while True:
+            await room.acquire()
+            make = await anext(makes, None)
+            if make is None:
+                return
+            pending.add(make(mailbox))
+            mailbox.requests = pending.requests
+            self._engine_thread.loop.inbox.single_caller = False
+            for request in self._entering(pending.unsubmitted, pending.options.block):
+                await self._queue.aenter(request)
+            while pending.ready:
+                mailbox.receive(pending.ready.popleft())
 
 
 def _timed_out(completion: Completion) -> Completion:

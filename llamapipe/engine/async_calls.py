@@ -1,0 +1,236 @@
+"""The calls of an engine for asyncio: agenerate, aiter_completed, astream and ascore."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Literal, overload
+
+from llamapipe.arguments import check_choice, check_int
+from llamapipe.engine.calls import EngineCalls
+from llamapipe.engine.delivery.mailbox import AsyncMailbox
+from llamapipe.engine.frontend.call_options import ON, amakes_of, call_options, outcome_of
+from llamapipe.engine.frontend.keywords import explains_keywords
+from llamapipe.engine.frontend.long_work import built
+from llamapipe.engine.frontend.request_builder import Item, Prompt
+from llamapipe.engine.frontend.score_jobs import score_job
+from llamapipe.engine.frontend.submission import CallOptions, OnError, OnTimeout, Pending
+from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.results import Completion, Score
+from llamapipe.engine.scheduler.request import Request
+from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream
+
+
+class AsyncEngineCalls(EngineCalls):
+    """The part of ``Engine`` with the calls for asyncio. Any thread with an event loop."""
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion: ...
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion]: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion | Exception]: ...
+
+    @explains_keywords
+    async def agenerate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: OnError = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
+        """``generate`` for asyncio. Cancelling the task cancels its requests; raises as ``generate`` does."""
+        self._engine_thread.check_open()
+        checked = check_choice("on_error", on_error, ON)
+        items, single = await built(self._request_builder.items, prompt, params, checked)
+        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
+        make = partial(self._request_builder.completions, items)
+        return outcome_of(items, await self._submission.acollect(make, options), single)
+
+    @overload
+    def aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        on_error: Literal["raise"] = "raise",
+    ) -> AsyncGenerator[tuple[int, Completion], None]: ...
+
+    @overload
+    def aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        on_error: Literal["return"],
+    ) -> AsyncGenerator[tuple[int, Completion | Exception], None]: ...
+
+    @explains_keywords
+    def aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        on_error: OnError = "raise",
+    ) -> (
+        AsyncGenerator[tuple[int, Completion], None]
+        | AsyncGenerator[tuple[int, Completion | Exception], None]
+    ):
+        """``iter_completed`` for asyncio: an async generator of ``(index, Completion)``, as they finish.
+
+        ``prompts`` may be an async iterable, such as a feed: completions are yielded also while it waits. ``timeout``
+        counts from the first ``anext``. Closing the generator or cancelling its task cancels the rest; to close it
+        after a ``break``, use ``contextlib.aclosing``. Raises as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        check_choice("on_error", on_error, ON)
+        call_options(timeout, True, on_error, "raise")
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, (Iterable, AsyncIterable)):
+            raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
+        n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
+        return self._aiter_completed(prompts, params, n, timeout, on_error)
+
+    async def _aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        n_ahead: int,
+        timeout: float | None,
+        on_error: OnError,
+    ) -> AsyncGenerator[tuple[int, Any], None]:
+        options = call_options(timeout, True, on_error, "raise", names_prompts=True)
+        pending = Pending[Completion](options)
+        makes = amakes_of(self._request_builder, prompts, params, pending)
+        results = self._submission.aiterate(makes, n_ahead, pending)
+        async with aclosing(makes), aclosing(results):
+            async for index, result in results:
+                yield index, result
+
+    @overload
+    async def ascore(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, continuation: Prompt, *, timeout: float | None = None, block: bool = True
+    ) -> Score: ...
+
+    @overload
+    async def ascore(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[Score]: ...
+
+    @overload
+    async def ascore(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[list[Score]]: ...
+
+    @overload
+    async def ascore(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[Score | list[Score]]: ...
+
+    async def ascore(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
+        """``score`` for asyncio. Cancelling the task cancels its requests."""
+        self._engine_thread.check_open()
+        options = call_options(timeout, block)
+        job = score_job(self.model, prompt, continuation)
+        make = partial(job.requests, self._request_builder)
+        return job.result(await self._submission.acollect(make, options))
+
+    @explains_keywords
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> AsyncStream:
+        """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
+        self._engine_thread.check_open()
+        options = call_options(timeout, block)
+        return self._open_astream(self._request_builder.item(prompt, params), options)
+
+    def _open_astream(self, item: Item, options: CallOptions) -> AsyncStream:
+        def make() -> tuple[Request, AsyncMailbox]:
+            import asyncio
+
+            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
+            request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
+            mailbox.requests.append(request)
+            return request, mailbox
+
+        submit = partial(self._submission.asubmit, block=options.block)
+        stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
+        stream.engine = self
+        return stream

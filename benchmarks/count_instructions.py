@@ -112,12 +112,13 @@ def scheduling(n_rounds: int) -> None:
     """
     package = sys.modules["llamapipe"] = ModuleType("llamapipe")
     package.__path__ = [str(HERE.parent / "llamapipe")]
+    from llamapipe.engine.scheduler.kv_cache import KvCache
     from llamapipe.engine.scheduler.request import Request
     from llamapipe.engine.scheduler.scheduler import Scheduler
 
     gc.disable()  # it runs after a number of allocations, which other code makes too
     for _ in range(n_rounds):
-        scheduler = Scheduler(8, 256, 8 * 256, 128, 32)
+        scheduler = Scheduler(KvCache(8), 256, 8 * 256, 128, 32)
         requests = [Request([1 + i % 7] * (8 + i), max_tokens=16 + i) for i in range(32)]
         for request in requests:
             scheduler.add(request)

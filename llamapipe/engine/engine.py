@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Literal
 
 from llamapipe.arguments import check_flag, check_int
+from llamapipe.engine.cache import cache_of
 from llamapipe.engine.chat_calls import ChatCalls
 from llamapipe.engine.frontend.chat_builder import ChatBuilder
 from llamapipe.engine.frontend.queue_limit import QueueLimit
@@ -62,6 +63,9 @@ class Engine(ChatCalls):
     - ``max_queue``: most requests that wait for a slot, None for any number.
     - ``trace``: True records a timeline in the attribute ``trace``; a path also writes it there when the engine
       closes, as ``.json`` (Perfetto) or ``.svg``.
+    - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
+      compute them; see ``docs/guides/memory.md``. ``cache_bytes``: host memory for cells that have no slot any more;
+      default: a tenth of the free memory, 0: none.
     - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
       buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
       (on a GPU that is no software device), ``"on"`` or ``"off"``.
@@ -93,12 +97,16 @@ class Engine(ChatCalls):
         trace: bool | str | Path | None = None,
         ring: Literal["auto", "events", "sync", "off"] = "auto",
         graph_sampling: Literal["auto", "on", "off"] = "auto",
+        prefix_cache: bool = True,
+        cache_bytes: int | None = None,
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
         if not isinstance(model, (Model, str, os.PathLike)):
             raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
         depth = None if pipeline_depth is None else check_int("pipeline_depth", pipeline_depth, 1, 2)
         self._trace_path = _trace_path(trace)
+        uses_cache = check_flag("prefix_cache", prefix_cache)
+        n_cache_bytes = None if cache_bytes is None else check_int("cache_bytes", cache_bytes, 0, 2**63 - 1)
         window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
         self._queue = QueueLimit(
             None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1)
@@ -135,15 +143,15 @@ class Engine(ChatCalls):
                     "give a model that generates, or use lp.Embedder"
                 )
             padding_token = None if unified or model.is_recurrent else 0
+            self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             scheduler = Scheduler(
-                context.n_seq_max,
+                cache_of(context, uses_cache, n_cache_bytes, self._kv_bytes),
                 context.n_ctx,
                 context.n_cells,
                 context.n_batch,
                 context.n_ubatch,
                 padding_token,
                 n_score_rows=max(context.n_outputs_max - context.n_seq_max, 1),
-                min_prefix_copy=min_prefix_copy(context),
                 prefill_cutoff=prefill_cutoff(context),
             )
             self.model = model
@@ -151,7 +159,6 @@ class Engine(ChatCalls):
             self.n_seq_max = context.n_seq_max
             self.n_cells = context.n_cells
             self._context_repr = repr(context)
-            self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             _warn_of_size(context, self._kv_bytes)
             pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
@@ -262,14 +269,6 @@ def _warn_of_size(context: Context, n_bytes: int) -> None:
             n_bytes / 2**30,
             (free + n_bytes) / 2**30,
         )
-
-
-def min_prefix_copy(context: Context) -> int | None:
-    """The fewest cells of a prompt that are worth copying for another choice of it; None: copy nothing."""
-    if context.model.is_recurrent:
-        return None  # only whole sequences can be copied
-    # Unified, cells are shared. Streams are copied whole.
-    return 1 if context.kv_unified else 32
 
 
 def prefill_cutoff(context: Context) -> int | None:

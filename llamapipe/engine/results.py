@@ -254,7 +254,9 @@ class EngineStats:
     graphs that llama.cpp reused; ``n_micro_batches``: micro-batches that decoding requests are split into now;
     ``n_graph_sampled``: tokens sampled in the compute graph.
     ``n_threads``: compute threads in use now; ``n_thread_changes``: how often the engine changed their number.
-    ``n_used_cells``: KV cells in use. ``step_times``: from the launch of a step until its tokens are sampled.
+    ``n_used_cells``: KV cells of running requests. ``n_cache_hit_tokens``: prompt tokens that were in the prefix cache;
+    ``n_saved``, ``n_restored``: sequences copied to host memory and back; ``cache_bytes``: host memory they take now.
+    ``step_times``: from the launch of a step until its tokens are sampled.
     ``queue_times``: from a request's submission until it has a slot.
     """
 
@@ -282,6 +284,10 @@ class EngineStats:
     n_threads: int = 0
     n_thread_changes: int = 0
     n_used_cells: int = 0
+    n_cache_hit_tokens: int = 0
+    n_saved: int = 0
+    n_restored: int = 0
+    cache_bytes: int = 0
     step_times: TimeHistogram = _NO_TIMES
     queue_times: TimeHistogram = _NO_TIMES
 

@@ -17,6 +17,7 @@ import pytest
 from support.control import PATIENCE_S, Worker, all_results, wait_until
 from support.fakes import N_VOCAB, FakeContext, FakeSampler, continuation
 from support.inside import request_of, wakers_of
+from support.memory import cache_of
 from support.run_script import run_script
 
 import llamapipe as lp
@@ -123,7 +124,7 @@ class Desk:
         **context: Any,
     ) -> None:
         self.context = FakeContext(n_slots, N_CTX, **context)
-        self.scheduler = Scheduler(n_slots, N_CTX, N_CTX * n_slots, self.context.n_batch, 16)
+        self.scheduler = Scheduler(cache_of(n_slots), N_CTX, N_CTX * n_slots, self.context.n_batch, 16)
         self.queue = QueueLimit(max_queue)
         self.samplers: list[FakeSampler] = []
         self._make_sampler = make_sampler or self.make_sampler
@@ -470,7 +471,7 @@ class TestDefects:
         monkeypatch.undo()
         Worker(desk.engine_thread.close, True).result()
         assert desk.context.closed
-        desk.scheduler.__init__(1, 1, 1, 1, 1)  # type: ignore[misc]  # for the fixture: nothing is left to check
+        desk.scheduler.__init__(cache_of(1), 1, 1, 1, 1)  # type: ignore[misc]  # for the fixture: nothing is left to check
 
     def test_who_waits_for_room_gets_it_and_is_told(self, make_desk: MakeDesk) -> None:
         gate = Turnstile()

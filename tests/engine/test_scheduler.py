@@ -10,11 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fakes import N_VOCAB, FakeContext, continuation
+from support.memory import cache_of
 
-from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy
+from llamapipe.engine.scheduler.batch_plan import BatchPlan
 from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
-from llamapipe.engine.scheduler.slots import Slots
+from llamapipe.engine.worker.cell_keeper import CellKeeper
 from llamapipe.errors import ContextFullError, DecodeError
 
 PADDING = 0
@@ -42,9 +43,10 @@ class Bench:
         n_cells = n_ctx * n_slots if n_cells is None else n_cells
         self.n_ubatch = n_ubatch
         self.scheduler = Scheduler(
-            n_slots, n_ctx, n_cells, n_batch, n_ubatch, padding_token, prefill_cutoff=prefill_cutoff
+            cache_of(n_slots), n_ctx, n_cells, n_batch, n_ubatch, padding_token, prefill_cutoff=prefill_cutoff
         )
         self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
+        self.memory = CellKeeper(self.scheduler)
         self.n_added = 0
         self.n_full = 0  # launches that found no cells
         self.n_held = 0  # requests in a slot at the last launch
@@ -81,7 +83,7 @@ class Bench:
                 step = self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
         except ContextFullError as error:
             self.n_full += 1
-            if self.scheduler.relieve(plan) is None:
+            if not self.scheduler.relieve(plan):
                 self.scheduler.abort(plan, error)
         except DecodeError as error:
             self.scheduler.abort(plan, error)
@@ -116,9 +118,7 @@ class Bench:
 
     def remove(self) -> None:
         """Removes the cells that were given up; then they are what the requests say."""
-        for op in self.scheduler.take_memory_ops():
-            if not (self.context.copy(*op) if isinstance(op, Copy) else self.context.remove(*op)):
-                self.scheduler.recompute(op.slot)
+        self.memory.apply(self.context)
         expected: list[list[int]] = [[] for _ in range(self.context.n_seq_max)]
         for request in self.scheduler.live():
             if request.slot >= 0:
@@ -158,22 +158,6 @@ def assert_done(*requests: Request, n_ctx: int = 64) -> None:
 def scheduled(plan: BatchPlan | None) -> list[tuple[Request, int]]:
     assert plan is not None
     return plan.scheduled
-
-
-class TestSlots:
-    def test_gives_the_lowest_free_one(self) -> None:
-        slots = Slots(3)
-        assert [slots.take(), slots.take(), slots.take()] == [0, 1, 2]
-        slots.give(1)
-        slots.give(0)
-        assert (slots.n_free, slots.free, repr(slots)) == (2, frozenset({0, 1}), "<Slots 1/3 taken>")
-        assert slots.take() == 0
-
-    def test_there_may_be_none(self) -> None:
-        slots = Slots(1)
-        slots.take()
-        with pytest.raises(IndexError):
-            slots.take()
 
 
 class TestAdmission:
@@ -216,13 +200,13 @@ class TestAdmission:
 
     def test_cells_for_one_request_are_required(self) -> None:
         with pytest.raises(ValueError, match="n_cells is 63 and n_ctx 64"):
-            Scheduler(4, 64, 63, 32, 16)
+            Scheduler(cache_of(4), 64, 63, 32, 16)
 
     def test_reprs_show_the_state(self) -> None:
         bench = Bench(n_slots=1)
         a = bench.add(n_prompt=3, max_tokens=1)
         bench.add()
-        assert "queued=2" in repr(bench.scheduler)
+        assert "new=2" in repr(bench.scheduler)
         assert repr(bench.step()) == "<BatchPlan n_tokens=3 n_outputs=1 scheduled 0: 3>"
         assert repr(a) == "<Request 0 finished length slot=-1 n_prompt=3 n_tokens=4 n_past=3>"
 
@@ -554,7 +538,7 @@ class TestAgain:
         bench.steps(5)
         plan = bench.scheduler.plan()
         assert plan is not None and plan.repeats
-        assert bench.scheduler.relieve(plan) is paused
+        assert bench.scheduler.relieve(plan) and paused.slot < 0
         assert not bench.steps(1)[0].repeats
         bench.run()
         assert_done(a)
@@ -848,8 +832,8 @@ class TestPreemption:
         a, b = bench.add(), bench.add()
         plan = bench.step()
         assert plan is not None
-        assert bench.scheduler.relieve(plan) is b
-        assert bench.scheduler.relieve(plan) is None
+        assert bench.scheduler.relieve(plan) and b.slot < 0
+        assert not bench.scheduler.relieve(plan)
         bench.run()
         assert_done(a, b)
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from support.fakes import FakeContext, continuation, next_token, score_of
+from support.memory import cache_of
 
-from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy
+from llamapipe.engine.scheduler.batch_plan import BatchPlan
 from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets, TokenScore
-from llamapipe.engine.scheduler.prompt_group import PromptGroup
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
+from llamapipe.engine.worker.cell_keeper import CellKeeper
 from llamapipe.errors import ContextFullError
 
 N_CTX = 48
@@ -29,23 +30,29 @@ class Desk:
     """Runs a scheduler's steps on a fake context, as the decoder does."""
 
     def __init__(
-        self, n_slots: int, n_cells: int | None = None, n_score_rows: int = 5, recurrent: bool = False
+        self,
+        n_slots: int,
+        n_cells: int | None = None,
+        n_score_rows: int = 5,
+        recurrent: bool = False,
+        host_bytes: int = 0,
     ) -> None:
         n_cells = N_CTX * n_slots if n_cells is None else n_cells
         self.context = FakeContext(n_slots, N_CTX, n_cells, n_batch=24, recurrent=recurrent)
         self.context.n_score_rows = n_score_rows
-        min_prefix_copy = None if self.context.recurrent else 1
-        self.scheduler = Scheduler(
-            n_slots, N_CTX, n_cells, 24, 12, None, n_score_rows=n_score_rows, min_prefix_copy=min_prefix_copy
-        )
+        self.cache = cache_of(n_slots, enabled=True, whole_only=recurrent, host_bytes=host_bytes, min_save=4)
+        self.scheduler = Scheduler(self.cache, N_CTX, n_cells, 24, 12, None, n_score_rows=n_score_rows)
+        self.memory = CellKeeper(self.scheduler)
         self.n_fed = 0
 
     def step(self) -> BatchPlan | None:
-        self._memory()
+        self.memory.apply(self.context)
         plan = self.scheduler.plan()
-        self._memory()
         if plan is None:
             return None
+        if not self.memory.apply(self.context):
+            self.scheduler.drop(plan)
+            return plan
         try:
             step = (
                 self.context.launch_repeat()
@@ -53,7 +60,7 @@ class Desk:
                 else self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
             )
         except ContextFullError:
-            assert self.scheduler.relieve(plan) is not None
+            assert self.scheduler.relieve(plan)
             return plan
         nobody = [None] * len(plan.rows)
         sampled = (
@@ -76,11 +83,6 @@ class Desk:
                 assert self.scheduler.n_live == 0, f"nothing goes on: {self.scheduler!r}"
                 return
         raise AssertionError(f"no end: {self.scheduler!r}")
-
-    def _memory(self) -> None:
-        for op in self.scheduler.take_memory_ops():
-            if not (self.context.copy(*op) if isinstance(op, Copy) else self.context.remove(*op)):
-                self.scheduler.recompute(op.slot)
 
 
 def prompt_of(n: int, which: int) -> list[int]:
@@ -142,54 +144,38 @@ class TestPrompts:
         assert request.tokens[n:] == continuation(prompt, 1)[0]
 
 
-class TestPromptGroups:
-    def prompt_group(self, n: int, prompt: Sequence[int], max_tokens: int = 5) -> list[Request]:
-        members = [Request(list(prompt), max_tokens) for _ in range(n)]
-        PromptGroup(members)
-        return members
-
+class TestSharedPrompts:
     @pytest.mark.parametrize("n_slots", [1, 2, 5])
     def test_the_prompt_is_fed_once(self, n_slots: int) -> None:
         desk = Desk(n_slots)
-        members = self.prompt_group(5, prompt_of(20, 1))
-        for member in members:
-            desk.scheduler.add(member)
+        requests = [Request(prompt_of(20, 1), 5) for _ in range(5)]
+        for request in requests:
+            desk.scheduler.add(request)
         assert desk.scheduler.n_queued == 5
         desk.run()
-        for member in members:
-            assert member.tokens == prompt_of(20, 1) + continuation(prompt_of(20, 1), 5)[0]
-        assert desk.n_fed == 20 + 5 * 4
-
-    @pytest.mark.parametrize("max_tokens", [1, 2, 3])
-    @pytest.mark.parametrize("n_prompt", [1, 2, 20])
-    def test_however_soon_they_end(self, n_prompt: int, max_tokens: int) -> None:
-        """Who ends leaves its cells to the next."""
-        desk = Desk(2)
-        members = self.prompt_group(7, prompt_of(n_prompt, 1), max_tokens)
-        for member in members:
-            desk.scheduler.add(member)
-        desk.run()
-        for member in members:
-            assert member.tokens[n_prompt:] == continuation(prompt_of(n_prompt, 1), max_tokens)[0]
-        assert desk.n_fed == n_prompt + 7 * (max_tokens - 1)
+        for request in requests:
+            assert request.tokens == prompt_of(20, 1) + continuation(prompt_of(20, 1), 5)[0]
+        assert [request.n_cached for request in requests] == [0] + [19] * 4
+        assert desk.n_fed == 20 + 4 * 1 + 5 * 4
 
     def test_the_next_leads_when_the_first_is_cancelled(self) -> None:
         desk = Desk(3)
-        first, second, third = members = self.prompt_group(3, prompt_of(30, 1))
-        for member in members:
-            desk.scheduler.add(member)
+        first, second, third = requests = [Request(prompt_of(30, 1), 5) for _ in range(3)]
+        for request in requests:
+            desk.scheduler.add(request)
         desk.step()
         assert first.n_past == 24 and second.slot == third.slot == -1
         desk.scheduler.cancel(first)
         desk.scheduler.cancel(second)
         desk.run()
         assert third.tokens[30:] == continuation(prompt_of(30, 1), 5)[0]
+        assert third.n_cached == 24  # what the first had computed
 
     def test_one_that_waits_is_cancelled(self) -> None:
         desk = Desk(3)
-        first, second = members = self.prompt_group(2, prompt_of(30, 1))
-        for member in members:
-            desk.scheduler.add(member)
+        first, second = requests = [Request(prompt_of(30, 1), 5) for _ in range(2)]
+        for request in requests:
+            desk.scheduler.add(request)
         desk.step()
         desk.scheduler.cancel(second)
         assert (second.state, desk.scheduler.n_queued) == (State.FINISHED, 0)
@@ -198,7 +184,7 @@ class TestPromptGroups:
 
     def test_one_that_comes_when_the_prompt_is_there(self) -> None:
         desk = Desk(2)
-        first, second = self.prompt_group(2, prompt_of(10, 1), max_tokens=20)
+        first, second = (Request(prompt_of(10, 1), 20) for _ in range(2))
         desk.scheduler.add(first)
         desk.step()
         desk.step()
@@ -208,37 +194,52 @@ class TestPromptGroups:
 
     def test_a_memory_that_cannot_be_copied_in_part(self) -> None:
         desk = Desk(2, recurrent=True)
-        members = self.prompt_group(2, prompt_of(10, 1))
-        for member in members:
-            desk.scheduler.add(member)
+        requests = [Request(prompt_of(20, 1), 5) for _ in range(2)]
+        for request in requests:
+            desk.scheduler.add(request)
         desk.run()
-        assert members[1].tokens == members[0].tokens
+        assert requests[1].tokens == requests[0].tokens
+        longer = Request([*requests[0].tokens, 7], 5)
+        desk.scheduler.add(longer)
+        desk.run()
+        assert longer.n_cached == 24  # all that was computed
+        assert longer.tokens[26:] == continuation(longer.tokens[:26], 5)[0]
 
 
 class TestAnything:
     @pytest.mark.parametrize("seed", range(60))
     def test_everything_at_once(self, seed: int) -> None:
-        """Generations, scores and prompt groups under few slots and cells, with cancellations."""
+        """Generations and scores with shared prefixes under few slots and cells, with cancellations and preemptions."""
         chance = random.Random(seed)
         n_slots = chance.randint(1, 4)
         n_cells = chance.choice([None, max(N_CTX, 20 * n_slots)])
-        desk = Desk(n_slots, n_cells, n_score_rows=chance.choice([1, 3, 32]), recurrent=chance.random() < 0.2)
+        desk = Desk(
+            n_slots,
+            n_cells,
+            n_score_rows=chance.choice([1, 3, 32]),
+            recurrent=chance.random() < 0.2,
+            host_bytes=chance.choice([0, 2000, 10_000]),
+        )
+        desk.context.refuses_saves = chance.random() < 0.2
         requests: list[Request] = []
         contexts: dict[Request, tuple[list[int], list[list[int]]]] = {}
         for _ in range(60):
             kind = chance.random()
             prompt = prompt_of(chance.randint(1, 20), chance.randint(0, 5))
+            if chance.random() < 0.5:
+                prompt = prompt_of(chance.randint(12, 20), chance.randint(6, 7)) + prompt[:10]
             new: list[Request] = []
             if kind < 0.2:
-                rest = [prompt_of(chance.randint(1, 20), 7 + i) for i in range(chance.randint(1, 4))]
+                rest = [prompt_of(chance.randint(1, 16), 7 + i) for i in range(chance.randint(1, 4))]
                 new = [score_request(prompt, rest)]
                 contexts[new[0]] = (prompt, rest)
             elif kind < 0.4:
                 new = [Request(prompt.copy(), chance.randint(1, 20)) for _ in range(chance.randint(1, 4))]
                 if chance.random() < 0.5:
                     new[0].logprob_targets = PromptTargets(prompt, 1)
-                if len(new) > 1:
-                    PromptGroup(new)
+            elif requests and kind < 0.5:  # a conversation goes on
+                told = chance.choice(requests).tokens
+                new = [Request([*told[:30], *prompt][: N_CTX - 12], chance.randint(1, 10))]
             for request in new:
                 desk.scheduler.add(request)
             requests += new

@@ -86,6 +86,19 @@ class FakeSampler:
         self.closed = True
 
 
+class FakeSaved:
+    """The cells of a sequence in host memory."""
+
+    def __init__(self, cells: list[int]) -> None:
+        self.cells = cells
+        self.n_bytes = len(cells)
+        self.closed = False
+
+    def close(self) -> None:
+        assert not self.closed, "saved cells were freed twice"
+        self.closed = True
+
+
 class FakeContext:
     """An Executor over lists of tokens: ``n_seq_max`` sequences of ``n_ctx`` cells each, ``n_cells`` in all.
 
@@ -123,6 +136,8 @@ class FakeContext:
         self.recurrent = recurrent
         self.before_launch = before_launch
         self.sequences: list[list[int]] = [[] for _ in range(n_seq_max)]  # the tokens in each one's cells
+        self.saved: list[FakeSaved] = []
+        self.refuses_saves = False
         self.launches: list[Launch] = []  # those that succeeded
         self.n_launches = 0  # all
         self.n_samples = 0
@@ -159,9 +174,29 @@ class FakeContext:
         self._claim()
         assert source != seq_id and not self.sequences[seq_id], f"sequence {seq_id} is not empty"
         assert 0 < n <= len(self.sequences[source]), f"{n} cells of {len(self.sequences[source])}"
-        if self.recurrent:
+        if self.recurrent and n < len(self.sequences[source]):
             return False
         self.sequences[seq_id] = self.sequences[source][:n]
+        return True
+
+    def save(self, seq_id: int, max_bytes: int) -> FakeSaved | None:
+        """A copy of a sequence's cells, a byte each."""
+        self._claim()
+        cells = self.sequences[seq_id]
+        assert cells, f"sequence {seq_id} is empty"
+        if len(cells) > max_bytes or self.refuses_saves:
+            return None
+        self.saved.append(FakeSaved(cells.copy()))
+        return self.saved[-1]
+
+    def load(self, saved: FakeSaved, seq_id: int, n: int) -> bool:
+        """Gives an empty sequence the first `n` saved cells."""
+        self._claim()
+        assert not saved.closed and not self.sequences[seq_id], f"sequence {seq_id} is not empty"
+        assert 0 < n <= len(saved.cells), f"{n} cells of {len(saved.cells)}"
+        if (self.recurrent and n < len(saved.cells)) or self.n_used + n > self.n_cells:
+            return False
+        self.sequences[seq_id] = saved.cells[:n]
         return True
 
     def launch(

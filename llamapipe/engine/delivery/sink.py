@@ -91,6 +91,7 @@ class Choices:
         "_failed",
         "_first_at",
         "_index",
+        "_n_cached",
         "_n_left",
         "_prompt_targets",
         "_started_at",
@@ -106,6 +107,7 @@ class Choices:
         self._started_at = perf_counter()
         self._choices: list[Choice | None] = [None] * n
         self._n_left = n
+        self._n_cached: int | None = None
         self._first_at: float | None = None
         self._failed = False
 
@@ -125,6 +127,8 @@ class Choices:
         if self._choices[choice.index] is not None:  # after a defect a request may be finished twice
             return
         self._choices[choice.index] = choice
+        if self._n_cached is None or request.n_cached < self._n_cached:
+            self._n_cached = request.n_cached  # the choice that computed the prompt for the others counts
         self._n_left -= 1
         if self._n_left or self._failed:
             return
@@ -135,7 +139,9 @@ class Choices:
             ids = request.tokens[: request.n_prompt]
             prompt = prompt_token_logprobs(ids, self._prompt_targets.scores, piece)
         choices = tuple(choice for choice in self._choices if choice is not None)
-        self.mailbox.put((self._index, Completion(choices, request.n_prompt, 0, timings, prompt)))
+        self.mailbox.put(
+            (self._index, Completion(choices, request.n_prompt, self._n_cached, timings, prompt))
+        )
 
 
 class CompletionSink(Sink):

@@ -19,7 +19,6 @@ from llamapipe.engine.delivery.sink import (
 from llamapipe.engine.frontend.sampler_factory import SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets
-from llamapipe.engine.scheduler.prompt_group import PromptGroup
 from llamapipe.engine.scheduler.request import UNLIMITED, Request
 from llamapipe.errors import InvalidRequestError, LlamapipeError
 from llamapipe.llama.model import Model
@@ -149,8 +148,6 @@ class RequestBuilder:
             request.sink = CompletionSink(choices, piece, tuple(params.stop or ()), request.seed, i)
             requests.append(request)
         requests[0].logprob_targets = targets
-        if params.n > 1:
-            PromptGroup(requests)
         return requests
 
     def scores(

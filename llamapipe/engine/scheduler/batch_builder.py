@@ -8,9 +8,11 @@ decoding yields to such steps for at most ``n_ubatch`` prompt tokens in total.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from llamapipe.engine.scheduler.batch_plan import BatchPlan, Remove, ScoredRows
+from llamapipe.engine.scheduler.kv_cache import Cells
 from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
-from llamapipe.engine.scheduler.prompt_group import PromptGroup
 from llamapipe.engine.scheduler.request import UNLIMITED
 from llamapipe.engine.scheduler.running import Running
 
@@ -45,12 +47,15 @@ class BatchBuilder:
         self.depth = 1
         self.n_micro_batches = 1
 
-    def plan(self, running: Running) -> BatchPlan:
-        """The plan of the next step, from requests that are in no step in flight. Without tokens if there are none."""
+    def plan(self, running: Running, parked: Mapping[int, Cells]) -> BatchPlan:
+        """The plan of the next step, from requests that are in no step in flight. Without tokens if there are none.
+
+        ``parked``: cells in slots without a request.
+        """
         plan = BatchPlan()
         waits = bool(running.decoding) and self._decoding_waits(running)
         if running.decoding and not waits:
-            self._decode(plan, running)
+            self._decode(plan, running, parked)
         if running.prefilling:
             self._prefill(plan, running)
         self._n_last = len(plan.tokens) if waits else 0
@@ -88,7 +93,7 @@ class BatchBuilder:
         # Leave room in the decode delay (one ubatch) for the first prompt of the next step.
         return self._n_waited + n_step + n_next <= self._n_ubatch
 
-    def _decode(self, plan: BatchPlan, running: Running) -> None:
+    def _decode(self, plan: BatchPlan, running: Running, parked: Mapping[int, Cells]) -> None:
         decoding, n_in_flight = running.decoding, 0
         if self.n_micro_batches > 1:
             free = [r for r in decoding if r.batch_plan is None or not r.batch_plan.in_flight]
@@ -112,9 +117,11 @@ class BatchBuilder:
             and len(decoding) == len(running.decoding)
             and plan.seq_ids[-1] - plan.seq_ids[0] >= n
         ):
-            self._pad_gaps(plan, running, self._padding_token)
+            self._pad_gaps(plan, running, parked, self._padding_token)
 
-    def _pad_gaps(self, plan: BatchPlan, running: Running, padding_token: int) -> None:
+    def _pad_gaps(
+        self, plan: BatchPlan, running: Running, parked: Mapping[int, Cells], padding_token: int
+    ) -> None:
         """Adds a padding token for each sequence in a gap, if that is cheaper than splitting the batch at the gaps."""
         prefilling = {r.slot for r in running.prefilling}  # mostly have tokens of their own in this step
         held = {r.slot: r.n_past for r in running.paused}
@@ -123,7 +130,8 @@ class BatchBuilder:
         if len(gaps) > len(plan.seq_ids):
             return
         for slot in gaps:
-            position = held.get(slot, 0)  # below n_ctx: the last token of a full sequence needs no cell
+            # Below n_ctx: the last token of a full sequence needs no cell.
+            position = parked[slot].n if slot in parked else held.get(slot, 0)
             i = slot - first - sum(1 for f in prefilling if first < f < slot)
             plan.tokens.insert(i, padding_token)
             plan.positions.insert(i, position)
@@ -177,17 +185,6 @@ class BatchBuilder:
                 plan.rows.append(len(plan.tokens) - 1)
                 plan.requests.append(request)
                 brings_first = brings_first or request.is_streaming
-                if request.prompt_group is not None and len(request.tokens) == request.n_prompt:
-                    _add_waiters(plan, request.prompt_group)
-
-
-def _add_waiters(plan: BatchPlan, group: PromptGroup) -> None:
-    """Draws the first tokens of the group's waiters from the prompt's row, before they have a slot."""
-    for request in group.waiting:
-        if len(request.tokens) == request.n_prompt:
-            plan.rows.append(plan.rows[-1])
-            plan.requests.append(request)
-            request.batch_plan = plan
 
 
 def _scored(targets: LogprobTargets, first: int, n: int, n_rows: int) -> tuple[int, range]:

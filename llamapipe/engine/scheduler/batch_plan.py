@@ -26,6 +26,31 @@ class Copy(NamedTuple):
     n: int
 
 
+class Save(NamedTuple):
+    """Copy the cells of a sequence to host memory, as ``key``, if they take at most ``max_bytes``."""
+
+    slot: int
+    key: int
+    max_bytes: int
+
+
+class Load(NamedTuple):
+    """Copy the first ``n`` saved cells to a sequence, which is empty."""
+
+    key: int
+    slot: int
+    n: int
+
+
+class Forget(NamedTuple):
+    """Free saved cells."""
+
+    key: int
+
+
+MemoryOp = Remove | Copy | Save | Load | Forget
+
+
 class ScoredRows(NamedTuple):
     """Rows that score a request's own tokens: batch ``entries``, for its positions from ``first`` on."""
 
@@ -38,7 +63,7 @@ class ScoredRows(NamedTuple):
 class BatchPlan:
     """The batch of one step, as parallel lists over its entries, and the requests that get a token from it.
 
-    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``; some of these may still wait for a slot.
+    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``.
     ``scheduled``: each request in the batch with its number of entries; the first ``n_decode`` of them decode.
     ``scored``: rows that score the requests' own tokens. ``padding``: cells of entries that only keep the batch in one
     piece; they are removed after the step.

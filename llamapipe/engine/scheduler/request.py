@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from llamapipe.engine.scheduler.batch_plan import BatchPlan
+    from llamapipe.engine.scheduler.kv_cache import Cells
     from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
-    from llamapipe.engine.scheduler.prompt_group import PromptGroup
 
 UNLIMITED = 2**62
 
@@ -108,19 +108,22 @@ class Request:
         "arrival",
         "batch_plan",
         "cancelled",
+        "cells",
         "error",
         "finish_reason",
         "last_logprob",
+        "leader",
         "logprob_targets",
         "max_tokens",
+        "n_cached",
         "n_generated",
         "n_past",
         "n_prompt",
         "n_total",
-        "prompt_group",
         "resumable",
         "sampler",
         "sampler_factory",
+        "saved_cells",
         "seed",
         "sink",
         "slot",
@@ -129,6 +132,7 @@ class Request:
         "stop_tokens",
         "token_budget",
         "tokens",
+        "uses_cache",
         "wants_logprobs",
     )
 
@@ -152,7 +156,11 @@ class Request:
         self.sampler_factory: SamplerFactory | None = None  # None: nothing is generated
         self.seed = 0
         self.sampler: Sampler | None = None  # made with the first slot
-        self.prompt_group: PromptGroup | None = None  # requests with the same prompt
+        self.uses_cache = True  # whether it begins with cells of other requests, and leaves its own to them
+        self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
+        self.cells: Cells | None = None  # while it has a slot
+        self.saved_cells: Cells | None = None  # while it is preempted
+        self.leader: Request | None = None  # the request that computes its prefix, while it waits for that
         self.logprob_targets: LogprobTargets | None = None  # which of its own tokens are scored
         self.wants_logprobs = False  # whether each generated token comes with log-probabilities
         self.last_logprob: tuple[float, Sequence[tuple[int, float]]] | None = None  # those of the last token
@@ -178,6 +186,12 @@ class Request:
     def n_left(self) -> int:
         """Tokens of the sequence that have no KV cell yet."""
         return len(self.tokens) - self.n_past
+
+    @property
+    def max_prefix(self) -> int:
+        """How many of its first tokens need no computing if they are in cells: all but those whose rows it needs."""
+        n = len(self.tokens) - 1
+        return n if self.logprob_targets is None else min(n, self.logprob_targets.wanted_from)
 
     @property
     def is_streaming(self) -> bool:

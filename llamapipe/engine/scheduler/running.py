@@ -95,6 +95,5 @@ class Running:
 
 
 def decodes(request: Request) -> bool:
-    """Whether only the last token is left to compute. A group's leader prefills until its prompt is in the KV cache."""
-    leads = request.n_past == 0 and request.prompt_group is not None and request.prompt_group.waiting
-    return len(request.tokens) - request.n_past == 1 and request.max_tokens > 0 and not leads
+    """Whether only the last token is left to compute."""
+    return len(request.tokens) - request.n_past == 1 and request.max_tokens > 0

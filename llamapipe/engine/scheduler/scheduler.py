@@ -3,27 +3,22 @@
 The engine loop calls ``plan`` for the next step and ``commit`` with its tokens. A plan may be made while another step
 is in flight; it leaves out the requests of that step.
 
-When slots or cells run out, paused requests are preempted first, then the newest. A preempted request keeps its tokens
-and computes them again later.
+When cells run out, parked ones go first (see ``kv_cache``), then paused requests are preempted, then the newest. A
+preempted request keeps its tokens. Its cells are saved in host memory, or computed again later.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import OrderedDict
 from collections.abc import Sequence
-from operator import attrgetter
 
 from llamapipe.engine.scheduler.batch_builder import BatchBuilder
-from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy, Remove
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, MemoryOp
+from llamapipe.engine.scheduler.kv_cache import KvCache
 from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
-from llamapipe.engine.scheduler.prompt_group import PromptGroup
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.scheduler.running import Running
-from llamapipe.engine.scheduler.slots import Slots
+from llamapipe.engine.scheduler.waiting import Waiting
 from llamapipe.errors import DecodeError, NoToken
-
-_by_arrival = attrgetter("arrival")
 
 
 def sampling_error(request: Request, code: int) -> Exception:
@@ -42,24 +37,23 @@ def sampling_error(request: Request, code: int) -> Exception:
 class Scheduler:
     """The requests of one context.
 
-    ``n_slots`` sequences with at most ``n_ctx`` positions each and ``n_cells`` in all; ``n_batch`` tokens in a step, of
-    which llama.cpp computes ``n_ubatch`` at a time. ``min_prefix_copy``: a shorter prefix is computed again instead of
-    copied; None: never copy. For ``padding_token``, ``n_score_rows`` and ``prefill_cutoff`` see BatchBuilder.
+    Sequences of at most ``n_ctx`` positions each and ``n_cells`` in all, in the slots of ``cache``; ``n_batch`` tokens
+    in a step, of which llama.cpp computes ``n_ubatch`` at a time. For ``padding_token``, ``n_score_rows`` and
+    ``prefill_cutoff`` see BatchBuilder.
 
-    ``memory_ops``: changes to KV cells to be made before the next step, in this order. ``dequeued``: requests that got
-    a slot or ended since ``take_dequeued`` was called; a preempted request is listed again.
+    ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
+    again.
     """
 
     def __init__(
         self,
-        n_slots: int,
+        cache: KvCache,
         n_ctx: int,
         n_cells: int,
         n_batch: int,
         n_ubatch: int,
         padding_token: int | None = None,
         n_score_rows: int = 32,
-        min_prefix_copy: int | None = 1,
         prefill_cutoff: int | None = None,
     ) -> None:
         if n_cells < n_ctx:
@@ -68,34 +62,26 @@ class Scheduler:
             )
         self.n_ctx = n_ctx
         self.n_cells = n_cells
-        self._min_prefix_copy = min_prefix_copy
+        self.cache = cache
         self.n_preempted = 0
         self._batch_builder = BatchBuilder(n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff)
-        self._slots = Slots(n_slots)
-        self._scarce = n_cells < n_ctx * n_slots
+        self._scarce = n_cells < n_ctx * cache.n_slots
         self._full = False  # a step found no cells: admit no request before one has left
         self._n_arrived = 0
-        self._queue: OrderedDict[Request, None] = OrderedDict()  # new, in order of arrival
-        self._ready: list[Request] = []  # preempted and within their token budget, in order of arrival
-        self._preempted_paused: set[Request] = set()  # preempted with their token budget used up
+        self._waiting = Waiting()  # without a slot
         self._running = Running()  # in a slot
-        self._n_waiters = 0  # new requests that wait for the leader of their prompt group
-        self.memory_ops: list[Remove | Copy] = []
         self.dequeued: list[Request] = []
         self._last: BatchPlan | None = None  # the last plan, if the next step may repeat it
         self._n_moves = 0  # Running.n_moves when it was made
 
     def __repr__(self) -> str:
-        return (
-            f"<Scheduler queued={len(self._queue)} ready={len(self._ready)} "
-            f"preempted_paused={len(self._preempted_paused)} {self._running!r}>"
-        )
+        return f"<Scheduler {self._waiting!r} {self._running!r} {self.cache!r}>"
 
     # ---- state
     @property
     def n_queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._queue) + len(self._ready) + self._n_waiters
+        return self._waiting.n_queued
 
     @property
     def n_active(self) -> int:
@@ -104,23 +90,23 @@ class Scheduler:
 
     @property
     def n_used_cells(self) -> int:
-        """The KV cells that hold a position."""
+        """The KV cells of requests that have a slot."""
         return sum(request.n_past for request in self._running)
 
     @property
     def n_live(self) -> int:
         """Requests that are not finished."""
-        return self.n_queued + self.n_active + len(self._preempted_paused)
+        return self.n_queued + self.n_active + len(self._waiting.paused)
 
     @property
     def has_work(self) -> bool:
         """Whether a step could be planned."""
-        return self._running.has_work or bool(self._ready or self._queue)
+        return self._running.has_work or self._waiting.has_next
 
     @property
     def all_ready(self) -> bool:
         """Whether every unfinished request can continue, so that waiting for a caller would gain nothing."""
-        return not self._running.paused and not self._preempted_paused
+        return not self._running.paused and not self._waiting.paused
 
     @property
     def max_in_flight(self) -> int:
@@ -152,12 +138,16 @@ class Scheduler:
 
     def live(self) -> list[Request]:
         """Every unfinished request."""
-        return [*self._running, *self._ready, *self._preempted_paused, *self._queue]
+        return [*self._running, *self._waiting]
 
-    def take_memory_ops(self) -> list[Remove | Copy]:
-        """Removes and returns ``memory_ops``."""
-        ops, self.memory_ops = self.memory_ops, []
-        return ops
+    @property
+    def has_memory_ops(self) -> bool:
+        """Whether KV cells are to be changed before the next step."""
+        return bool(self.cache.memory_ops)
+
+    def take_memory_ops(self) -> list[MemoryOp]:
+        """Removes and returns the changes to KV cells that are to be made before the next step, in their order."""
+        return self.cache.take_memory_ops()
 
     def take_dequeued(self) -> list[Request]:
         """Removes and returns ``dequeued``."""
@@ -169,13 +159,7 @@ class Scheduler:
         """Queues a new request."""
         request.arrival = self._n_arrived
         self._n_arrived += 1
-        group = request.prompt_group
-        if group is not None and not group.arrive(request):
-            self._n_waiters += 1
-        elif request.n_total < request.token_budget:
-            self._queue[request] = None
-        else:
-            self._preempted_paused.add(request)
+        self._waiting.add(request)
 
     def resume(self, request: Request) -> None:
         """Continues a request whose ``token_budget`` was raised or whose tokens changed; otherwise does nothing."""
@@ -185,19 +169,16 @@ class Scheduler:
             del self._running.paused[request]
             request.move(State.RUNNING)
             self._running.add(request)
-        elif request in self._preempted_paused:
-            self._preempted_paused.discard(request)
-            insort(self._ready, request, key=_by_arrival)
+        elif request in self._waiting.paused:
+            self._waiting.remove(request)
+            self._waiting.add_ready(request)
 
     def trim(self, request: Request, n_keep: int) -> None:
         """Keeps the first ``n_keep`` tokens of a resumable request that is not running."""
         del request.tokens[n_keep:]
         request.n_prompt = min(request.n_prompt, n_keep)
         # The last token is computed again: the next one is sampled from its logits.
-        n_past = min(request.n_past, n_keep - 1)
-        if request.slot >= 0 and n_past < request.n_past:
-            self.memory_ops.append(Remove(request.slot, n_past))
-        request.n_past = n_past
+        self.cache.truncate(request, min(request.n_past, n_keep - 1))
         self._reopen(request)
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
@@ -219,43 +200,8 @@ class Scheduler:
         if request.resumable and reason in ("stop", "length"):
             self._pause(request)
             return
-        slot = request.slot
-        holds_prompt = (
-            request.prompt_group is not None and request.error is None and request.n_past >= request.n_prompt
-        )
         self._leave(request)
         request.move(State.FINISHED)
-        group = request.prompt_group
-        if group is not None:
-            if slot >= 0 and holds_prompt:
-                self._hand_over_slot(group, slot)
-            group.leave(request)
-            self._release_waiters(group)
-
-    def _hand_over_slot(self, group: PromptGroup, slot: int) -> None:
-        """Hands a finished request's slot, with the prompt still in its KV cells, to a waiter of the same group."""
-        successor = group.take_successor()
-        if successor is None:
-            return
-        if successor in self._ready:
-            self._ready.remove(successor)
-        else:
-            self._n_waiters -= 1
-        self.memory_ops.pop()  # the one that removes all of the slot's cells
-        self._slots.take_back(slot)
-        successor.slot = slot
-        successor.n_past = min(successor.n_prompt, len(successor.tokens) - 1)
-        self.memory_ops.append(Remove(slot, successor.n_past))
-        self.dequeued.append(successor)
-        group.place(successor)
-        successor.move(State.RUNNING)
-        self._running.add(successor)
-
-    def _release_waiters(self, group: PromptGroup) -> None:
-        """Admits the waiters of a group whose prompt is computed, or one of them to compute it."""
-        for request in group.release_waiters():
-            self._n_waiters -= 1
-            insort(self._ready, request, key=_by_arrival)
 
     def stop(self, request: Request) -> None:
         """Ends a request whose text completed a stop string, also if its last token had ended it already."""
@@ -275,20 +221,25 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Takes a request's slot and cells. It computes its tokens again when it gets a slot."""
         paused = request.state is State.PAUSED
-        self._leave(request)
+        self._take(request)
+        request.batch_plan = None
+        self.cache.preempt(request)
         request.n_past = 0
         request.move(State.WAITING)
+        self._full = False
+        self.dequeued.append(request)
+        self._waiting.release(request)
         self.n_preempted += 1
         if paused:
             # It waits for `resume`: a slow reader must not keep other requests out of its slot.
-            self._preempted_paused.add(request)
+            self._waiting.paused.add(request)
         else:
-            insort(self._ready, request, key=_by_arrival)
+            self._waiting.add_ready(request)
 
     # ---- steps
     def plan(self) -> BatchPlan | None:
         """The plan of the next step. None if nothing can be computed now."""
-        if self._queue or self._ready:
+        if self._waiting.has_next:
             self._admit()
         running = self._running
         if not running.has_work:
@@ -300,7 +251,7 @@ class Scheduler:
             last.repeats = last.in_flight = True
             return last
         self._n_moves = running.n_moves
-        plan = self._batch_builder.plan(running)
+        plan = self._batch_builder.plan(running, self.cache.parked)
         return plan if plan.tokens else None  # none: all requests are in steps in flight
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
@@ -320,10 +271,6 @@ class Scheduler:
                 and request.n_past == len(request.tokens)
             ):
                 self._score_next(request, targets)
-        if (
-            len(plan.scheduled) > plan.n_decode
-        ):  # requests without a slot first: they need their tokens before a slot can be handed to them
-            taken.sort(key=lambda pair: pair[0].slot >= 0)
         for request, token in taken:
             if token in request.stop_tokens:
                 request.stop_token = token
@@ -343,11 +290,10 @@ class Scheduler:
                 self.finish(request, "length")
             elif request.n_total >= request.token_budget:
                 self._pause(request)
-        self.memory_ops += plan.padding
+        self.cache.memory_ops += plan.padding
         if len(plan.scheduled) > plan.n_decode:
             for request, _ in plan.scheduled[plan.n_decode :]:
-                if request.prompt_group is not None and request.prompt_group.waiting:
-                    self._release_waiters(request.prompt_group)
+                self._waiting.release(request)
             self._running.sort()
         elif (
             plan.n_decode == len(plan.tokens)
@@ -366,8 +312,7 @@ class Scheduler:
             self.finish(request, "stop")
             return
         request.tokens, n_kept = following
-        self.memory_ops.append(Remove(request.slot, n_kept))
-        request.n_past = n_kept
+        self.cache.truncate(request, n_kept)
 
     def abort(self, plan: BatchPlan, error: BaseException) -> list[Request]:
         """Ends the requests of a step that failed, and no others. Returns them."""
@@ -379,7 +324,7 @@ class Scheduler:
     def drop(self, plan: BatchPlan) -> list[Request]:
         """Discards a step that was not computed. Returns the requests that are still part of it."""
         plan.in_flight = False
-        self.memory_ops += plan.padding
+        self.cache.memory_ops += plan.padding
         return [request for request, _ in plan.scheduled if request.batch_plan is plan]
 
     def recompute(self, slot: int) -> None:
@@ -387,15 +332,20 @@ class Scheduler:
         for request in list(self._running):
             if request.slot == slot:
                 self._running.recompute(request)
+                return
+        self.cache.lost(slot)
 
-    def relieve(self, plan: BatchPlan) -> Request | None:
-        """Discards a step that found no cells and preempts a request. None if only one request has a slot."""
+    def relieve(self, plan: BatchPlan) -> bool:
+        """Discards a step that found no cells and frees some. False if only one request has any."""
         self.drop(plan)
+        if self.cache.n_parked_cells:
+            self.cache.evict(0)
+            return True
         none_paused = not self._running.paused
         preempted = self._preempt_least()
         # A request that was running would be admitted again at once, and fail again.
         self._full = preempted is not None and none_paused
-        return preempted
+        return preempted is not None
 
     # ---- slots and cells
     def _preempt_least(self) -> Request | None:
@@ -406,49 +356,39 @@ class Scheduler:
         return least
 
     def _admit(self) -> None:
-        paused = self._running.paused
-        while self._queue or self._ready:
-            if not self._slots.n_free:
+        paused, waiting, cache = self._running.paused, self._waiting, self.cache
+        while waiting.has_next:
+            if not cache.n_free:
                 if not paused:
                     return
                 self.preempt(next(iter(paused)))
-            request = self._ready[0] if self._ready else next(iter(self._queue))
+            request = waiting.next()
             if self._full or (self._scarce and self._running.n_cells + len(request.tokens) > self.n_cells):
                 if paused:
                     self.preempt(next(iter(paused)))
                     continue
                 if self._running.has_work:
                     return
-            if self._ready:
-                del self._ready[0]
-            else:
-                del self._queue[request]
-            if request.prompt_group is not None and request.prompt_group.is_computing():
-                request.prompt_group.wait(request)  # it is admitted when the prompt can be copied
-                self._n_waiters += 1
+            found = cache.find(request)
+            waiting.remove(request)
+            if found.leader is not None:
+                waiting.follow(request, found.leader, found.n)
                 continue
+            cache.touch(found.cells)
+            if self._scarce:
+                cache.evict(max(self.n_cells - self._running.n_cells - len(request.tokens), 0))
+            cache.unpin(request)
+            cache.place(request, found)
+            if not request.n_total:
+                request.n_cached = request.n_past
             self.dequeued.append(request)
-            request.slot = self._slots.take()
-            if request.prompt_group is not None:
-                self._copy_prompt(request, request.prompt_group)
-                request.prompt_group.place(request)
             request.move(State.RUNNING)
             self._running.add(request)
 
-    def _copy_prompt(self, request: Request, group: PromptGroup) -> None:
-        """Begins with a copy of the prompt's cells from another member. At least one token is left to compute."""
-        source, n = group.source(), min(request.n_prompt, len(request.tokens) - 1)
-        if (
-            source is None
-            or request.logprob_targets is not None
-            or self._min_prefix_copy is None
-            or n < self._min_prefix_copy
-        ):
-            return
-        self.memory_ops.append(Copy(source.slot, request.slot, n))
-        request.n_past = n
-
     def _make_room(self) -> None:
+        room = self.n_cells - self._running.n_cells
+        if self.cache.n_parked_cells > max(room, 0):
+            self.cache.evict(max(room, 0))
         while self._running.n_cells > self.n_cells and self._preempt_least() is not None:
             pass
 
@@ -459,38 +399,36 @@ class Scheduler:
             request.move(State.PAUSED)
 
     def _leave(self, request: Request) -> None:
-        """Removes a request from its list and frees its slot."""
-        if request.state is State.RUNNING:
-            self._running.take(request)
-        elif request.state is State.PAUSED:
-            del self._running.paused[request]
-        elif request in self._preempted_paused:
-            self._preempted_paused.discard(request)
-        elif request in self._queue:
-            del self._queue[request]
-        elif request.prompt_group is not None and request in request.prompt_group.waiting:
-            self._n_waiters -= 1
-        else:
-            self._ready.remove(request)
+        """Removes a request from its list and takes its slot."""
         self.dequeued.append(request)
         request.batch_plan = None
-        if request.prompt_group is not None:
-            request.prompt_group.leave(request)
-        if request.slot >= 0:
-            self.memory_ops.append(Remove(request.slot, 0))
-            self._slots.give(request.slot)
-            request.slot = -1
+        if request.state is State.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._take(request)
+            self.cache.leave(request)
             self._full = False
+            self._waiting.release(request)
+        self.cache.unpin(request)
+
+    def _take(self, request: Request) -> None:
+        """Removes a request with a slot from its list."""
+        if request.state is State.RUNNING:
+            self._running.take(request)
+        else:
+            del self._running.paused[request]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if slots, states and lists disagree. For tests and debugging."""
         taken = sorted(request.slot for request in self._running)
         assert len(set(taken)) == len(taken), f"two requests in one slot: {taken}"
-        assert self._slots.free.isdisjoint(taken), f"a used slot counts as free: {taken} {self._slots.free}"
-        assert len(taken) + self._slots.n_free == self._slots.n, f"slots are lost: {taken} {self._slots.free}"
+        assert self.cache.free.isdisjoint(taken), f"a used slot counts as free: {taken} {self.cache.free}"
+        assert len(taken) + self.cache.n_free == self.cache.n_slots, f"slots are lost: {taken} {self.cache}"
+        self.cache.check_integrity()
         self._running.check_integrity()
         for request in self._running:
             assert request.state in (State.RUNNING, State.PAUSED), request
+            assert request.cells is not None and request.cells.slot == request.slot, request
             assert 0 <= request.n_past <= len(request.tokens) <= self.n_ctx, request
-        for request in (*self._queue, *self._ready, *self._preempted_paused):
+        for request in self._waiting:
             assert request.state is State.WAITING and request.slot == -1 and request.n_past == 0, request

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 from llamapipe.engine.results import EngineStats
-from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy
+from llamapipe.engine.scheduler.batch_plan import BatchPlan
 from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
+from llamapipe.engine.worker.cell_keeper import CellKeeper
 from llamapipe.engine.worker.executor import Executor
 from llamapipe.engine.worker.in_flight import StepsInFlight, draw, record_logprobs, score
 from llamapipe.engine.worker.inbox import Inbox
@@ -82,6 +83,7 @@ class EngineLoop:
         self._error: BaseException | None = None  # a defect of the loop: every request fails with it
         self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
         self._last_step = -1  # the number of that step
+        self._cells = CellKeeper(scheduler)
         self._step_times = TimeCounter()
         self._n_wants_logprobs = 0  # open requests that want log-probabilities
         self._n_requests = self._n_steps = self._n_prompt = self._n_generated = 0
@@ -149,6 +151,10 @@ class EngineLoop:
             n_preempted=self._scheduler.n_preempted,
             n_active=self._scheduler.n_active,
             n_used_cells=self._scheduler.n_used_cells,
+            n_cache_hit_tokens=self._scheduler.cache.n_hit_tokens,
+            n_saved=self._scheduler.cache.n_saved,
+            n_restored=self._scheduler.cache.n_restored,
+            cache_bytes=self._scheduler.cache.n_host_bytes,
             step_times=self._step_times.copy(),
             n_queued=self._scheduler.n_queued,
             n_micro_batches=self._scheduler.n_micro_batches,
@@ -182,6 +188,7 @@ class EngineLoop:
             self._serve_errors(e)
         finally:
             self.dispatcher.close()
+            self._cells.close()
             self._executor.close()
             self.in_flight.close()
 
@@ -198,8 +205,10 @@ class EngineLoop:
                 inbox.run_next()
             if dispatcher.pending:  # a caller that cancelled need not wait for a step
                 self._flush()
-            if scheduler.memory_ops:
-                self._apply_memory_ops()  # before the plan: what cannot be removed in part is computed again
+            if scheduler.has_memory_ops:
+                self._cells.apply(
+                    self._executor
+                )  # before the plan: what cannot be removed in part is computed again
             # After a change from two micro-batches to one, a step may be in flight that has to be sampled first.
             plan = scheduler.plan() if len(steps) < scheduler.max_in_flight else None
             if scheduler.dequeued:
@@ -217,7 +226,7 @@ class EngineLoop:
                     continue
                 # All requests wait for their callers: the first one to return must not start a step without the
                 # others.
-                self._apply_memory_ops()
+                self._cells.apply(self._executor)
             # 2. The launch failed, or there is room for another micro-batch: plan again.
             elif plan is not None:
                 started = perf_counter()
@@ -268,8 +277,9 @@ class EngineLoop:
     # ---- one step
     def _launch(self, plan: BatchPlan, started: float) -> None:
         """Launches a plan that was begun at this time of ``perf_counter``. Handles its failure."""
-        if self._scheduler.memory_ops:
-            self._apply_memory_ops()
+        if self._scheduler.has_memory_ops and not self._cells.apply(self._executor):
+            self._scheduler.drop(plan)  # a request of it lost cells: plan again
+            return
         samplers: list[Any] = []
         if not plan.repeats:
             if any(request.sampler is None for request in plan.requests):
@@ -348,13 +358,6 @@ class EngineLoop:
             self.trace.add("deliver", self._last_step, began, ended)
         self._deliver_s += ended - began
 
-    def _apply_memory_ops(self) -> None:
-        """Performs the changes to KV cells that the scheduler has queued."""
-        for op in self._scheduler.take_memory_ops():
-            done = self._executor.copy(*op) if isinstance(op, Copy) else self._executor.remove(*op)
-            if not done:
-                self._scheduler.recompute(op.slot)
-
     def _flush(self, together: bool = False) -> None:
         """Wakes callers; see ``ResultDispatcher.flush``. Requests of closed event loops are cancelled."""
         for request in self.dispatcher.flush(together):
@@ -387,7 +390,7 @@ class EngineLoop:
             for request in self._scheduler.drop(plan):
                 if request.cancelled:
                     self.cancel(request)
-        elif not isinstance(error, ContextFullError) or self._scheduler.relieve(plan) is None:
+        elif not isinstance(error, ContextFullError) or not self._scheduler.relieve(plan):
             for request in self._scheduler.abort(plan, error):
                 self._finished(request)
 

@@ -16,7 +16,17 @@ from llamapipe.engine.worker.thread_tuner import ThreadTuner
 from llamapipe.errors import DecodeError, NoToken
 from llamapipe.llama.native_pipeline import NativePipeline
 from llamapipe.llama.sampler import SamplerChain
+from llamapipe.llama.saved_cells import SavedCells
 from llamapipe.native.load import last_error
+
+
+class Saved(Protocol):
+    """The cells of a sequence in host memory."""
+
+    n_bytes: int
+
+    def close(self) -> None:
+        """Frees the memory."""
 
 
 class Executor(Protocol):
@@ -35,6 +45,12 @@ class Executor(Protocol):
 
     def copy(self, source: int, seq_id: int, n: int) -> bool:
         """Copies the first ``n`` cells of a sequence to an empty one. False if that is not possible."""
+
+    def save(self, seq_id: int, max_bytes: int) -> Saved | None:
+        """Copies the cells of a sequence to host memory. None if they take more than ``max_bytes``, or on a failure."""
+
+    def load(self, saved: Any, seq_id: int, n: int) -> bool:
+        """Gives an empty sequence the first ``n`` saved cells. False if that is not possible."""
 
     def launch(
         self,
@@ -143,15 +159,23 @@ class StepExecutor:
         """Copies the first ``n`` cells of a sequence to an empty one. False if that is not possible."""
         self._context.claim()
         lib = self._native.lib
-        if self._context.kv_unified:
+        if self._context.kv_unified and not self._context.model.is_recurrent:
             done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, n, 0)
-        else:  # between streams only whole ones
-            done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, -1, 0)
-            if done > 0:
-                return self.remove(seq_id, n)
+        else:  # llama.cpp's copy between streams copies a whole stream and drops the graphs
+            done = lib.lp_copy(self._handle, source, seq_id, n)
         if done < 0:
             raise DecodeError(f"copying sequence {source} failed ({last_error(self._native)})")
         return bool(done > 0)
+
+    def save(self, seq_id: int, max_bytes: int) -> SavedCells | None:
+        """Copies the cells of a sequence to host memory. None if they take more than ``max_bytes``, or on a failure."""
+        self._context.claim()
+        return SavedCells.of(self.pipeline, seq_id, max_bytes)
+
+    def load(self, saved: SavedCells, seq_id: int, n: int) -> bool:
+        """Gives an empty sequence the first ``n`` saved cells. False if that is not possible."""
+        self._context.claim()
+        return saved.load(self.pipeline, seq_id, n)
 
     def launch(
         self,

@@ -129,6 +129,14 @@ lp_step * lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const
 int       lp_next_position(lp_pipeline * pipeline, int seq_id);  // once everything queued is done
 int       lp_memory(lp_pipeline * pipeline, enum lp_memory_op op, int seq_id, int other, int p0, int p1, int delta);
 
+// The cells of one sequence in host memory. These entries run between steps and wait for the steps before them.
+typedef struct lp_saved lp_saved;
+lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes);  // null: larger, or an error
+int64_t    lp_saved_bytes(const lp_saved * saved);
+void       lp_saved_free(lp_saved * saved);
+int        lp_load(lp_pipeline * pipeline, const lp_saved * saved, int seq_id, int n);  // its first n cells; 1 done, 0 refused
+int        lp_copy(lp_pipeline * pipeline, int from, int to, int n);  // the first n cells to another stream; 1 done, 0 refused
+
 bool          lp_step_ready(lp_step * step);
 bool          lp_step_wait(lp_step * step, int64_t timeout_ns);
 int           lp_step_code(lp_step * step);          // of a finished step: 0, or why it failed

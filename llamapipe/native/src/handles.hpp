@@ -18,6 +18,10 @@ struct lp_step {
     std::shared_ptr<lp::Step>     shared;
 };
 
+struct lp_saved {
+    lp::SavedCells cells;
+};
+
 struct lp_waiter {
     std::shared_ptr<lp::Waiter> shared;
 };

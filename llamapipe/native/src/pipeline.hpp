@@ -14,6 +14,7 @@
 #include "fault_injector.hpp"
 #include "logits_ring.hpp"
 #include "row.hpp"
+#include "saved_cells.hpp"
 #include "sequence_positions.hpp"
 #include "trace_log.hpp"
 #include "wake_queue.hpp"
@@ -21,6 +22,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -28,10 +30,18 @@
 
 namespace lp {
 
-// What the launch thread does next: a step, or an operation between steps.
+// Work between steps that its submitter waits for.
+struct Task {
+    const std::function<int()> & work;
+    int                          result = LP_ERROR;
+    bool                         is_done = false;
+};
+
+// What the launch thread does next: a step, a task, or an operation between steps.
 struct Command {
-    std::shared_ptr<Step> step;  // null: the operation
+    std::shared_ptr<Step> step;
     MemoryOp              op;
+    Task *                task = nullptr;
 };
 
 class Pipeline {
@@ -53,6 +63,10 @@ public:
     int  submit(const std::shared_ptr<Step> & step);  // 0, LP_ERROR_POSITIONS or LP_ERROR_CLOSED. Any thread, if threaded.
     int  next_position(int seq_id);                   // once everything queued is done. Any thread, if threaded.
     int  memory(const MemoryOp & op);                 // between steps: 1 done or queued, 0 refused, LP_ERROR...
+    // Between steps: 1 done, 0 refused, LP_ERROR... These wait for the steps before them.
+    int  save(int seq_id, int64_t max_bytes, SavedCells & to);
+    int  load(int seq_id, int n, const SavedCells & from);
+    int  copy(int from, int to, int n);  // the first cells of a sequence to another stream
     void stop();                                      // unfinished steps fail, and no more are accepted
     void close(bool drain);                           // ends the threads. One thread at a time.
 
@@ -95,6 +109,8 @@ private:
     void run_launch_thread();
     void run_copy_thread();
     int  apply(const MemoryOp & op);
+    int  between_steps(const std::function<int()> & work, int changed, int n);
+    int  timed(const std::function<int()> & work);
     void reread_positions(const Lock &);
     std::shared_ptr<Step> next_awaited(const Lock &, bool computed_only) const;
 
@@ -154,6 +170,8 @@ private:
     int                               n_unobserved_ = 0;     // such steps
     bool is_busy_ = false;  // the launch thread executes a command
     bool is_closing_ = false, is_closed_ = false, drain_ = true, launch_thread_is_done_ = false;
+
+    SavedCells    scratch_;  // of `copy`; the launching thread's
 
     lp_counters   counters_ = {};
     TraceLog      trace_;

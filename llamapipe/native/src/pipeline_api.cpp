@@ -42,6 +42,25 @@ int lp_memory(lp_pipeline * pipeline, enum lp_memory_op op, int seq_id, int othe
     return pipeline->shared->memory({ op, seq_id, other, p0, p1, delta });
 }
 
+lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes) {
+    return lp::guard((lp_saved *) nullptr, [&]() -> lp_saved * {
+        auto saved = std::make_unique<lp_saved>();
+        return pipeline->shared->save(seq_id, max_bytes, saved->cells) == 1 ? saved.release() : nullptr;
+    });
+}
+
+int64_t lp_saved_bytes(const lp_saved * saved) { return (int64_t) saved->cells.size; }
+
+void lp_saved_free(lp_saved * saved) { delete saved; }
+
+int lp_load(lp_pipeline * pipeline, const lp_saved * saved, int seq_id, int n) {
+    return lp::guard(LP_ERROR, [&] { return pipeline->shared->load(seq_id, n, saved->cells); });
+}
+
+int lp_copy(lp_pipeline * pipeline, int from, int to, int n) {
+    return lp::guard(LP_ERROR, [&] { return pipeline->shared->copy(from, to, n); });
+}
+
 // ---- launch
 // Wakes readers one by one while a step computes, and those that are left at its end: no launch will wake them then, and
 // sampling may take long.

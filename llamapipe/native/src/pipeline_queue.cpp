@@ -57,10 +57,49 @@ int Pipeline::memory(const MemoryOp & op) {
     return 1;
 }
 
+int Pipeline::save(int seq_id, int64_t max_bytes, SavedCells & to) {
+    return between_steps([&] { return save_cells(context_->llama(), seq_id, max_bytes, to); }, -1, 0);
+}
+
+int Pipeline::load(int seq_id, int n, const SavedCells & from) {
+    return between_steps([&] { return load_cells(context_->llama(), seq_id, n, from); }, seq_id, n);
+}
+
+int Pipeline::copy(int from, int to, int n) {
+    const auto work = [&] {
+        return save_cells(context_->llama(), from, -1, scratch_) && load_cells(context_->llama(), to, n, scratch_);
+    };
+    return between_steps(work, to, n);
+}
+
+// Runs `work` on the thread that launches, after all that is queued; `changed`: the sequence that has `n` cells then.
+int Pipeline::between_steps(const std::function<int()> & work, int changed, int n) {
+    if (!threaded_) {
+        return timed(work);
+    }
+    Lock lock(mutex_);
+    if (is_closing_) {
+        set_error("the pipeline is closed");
+        return LP_ERROR_CLOSED;
+    }
+    Task task{ work };
+    queue_.push_back({ nullptr, {}, &task });
+    work_.notify_one();
+    done_.wait(lock, [&] { return task.is_done; });
+    if (changed >= 0) {
+        positions_.set(changed, task.result == 1 ? n : 0);
+    }
+    return task.result;
+}
+
 // On the thread that launches.
 int Pipeline::apply(const MemoryOp & op) {
+    return timed([&] { return apply_memory_op(context_->llama(), op); });
+}
+
+int Pipeline::timed(const std::function<int()> & work) {
     const int64_t begin_ns = now_ns();
-    const int     result   = apply_memory_op(context_->llama(), op);
+    const int     result   = guard(LP_ERROR, work);
     if (trace_.is_on()) {
         const Step none;
         trace_.add(none, LP_STAGE_MEMORY, begin_ns, now_ns());
@@ -94,6 +133,11 @@ void Pipeline::run_launch_thread() {
         work_.wait(lock, [&] { return is_closing_ || !queue_.empty() || next_awaited(lock, false); });
         if (is_closing_ && !drain_) {
             for (; !queue_.empty(); queue_.pop_front()) {
+                if (Task * task = queue_.front().task) {
+                    task->result  = LP_ERROR_CLOSED;
+                    task->is_done = true;
+                    done_.notify_all();
+                }
                 if (queue_.front().step) {
                     fail(lock, *queue_.front().step, LP_ERROR_CLOSED,
                          "the pipeline was closed before this step was launched");
@@ -108,13 +152,21 @@ void Pipeline::run_launch_thread() {
             queue_.pop_front();
             is_busy_ = true;
             lock.unlock();
+            int result = 0;
             if (command.step) {
                 launch_step(command.step);
+            } else if (command.task) {
+                result = timed(command.task->work);
             } else {
                 apply(command.op);
             }
             command.step.reset();  // freeing its rows may take long: not with the lock held
             lock.lock();
+            if (command.task) {
+                command.task->result  = result;
+                command.task->is_done = true;
+                done_.notify_all();
+            }
             is_busy_ = false;
             if (queue_.empty() && has_failed_ && n_unobserved_ == 0) {
                 reread_positions(lock);

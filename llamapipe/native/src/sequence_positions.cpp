@@ -130,6 +130,11 @@ void SequencePositions::reread() {
     }
 }
 
+void SequencePositions::set(int seq_id, int n) {
+    ranges_[(size_t) seq_id].set(0, n);
+    separate((size_t) seq_id);
+}
+
 void SequencePositions::separate(size_t seq_id) {
     for (size_t s = 0; s < ranges_.size(); s++) {
         shares_[seq_id][s] = shares_[s][seq_id] = 0;

@@ -52,6 +52,9 @@ public:
     // Adds the effect of an operation. False, with an error message and nothing changed, if it cannot be done.
     bool apply(const MemoryOp & op);
 
+    // A sequence has the positions from 0 to before `n`, in cells of its own.
+    void set(int seq_id, int n);
+
     // Whether each of the step's sequences continues where llama.cpp's memory ends. Not while a graph is computed.
     bool matches_memory(const Step & step) const;
     // Reads all positions from llama.cpp's memory. Not while a graph is computed.

@@ -1,0 +1,372 @@
+"""The KV cells of a context: which slots are free, which tokens they and the host's memory hold, and what to change.
+
+A request that ends leaves its cells in its slot: they are *parked*. When the slot is needed, they are saved to host
+memory if nothing else holds these tokens, or dropped. A request that begins with the tokens of parked, running or saved
+cells starts with them: in place, with a copy, or loaded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from llamapipe.engine.scheduler.batch_plan import Copy, Forget, Load, MemoryOp, Remove, Save
+from llamapipe.engine.scheduler.host_store import HostStore
+from llamapipe.engine.scheduler.prefix_tree import PrefixTree
+from llamapipe.engine.scheduler.request import Request
+
+MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
+_OVERHEAD_BYTES = 1024  # of a saved sequence
+
+
+class Cells:
+    """The cells of one sequence: in a slot, or saved in host memory.
+
+    ``request``: the one that uses them now. ``key``: of saved ones. ``pinned``: saved, and not to be dropped.
+    """
+
+    __slots__ = ("_n", "key", "n_bytes", "pinned", "request", "slot")
+
+    def __init__(self, slot: int, request: Request | None, n: int) -> None:
+        self.slot = slot
+        self.request = request
+        self.key = -1
+        self.n_bytes = 0
+        self.pinned = False
+        self._n = n  # of a request that runs: at most so many, as the tree knows no more of its tokens
+
+    def __repr__(self) -> str:
+        where = f"slot={self.slot}" if self.slot >= 0 else f"key={self.key}"
+        return f"<Cells {where} n={self.n}{' running' if self.request is not None else ''}>"
+
+    @property
+    def n(self) -> int:
+        """The cells whose tokens the tree knows."""
+        return self._n if self.request is None else min(self._n, self.request.n_past)
+
+    @n.setter
+    def n(self, n: int) -> None:
+        self._n = n
+
+    @property
+    def n_known(self) -> int:
+        """The tokens that the tree knows, also those that are not computed yet."""
+        return self._n
+
+
+class Found:
+    """A prefix for a request: ``n`` cells of ``cells``, or ``n`` cells that ``leader`` is about to compute."""
+
+    __slots__ = ("cells", "leader", "n")
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.cells: Cells | None = None
+        self.leader: Request | None = None
+
+
+class KvCache:
+    """The slots ``0 .. n_slots - 1`` and the sequences in host memory.
+
+    ``enabled``: keep cells after their request has ended. ``whole_only``: cells can be reused only all together: the
+    memory has a state that cannot go back. ``host_bytes``: budget of host memory. ``cell_bytes``: of a saved cell.
+    ``max_parked``: parked cells in all; None: any number. ``min_prefix``: shorter prefixes are computed;
+    ``min_save``: shorter sequences are dropped instead of saved.
+
+    ``memory_ops``: changes to be made before the next step, in this order.
+    """
+
+    def __init__(
+        self,
+        n_slots: int,
+        enabled: bool = True,
+        whole_only: bool = False,
+        host_bytes: int = 0,
+        cell_bytes: float = 0,
+        max_parked: int | None = None,
+        min_prefix: int = 1,
+        min_save: int = 32,
+    ) -> None:
+        self.n_slots = n_slots
+        self.enabled = enabled
+        self.memory_ops: list[MemoryOp] = []
+        self.n_hit_tokens = self.n_saved = self.n_restored = 0
+        self._whole_only = whole_only
+        self._cell_bytes = cell_bytes
+        self._max_parked = max_parked
+        self._min_prefix = min_prefix
+        self._min_save = min_save
+        self._free = list(range(n_slots))  # slots without a request, as a heap
+        self._parked: OrderedDict[int, Cells] = OrderedDict()  # by slot, least recently used first
+        self._n_parked_cells = 0
+        self._saved: dict[int, Cells] = {}
+        self._store = HostStore(host_bytes)
+        self._tree: PrefixTree[Cells] = PrefixTree()
+        self._keys = count()
+        self._fixed_bytes = _OVERHEAD_BYTES  # of a saved sequence, whatever its length
+
+    def __repr__(self) -> str:
+        n_taken = self.n_slots - len(self._free)
+        return f"<KvCache {n_taken}/{self.n_slots} taken parked={len(self._parked)} {self._store!r}>"
+
+    # ---- state
+    @property
+    def n_free(self) -> int:
+        """Slots without a request."""
+        return len(self._free)
+
+    @property
+    def free(self) -> frozenset[int]:
+        """The slots without a request."""
+        return frozenset(self._free)
+
+    @property
+    def n_parked_cells(self) -> int:
+        """Cells of sequences without a request."""
+        return self._n_parked_cells
+
+    @property
+    def n_host_bytes(self) -> int:
+        """Host memory that saved sequences take."""
+        return self._store.n_bytes
+
+    @property
+    def parked(self) -> Mapping[int, Cells]:
+        """The parked cells by slot."""
+        return self._parked
+
+    def take_memory_ops(self) -> list[MemoryOp]:
+        """Removes and returns ``memory_ops``."""
+        ops, self.memory_ops = self.memory_ops, []
+        return ops
+
+    # ---- prefixes
+    def find(self, request: Request) -> Found:
+        """The longest prefix of a request's tokens that is in cells, or will be soon."""
+        found = Found()
+        limit = request.max_prefix
+        if not self.enabled or not request.uses_cache or limit < self._min_prefix:
+            return found
+        best_rank = 0
+        n_pending = 0
+        for n, cells in self._tree.find(request.tokens, limit):
+            if n < found.n or (n == found.n and best_rank == 2):
+                break
+            leader = cells.request
+            ready = min(n, cells.n)
+            if self._whole_only and (leader.n_past if leader is not None else cells.n) != ready:
+                ready = 0
+            rank = 2 if leader is None and cells.slot >= 0 else 1 if cells.slot >= 0 else 0
+            if ready >= self._min_prefix and (ready, rank) > (found.n, best_rank):
+                found.n, found.cells, best_rank = ready, cells, rank
+            if leader is not None and cells.n < n and n > n_pending and not self._whole_only:
+                found.leader, n_pending = leader, n
+        if found.leader is not None:
+            if n_pending - found.n < MIN_FOLLOW:
+                found.leader = None
+            else:
+                found.n = n_pending
+        return found
+
+    # ---- slots
+    def place(self, request: Request, found: Found) -> None:
+        """Gives a request a free slot that has the found prefix."""
+        source, n = found.cells, found.n
+        if source is not None and source not in self._tree:  # it was dropped since
+            source, n = None, 0
+        slot = self._choose(source)
+        self._take(slot)
+        request.slot = slot
+        if source is not None and source.slot == slot:
+            if source.n - n >= self._min_save:
+                self._evict(slot, n)
+            else:
+                self._unpark(slot)
+                self._tree.remove(source)
+                self.memory_ops.append(Remove(slot, n))
+        else:
+            if slot in self._parked:
+                self._evict(slot, keeps=source)
+            if source is None:
+                n = 0
+            elif source.slot >= 0:
+                self.memory_ops.append(Copy(source.slot, slot, n))
+            else:
+                self._load(source, slot, n)
+        request.n_past = n
+        self.n_hit_tokens += n
+        self._adopt(request)
+
+    def _adopt(self, request: Request) -> None:
+        """The tree learns a request's tokens, also those that are not computed yet."""
+        cells = request.cells = Cells(request.slot, request, len(request.tokens))
+        if self.enabled and request.uses_cache:
+            self._tree.insert(cells, request.tokens)
+
+    def _choose(self, source: Cells | None) -> int:
+        """A free slot. Running requests are kept close together: gaps between their slots cost time."""
+        n_running = self.n_slots - len(self._free)
+        near = [slot for slot in self._free if slot <= n_running or n_running == 0]
+        if source is not None and source.slot in near and source.request is None:
+            return source.slot
+        empty = [slot for slot in near if slot not in self._parked]
+        if empty:
+            return min(empty)
+        if n_running == 0:
+            return next(iter(self._parked))
+        return self._free[0]
+
+    def _take(self, slot: int) -> None:
+        if self._free[0] == slot:
+            heappop(self._free)
+        else:
+            self._free.remove(slot)
+            heapify(self._free)
+
+    def leave(self, request: Request) -> None:
+        """Takes a request's slot and parks its cells, or clears them if they are of no use."""
+        self._park(request)
+        if self._max_parked is not None:
+            self.evict(self._max_parked)
+
+    def _park(self, request: Request) -> None:
+        cells, slot, n = request.cells, request.slot, request.n_past
+        assert cells is not None
+        heappush(self._free, slot)
+        request.cells, request.slot = None, -1
+        if not self.enabled or not request.uses_cache or request.error is not None or n == 0:
+            self._tree.remove(cells)
+            self.memory_ops.append(Remove(slot, 0))
+            return
+        cells.request = None
+        self._tree.remove(cells)
+        cells.n = n
+        self._tree.insert(cells, request.tokens[:n])
+        self.memory_ops.append(Remove(slot, n))  # a step in flight may have added a cell
+        self._parked[slot] = cells
+        self._n_parked_cells += n
+
+    def touch(self, cells: Cells | None) -> None:
+        """Notes that cells are about to be used."""
+        if cells is not None and cells.slot in self._parked:
+            self._parked.move_to_end(cells.slot)
+
+    def truncate(self, request: Request, n: int) -> None:
+        """A request's tokens from ``n`` on were changed; its cells from there on are removed."""
+        cells = request.cells
+        if cells is None:
+            return
+        if n < request.n_past:
+            self.memory_ops.append(Remove(request.slot, n))
+            request.n_past = n
+        if cells.n_known > n and cells in self._tree:
+            self._tree.remove(cells)
+            cells.n = n
+            self._tree.insert(cells, request.tokens[:n])
+
+    def lost(self, slot: int) -> None:
+        """A slot without a request has lost its cells."""
+        if slot in self._parked:
+            self._tree.remove(self._unpark(slot))
+
+    def evict(self, n_cells: int) -> None:
+        """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""
+        while self._parked and self._n_parked_cells > n_cells:
+            self._evict(next(iter(self._parked)))
+
+    def preempt(self, request: Request) -> None:
+        """Takes a request's slot. Its cells are saved and pinned, if the budget allows that."""
+        slot, n = request.slot, request.n_past
+        self._park(request)
+        if slot in self._parked:
+            self._evict(slot, pinned_by=request if n >= self._min_save else None)
+
+    def unpin(self, request: Request) -> None:
+        """A preempted request continues or has ended: its saved cells are like all others."""
+        cells, request.saved_cells = request.saved_cells, None
+        if cells is not None:
+            cells.pinned = False
+
+    def _unpark(self, slot: int) -> Cells:
+        cells = self._parked.pop(slot)
+        self._n_parked_cells -= cells.n
+        return cells
+
+    def _evict(
+        self, slot: int, n_keep: int = 0, pinned_by: Request | None = None, keeps: Cells | None = None
+    ) -> None:
+        """Saves or drops parked cells. The slot keeps the first ``n_keep``. ``keeps``: not to be dropped for them."""
+        cells = self._unpark(slot)
+        if pinned_by is not None or self._is_worth_saving(cells):
+            was_pinned = keeps is not None and keeps.pinned
+            if keeps is not None:
+                keeps.pinned = True
+            self._save(cells, pinned_by)
+            if keeps is not None:
+                keeps.pinned = was_pinned
+        else:
+            self._tree.remove(cells)
+        self.memory_ops.append(Remove(slot, n_keep))
+
+    # ---- host memory
+    def _is_worth_saving(self, cells: Cells) -> bool:
+        return cells.n >= self._min_save and not any(other.n >= cells.n for other in self._tree.others(cells))
+
+    def _save(self, cells: Cells, pinned_by: Request | None) -> None:
+        n_bytes = int(cells.n * self._cell_bytes) + self._fixed_bytes
+        dropped = self._store.make_room(n_bytes)
+        if dropped is None:
+            self._tree.remove(cells)
+            return
+        for key in dropped:
+            self._forget(key)
+        key = cells.key = next(self._keys)
+        self.memory_ops.append(Save(cells.slot, key, self._store.budget - self._store.n_bytes))
+        cells.slot = -1
+        cells.n_bytes = n_bytes
+        if pinned_by is not None:
+            cells.pinned = True
+            pinned_by.saved_cells = cells
+        self._saved[key] = cells
+        self._store.add(key, cells)
+        self.n_saved += 1
+
+    def _load(self, source: Cells, slot: int, n: int) -> None:
+        self.memory_ops.append(Load(source.key, slot, n))
+        self.n_restored += 1
+        self._store.use(source.key)
+        if n == source.n and not source.pinned:
+            self._forget(source.key)  # the slot has all of it now
+
+    def _forget(self, key: int) -> None:
+        self._tree.remove(self._saved.pop(key))
+        self._store.drop(key)
+        self.memory_ops.append(Forget(key))
+
+    def saved(self, key: int, n_bytes: int | None) -> None:
+        """The size of a sequence that was saved; None: it could not be saved."""
+        if key not in self._saved:
+            return
+        if n_bytes is not None:
+            n = self._saved[key].n
+            self._fixed_bytes = max(self._fixed_bytes, n_bytes - int(n * self._cell_bytes))
+            self._store.resize(key, n_bytes)
+            return
+        cells = self._saved.pop(key)
+        self._tree.remove(cells)
+        self._store.drop(key)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if slots, cells and tree disagree. For tests and debugging."""
+        assert len(set(self._free)) == len(self._free), self._free
+        assert self._parked.keys() <= set(self._free), (self._parked, self._free)
+        assert self._n_parked_cells == sum(cells.n for cells in self._parked.values())
+        for slot, cells in self._parked.items():
+            assert cells.slot == slot and cells.request is None and cells.n > 0 and cells in self._tree, cells
+        for key, cells in self._saved.items():
+            assert cells.key == key and cells.slot == -1 and cells in self._tree, cells
+        assert len(self._saved) == len(self._store)
+        self._store.check_integrity()
+        self._tree.check_integrity()

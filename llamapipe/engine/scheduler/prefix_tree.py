@@ -1,0 +1,154 @@
+"""A radix tree over token ids: finds which holders begin with the tokens of a prompt, and how many they share.
+
+A holder is anything that has a sequence of tokens; here, KV cells. Lookups and insertions take time in the number of
+tokens, whatever the number of holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
+from typing import Generic, TypeVar
+
+H = TypeVar("H", bound=Hashable)
+_MAX_LOOKED_AT = 8  # holders of one node; all of them share the same tokens
+
+
+class _Node(Generic[H]):
+    """Tokens that its holders share after those of its parent."""
+
+    __slots__ = ("children", "holders", "parent", "tokens")
+
+    def __init__(self, tokens: list[int], parent: _Node[H] | None) -> None:
+        self.tokens = tokens
+        self.parent = parent
+        self.children: dict[int, _Node[H]] = {}
+        self.holders: dict[H, None] = {}  # whose tokens lead to this node's end or further, the newest last
+
+
+class PrefixTree(Generic[H]):
+    """The holders by their tokens."""
+
+    def __init__(self) -> None:
+        self._root = _Node[H]([], None)
+        self._ends: dict[H, _Node[H]] = {}  # the node where a holder's tokens end
+
+    def __repr__(self) -> str:
+        return f"<PrefixTree n_holders={len(self._ends)}>"
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __contains__(self, holder: H) -> bool:
+        return holder in self._ends
+
+    def insert(self, holder: H, tokens: Sequence[int]) -> None:
+        """Adds a holder, which must not be in the tree, with its tokens."""
+        node, i, n = self._root, 0, len(tokens)
+        while i < n:
+            child = node.children.get(tokens[i])
+            if child is None:
+                child = _Node(list(tokens[i:]), node)
+                node.children[tokens[i]] = child
+                i = n
+            else:
+                k = _n_shared(tokens, i, child.tokens)
+                if k < len(child.tokens):
+                    child = _split(child, k)
+                i += k
+            child.holders[holder] = None
+            node = child
+        self._ends[holder] = node
+
+    def remove(self, holder: H) -> None:
+        """Removes a holder; does nothing if it is not in the tree."""
+        node = self._ends.pop(holder, None)
+        while node is not None and node.parent is not None:
+            parent = node.parent
+            del node.holders[holder]
+            if not node.holders:
+                del parent.children[node.tokens[0]]
+            elif len(node.children) == 1:
+                _merge(node)
+            node = parent
+
+    def find(self, tokens: Sequence[int], limit: int) -> Iterator[tuple[int, H]]:
+        """Holders that share tokens with a prompt, with the number of those, at most ``limit``; the most first.
+
+        Of holders that share equally many, the newest few.
+        """
+        path: list[tuple[int, _Node[H]]] = []
+        node, i = self._root, 0
+        while i < limit:
+            child = node.children.get(tokens[i])
+            if child is None:
+                break
+            k = min(_n_shared(tokens, i, child.tokens), limit - i)
+            i += k
+            path.append((i, child))
+            if k < len(child.tokens):
+                break
+            node = child
+        for n, node in reversed(path):
+            for holder in islice(reversed(node.holders), _MAX_LOOKED_AT):
+                yield n, holder
+
+    def others(self, holder: H) -> Iterator[H]:
+        """The newest few of the other holders that begin with all tokens of this one."""
+        found = islice(reversed(self._ends[holder].holders), _MAX_LOOKED_AT + 1)
+        return (other for other in found if other != holder)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if nodes and holders disagree."""
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            for first, child in node.children.items():
+                assert child.parent is node and child.tokens[0] == first, child.tokens
+                assert child.holders, "a node without holders"
+                assert node is self._root or child.holders.keys() <= node.holders.keys()
+                assert len(child.children) != 1 or len(child.holders) > len(
+                    next(iter(child.children.values())).holders
+                ), "a node that could be one with its child"
+                stack.append(child)
+        for holder, node in self._ends.items():
+            assert node is self._root or holder in node.holders, holder
+
+
+def _n_shared(tokens: Sequence[int], begin: int, edge: list[int]) -> int:
+    """How many tokens of an edge the tokens from ``begin`` on share."""
+    n = min(len(tokens) - begin, len(edge))
+    if tokens[begin : begin + n] == edge[:n]:
+        return n
+    low, high = 0, n - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tokens[begin + low : begin + middle] == edge[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _split(node: _Node[H], k: int) -> _Node[H]:
+    """Splits a node after its first ``k`` tokens. Returns the new node, which has these."""
+    parent = node.parent
+    assert parent is not None
+    upper = _Node[H](node.tokens[:k], parent)
+    upper.holders = dict(node.holders)
+    parent.children[upper.tokens[0]] = upper
+    node.tokens = node.tokens[k:]
+    node.parent = upper
+    upper.children[node.tokens[0]] = node
+    return upper
+
+
+def _merge(node: _Node[H]) -> None:
+    """Makes a node one with its only child if no holder ends between them."""
+    (child,) = node.children.values()
+    if len(child.holders) != len(node.holders):
+        return
+    assert node.parent is not None
+    child.tokens = node.tokens + child.tokens
+    child.parent = node.parent
+    node.parent.children[child.tokens[0]] = child

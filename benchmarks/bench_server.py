@@ -19,12 +19,13 @@ import random
 import selectors
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from local_server import free_port, process
 
 import llamapipe as lp
 
@@ -38,40 +39,6 @@ class Round(NamedTuple):
 
 Side = Callable[[list[list[int]]], Round]
 N_CTX = 256
-
-
-@contextlib.contextmanager
-def process(command: list[str], port: int) -> Iterator[int]:
-    """A server in a process of its own, once it answers."""
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + 120
-        while not healthy(port):
-            if child.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server does not start: {' '.join(command)}")
-            time.sleep(0.05)
-        yield port
-    finally:
-        child.terminate()
-        child.wait()
-
-
-def healthy(port: int) -> bool:
-    """Whether a server answers on a port."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            return b"200 OK" in connection.recv(1000)
-    except OSError:
-        return False
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def over_http(port: int, n_generate: int) -> Side:

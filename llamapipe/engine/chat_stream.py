@@ -26,6 +26,11 @@ class ChatStream:
     def __repr__(self) -> str:
         return f"<ChatStream of {self._stream!r}>"
 
+    @property
+    def n_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
+        return self._stream.n_cached_tokens
+
     def __iter__(self) -> ChatStream:
         return self
 
@@ -78,6 +83,11 @@ class AsyncChatStream:
 
     def __repr__(self) -> str:
         return f"<AsyncChatStream of {self._stream!r}>"
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
+        return 0 if self._stream is None else self._stream.n_cached_tokens
 
     def __aiter__(self) -> AsyncChatStream:
         return self

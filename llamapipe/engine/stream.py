@@ -32,6 +32,12 @@ class _Reader:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'done' if self._done else 'open'} {self._request!r}>"
 
+    @property
+    def n_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had; known with the first delta, 0 before."""
+        request = getattr(self, "_request", None)
+        return 0 if request is None else request.n_cached
+
     def _read(self, item: Any) -> Delta:
         if isinstance(item, Failure):
             self._done = True

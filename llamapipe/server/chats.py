@@ -17,7 +17,7 @@ class ChatJob:
     """One conversation with its params: answered whole, or as one stream for each choice.
 
     ``is_empty``: nothing is to be generated; the engine computes the prompt and a token that is not shown.
-    ``n_prompt_tokens``: known when the first stream has begun.
+    ``n_prompt_tokens``, ``n_cached_tokens``: known when the first stream has begun.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ChatJob:
         self._params = params
         self._options = options._asdict()
         self.is_empty = is_empty
-        self.n_prompt_tokens = 0
+        self.n_prompt_tokens = self.n_cached_tokens = 0
 
     def __repr__(self) -> str:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
@@ -63,6 +63,8 @@ class ChatJob:
         async with stream:
             async for delta in stream:
                 self.n_prompt_tokens = stream.n_prompt_tokens
+                if i == 0:  # it computes the prompt for the others
+                    self.n_cached_tokens = stream.n_cached_tokens
                 if self.is_empty:
                     yield ChatDelta("", "", (), (), () if delta.logprobs is not None else None, "length")
                     return

@@ -100,6 +100,7 @@ class _EngineCollector(Collector):
             ("llamapipe_requests_running", "Requests that have a slot.", stats.n_active),
             ("llamapipe_kv_cells_used", "KV cells that are used.", stats.n_used_cells),
             ("llamapipe_kv_cells", "KV cells in all.", engine.n_cells),
+            ("llamapipe_cache_bytes", "Host memory of saved sequences.", stats.cache_bytes),
             ("llamapipe_compute_threads", "Compute threads in use.", stats.n_threads),
         )
         for name, text, value in gauges:
@@ -108,6 +109,7 @@ class _EngineCollector(Collector):
             ("llamapipe_steps", "Steps.", stats.steps),
             ("llamapipe_computed_prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
             ("llamapipe_generated_tokens", "Tokens generated.", stats.n_completion_tokens),
+            ("llamapipe_cached_prompt_tokens", "Prompt tokens that were cached.", stats.n_cache_hit_tokens),
             ("llamapipe_preemptions", "Requests that were preempted.", stats.n_preempted),
             ("llamapipe_compute_seconds", "Seconds of computing.", stats.compute_s),
             ("llamapipe_idle_seconds", "Seconds without work.", stats.idle_s),

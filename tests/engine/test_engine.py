@@ -642,12 +642,12 @@ class TestSharing:
             )
 
     def test_a_list_shares_every_step(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(n_seq_max=3)
+        engine = make_engine(n_seq_max=3, prefix_cache=False)
         engine.generate([PROMPT] * 3, greedy(7))
         assert engine.stats().steps == 7
 
     def test_requests_that_come_together_share_steps(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(n_seq_max=4)
+        engine = make_engine(n_seq_max=4, prefix_cache=False)
         with held(engine):
             workers = [Worker(engine.generate, PROMPT, greedy(10)) for _ in range(4)]
             wait_until(lambda: inbox_of(engine).qsize() >= 4)
@@ -658,7 +658,7 @@ class TestSharing:
         """A second request that comes within the window shares every step with the one that woke the engine."""
         n_steps: list[int] = []
         while len(n_steps) < 3 and 20 not in n_steps:  # more than once only when the machine stands still
-            engine = make_engine(n_seq_max=4, batch_window_us=1_000_000)
+            engine = make_engine(n_seq_max=4, batch_window_us=1_000_000, prefix_cache=False)
             n_known = partial(n_requests_of, engine)  # stats() would wake it before
             first = Worker(engine.generate, PROMPT, greedy(20))
             wait_until(n_known)

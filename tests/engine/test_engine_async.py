@@ -54,7 +54,7 @@ class TestGenerate:
         run(main())
 
     def test_tasks_share_steps(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(n_seq_max=4)
+        engine = make_engine(n_seq_max=4, prefix_cache=False)
 
         async def main() -> None:
             with held(engine):

@@ -336,6 +336,62 @@ class TestFull:
         scarce.assert_says([*prompt_of(N_CTX // N_SEQ, 2), 1])
 
 
+@pytest.mark.device
+class TestCopies:
+    def test_a_copy_goes_its_own_way(self, kit: Kit) -> None:
+        tokens = prompt_of(40)
+        kit.launch((1, 0, tokens, True))
+        kit.sample()
+        n = 40 if kit.recurrent else 33
+        assert kit.executor.copy(1, 3, n)
+        kit.launch((3, n, [*tokens[n:], 8], True), (1, 40, [9], True))
+        kit.assert_says([*tokens, 8], [*tokens, 9])
+
+    def test_saved_cells_outlive_their_sequence(self, kit: Kit) -> None:
+        tokens = prompt_of(40)
+        kit.launch((1, 0, tokens, True))
+        kit.sample()
+        saved = kit.executor.save(1, 2**30)
+        assert saved is not None and saved.n_bytes >= 40
+        kit.executor.remove(1, 0)
+        kit.launch((1, 0, prompt_of(17, 5), True), (0, 0, prompt_of(9, 6), True))
+        kit.assert_says(prompt_of(17, 5), prompt_of(9, 6))
+        for slot, n in ((2, 40), (3, 40 if kit.recurrent else 21)):  # as often as wanted, whole or in part
+            assert kit.executor.load(saved, slot, n)
+            kit.launch((slot, n, [*tokens[n:], 8], True))
+            kit.assert_says([*tokens, 8])
+        saved.close()
+
+    def test_a_sequence_that_is_too_large_is_not_saved(self, kit: Kit) -> None:
+        kit.launch((0, 0, prompt_of(40), True))
+        kit.sample()
+        assert kit.executor.save(0, 39) is None
+        kit.launch((0, 40, [8], True))
+        kit.assert_says([*prompt_of(40), 8])
+
+    def test_no_cells_are_left_for_saved_ones(self, scarce: Kit) -> None:
+        kit = scarce
+        tokens = prompt_of(64)
+        kit.launch((0, 0, tokens, True))
+        kit.sample()
+        saved = kit.executor.save(0, 2**30)
+        assert saved is not None
+        for slot in (1, 2):
+            kit.launch((slot, 0, prompt_of(60, slot), True))
+            kit.sample()
+            kit.launch((slot, 60, prompt_of(30, 7), True))
+            kit.sample()
+        assert not kit.executor.load(saved, 3, 64)  # 12 cells are free
+        kit.launch((3, 0, prompt_of(5), True), (0, 64, [8], True), (1, 90, [7], True))
+        kit.assert_says(prompt_of(5), [*tokens, 8], [*prompt_of(60, 1), *prompt_of(30, 7), 7])
+        kit.executor.remove(3, 0)
+        kit.executor.remove(0, 0)
+        assert kit.executor.load(saved, 3, 64)
+        kit.launch((3, 64, [8], True))
+        kit.assert_says([*tokens, 8])
+        saved.close()
+
+
 class TestSample:
     @pytest.mark.parametrize("make", DAMAGED)
     def test_a_row_without_a_finite_logit_gives_none(self, models: dict[str, Model], make: str) -> None:

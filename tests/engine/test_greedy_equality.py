@@ -223,7 +223,7 @@ def test_gaps_between_slots(known: Known, shapes_matter: bool, make_engine: Make
     ]  # so that one step takes all prompts
     number = max(fitting, key=lambda i: known.jobs[i].max_tokens)
     job, expected = known.jobs[number], known.alone[512][number]
-    engine = make_engine(known.model, n_ctx=N_CTX, n_seq_max=8, n_ubatch=512)
+    engine = make_engine(known.model, n_ctx=N_CTX, n_seq_max=8, n_ubatch=512, prefix_cache=False)
     lengths = [job.max_tokens if i in (0, 3, 7) else 2 + i for i in range(8)]
     with Gate(engine) as gate:
         gate.open()

@@ -126,7 +126,7 @@ ENDINGS = [close, leave_with, leave_with_error, cancel_elsewhere]
 class TestFirstTokens:
     def test_need_not_wait_for_all_prompts(self, make_engine: MakeEngine) -> None:
         """Where fewer tokens take less time, a step has two prompts of 128, and not the four that fit into a ubatch."""
-        engine = make_engine(n_seq_max=4)
+        engine = make_engine(n_seq_max=4, prefix_cache=False)
         prompts = [[1 + i] * 128 for i in range(4)]
         with Gate(engine) as gate:
             gate.open()

@@ -241,9 +241,12 @@ class KvCache:
             self.memory_ops.append(Remove(slot, 0))
             return
         cells.request = None
-        self._tree.remove(cells)
-        cells.n = n
-        self._tree.insert(cells, request.tokens[:n])
+        n_known, cells.n = cells.n_known, n
+        if n_known <= n:
+            self._tree.extend(cells, request.tokens[:n], n_known)
+        else:
+            self._tree.remove(cells)
+            self._tree.insert(cells, request.tokens[:n])
         self.memory_ops.append(Remove(slot, n))  # a step in flight may have added a cell
         self._parked[slot] = cells
         self._n_parked_cells += n

@@ -44,7 +44,17 @@ class PrefixTree(Generic[H]):
 
     def insert(self, holder: H, tokens: Sequence[int]) -> None:
         """Adds a holder, which must not be in the tree, with its tokens."""
-        node, i, n = self._root, 0, len(tokens)
+        self._insert_below(self._root, holder, tokens, 0)
+
+    def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
+        """Adds the tokens after the first ``n``, with which the holder is in the tree."""
+        end = self._ends[holder]
+        self._insert_below(end, holder, tokens, n)
+        if end.parent is not None and len(end.children) == 1:
+            _merge(end)
+
+    def _insert_below(self, node: _Node[H], holder: H, tokens: Sequence[int], i: int) -> None:
+        n = len(tokens)
         while i < n:
             child = node.children.get(tokens[i])
             if child is None:

@@ -173,7 +173,7 @@ class _Answer:
         finally:
             self.call.count(job.n_prompt_tokens, n_completion)
         if request.wants_usage:
-            yield writer.usage(usage(job.n_prompt_tokens, n_completion, 0))
+            yield writer.usage(usage(job.n_prompt_tokens, n_completion, job.n_cached_tokens))
         yield DONE
 
     def _stream_choice(self, index: int, delta: ChatDelta) -> bytes:

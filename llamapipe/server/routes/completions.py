@@ -44,6 +44,7 @@ class _Job:
         self.call = call
         self.request = request
         self.prompts = prompts
+        self.n_cached = [0] * len(prompts)  # tokens of each that the prefix cache had, of a stream
         self.params = params
         self.model = call.state.check_model(request.model)
         self.id = f"cmpl-{call.id}"
@@ -173,7 +174,7 @@ class _Job:
         writer = ChunkWriter(
             self.id, "text_completion", self.created, self.model, request.wants_usage, request.is_padded
         )
-        streams = [self._stream(prompt, i) for prompt in self.prompts for i in range(self.n)]
+        streams = [self._stream(p, i) for p in range(len(self.prompts)) for i in range(self.n)]
         offsets = [CompletionLogprobs(self.call.state.engine.model.vocab) for _ in streams]
         n_prompt = sum(map(len, self.prompts))
         n_completion = 0
@@ -208,7 +209,7 @@ class _Job:
         finally:
             self.call.count(n_prompt, n_completion)
         if request.wants_usage:
-            yield writer.usage(usage(n_prompt, n_completion, 0))
+            yield writer.usage(usage(n_prompt, n_completion, sum(self.n_cached)))
         yield DONE
 
     async def _prompt_logprobs(self) -> list[list[TokenLogprob]] | None:
@@ -223,13 +224,15 @@ class _Job:
         )
         return [list(completion.prompt_logprobs or ()) for completion in done]
 
-    async def _stream(self, prompt: list[int], i: int) -> AsyncGenerator[Delta, None]:
+    async def _stream(self, p: int, i: int) -> AsyncGenerator[Delta, None]:
         params = replace(self.params, n=1, prompt_logprobs=None)
         if self.params.seed is not None:
             params = replace(params, seed=(self.params.seed + i) % 2**64)
         engine, timeout = self.call.state.engine, self.call.state.settings.timeout_s
-        async with engine.astream(prompt, params, timeout=timeout, block=False) as stream:
+        async with engine.astream(self.prompts[p], params, timeout=timeout, block=False) as stream:
             async for delta in stream:
+                if i == 0:  # the first of a prompt's choices computes it for the others
+                    self.n_cached[p] = stream.n_cached_tokens
                 yield delta
                 if self._is_empty:
                     return

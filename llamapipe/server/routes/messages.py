@@ -147,7 +147,7 @@ class _Answer:
                     n_completion += len(delta.token_ids)
                     if not begun:
                         begun = True
-                        message = self._message([], self.job.n_prompt_tokens, 0)
+                        message = self._message([], self.job.n_prompt_tokens, self.job.n_cached_tokens)
                         yield _named("message_start", message=message)
                     for one in blocks.events(delta):
                         yield one

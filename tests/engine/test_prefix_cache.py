@@ -1,0 +1,175 @@
+"""The prefix cache of an engine: the same texts as without it, and fewer tokens to compute."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.control import Worker, all_results, held, wait_until
+from support.plain import PlainLoop, greedy
+
+import llamapipe as lp
+
+MakeEngine = Callable[..., lp.Engine]
+
+
+def tokens_of(n: int, seed: int) -> list[int]:
+    """Tokens that every vocabulary here has."""
+    chance = random.Random(seed)
+    return [chance.randrange(5, 95) for _ in range(n)]
+
+
+SHARED = tokens_of(40, 0)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("kv_unified", [False, True])
+class TestPrefixes:
+    def test_a_shared_prefix_is_computed_once(self, make_engine: MakeEngine, kv_unified: bool) -> None:
+        """By requests that come together, one after another, and when all slots were used for others."""
+        engine = make_engine(n_seq_max=4, kv_unified=kv_unified)
+        prompts = [SHARED + tokens_of(8, i) for i in range(1, 7)]
+        outs = engine.generate(prompts, greedy(4))
+        assert [out.n_cached_tokens for out in outs] == [0] + [40] * 5
+        assert engine.stats().n_prompt_tokens == 40 + 6 * 8
+        assert engine.generate(SHARED + tokens_of(8, 9), greedy(4)).n_cached_tokens == 40
+        engine.generate([tokens_of(50, 20 + i) for i in range(8)], greedy(4))
+        assert engine.generate(SHARED + tokens_of(8, 10), greedy(4)).n_cached_tokens == 40
+        stats = engine.stats()
+        assert stats.n_saved > 0 and stats.n_restored > 0 and stats.cache_bytes > 0
+
+    def test_a_conversation_goes_on(self, make_engine: MakeEngine, kv_unified: bool) -> None:
+        engine = make_engine(n_seq_max=2, kv_unified=kv_unified)
+        told, n_before = tokens_of(30, 1), 0
+        for turn in range(4):
+            out = engine.generate(told, greedy(6))
+            assert out.n_cached_tokens == n_before
+            n_before = len(told) + 5  # the last token of an answer is never computed
+            told = told + out.token_ids + tokens_of(7, 100 + turn)
+
+    def test_texts_are_those_without_it(
+        self, make_engine: MakeEngine, loop: PlainLoop, kv_unified: bool
+    ) -> None:
+        """Many callers, few slots, little host memory: whatever is shared, moved, saved, dropped and loaded."""
+        chance = random.Random(7)
+        roots = [tokens_of(n, 50 + n) for n in (20, 40, 70)]
+        prompts = [
+            chance.choice(roots)[: chance.randint(16, 70)] + tokens_of(chance.randint(1, 30), 200 + i)
+            for i in range(60)
+        ]
+        lengths = [chance.randint(1, 20) for _ in prompts]
+        engine = make_engine(n_seq_max=3, kv_unified=kv_unified, cache_bytes=200_000)
+        params = [greedy(n) for n in lengths]
+        workers = [Worker(engine.generate, p, q) for p, q in zip(prompts, params, strict=True)]
+        for outs in (engine.generate(prompts, params), all_results(workers)):
+            assert [out.n_completion_tokens for out in outs] == lengths
+            for prompt, out in zip(prompts, outs, strict=True):
+                assert loop.agrees(prompt, out.token_ids)
+        stats = engine.stats()
+        assert stats.n_cache_hit_tokens > 1000 and stats.cache_bytes <= 200_000
+        engine.check_integrity()
+
+
+@pytest.mark.device
+def test_preempted_requests_are_not_computed_again(make_engine: MakeEngine, loop: PlainLoop) -> None:
+    """Each of 12 requests fits into the cells, but not four at their ends."""
+    prompts = [tokens_of(60, i) for i in range(12)]
+    engine = make_engine(n_seq_max=4, n_cells=256)
+    outs = engine.generate(prompts, greedy(80))
+    stats = engine.stats()
+    assert stats.n_preempted > 0 and stats.n_restored >= stats.n_preempted
+    assert stats.n_prompt_tokens <= 12 * 60 + 2 * stats.n_preempted
+    for prompt, out in zip(prompts, outs, strict=True):
+        assert out.n_completion_tokens == 80 and loop.agrees(prompt, out.token_ids)
+
+
+def test_scores_share_their_contexts(make_engine: MakeEngine) -> None:
+    engine, plain = make_engine(n_seq_max=2), make_engine(n_seq_max=2, prefix_cache=False)
+    contexts = [SHARED + tokens_of(i, i) for i in range(1, 9)]
+    endings = [[tokens_of(5, 30), tokens_of(3, 31)] for _ in contexts]
+    scores, expected = engine.score(contexts, endings), plain.score(contexts, endings)
+    for ours, theirs in zip(scores, expected, strict=True):
+        assert [s.total for s in ours] == pytest.approx([s.total for s in theirs], abs=1e-2)
+    assert engine.stats().n_prompt_tokens < plain.stats().n_prompt_tokens - 6 * 40
+
+
+def test_log_probabilities_of_a_prompt_need_all_of_it(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    params = lp.SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0)
+    first, second = (engine.generate(SHARED, params) for _ in range(2))
+    assert (first.n_cached_tokens, second.n_cached_tokens) == (0, 0)
+    assert second.prompt_logprobs is not None and len(second.prompt_logprobs) == 39
+
+
+def test_a_generation_leaves_its_cells_to_others(make_engine: MakeEngine, loop: PlainLoop) -> None:
+    engine = make_engine(n_seq_max=2)
+    with engine.start(SHARED, greedy(None)) as generation:
+        tokens = [generation.next().id for _ in range(5)]  # type: ignore[union-attr]
+        out = engine.generate(SHARED + tokens_of(3, 1), greedy(3))
+        assert out.n_cached_tokens == 40  # while it still runs
+        generation.trim(20)
+        generation.append(tokens_of(20, 5))
+        other = engine.generate(SHARED + tokens_of(3, 2), greedy(3))
+        assert other.n_cached_tokens == 40  # of the other request
+        assert loop.agrees(SHARED + tokens_of(3, 2), other.token_ids)
+        assert [generation.next().id] == loop.greedy(SHARED[:20] + tokens_of(20, 5), 1)  # type: ignore[union-attr]
+    assert tokens[0] == loop.greedy(SHARED, 1)[0]
+
+
+def test_what_is_cancelled_leaves_what_it_computed(make_engine: MakeEngine) -> None:
+    engine = make_engine(n_seq_max=2)
+    with engine.stream(SHARED, greedy(100)) as stream:
+        next(stream)
+    wait_until(lambda: engine.stats().n_active == 0)
+    assert engine.generate(SHARED, greedy(1)).n_cached_tokens == 39
+
+
+def test_off(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefix_cache=False)
+    outs = [engine.generate(SHARED, greedy(2)) for _ in range(3)]
+    assert [out.n_cached_tokens for out in outs] == [0, 0, 0]
+    assert engine.stats().n_prompt_tokens == 120
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"prefix_cache": 1}, TypeError, "prefix_cache"),
+        ({"cache_bytes": -1}, ValueError, "cache_bytes"),
+        ({"cache_bytes": 1.5}, TypeError, "cache_bytes"),
+    ],
+)
+def test_bad_options(tiny: lp.Model, options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        lp.Engine(tiny, **options)
+
+
+def test_choices_follow_the_first(make_engine: MakeEngine) -> None:
+    engine = make_engine(n_seq_max=2)
+    out = engine.generate(SHARED, lp.SamplingParams(max_tokens=4, n=5, seed=1, ignore_eos=True))
+    assert out.n_cached_tokens == 0 and engine.stats().n_prompt_tokens == 40
+    assert len({choice.text for choice in out.choices}) > 1
+
+
+def test_tasks_on_one_prefix(make_engine: MakeEngine) -> None:
+    engine = make_engine(n_seq_max=3)
+
+    async def main() -> list[lp.Completion]:
+        prompts = [SHARED + tokens_of(4, i) for i in range(9)]
+        with held(engine):
+            tasks = [asyncio.create_task(engine.agenerate(p, greedy(3))) for p in prompts]
+            await asyncio.sleep(0)
+        tasks[0].cancel()  # the leader, at times
+        return [
+            out
+            for out in await asyncio.gather(*tasks, return_exceptions=True)
+            if isinstance(out, lp.Completion)
+        ]
+
+    outs = asyncio.run(main())
+    assert len(outs) >= 8
+    wait_until(lambda: engine.stats().n_active == 0)
+    assert engine.stats().n_prompt_tokens <= 2 * 40 + 9 * 4

@@ -1,0 +1,92 @@
+"""The radix tree against a list of token lists."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from llamapipe.engine.scheduler.prefix_tree import PrefixTree
+
+TOKENS = st.lists(st.integers(0, 2), max_size=12)
+
+
+def n_shared(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Trees(RuleBasedStateMachine):
+    """Holders come and go; what the tree finds is what a look at all of them finds."""
+
+    holders = Bundle("holders")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree: PrefixTree[int] = PrefixTree()
+        self.tokens: dict[int, list[int]] = {}
+        self.n_made = 0
+
+    @rule(target=holders, tokens=TOKENS)
+    def insert(self, tokens: list[int]) -> int:
+        self.n_made += 1
+        self.tree.insert(self.n_made, tokens)
+        self.tokens[self.n_made] = tokens
+        return self.n_made
+
+    @rule(holder=consumes(holders))
+    def remove(self, holder: int) -> None:
+        self.tree.remove(holder)
+        self.tree.remove(holder)  # which does nothing
+        del self.tokens[holder]
+
+    @rule(holder=holders, more=TOKENS)
+    def extend(self, holder: int, more: list[int]) -> None:
+        n = len(self.tokens[holder])
+        self.tokens[holder] = self.tokens[holder] + more
+        self.tree.extend(holder, self.tokens[holder], n)
+
+    @rule(tokens=TOKENS, limit=st.integers(0, 12))
+    def find(self, tokens: list[int], limit: int) -> None:
+        limit = min(limit, len(tokens))
+        found = list(self.tree.find(tokens, limit))
+        best = max((n_shared(tokens[:limit], t) for t in self.tokens.values()), default=0)
+        assert (found[0][0] if found else 0) == best
+        assert [n for n, _ in found] == sorted((n for n, _ in found), reverse=True)
+        for n, holder in found:
+            assert n_shared(tokens[:limit], self.tokens[holder]) >= n
+
+    @rule(holder=holders)
+    def others(self, holder: int) -> None:
+        tokens = self.tokens[holder]
+        expected = {h for h, t in self.tokens.items() if h != holder and t[: len(tokens)] == tokens}
+        others = list(self.tree.others(holder))
+        assert set(others) <= expected and len(set(others)) == len(others)
+        assert bool(others) == bool(expected) or not tokens  # the empty sequence is no prefix worth finding
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.tree.check_integrity()
+        assert len(self.tree) == len(self.tokens)
+
+
+Trees.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTrees = Trees.TestCase
+
+
+def test_nothing_is_left_of_many() -> None:
+    chance = random.Random(1)
+    tree: PrefixTree[int] = PrefixTree()
+    shared = [chance.randrange(1000) for _ in range(200)]
+    made = {
+        i: shared[: chance.randrange(201)] + [chance.randrange(1000) for _ in range(50)] for i in range(500)
+    }
+    for i, tokens in made.items():
+        tree.insert(i, tokens)
+    tree.check_integrity()
+    assert all(next(iter(tree.find(tokens, len(tokens)))) == (len(tokens), i) for i, tokens in made.items())
+    for i in chance.sample(sorted(made), len(made)):
+        tree.remove(i)
+        tree.check_integrity()
+    assert len(tree) == 0 and list(tree.find(shared, 200)) == []

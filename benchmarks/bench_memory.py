@@ -165,18 +165,18 @@ def measure(args: argparse.Namespace, work: Work) -> dict[str, list[float]]:
                 sides[f"llama-server {layout}"] = over_http(port), None
         pool = stack.enter_context(ThreadPoolExecutor(work.n_clients))
         for i in range(args.rounds + 1):
-            for name, (ask, engine) in sides.items():
+            for name, (ask, side) in sides.items():
                 rng = random.Random(1000 + i)
                 if work.prepare is not None:
                     work.prepare(ask, random.Random(1000 + i))
-                before = engine.stats() if engine else None
+                before = None if side is None else side.stats()
                 began = time.perf_counter()
                 work.run(ask, pool, rng)
                 seconds = time.perf_counter() - began
                 if i:  # the first round warms up
                     times.setdefault(name, []).append(seconds)
-                if engine and before:
-                    notes[name] = _note(before, engine.stats())
+                if side is not None and before is not None:
+                    notes[name] = _note(before, side.stats())
     first = next(iter(times))
     for name, seconds_of in times.items():
         ratio = statistics.median(b / a for a, b in zip(times[first], seconds_of, strict=True))

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from llamapipe.arguments import check_flag, check_int
+from llamapipe.arguments import check_flag, check_float, check_int
 from llamapipe.engine.cache import cache_of
 from llamapipe.engine.chat_calls import ChatCalls
 from llamapipe.engine.frontend.chat_builder import ChatBuilder
@@ -66,6 +66,8 @@ class Engine(ChatCalls):
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
       compute them; see ``docs/guides/memory.md``. ``cache_bytes``: host memory for cells that have no slot any more;
       default: a tenth of the free memory, 0: none.
+    - ``max_itl_ms``: cut prompts into chunks so that streams wait at most about this long between two tokens; None:
+      a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take longer.
     - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
       buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
       (on a GPU that is no software device), ``"on"`` or ``"off"``.
@@ -99,6 +101,7 @@ class Engine(ChatCalls):
         graph_sampling: Literal["auto", "on", "off"] = "auto",
         prefix_cache: bool = True,
         cache_bytes: int | None = None,
+        max_itl_ms: float | None = None,
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
         if not isinstance(model, (Model, str, os.PathLike)):
@@ -106,6 +109,7 @@ class Engine(ChatCalls):
         depth = None if pipeline_depth is None else check_int("pipeline_depth", pipeline_depth, 1, 2)
         self._trace_path = _trace_path(trace)
         uses_cache = check_flag("prefix_cache", prefix_cache)
+        max_itl_s = None if max_itl_ms is None else check_float("max_itl_ms", max_itl_ms, 1, 1e6) / 1e3
         n_cache_bytes = None if cache_bytes is None else check_int("cache_bytes", cache_bytes, 0, 2**63 - 1)
         window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
         self._queue = QueueLimit(
@@ -153,6 +157,7 @@ class Engine(ChatCalls):
                 padding_token,
                 n_score_rows=max(context.n_outputs_max - context.n_seq_max, 1),
                 prefill_cutoff=prefill_cutoff(context),
+                max_itl_s=max_itl_s,
             )
             self.model = model
             self.n_ctx = context.n_ctx

@@ -95,6 +95,8 @@ class SamplingParams:
     - ``seed``: 0 to 2**64 - 1; None or -1: a random one, reported in ``Choice.seed``. The i-th choice has ``seed + i``.
     - ``stop``: a string, or several, that end the text before them; ``stop_token_ids``: tokens that end it.
     - ``ignore_eos``: never sample a token that ends generation.
+    - ``priority``: requests of a higher one are admitted and computed first, and preempt others if slots or cells are
+      short. ``cache``: begin with the KV cells of other requests, and leave these to others; see ``Engine``.
 
     Raises ValueError or TypeError naming the field.
     """
@@ -142,6 +144,8 @@ class SamplingParams:
     adaptive_target: float = -1.0
     adaptive_decay: float = 0.9
     infill: bool = False
+    priority: int = 0
+    cache: bool = True
 
     def __post_init__(self) -> None:
         self._int("max_tokens", 1, _INT32_MAX, optional=True)
@@ -177,6 +181,8 @@ class SamplingParams:
         self._float("adaptive_decay", 0.0, 0.99)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("infill", self.infill)
+        check_flag("cache", self.cache)
+        self._int("priority", -1000, 1000)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"

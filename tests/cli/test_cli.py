@@ -118,7 +118,7 @@ class TestUsage:
     def test_every_sampling_parameter_has_an_option(self) -> None:
         """But those whose results the command does not print, and what is a Python function."""
         fields = {field.name for field in dataclasses.fields(lp.SamplingParams)}
-        fields -= {"n", "logprobs", "prompt_logprobs", "logits_processors"}
+        fields -= {"n", "logprobs", "prompt_logprobs", "logits_processors", "priority", "cache"}
         assert {option.name for option in SAMPLING} == fields
 
 

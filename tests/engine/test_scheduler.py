@@ -56,7 +56,10 @@ class Bench:
 
     def add(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
         """A new request with a prompt of its own."""
+        later = {name: options.pop(name) for name in ("priority", "caller") if name in options}
         request = Request(prompt_of(n_prompt, self.n_added), max_tokens, **options)
+        for name, value in later.items():
+            setattr(request, name, value)
         self.n_added += 1
         self.scheduler.add(request)
         return request
@@ -206,9 +209,75 @@ class TestAdmission:
         bench = Bench(n_slots=1)
         a = bench.add(n_prompt=3, max_tokens=1)
         bench.add()
-        assert "new=2" in repr(bench.scheduler)
+        assert "queued=2" in repr(bench.scheduler)
         assert repr(bench.step()) == "<BatchPlan n_tokens=3 n_outputs=1 scheduled 0: 3>"
         assert repr(a) == "<Request 0 finished length slot=-1 n_prompt=3 n_tokens=4 n_past=3>"
+
+
+class TestTurns:
+    def admitted(self, bench: Bench, n: int) -> list[Request]:
+        """The next ``n`` requests that are computed, in the order of their first tokens."""
+        order: list[Request] = []
+        while len(order) < n:
+            plan = bench.step()
+            assert plan is not None
+            order += [request for request, _ in plan.scheduled if request not in order]
+        return order
+
+    def test_a_single_request_passes_a_list(self) -> None:
+        bench = Bench(n_slots=1)
+        caller = object()
+        listed = [bench.add(max_tokens=1, caller=caller) for _ in range(20)]
+        assert self.admitted(bench, 2) == listed[:2]
+        single = bench.add(max_tokens=1)
+        other = bench.add(max_tokens=1)
+        assert self.admitted(bench, 4) == [single, other, listed[2], listed[3]]
+
+    def test_two_lists_take_turns_by_tokens(self) -> None:
+        bench = Bench(n_slots=1, n_ctx=64)
+        short = [bench.add(n_prompt=9, max_tokens=1, caller="short") for _ in range(8)]
+        long = [bench.add(n_prompt=19, max_tokens=1, caller="long") for _ in range(4)]
+        order = self.admitted(bench, 6)
+        assert (
+            sum(request in short for request in order) == 4 and sum(request in long for request in order) == 2
+        )
+
+    def test_single_requests_keep_their_order(self) -> None:
+        bench = Bench(n_slots=2)
+        requests = [bench.add(n_prompt=3 + i % 5, max_tokens=1 + i % 3) for i in range(12)]
+        assert self.admitted(bench, 12) == requests
+
+    def test_a_higher_priority_comes_first(self) -> None:
+        bench = Bench(n_slots=1)
+        bench.add(max_tokens=1)
+        bench.step()
+        low, high, highest = (bench.add(max_tokens=1, priority=p) for p in (0, 1, 2))
+        assert self.admitted(bench, 3) == [highest, high, low]
+
+    def test_a_higher_priority_takes_a_slot(self) -> None:
+        """From the newest request of the lowest priority, whose text stays as it was."""
+        bench = Bench(n_slots=2)
+        a, b = (bench.add(max_tokens=20) for _ in range(2))
+        for _ in range(4):
+            bench.step()
+        urgent = bench.add(max_tokens=3, priority=1)
+        bench.step()
+        assert (a.slot >= 0, b.slot, urgent.slot >= 0) == (True, -1, True)
+        equal = bench.add(max_tokens=3)
+        bench.run()
+        assert bench.scheduler.n_preempted == 1
+        for request in (a, b, urgent, equal):
+            prompt = request.tokens[: request.n_prompt]
+            assert request.tokens[request.n_prompt :] == continuation(prompt, request.max_tokens)[0]
+
+    def test_the_queue_forgets_callers(self) -> None:
+        bench = Bench(n_slots=1)
+        caller = object()
+        requests = [bench.add(max_tokens=1, caller=caller) for _ in range(3)]
+        bench.scheduler.cancel(requests[1])
+        bench.run()
+        assert [request.caller for request in requests] == [None] * 3
+        assert not bench.scheduler._waiting._ends
 
 
 class TestSteps:

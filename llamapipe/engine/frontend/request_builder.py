@@ -145,6 +145,7 @@ class RequestBuilder:
         for i in range(params.n):
             request = self._request(Item(tokens.copy(), sampler_factory), UNLIMITED, resumable=False)
             request.seed = (seed + i) % 2**64
+            request.caller = mailbox
             request.sink = CompletionSink(choices, piece, tuple(params.stop or ()), request.seed, i)
             requests.append(request)
         requests[0].logprob_targets = targets
@@ -163,6 +164,7 @@ class RequestBuilder:
         targets = ContinuationTargets(context, continuations)
         request = Request(targets.first(), max_tokens=0)
         request.logprob_targets = targets
+        request.caller = mailbox
         request.sink = ScoreSink(mailbox, index)
         return request
 
@@ -206,6 +208,8 @@ class RequestBuilder:
         request = Request(tokens, params.max_tokens, stop_tokens, token_budget, resumable)
         request.sampler_factory = sampler_factory
         request.wants_logprobs = params.logprobs is not None
+        request.priority = params.priority
+        request.uses_cache = params.cache
         request.seed = choose_seed(params)
         return request
 

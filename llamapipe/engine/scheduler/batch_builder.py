@@ -1,19 +1,22 @@
-"""Builds the batch of a step: decoding requests first, then prompts in the order of arrival. Pure policy.
+"""Builds the batch of a step: decoding requests first, then prompts in the order of their turns. Pure policy.
 
-Prompts are cut into chunks. While requests decode, a step has at most ``n_ubatch`` tokens, so that a long prompt does
-not delay them. On a CPU, prefill steps are kept short: once a step has ``prefill_cutoff`` prompt tokens and completes a
-stream's prompt, it takes no further prompt. With per-sequence KV, where prefill and decode are separate passes,
-decoding yields to such steps for at most ``n_ubatch`` prompt tokens in total.
+Prompts are cut into chunks. While requests decode, a step has at most ``n_ubatch`` tokens, or fewer if their streams
+must not wait that long (``PrefillBudget``). A long prompt leaves up to half of a step to short ones after it.
+
+On a CPU, prefill steps are kept short: once a step has ``prefill_cutoff`` prompt tokens and completes a stream's
+prompt, it takes no further prompt. With per-sequence KV, where prefill and decode are separate passes, decoding yields
+to such steps for at most ``n_ubatch`` prompt tokens in total.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from llamapipe.engine.scheduler.batch_plan import BatchPlan, Remove, ScoredRows
 from llamapipe.engine.scheduler.kv_cache import Cells
 from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
-from llamapipe.engine.scheduler.request import UNLIMITED
+from llamapipe.engine.scheduler.prefill_budget import PrefillBudget
+from llamapipe.engine.scheduler.request import UNLIMITED, Request
 from llamapipe.engine.scheduler.running import Running
 
 
@@ -22,7 +25,8 @@ class BatchBuilder:
 
     ``padding_token``: fills gaps between the slots of decoding requests; None if gaps cost nothing (unified KV).
     ``n_score_rows``: most rows in a step that score requests' own tokens. ``prefill_cutoff``: a step that
-    completes a stream's prompt takes no further prompt once it has this many prompt tokens; None: no such limit.
+    completes a stream's prompt takes no further prompt once it has this many prompt tokens; None: no such limit. For
+    ``max_itl_s`` see PrefillBudget.
 
     ``depth``: how many steps of scores may be in flight; if more than one, each has at most ``n_ubatch`` tokens.
     ``n_micro_batches``: how many parts the decoding requests are split into. Each part is a step of its own, so that
@@ -36,7 +40,9 @@ class BatchBuilder:
         padding_token: int | None,
         n_score_rows: int,
         prefill_cutoff: int | None = None,
+        max_itl_s: float | None = None,
     ) -> None:
+        self.budget = PrefillBudget(max_itl_s)
         self._n_batch = n_batch
         self._n_ubatch = n_ubatch
         self._prefill_cutoff = UNLIMITED if prefill_cutoff is None else prefill_cutoff
@@ -91,7 +97,11 @@ class BatchBuilder:
         if n_step < self._prefill_cutoff and 0 < self._n_last < self._prefill_cutoff:
             return False
         # Leave room in the decode delay (one ubatch) for the first prompt of the next step.
-        return self._n_waited + n_step + n_next <= self._n_ubatch
+        return self._n_waited + n_step + n_next <= min(self._n_ubatch, self._n_beside(running))
+
+    def _n_beside(self, running: Running) -> int:
+        """The most prompt tokens beside requests that decode."""
+        return self.budget.n_tokens(running.prefilling[0].n_past) if self.budget.is_on else UNLIMITED
 
     def _decode(self, plan: BatchPlan, running: Running, parked: Mapping[int, Cells]) -> None:
         decoding, n_in_flight = running.decoding, 0
@@ -143,17 +153,20 @@ class BatchBuilder:
     def _prefill(self, plan: BatchPlan, running: Running) -> None:
         whole = self._n_batch - len(plan.tokens)
         if running.decoding:
-            whole = min(whole, max(self._n_ubatch - len(plan.tokens), 1))
+            whole = min(whole, max(self._n_ubatch - len(plan.tokens), 1), self._n_beside(running))
         elif self.depth > 1 if running.only_scores else len(running.prefilling) > 1:
             # llama.cpp computes one ubatch at a time anyway. Smaller steps deliver the first prompt's token before the
             # last prompt is computed.
             whole = min(whole, self._n_ubatch)
         budget = min(whole, self._n_ubatch - self._n_waited) if running.decoding else whole
+        n_reserved = _reserved(running.prefilling, budget)
         n_rows = self._n_score_rows
         n_before, begin_prompts, brings_first = len(plan.scheduled), len(plan.tokens), False
         for request in running.prefilling:
             if budget <= 0:
                 return
+            if n_reserved and len(plan.scheduled) > n_before and request.n_left > budget:
+                continue  # one prompt in part is enough
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
             first, n_left = request.n_past, request.n_left
@@ -162,7 +175,7 @@ class BatchBuilder:
             is_shared = len(plan.scheduled) > n_before or self._n_waited > 0
             if budget < n_left <= whole and is_shared and request.max_tokens != 0:
                 return  # the next step has room for all of it; two chunks would take one more pass over the weights
-            n = min(n_left, budget)
+            n = min(n_left, budget - n_reserved if len(plan.scheduled) == n_before else budget)
             scored, targets = range(0), request.logprob_targets
             if targets is not None:
                 n, scored = _scored(targets, first, n, n_rows)
@@ -185,6 +198,16 @@ class BatchBuilder:
                 plan.rows.append(len(plan.tokens) - 1)
                 plan.requests.append(request)
                 brings_first = brings_first or request.is_streaming
+
+
+def _reserved(prefilling: Sequence[Request], budget: int) -> int:
+    """What a long prompt, which is the first, leaves to short ones after it: at most half of the budget."""
+    n_reserved = 0
+    if len(prefilling) > 1 and prefilling[0].n_left > budget:
+        for request in prefilling[1:]:
+            if n_reserved + request.n_left <= budget // 2:
+                n_reserved += request.n_left
+    return n_reserved
 
 
 def _scored(targets: LogprobTargets, first: int, n: int, n_rows: int) -> tuple[int, range]:

@@ -99,7 +99,8 @@ class Request:
     ``token_budget``: the request pauses when it has generated this many tokens in all; its consumer raises it.
     ``max_tokens``: most generated tokens since the start or the last append; with 0, the request only computes its
     ``logprob_targets``. ``resumable``: after "stop" and "length" it keeps its slot, and may be trimmed and continued.
-    ``sink``: receives the results.
+    ``sink``: receives the results. ``priority``: requests of a higher one come first. ``caller``: requests of one
+    caller share its turns; None once the request was admitted.
 
     Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its consumer sets.
     """
@@ -107,6 +108,7 @@ class Request:
     __slots__ = (
         "arrival",
         "batch_plan",
+        "caller",
         "cancelled",
         "cells",
         "error",
@@ -120,6 +122,7 @@ class Request:
         "n_past",
         "n_prompt",
         "n_total",
+        "priority",
         "resumable",
         "sampler",
         "sampler_factory",
@@ -132,6 +135,7 @@ class Request:
         "stop_tokens",
         "token_budget",
         "tokens",
+        "turn",
         "uses_cache",
         "wants_logprobs",
     )
@@ -164,6 +168,9 @@ class Request:
         self.logprob_targets: LogprobTargets | None = None  # which of its own tokens are scored
         self.wants_logprobs = False  # whether each generated token comes with log-probabilities
         self.last_logprob: tuple[float, Sequence[tuple[int, float]]] | None = None  # those of the last token
+        self.priority = 0
+        self.caller: object = self
+        self.turn = (0, 0, 0)  # order of admission, set with its arrival
         self.arrival = -1  # order of arrival, set by the scheduler
         self.slot = -1
         self.batch_plan: BatchPlan | None = None  # the last plan it is part of, while it keeps its slot

@@ -10,7 +10,7 @@ from operator import attrgetter
 from llamapipe.engine.scheduler.request import Request
 
 _by_slot = attrgetter("slot")
-_by_arrival = attrgetter("arrival")
+_by_turn = attrgetter("turn")
 
 
 class Running:
@@ -21,7 +21,7 @@ class Running:
 
     def __init__(self) -> None:
         self.decoding: list[Request] = []  # by slot
-        self.prefilling: list[Request] = []  # by arrival
+        self.prefilling: list[Request] = []  # by turn
         self.paused: OrderedDict[Request, None] = OrderedDict()  # longest paused first
         self.n_moves = 0
 
@@ -58,7 +58,7 @@ class Running:
         if decodes(request):
             insort(self.decoding, request, key=_by_slot)
         else:
-            insort(self.prefilling, request, key=_by_arrival)
+            insort(self.prefilling, request, key=_by_turn)
 
     def take(self, request: Request) -> None:
         """Removes a running request."""
@@ -82,10 +82,17 @@ class Running:
             self.add(request)
 
     def least(self) -> Request | None:
-        """The request to preempt first: the one that paused first, else the newest. None if there is only one."""
+        """The request to preempt first: the one that paused first, else the newest of the lowest priority.
+
+        None if there is only one.
+        """
         if len(self) < 2:
             return None
-        return next(iter(self.paused)) if self.paused else max(self, key=_by_arrival)
+        return next(iter(self.paused)) if self.paused else self.newest_of_lowest()
+
+    def newest_of_lowest(self) -> Request:
+        """The request that arrived last, of those with the lowest priority."""
+        return max(self, key=lambda request: (-request.priority, request.arrival))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the lists are inconsistent."""

@@ -38,8 +38,8 @@ class Scheduler:
     """The requests of one context.
 
     Sequences of at most ``n_ctx`` positions each and ``n_cells`` in all, in the slots of ``cache``; ``n_batch`` tokens
-    in a step, of which llama.cpp computes ``n_ubatch`` at a time. For ``padding_token``, ``n_score_rows`` and
-    ``prefill_cutoff`` see BatchBuilder.
+    in a step, of which llama.cpp computes ``n_ubatch`` at a time. For ``padding_token``, ``n_score_rows``,
+    ``prefill_cutoff`` and ``max_itl_s`` see BatchBuilder.
 
     ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
     again.
@@ -55,6 +55,7 @@ class Scheduler:
         padding_token: int | None = None,
         n_score_rows: int = 32,
         prefill_cutoff: int | None = None,
+        max_itl_s: float | None = None,
     ) -> None:
         if n_cells < n_ctx:
             raise ValueError(
@@ -64,7 +65,9 @@ class Scheduler:
         self.n_cells = n_cells
         self.cache = cache
         self.n_preempted = 0
-        self._batch_builder = BatchBuilder(n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff)
+        self._batch_builder = BatchBuilder(
+            n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff, max_itl_s
+        )
         self._scarce = n_cells < n_ctx * cache.n_slots
         self._full = False  # a step found no cells: admit no request before one has left
         self._n_arrived = 0
@@ -305,6 +308,13 @@ class Scheduler:
             )
         return taken
 
+    def observe(self, plan: BatchPlan, seconds: float) -> None:
+        """Learns the time of a step, from its launch to its tokens."""
+        budget = self._batch_builder.budget
+        if budget.is_on and plan.n_decode:
+            n = len(plan.tokens) - plan.n_decode - len(plan.padding)
+            budget.observe(n, sum(plan.positions[-n:]) / n if n else 0.0, seconds)
+
     def _score_next(self, request: Request, targets: LogprobTargets) -> None:
         """Continues with the next text to score after the same context. Ends the request if there is none."""
         following = targets.following()
@@ -358,14 +368,17 @@ class Scheduler:
     def _admit(self) -> None:
         paused, waiting, cache = self._running.paused, self._waiting, self.cache
         while waiting.has_next:
-            if not cache.n_free:
-                if not paused:
-                    return
-                self.preempt(next(iter(paused)))
             request = waiting.next()
+            if not cache.n_free:
+                if paused:
+                    self.preempt(next(iter(paused)))
+                elif not self._preempt_below(request):
+                    return
             if self._full or (self._scarce and self._running.n_cells + len(request.tokens) > self.n_cells):
                 if paused:
                     self.preempt(next(iter(paused)))
+                    continue
+                if self._preempt_below(request):
                     continue
                 if self._running.has_work:
                     return
@@ -379,11 +392,22 @@ class Scheduler:
                 cache.evict(max(self.n_cells - self._running.n_cells - len(request.tokens), 0))
             cache.unpin(request)
             cache.place(request, found)
+            waiting.admitted(request)
             if not request.n_total:
                 request.n_cached = request.n_past
             self.dequeued.append(request)
             request.move(State.RUNNING)
             self._running.add(request)
+
+    def _preempt_below(self, request: Request) -> bool:
+        """Preempts a request of a lower priority than this one. False if there is none."""
+        if not len(self._running):
+            return False
+        least = self._running.newest_of_lowest()
+        if least.priority >= request.priority:
+            return False
+        self.preempt(least)
+        return True
 
     def _make_room(self) -> None:
         room = self.n_cells - self._running.n_cells
@@ -404,6 +428,7 @@ class Scheduler:
         request.batch_plan = None
         if request.state is State.WAITING:
             self._waiting.remove(request)
+            self._waiting.admitted(request)
         else:
             self._take(request)
             self.cache.leave(request)
@@ -426,6 +451,7 @@ class Scheduler:
         assert len(taken) + self.cache.n_free == self.cache.n_slots, f"slots are lost: {taken} {self.cache}"
         self.cache.check_integrity()
         self._running.check_integrity()
+        self._waiting.check_integrity()
         for request in self._running:
             assert request.state in (State.RUNNING, State.PAUSED), request
             assert request.cells is not None and request.cells.slot == request.slot, request

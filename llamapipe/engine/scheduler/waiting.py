@@ -1,42 +1,45 @@
-"""The requests without a slot: new, ready to continue, paused, or following a request that computes their prefix."""
+"""The requests without a slot, and whose turn it is.
+
+Requests of a higher priority come first. Among equals the queue is fair to callers (start-time fair queueing, Goyal et
+al. 1996): each request starts where the one before it of the same caller ends, in tokens, but not before the request
+that was admitted last. So a single request need not wait for the rest of a long list, and single requests keep the
+order in which they arrived.
+"""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import OrderedDict
 from collections.abc import Iterator
-from operator import attrgetter
+from heapq import heappop, heappush
 
 from llamapipe.engine.scheduler.request import Request
 
-_by_arrival = attrgetter("arrival")
+_MAX_COUNTED = 256  # tokens that a request may generate, as its cost; few generate all that they may
 
 
 class Waiting:
-    """Four lists; each request is in one of them.
+    """Three lists; each request is in one of them.
 
-    ``ready``: preempted requests and former followers that may continue. ``paused``: preempted requests whose token
-    budget is used up.
+    ``paused``: preempted requests whose token budget is used up. The others may be admitted, or follow a request that
+    computes their prefix.
     """
 
     def __init__(self) -> None:
         self.paused: set[Request] = set()
-        self._new: OrderedDict[Request, None] = OrderedDict()  # in the order of arrival
-        self._ready: list[Request] = []  # in the order of arrival
-        self._followers: dict[
-            Request, dict[Request, int]
-        ] = {}  # by leader: the cells that a follower waits for
+        # By turn. Removed requests stay until they are the first.
+        self._heap: list[tuple[tuple[int, int, int], Request]] = []
+        self._queued: dict[Request, None] = {}  # those of the heap that were not removed
+        # By leader: the followers, and the cells that each waits for.
+        self._followers: dict[Request, dict[Request, int]] = {}
         self._n_followers = 0
+        self._ends: dict[object, int] = {}  # by caller: where its last request ends
+        self._n_of: dict[object, int] = {}  # by caller: its requests that were not admitted yet
+        self._now = 0  # where the request starts that was admitted last
 
     def __repr__(self) -> str:
-        return (
-            f"<Waiting new={len(self._new)} ready={len(self._ready)} followers={self._n_followers} "
-            f"paused={len(self.paused)}>"
-        )
+        return f"<Waiting queued={len(self._queued)} followers={self._n_followers} paused={len(self.paused)}>"
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._ready
-        yield from self._new
+        yield from self._queued
         yield from self.paused
         for followers in self._followers.values():
             yield from followers
@@ -44,27 +47,36 @@ class Waiting:
     @property
     def n_queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._new) + len(self._ready) + self._n_followers
+        return len(self._queued) + self._n_followers
 
     @property
     def has_next(self) -> bool:
         """Whether a request could be admitted."""
-        return bool(self._new or self._ready)
+        return bool(self._queued)
 
     def next(self) -> Request:
         """The request to admit first."""
-        return self._ready[0] if self._ready else next(iter(self._new))
+        heap = self._heap
+        while heap[0][1] not in self._queued:
+            heappop(heap)
+        return heap[0][1]
 
     def add(self, request: Request) -> None:
-        """Adds a new request."""
+        """Adds a new request and gives it its turn."""
+        caller = request.caller
+        start = max(self._now, self._ends.get(caller, 0))
+        self._ends[caller] = start + len(request.tokens) + min(request.max_tokens, _MAX_COUNTED)
+        self._n_of[caller] = self._n_of.get(caller, 0) + 1
+        request.turn = (-request.priority, start, request.arrival)
         if request.n_total < request.token_budget:
-            self._new[request] = None
+            self.add_ready(request)
         else:
             self.paused.add(request)
 
     def add_ready(self, request: Request) -> None:
-        """Adds a request that had a slot or followed another one."""
-        insort(self._ready, request, key=_by_arrival)
+        """Adds a request that had a slot, was paused, or followed another one. It keeps its turn."""
+        self._queued[request] = None
+        heappush(self._heap, (request.turn, request))
 
     def remove(self, request: Request) -> None:
         """Removes a request from its list."""
@@ -75,12 +87,22 @@ class Waiting:
                 del self._followers[request.leader]
             request.leader = None
             self._n_followers -= 1
-        elif request in self._new:
-            del self._new[request]
-        elif request in self.paused:
-            self.paused.discard(request)
+        elif request in self._queued:
+            del self._queued[request]
+            if not self._queued:
+                self._heap.clear()
         else:
-            self._ready.remove(request)
+            self.paused.remove(request)
+
+    def admitted(self, request: Request) -> None:
+        """Notes that a request has got a slot, or ended without one. A second call for a request does nothing."""
+        self._now = max(self._now, request.turn[1])
+        caller, request.caller = request.caller, None
+        if caller is None:
+            return
+        self._n_of[caller] -= 1
+        if not self._n_of[caller]:
+            del self._n_of[caller], self._ends[caller]
 
     def follow(self, request: Request, leader: Request, n: int) -> None:
         """Has a request wait until ``leader`` has computed its first ``n`` tokens."""
@@ -97,6 +119,8 @@ class Waiting:
             self.remove(request)
             self.add_ready(request)
 
-    def has_followers(self, leader: Request) -> bool:
-        """Whether requests wait for this one."""
-        return leader in self._followers
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the lists are inconsistent."""
+        assert self._queued.keys() <= {request for _, request in self._heap}
+        assert self._n_followers == sum(map(len, self._followers.values()))
+        assert self._ends.keys() == self._n_of.keys()

@@ -325,6 +325,7 @@ class EngineLoop:
                 self._finished(request)
         self._last_step = oldest.step
         self._step_times.add(drawn - oldest.began_s)
+        scheduler.observe(plan, drawn - oldest.began_s)
         self._n_steps += 1
         self._n_generated += len(sampled)
         self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.padding)

@@ -14,9 +14,8 @@ from llamapipe.engine.delivery.wake_queue import LaunchWakeList
 from llamapipe.engine.scheduler.logprob_targets import TokenScore
 from llamapipe.engine.worker.thread_tuner import ThreadTuner
 from llamapipe.errors import DecodeError, NoToken
-from llamapipe.llama.native_pipeline import NativePipeline
+from llamapipe.llama.native_pipeline import NativePipeline, SavedCells
 from llamapipe.llama.sampler import SamplerChain
-from llamapipe.llama.saved_cells import SavedCells
 from llamapipe.native.load import last_error
 
 

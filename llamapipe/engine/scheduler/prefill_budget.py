@@ -1,0 +1,70 @@
+"""How many prompt tokens a step may have, so that the requests that decode need not wait too long for it."""
+
+from __future__ import annotations
+
+import math
+
+from llamapipe.engine.scheduler.request import UNLIMITED
+
+_MULTIPLE = 64  # tokens; llama.cpp's attention on a CPU works in tiles of this size
+_MARGIN = 0.9  # of the limit: times vary, and tokens are sampled and delivered as well
+_KEPT = 0.9  # weight of the observations so far at the next one
+
+
+class PrefillBudget:
+    """Learns from the times of steps what prompt tokens cost. The engine thread.
+
+    A prompt token costs ``a + b * position``: all weights once, and attention to the tokens before it. Both are fitted
+    by least squares, in which older observations count less.
+
+    ``max_itl_s``: the longest time between two tokens of a stream, in seconds; None: no limit. A step always has room
+    for 64 prompt tokens, so that prompts are computed at all.
+    """
+
+    def __init__(self, max_itl_s: float | None) -> None:
+        self.is_on = max_itl_s is not None
+        self._limit_s = _MARGIN * (max_itl_s or 0.0)
+        self._decode_s: float | None = None  # of a step without prompts
+        self._n = self._x = self._y = self._xx = self._xy = (
+            0.0  # weighted sums; x: position, y: seconds a token
+        )
+        self._n_most = _MULTIPLE // 2  # prompt tokens of the largest step so far
+
+    def __repr__(self) -> str:
+        return f"<PrefillBudget {self.n_tokens(0) if self.is_on else 'unlimited'}>"
+
+    def n_tokens(self, position: int) -> int:
+        """The most prompt tokens of a step in which requests decode, if they begin at this position."""
+        if not self.is_on:
+            return UNLIMITED
+        if not self._n:
+            return _MULTIPLE  # find out what they cost
+        variance = self._xx * self._n - self._x * self._x
+        slope_s = (self._xy * self._n - self._x * self._y) / variance if variance > 1e-9 * self._xx else 0.0
+        slope_s = max(slope_s, 0.0)
+        first_s = max((self._y - slope_s * self._x) / self._n, 0.0) + slope_s * position
+        left_s = self._limit_s - (self._decode_s or 0.0)
+        if left_s <= 0 or first_s <= 0:
+            return _MULTIPLE
+        # n tokens take n * (first_s + slope_s * n / 2).
+        n = left_s / first_s
+        if slope_s > 0:
+            n = (math.sqrt(first_s * first_s + 2 * slope_s * left_s) - first_s) / slope_s
+        n = min(n, 2 * self._n_most)  # further from what was seen, the fit may be wrong
+        return max(int(n) // _MULTIPLE, 1) * _MULTIPLE
+
+    def observe(self, n_prompt: int, position: float, seconds: float) -> None:
+        """Learns the time of a step with decoding requests and prompt tokens, whose mean position is this."""
+        if not self.is_on:
+            return
+        if n_prompt == 0:
+            before_s = seconds if self._decode_s is None else self._decode_s
+            self._decode_s = before_s + 0.2 * (seconds - before_s)
+        elif n_prompt >= _MULTIPLE // 4:  # fewer say little
+            self._n_most = max(self._n_most, n_prompt)
+            token_s = max(seconds - (self._decode_s or 0.0), 0.0) / n_prompt
+            self._n = _KEPT * self._n + 1
+            self._x = _KEPT * self._x + position
+            self._y = _KEPT * self._y + token_s
+            self._xx = _KEPT * self._xx + position * position
+            self._xy = _KEPT * self._xy + position * token_s

@@ -1,0 +1,74 @@
+"""How many prompt tokens a step may have beside requests that decode."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamapipe.engine.scheduler.batch_builder import BatchBuilder
+from llamapipe.engine.scheduler.prefill_budget import PrefillBudget
+from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
+from llamapipe.engine.scheduler.running import Running
+
+
+def running_of(n_decoding: int, *prompts: int) -> Running:
+    """Decoding requests, and prompts of these lengths."""
+    running = Running()
+    for i in range(n_decoding + len(prompts)):
+        n = 8 if i < n_decoding else prompts[i - n_decoding]
+        request = Request([1] * n, 5)
+        request.slot = request.arrival = i
+        request.turn = (0, 0, i)
+        request.n_past = 7 if i < n_decoding else 0
+        request.move(State.RUNNING)
+        running.add(request)
+    return running
+
+
+class TestPrefillBudget:
+    @pytest.mark.parametrize("max_itl_ms", [20, 60, 250])
+    def test_the_longest_step_stays_within_the_limit(self, max_itl_ms: float) -> None:
+        """On a machine whose prompt tokens get dearer with their position, as attention does."""
+        budget = PrefillBudget(max_itl_ms / 1e3)
+        budget.observe(0, 0, 0.004)
+        position, steps = 0, []
+        while position < 8000:
+            n = budget.n_tokens(position)
+            seconds = 0.004 + n * (62e-6 + 0.214e-6 * (position + n / 2))
+            steps.append((n, seconds))
+            budget.observe(n, position + n / 2, seconds)
+            position += n
+        assert all(seconds <= 1.01 * max_itl_ms / 1e3 or n == 64 for n, seconds in steps)
+        assert all(n % 64 == 0 for n, _ in steps)
+        if max_itl_ms == 250:
+            assert max(n for n, _ in steps) > 512
+
+    def test_without_a_limit_it_learns_nothing(self) -> None:
+        budget = PrefillBudget(None)
+        budget.observe(100, 50, 10.0)
+        assert budget.n_tokens(0) == UNLIMITED
+
+    def test_a_slow_machine_still_computes_prompts(self) -> None:
+        budget = PrefillBudget(0.01)
+        budget.observe(0, 0, 5.0)
+        budget.observe(64, 32, 50.0)
+        assert budget.n_tokens(0) == 64
+
+
+class TestSteps:
+    def chunks(self, builder: BatchBuilder, running: Running) -> list[tuple[int, int]]:
+        """The arrival of each prompt in the next step, with its tokens."""
+        plan = builder.plan(running, {})
+        return [(request.arrival, n) for request, n in plan.scheduled[plan.n_decode :]]
+
+    def test_the_budget_limits_prompts_beside_decoding(self) -> None:
+        builder = BatchBuilder(2048, 512, None, 32, max_itl_s=0.05)
+        assert self.chunks(builder, running_of(4, 4000)) == [(4, 64)]
+        assert self.chunks(builder, running_of(0, 4000)) == [(0, 2048)]  # nothing waits
+
+    def test_short_prompts_pass_a_long_one(self) -> None:
+        builder = BatchBuilder(2048, 512, None, 32)
+        assert self.chunks(builder, running_of(4, 4000, 30, 3000, 200)) == [(4, 278), (5, 30), (7, 200)]
+
+    def test_a_long_prompt_keeps_half(self) -> None:
+        builder = BatchBuilder(2048, 512, None, 32)
+        assert self.chunks(builder, running_of(12, 4000, 100, 100, 100)) == [(12, 300), (13, 100), (14, 100)]

@@ -220,7 +220,13 @@ OPTIONAL_FIELDS = ("max_tokens", "seed")
 OTHER_FIELDS = (
     *("logit_bias", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs", "n"),
     *("grammar", "json_schema", "regex", "lark", "allowed_token_ids", "bad_words", "logits_processors"),
-    *("sampler_order", "dry_sequence_breakers", "infill"),  # more of these in test_params.py
+    *(
+        "sampler_order",
+        "dry_sequence_breakers",
+        "infill",
+        "priority",
+        "cache",
+    ),  # more of these in test_params.py
 )
 # What has to be on for others to matter.
 WITH: dict[str, dict[str, Any]] = {

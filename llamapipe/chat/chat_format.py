@@ -139,6 +139,22 @@ class ChatFormat:
             harmony=self._harmony,
         )
 
+    def continued_tail(self, prompt_tail: str, messages: Any, is_constrained: bool) -> str:
+        """What to take as the end of a prompt that ends inside its last message.
+
+        Raises InvalidRequestError if the answer is constrained and the template's messages cannot be continued so.
+        """
+        if self._harmony and is_constrained:
+            raise InvalidRequestError(
+                "continue_last: this model's template cannot continue a message with tools or a response_format"
+            )
+        last = messages[-1].get("content") if messages else None
+        if self.reasoning is not None and isinstance(last, str):
+            start, end = last.rfind(self.reasoning.start), last.rfind(self.reasoning.end)
+            if start > end:
+                return self.reasoning.start  # the message ends inside its reasoning
+        return prompt_tail
+
     def _is_open(self, prompt_tail: str) -> bool:
         return self.reasoning is not None and prompt_tail.rstrip().endswith(self.reasoning.start)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import enum
+import functools
 import inspect
 import re
 import types
@@ -28,8 +29,17 @@ _SECTION = re.compile(
 _OF_ARGUMENTS = {"args", "arguments", "parameters", "params"}
 
 
+def named(function: Callable[..., Any]) -> str:
+    """The name of a function, of what a ``functools.partial`` calls, or of a callable object's class."""
+    if isinstance(function, functools.partial):
+        return named(function.func)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def described(function: Callable[..., Any]) -> str:
     """The docstring up to its list of arguments."""
+    if isinstance(function, functools.partial):
+        return described(function.func)
     kept: list[str] = []
     for line in (inspect.getdoc(function) or "").splitlines():
         if _SECTION.match(line) or line.lstrip().startswith((":param", ":return", ":raises", ":type")):
@@ -47,7 +57,7 @@ def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
     Raises InvalidRequestError for arguments that cannot be passed by name, and for other annotations.
     """
-    name = getattr(function, "__name__", type(function).__name__)
+    name = named(function)
     try:
         signature = inspect.signature(function)
         hints = typing.get_type_hints(_annotated(function), include_extras=True)
@@ -99,8 +109,6 @@ class _Writer:
             return {}
         if kind is None:
             return {"type": "null"}
-        if kind in _PLAIN:
-            return {"type": _PLAIN[kind]}
         origin, parts = typing.get_origin(kind), typing.get_args(kind)
         if origin is typing.Annotated:
             schema = self.schema(parts[0])
@@ -110,6 +118,8 @@ class _Writer:
                 if isinstance(text := one if isinstance(one, str) else getattr(one, "description", None), str)
             ]
             return {**schema, "description": texts[0]} if texts else schema
+        if isinstance(kind, type) and kind in _PLAIN:
+            return {"type": _PLAIN[kind]}
         if getattr(origin, "_name", None) in ("Required", "NotRequired"):  # of a TypedDict
             return self.schema(parts[0])
         if origin is typing.Literal:
@@ -146,14 +156,16 @@ class _Writer:
             raise InvalidRequestError(
                 f"no JSON schema for {kind.__name__}; use another type, or pass a schema"
             )
-        name = kind.__name__
+        name = re.sub(r"\W", "_", kind.__name__)  # of a generic class: "Box[int]"
         if self._classes.setdefault(name, kind) is not kind:
             raise InvalidRequestError(f"two classes are called {name}; rename one")
         if name not in self.definitions:
             self.definitions[name] = {}  # a class may refer to itself
             if pydantic is not None:
                 schema = pydantic(ref_template="#/$defs/{model}")
-                self.definitions |= schema.pop("$defs", {})
+                for nested, one in schema.pop("$defs", {}).items():
+                    if self.definitions.setdefault(nested, one) != one:
+                        raise InvalidRequestError(f"two classes are called {nested}; rename one")
                 if "$ref" in schema:  # a model that refers to itself
                     return dict(schema)
             else:
@@ -162,14 +174,23 @@ class _Writer:
         return {"$ref": f"#/$defs/{name}"}
 
     def _fields(self, kind: type) -> dict[str, Any]:
-        hints = typing.get_type_hints(kind, include_extras=True)
+        try:
+            hints = typing.get_type_hints(kind, include_extras=True)
+        except (NameError, TypeError) as e:
+            raise InvalidRequestError(f"the annotations of {kind.__name__} cannot be read: {e}") from None
         if dataclasses.is_dataclass(kind):
             fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
             missing = dataclasses.MISSING
             required = [n for n, f in fields.items() if f.default is missing and f.default_factory is missing]
             hints = {name: hints[name] for name in fields}
         else:
-            required = [name for name in hints if name in getattr(kind, "__required_keys__", hints)]
+            listed = getattr(
+                kind, "__required_keys__", hints
+            )  # ignores Required in annotations that are text
+            marks = {name: getattr(typing.get_origin(hint), "_name", None) for name, hint in hints.items()}
+            required = [
+                n for n in hints if marks[n] == "Required" or (n in listed and marks[n] != "NotRequired")
+            ]
         documented = _documented(kind, set(hints))
         properties = {}
         for name, hint in hints.items():

@@ -21,7 +21,11 @@ MAX_SIZE = 2**26
 MAX_SECONDS = 5.0
 _MAX_ARGUMENT = 10_000  # a width, a precision, a number of columns
 _MAX_BITS = 4096
-_FIELD_WIDTH = re.compile(r"\d{5}|\*")
+_MAX_DIGITS = 1000  # of a text that becomes a number
+_MAX_INDENT = 100
+_CHECK_EVERY = 2**16  # values, between two looks at the time
+_FIELD_WIDTH = re.compile(r"\d{5}|\*|\{[^{}]*\{[^{]")  # too wide, or taken from a value
+_NUMBER = re.compile(r"\d+")
 
 
 class LimitError(SecurityError):
@@ -57,21 +61,29 @@ class Limits:
 
     def use_deep(self, *values: Any) -> None:
         """Counts all characters and items in values, as their text would repeat them."""
-        n = 0
+        n = n_seen = 0
         stack = list(values)
         while stack:
             value = stack.pop()
+            n_seen += 1
+            if n_seen % _CHECK_EVERY == 0:
+                self.check_time()
             n += len(value) if isinstance(value, (str, bytes)) else 1
             if isinstance(value, Mapping):
                 stack.extend(chain(value.keys(), value.values()))
             elif isinstance(value, (list, tuple, set, frozenset)):
                 stack.extend(value)
-            if n + len(stack) > MAX_SIZE:
+            if self._size + n + len(stack) > MAX_SIZE:
                 break
         self.use(n + len(stack))
 
     def use_made(self, value: Any) -> None:
         """Counts a value that a call returned."""
+        if isinstance(value, dict):  # dict(a=x, b=x) doubles x wherever its text or a comparison is made
+            self.use_deep(value)
+            return
+        if isinstance(value, int):
+            _check_bits(value.bit_length())
         self.use(len(value) if isinstance(value, (str, bytes, list, tuple, dict, set)) else 1)
 
     # ---- operators and methods, before they run
@@ -91,20 +103,48 @@ class Limits:
                 _check_bits(left.bit_length() * abs(right))
         elif operator == "%" and isinstance(left, str):
             self.check_format(left, (right,))
+        for value in (left, right):
+            if isinstance(value, (bytes, bytearray)):
+                raise LimitError("templates cannot compute with bytes")
 
     def check_format(self, form: str, values: Iterable[Any]) -> None:
         """Counts a text made by a format: each of its fields may show each value."""
         if _FIELD_WIDTH.search(form):
-            raise LimitError(f"the format {form[:50]!r} has a field that is too wide")
+            raise LimitError(f"the format {form[:50]!r} has a field that may be too wide")
+        self.use(sum(map(int, _NUMBER.findall(form))))
         n_fields = form.count("%") + form.count("{")
         before = self._size
         self.use_deep(*values)
         self.use(len(form) + n_fields * (self._size - before + _MAX_ARGUMENT // 100))
 
-    def check_replace(self, text: str, arguments: tuple[Any, ...]) -> None:
+    def check_replace(self, text: str, old: Any, new: Any) -> None:
         """Counts the text that a replacement makes."""
-        if len(arguments) > 1 and all(isinstance(a, str) for a in arguments[:2]):
-            self.use(len(text) + text.count(arguments[0]) * len(arguments[1]))
+        if isinstance(old, str) and isinstance(new, str):
+            self.use(len(text) + text.count(old) * len(new))
+
+    def check_json(self, value: Any, indent: Any) -> None:
+        """Counts the JSON of a value, whose lines are indented by the depth."""
+        self.use_deep(value)
+        if indent is None:
+            return
+        if isinstance(indent, bool) or not isinstance(indent, int) or not 0 <= indent <= _MAX_INDENT:
+            raise LimitError(f"tojson: indent must be a number from 0 to {_MAX_INDENT}")
+        depth, level = 0, [value]
+        while level:
+            depth += 1
+            inner: list[Any] = []
+            for one in level:
+                if isinstance(one, Mapping):
+                    inner.extend(one.values())
+                elif isinstance(one, (list, tuple)):
+                    inner.extend(one)
+            self.use(len(inner) * indent * depth)
+            level = inner
+
+    def check_number(self, value: Any) -> None:
+        """Refuses to read a number from a long text: that takes time in the square of its length."""
+        if isinstance(value, str) and len(value) > _MAX_DIGITS:
+            raise LimitError(f"a number of {len(value)} characters; the limit is {_MAX_DIGITS}")
 
     def check_join(self, separator: str, values: list[Any]) -> None:
         """Counts a joined text."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -26,6 +26,11 @@ from llamapipe.chat.limits import check_arguments, current
 _REMOVED_FILTERS = ("urlize", "wordwrap", "striptags", "xmlattr", "pprint")
 _CHECKED_FILTERS = frozenset({"center", "indent", "batch", "slice", "truncate", "round", "tojson"})
 _PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
+_SORTING = frozenset(
+    {"sort", "groupby", "dictsort", "unique", "min", "max"}
+)  # these make lower-case copies of texts
+# Methods that make huge values from small ones, or bytes, which are not counted.
+_FORBIDDEN = frozenset({"encode", "to_bytes", "from_bytes", "maketrans", "translate", "fromkeys"})
 Test: TypeAlias = "Callable[..., Any]"
 
 
@@ -48,7 +53,7 @@ class _Generation(Extension):
 class Sandbox(ImmutableSandboxedEnvironment):
     """Compiles templates whose loops, calls and operators are counted. Any thread."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
 
     def __init__(self) -> None:
         super().__init__(
@@ -76,6 +81,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Whether a template may use an attribute."""
         if type(obj) is list and attr in ("append", "pop"):
             return True
+        if attr in _FORBIDDEN and isinstance(obj, (str, int, dict, type)):
+            return False
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -91,9 +98,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str):
             if name in _PADS:
-                limits.use(sum(abs(n) for n in arguments if isinstance(n, int)) * max(1, owner.count("\t")))
+                widths = [abs(n) for n in (*arguments, *keywords.values()) if isinstance(n, int)]
+                limits.use(sum(widths) * max(1, owner.count("\t")))
             elif name == "replace":
-                limits.check_replace(owner, arguments)
+                limits.check_replace(owner, *(*arguments, None, None)[:2])
             elif name == "join" and arguments:
                 values = list(arguments[0])
                 limits.check_join(owner, values)
@@ -180,7 +188,12 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             width = others[0] if others else keywords.get("width", 4)
             limits.use(value.count("\n") * (len(width) if isinstance(width, str) else int(width)))
         elif name == "replace":
-            limits.check_replace(str(value), others)
+            old, new = (
+                (*others, keywords.get("old"), keywords.get("new"))[:2]
+                if len(others) != 1
+                else (others[0], keywords.get("new"))
+            )
+            limits.check_replace(str(value), old, new)
         elif name == "join":
             values = list(value)
             separator = others[0] if others else keywords.get("d", "")
@@ -192,7 +205,16 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             check_start = others[1] if len(others) > 1 else keywords.get("start", 0)
             if not isinstance(check_start, (int, float)):
                 raise TemplateError("sum: start must be a number")
-        elif name in ("string", "tojson"):
+        elif name == "string":
+            limits.use_deep(value)
+        elif name == "tojson":
+            limits.check_json(value, others[1] if len(others) > 1 else keywords.get("indent"))
+        elif name in ("int", "float"):
+            limits.check_number(value)
+        elif name in _SORTING:
+            if not isinstance(value, (str, Mapping)):
+                value = list(value)
+                arguments = (*arguments[:place], value, *others)
             limits.use_deep(value)
         result = function(*arguments, **keywords)
         limits.use_made(result)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamapipe.chat.function_schema import described, parameters_schema
+from llamapipe.chat.function_schema import described, named, parameters_schema
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import schema_object
 
@@ -114,8 +114,10 @@ def _tool(i: int, one: ToolDefinition) -> Tool:
         if isinstance(one, Mapping):
             return _from_dict(one)
         if callable(one):
-            name = getattr(one, "__name__", type(one).__name__)
-            return Tool(name, described(one), parameters_schema(one))
+            schema = getattr(one, "model_json_schema", None)
+            if schema is not None:  # a pydantic model: its fields are the arguments
+                return Tool(named(one), described(one), schema())
+            return Tool(named(one), described(one), parameters_schema(one))
     except InvalidRequestError as e:
         raise InvalidRequestError(f"tools[{i}]: {e}") from None
     except TypeError as e:

@@ -98,7 +98,10 @@ class ChatPrompts:
     ) -> list[int]:
         """See ``Model.tokenize_chat``. ``continue_last``: the prompt ends inside the last message."""
         vocab, controls = self._model.vocab, self.controls
-        mark = unused_mark([messages, tools, template_args])
+        try:
+            mark = unused_mark([messages, tools, template_args])
+        except RecursionError:
+            raise InvalidRequestError("messages, tools or template_args are nested too deeply") from None
         text = self._for(tools).render(
             messages,
             tools=tools,

@@ -346,6 +346,10 @@ def template_text(given: str | os.PathLike[str]) -> str:
     """A chat template: Jinja source, or the path of a file that holds it. Raises TypeError, ValueError, OSError."""
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"chat_template must be a str or a path, not {type(given).__name__}")
+    if given == "":
+        raise ValueError(
+            "chat_template is empty; give Jinja source, the path of a file, or None for the file's own"
+        )
     if isinstance(given, str) and ("{" in given or "\n" in given):
         return given
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import resource
 from typing import Any
 
 import pytest
@@ -15,6 +16,11 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 ANSWER = {"role": "assistant", "content": "The answer is "}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 EACH = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+
+
+def peak_bytes() -> int:
+    """The most memory that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def shown(text: str, *messages: dict[str, Any], continue_last: bool = False, **names: Any) -> str:
@@ -124,8 +130,32 @@ class TestLimits:
             "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
             "{{ 'a' | center(10**10) }}",
             "{{ (range(100000) | list) | join('a' * 100000) }}",
+            "{{ '{:{}}'.format('x', 10**9) }}",
+            "{{ ('{0:9999}' * 100000).format(1) }}",
+            "{{ (1).to_bytes(10**9, 'big') }}",
+            "{{ 'x'.encode() * 10**9 }}",
+            "{{ ('a' * 10**6).translate('a'.maketrans({'a': 'b' * 10**4})) }}",
+            "{{ '\t'.expandtabs(tabsize=10**9) }}",
+            "{{ ('a' * 10000) | replace(old='a', new='b' * 100000) }}",
+            "{{ range(100000) | list | tojson(indent=10000) }}",
+            "{{ range(100) | list | tojson(indent='x' * 10**7) }}",
+            "{{ (['X' * 10**6] * 1000) | sort }}",
+            "{{ ([{'k': 'X' * 10**6}] * 1000) | groupby('k') }}",
+            "{{ (['X' * 30000000] * 100) | unique | list | length }}",
+            "{{ ('f' * 4000000) | int(base=16) // 3 }}",
+            "{% set ns = namespace(a=1) %}{% for i in range(60) %}{% set ns.a = dict(a=ns.a, b=ns.a) %}{% endfor %}",
         ],
     )
     def test_a_template_cannot_use_up_the_machine(self, source: str) -> None:
+        before = peak_bytes()
         with pytest.raises(InvalidRequestError):
             shown(source)
+        assert peak_bytes() - before < 400 * 2**20
+
+    def test_what_templates_need_stays_allowed(self) -> None:
+        assert shown("{{ {'a': [1]} | tojson(indent=4) }}") == '{\n    "a": [\n        1\n    ]\n}'
+        assert (
+            shown("{{ 'a-b' | replace('-', new='+') }}{{ ['b', 'A'] | sort | join }}{{ '12' | int // 5 }}")
+            == "a+bAb2"
+        )
+        assert shown("{{ '%05.2f' % 1.5 }}{{ '{:>4}'.format(7) }}{{ 'x'.center(3) }}") == "01.50   7 x "

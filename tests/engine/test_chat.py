@@ -348,3 +348,61 @@ class TestRefusals:
             pass
         with pytest.raises(EngineClosedError):
             engine.chat("Hello")
+
+
+class TestOddAnswers:
+    @pytest.mark.parametrize("choice", ["auto", "required"])
+    def test_a_token_that_ends_generation_is_no_part_of_a_call(self, tmp_path: Path, choice: str) -> None:
+        said = '<function=get_weather>{"city": "Paris"}</function><|eom_id|>'
+        source = template("meetkai-functionary-medium-v3.1").text
+        with speaking(tmp_path, said, ("<|eom_id|>",), source) as engine:
+            params = lp.SamplingParams(temperature=0, max_tokens=120)
+            choice_made = engine.chat(HELLO, params, tools=TOOLS, tool_choice=choice).choices[0]
+        assert (choice_made.content, choice_made.finish_reason) == ("", "tool_calls")
+        assert [call.arguments for call in choice_made.tool_calls] == [{"city": "Paris"}]
+
+    def test_reasoning_that_is_never_closed_may_end(self, tmp_path: Path) -> None:
+        source = template("Qwen-Qwen3-0.6B").text
+        with speaking(tmp_path, "<think>Hm <tool_call> never closed", (), source) as engine:
+            params = lp.SamplingParams(temperature=0, max_tokens=120)
+            answers = [engine.chat(HELLO, params, tools=tools).choices[0] for tools in (None, TOOLS)]
+        assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
+        assert {answer.reasoning for answer in answers} == {"Hm <tool_call> never closed"}
+
+    def test_tools_from_a_generator_serve_every_conversation(self, engine: lp.Engine, tmp_path: Path) -> None:
+        with speaking_family(tmp_path, "Hermes", FAMILIES["Hermes"].full) as one:
+            params = lp.SamplingParams(temperature=0, max_tokens=3)
+            answers = one.chat([HELLO, HELLO], params, tools=iter(TOOLS))  # type: ignore[call-overload]
+        assert len({answer.n_prompt_tokens for answer in answers}) == 1
+
+    def test_reasoning_is_continued(self, tmp_path: Path) -> None:
+        source = template("Qwen-Qwen3-0.6B").text
+        begun = [*HELLO, {"role": "assistant", "content": "<think>\nHm,"}]
+        with speaking(tmp_path, " it is so</think>Fine answer.", (), source) as engine:
+            params = lp.SamplingParams(temperature=0, max_tokens=120)
+            answer = engine.chat(begun, params, continue_last=True).choices[0]
+        assert (answer.reasoning.strip(), answer.content) == ("it is so", "Fine answer.")
+
+    def test_response_formats_of_openai(self, demo: lp.Model) -> None:
+        properties = {"a": {"type": "boolean"}}
+        schema = {
+            "type": "object",
+            "properties": properties,
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+        with lp.Engine(demo, n_ctx=512) as engine:
+            params = lp.SamplingParams(seed=1, max_tokens=40)
+            wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            answers = [engine.chat(HELLO, params, response_format=form).content for form in (schema, wrapped)]
+            assert answers[0] == answers[1] and "a" in json.loads(answers[0])
+            plain = engine.chat(HELLO, params, response_format={"type": "text"}).content
+            assert plain == engine.chat(HELLO, params).content
+            with pytest.raises(InvalidRequestError, match="no schema"):
+                engine.chat(HELLO, params, response_format={"type": "json_schema"})
+
+    def test_messages_that_contain_themselves(self, engine: lp.Engine) -> None:
+        message: dict[str, Any] = {"role": "user", "content": "x"}
+        message["me"] = message
+        with pytest.raises(InvalidRequestError, match="nested too deeply"):
+            engine.chat([message], GREEDY)

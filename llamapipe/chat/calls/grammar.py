@@ -60,6 +60,9 @@ class GrammarWriter:
         if answer.reasoning_open and not answer.required and answer.schema is None:
             start += " | THINKING"  # a model may end without closing its reasoning
             self._rules.add("THINKING", f"/{ANY}/")
+        elif answer.reasoning and self._free:
+            start += f" | {self._reasoning_start()} THINKING"
+            self._rules.add("THINKING", f"/{ANY}/")
         return self._rules.write(start)
 
     # ---- reasoning
@@ -69,12 +72,15 @@ class GrammarWriter:
         rest = self._rules.up_to(markers.end) + ("" if self._free else f" {GAP}")
         if self._answer.reasoning_open:
             return rest
-        start = self._literals.token(markers.start)
-        if start is None:
-            # One terminal, so that no other text that begins with spaces is longer.
-            start = f"/[ \\n]{{0,4}}{regex_text(markers.start)}/"
+        if self._literals.token(markers.start) is None:
             self._excluded.append(rf"\s*{regex_text(markers.start)}")
-        return f"({start} {rest})?"
+        return f"({self._reasoning_start()} {rest})?"
+
+    def _reasoning_start(self) -> str:
+        markers = self._answer.reasoning
+        assert markers is not None
+        # Text is one terminal, so that no other text that begins with spaces is longer.
+        return self._literals.token(markers.start) or f"/[ \\n]{{0,4}}{regex_text(markers.start)}/"
 
     # ---- what follows the reasoning
     @property

@@ -25,7 +25,22 @@ _FORMATS = {
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
 _SHARED = ("$defs", "definitions")
-_COMBINED = ("anyOf", "oneOf", "allOf", "$ref")
+_NOTES = frozenset(
+    {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
+     "readOnly", "writeOnly", "strict"}
+)  # fmt: skip
+_OF_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties"}
+_OF_STRING = _NOTES | {
+    "type",
+    "enum",
+    "const",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "anyOf",
+    "oneOf",
+}
 
 
 class TaggedArguments:
@@ -36,29 +51,94 @@ class TaggedArguments:
         self._form = form
         self._root = parameters
         whole = self._resolved(parameters)
-        wrong = [key for key in _COMBINED if key in whole]
+        wrong = [key for key in whole if key not in _OF_OBJECT]
         if wrong:
             raise InvalidRequestError(
                 f"parameters use {wrong[0]!r} at the top, which this model's calls cannot express, because they write "
                 "every argument by itself; list the arguments in 'properties'"
             )
+        properties = whole.get("properties", {})
+        if not isinstance(properties, dict):
+            raise InvalidRequestError("parameters: 'properties' must be an object")
         self._properties: dict[str, dict[str, Any]] = {
-            name: self._resolved(one) for name, one in whole.get("properties", {}).items()
+            name: self._resolved(one) for name, one in properties.items()
         }
+        for name, one in self._properties.items():
+            self._check(name, one)
         self._required = set(whole.get("required", ()))
-        self._is_open = not self._properties and whole.get("additionalProperties") is not False
+        unlisted = self._required - self._properties.keys()
+        if unlisted:
+            raise InvalidRequestError(
+                f"parameters: {min(unlisted)!r} is required and not in 'properties', which this model's calls need"
+            )
+        others = whole.get("additionalProperties")
+        self._is_open = not self._properties and others is not False
+        self._open_schema = self._resolved(others) if isinstance(others, dict) else {}
+        self._check("additionalProperties", self._open_schema)
+
+    def _check(self, name: str, schema: dict[str, Any]) -> None:
+        """Raises InvalidRequestError for what the text of an argument cannot express or enforce."""
+        if self._form.key_end.strip() and self._form.key_end.strip() in name:
+            raise InvalidRequestError(f"an argument must not be called {name!r} in this model's calls")
+        if "string" not in self._types(schema):
+            return
+        for one in self._alternatives(schema):
+            wrong = [key for key in one if key not in _OF_STRING]
+            if wrong and "string" in self._types(one) and ("type" in one or len(one.keys() - _NOTES) > 0):
+                raise InvalidRequestError(
+                    f"argument {name!r}: {wrong[0]!r} cannot be enforced for a string in this model's calls"
+                )
+            form = one.get("format")
+            if form is not None and form not in _FORMATS and "string" in self._types(one):
+                raise InvalidRequestError(
+                    f"argument {name!r}: the format {form!r} is not supported; there is {', '.join(_FORMATS)}"
+                )
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
-        """The schema that a chain of local references ends in."""
+        """The schema that a chain of local references ends in; ``allOf`` with one member is that member."""
         for _ in range(20):
-            target = schema.get("$ref") if isinstance(schema, dict) else None
-            if not isinstance(target, str) or not target.startswith("#/"):
-                break
-            found: Any = self._root
-            for key in target[2:].split("/"):
-                found = found.get(key.replace("~1", "/").replace("~0", "~"), {})
+            if schema is True:
+                return {}
+            if not isinstance(schema, dict):
+                raise InvalidRequestError(
+                    f"parameters: {schema!r} allows no value"
+                    if schema is False
+                    else f"parameters: {schema!r} is not a schema"
+                )
+            one_of_all = schema.get("allOf")
+            if isinstance(one_of_all, list) and len(one_of_all) == 1 and "$ref" not in schema:
+                schema = {
+                    **self._resolved(one_of_all[0]),
+                    **{k: v for k, v in schema.items() if k != "allOf"},
+                }
+                continue
+            target = schema.get("$ref")
+            if not isinstance(target, str):
+                return schema
+            found = self._at(target)
+            if found is True:
+                found = {}
+            if not isinstance(found, dict):
+                raise InvalidRequestError(f"parameters: there is no schema at the reference {target!r}")
             schema = {**found, **{k: v for k, v in schema.items() if k != "$ref"}}
-        return schema if isinstance(schema, dict) else {}
+        raise InvalidRequestError("parameters: a reference refers to itself")
+
+    def _at(self, target: str) -> Any:
+        """What a local reference refers to; None if there is nothing."""
+        found: Any = self._root
+        if target == "#":
+            return found
+        if not target.startswith("#/"):
+            return None
+        for part in target[2:].split("/"):
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(key)
+            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                return None
+        return found
 
     # ---- the grammar
     def grammar(self, literals: Literals, rules: Rules) -> str:
@@ -71,7 +151,9 @@ class TaggedArguments:
             parts.append(one if name in self._required else f"({one})?")
         if self._is_open:
             key = f"{literals.text(form.key_start)} /[a-zA-Z_][a-zA-Z0-9_]{{0,39}}/ {literals.text(form.key_end)}"
-            parts.append(f"({key} {self._value({}, literals, rules)} {_rest(form.value_end)})*")
+            parts.append(
+                f"({key} {self._value(self._open_schema, literals, rules)} {_rest(form.value_end)})*"
+            )
         return " ".join(parts)
 
     def _value(self, schema: dict[str, Any], literals: Literals, rules: Rules) -> str:
@@ -144,7 +226,7 @@ class TaggedArguments:
             text = text.removeprefix("\n")
         if form.value_end.startswith("\n"):
             text = text.removesuffix("\n")
-        schema = self._properties.get(key, {})
+        schema = self._properties.get(key, self._open_schema)
         chosen = _choices(schema)
         if chosen is not None:
             for one in chosen:
@@ -192,7 +274,21 @@ def _choices(schema: dict[str, Any]) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
-    return values if isinstance(values, list) else None
+    if not isinstance(values, list):
+        return None
+    named = schema.get("type")
+    names = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else None
+    return values if names is None else [value for value in values if _is_of(value, names)]
+
+
+def _is_of(value: Any, names: set[str]) -> bool:
+    """Whether a value has one of these JSON types."""
+    if isinstance(value, bool):
+        return "boolean" in names
+    if isinstance(value, (int, float)):
+        return "number" in names or ("integer" in names and value == int(value))
+    known = {str: "string", type(None): "null", list: "array", dict: "object"}
+    return known.get(type(value)) in names
 
 
 def _as_text(value: Any) -> str:

@@ -105,7 +105,11 @@ class ChatBuilder:
 
         Raises TypeError, ValueError and InvalidRequestError; errors in a list name the conversation's index.
         """
+        from llamapipe.chat.tools import check_tools
+
         conversations, single = _conversations(messages)
+        if options.tools:  # once for all conversations: they may come from a generator
+            options = options._replace(tools=check_tools(options.tools))
         if single:
             return [self.item(conversations[0], params, options)], True
         items = []
@@ -142,10 +146,12 @@ class ChatBuilder:
                 raise InvalidRequestError(
                     "response_format is given, and params hold a constraint too; give one"
                 )
-            params = replace(params, json_schema=options.response_format)
+            params = replace(params, json_schema=_answer_schema(options.response_format))
         chat_format = self.chat_format()
         tail = self._model.vocab.detokenize(tokens[-_TAIL_TOKENS:], unparse_special=True)
         active = tools if choice != "none" else ()
+        if options.continue_last:
+            tail = chat_format.continued_tail(tail, messages, bool(active) or params.json_schema is not None)
         params = self._constrained(chat_format, params, active, choice, parallel, tail)
         item = self._request_builder.item(tokens, params)
         if not active and chat_format.reasoning is None:
@@ -163,7 +169,9 @@ class ChatBuilder:
 
             with self._lock:
                 if self._format is None:
-                    self._format = ChatFormat.of(self._model.render_chat, self._special_id)
+                    self._format = ChatFormat.of(
+                        self._model.render_chat, self._special_id, self._model.vocab.is_eog
+                    )
         return self._format
 
     def _special_id(self, text: str) -> int | None:
@@ -199,6 +207,24 @@ class ChatBuilder:
         schema: str | None = params.json_schema  # type: ignore[assignment]  # text, once it was checked
         lark = chat_format.grammar(tools, choice, parallel, prompt_tail=tail, schema=schema)
         return params if lark is None else replace(params, json_schema=None, lark=lark)
+
+
+def _answer_schema(given: Any) -> Any:
+    """The JSON schema in ``response_format``, also in the forms of OpenAI's API. Raises InvalidRequestError."""
+    if not isinstance(given, Mapping) or given.get("type") not in ("text", "json_object", "json_schema"):
+        return given
+    if given["type"] == "text":
+        return None
+    if given["type"] == "json_object":
+        return {"type": "object"}
+    wrapper = given.get("json_schema")
+    schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
+    if schema is None:
+        raise InvalidRequestError(
+            'response_format has the type "json_schema" and no schema; give {"type": "json_schema", "json_schema": '
+            '{"schema": ...}}, or the schema itself'
+        )
+    return schema
 
 
 def _conversations(messages: Any) -> tuple[list[Conversation], bool]:

@@ -1,0 +1,76 @@
+"""Arguments between markers of their own: schemas are followed, or refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.chat_families import FAMILIES
+from support.chat_templates import ByteVocabulary, renderer
+
+from llamapipe.chat.chat_format import ChatFormat
+from llamapipe.chat.tools import Tool
+from llamapipe.errors import InvalidRequestError
+
+FAMILY = FAMILIES["Qwen3-Coder"]
+VOCABULARY = ByteVocabulary(FAMILY.specials)
+FORMAT = ChatFormat.of(renderer(FAMILY.template), VOCABULARY.special_id)
+
+
+def of(properties: Any, **others: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, **others}
+
+
+def accepts(parameters: dict[str, Any], **arguments: str) -> bool:
+    """Whether a call with these arguments is allowed. Raises InvalidRequestError."""
+    grammar = FORMAT.grammar((Tool("f", "", parameters),), "required", True, prompt_tail=FAMILY.tail)
+    body = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    assert grammar is not None
+    return VOCABULARY.accepts(grammar, f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"allOf": [{"type": "integer"}]}, "3", "x y"),
+        ({"allOf": [{"$ref": "#/$defs/E"}], "description": "one of two"}, "p", "zzz"),
+        ({"type": "string", "enum": ["x", None, 3]}, "x", "3"),
+        ({"type": ["string", "null"], "enum": ["x", None]}, "null", "y"),
+        ({"$ref": "#/$defs/any"}, "x", None),
+        ({"$ref": "#/$defs/either/anyOf/1"}, "7", "x"),
+        ({"type": "string", "format": "date"}, "2026-11-23", "x"),
+    ],
+)
+def test_schemas_that_are_followed(schema: dict[str, Any], good: str, bad: str | None) -> None:
+    shared = {
+        "E": {"enum": ["p", "q"], "type": "string"},
+        "any": True,
+        "either": {"anyOf": [{"type": "boolean"}, {"type": "integer"}]},
+    }
+    parameters = of({"a": schema}, required=["a"], **{"$defs": shared})
+    assert accepts(parameters, a=good)
+    assert bad is None or not accepts(parameters, a=bad)
+
+
+def test_arguments_without_names_follow_their_schema() -> None:
+    parameters = {"type": "object", "additionalProperties": {"type": "integer"}}
+    assert accepts(parameters, a="3") and not accepts(parameters, a="x")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "match"),
+    [
+        (of({"a": {"type": "string", "format": "email"}}), "format 'email'"),
+        (of({"a": {"type": "string", "not": {"const": "x"}}}), "'not' cannot be enforced"),
+        (of({"a": False}), "allows no value"),
+        (of({"a": {"$ref": "#/$defs/none"}}), "no schema at the reference '#/"),
+        (of({"a": {"type": "string"}}, minProperties=1), "'minProperties' at the top"),
+        (of({"a": {"type": "string"}}, required=["zz"]), "'zz' is required"),
+        (of(None), "'properties' must be an object"),
+        (of({"a": {"$ref": "#/properties/a"}}), "refers to itself"),
+        (of({"a>b": {"type": "string"}}), "must not be called 'a>b'"),
+    ],
+)
+def test_schemas_that_are_refused(parameters: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        accepts(parameters, a="x")

@@ -199,6 +199,11 @@ class FakeContext:
         self.sequences[seq_id] = saved.cells[:n]
         return True
 
+    def sequence_end(self, seq_id: int) -> int:
+        """How many cells a sequence has."""
+        self._claim()
+        return len(self.sequences[seq_id])
+
     def launch(
         self,
         tokens: Sequence[int],

@@ -443,6 +443,12 @@ class Scheduler:
         else:
             del self._running.paused[request]
 
+    def n_cells_by_slot(self) -> dict[int, int]:
+        """How many cells each slot has, once all memory operations are done and no step is in flight."""
+        cells = dict.fromkeys(range(self.cache.n_slots), 0)
+        cells |= {slot: parked.n for slot, parked in self.cache.parked.items()}
+        return cells | {request.slot: request.n_past for request in self._running}
+
     def check_integrity(self) -> None:
         """Raises AssertionError if slots, states and lists disagree. For tests and debugging."""
         taken = sorted(request.slot for request in self._running)

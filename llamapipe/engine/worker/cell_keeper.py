@@ -51,6 +51,13 @@ class CellKeeper:
         if saved is not None:
             saved.close()
 
+    def check_integrity(self, executor: Executor) -> None:
+        """Raises AssertionError if a sequence has other cells than the scheduler says. Between steps."""
+        self.apply(executor)
+        expected = self._scheduler.n_cells_by_slot()
+        found = {slot: executor.sequence_end(slot) for slot in expected}
+        assert found == expected, f"cells by slot: {found}, expected {expected}"
+
     def close(self) -> None:
         """Frees the saved sequences."""
         for key in list(self._saved):

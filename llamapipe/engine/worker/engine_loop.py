@@ -80,6 +80,7 @@ class EngineLoop:
         self._window_s = window_s
         self._n_skip = self._n_skipped = 0  # windows to skip after one in vain, and skipped since
         self._stopping = False
+        self.closed = False  # the context is freed
         self._error: BaseException | None = None  # a defect of the loop: every request fails with it
         self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
         self._last_step = -1  # the number of that step
@@ -170,8 +171,13 @@ class EngineLoop:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the scheduler's state is inconsistent. Threads as for ``stats``."""
+        """Raises AssertionError if the scheduler's state is inconsistent, or other than llama.cpp's memory.
+
+        Threads as for ``stats``.
+        """
         self._scheduler.check_integrity()
+        if not self.in_flight.steps and not self.closed:
+            self._cells.check_integrity(self._executor)
 
     def replace_executor(self, executor: Executor) -> Executor:
         """Runs the next steps on another executor and returns this one: a seam for tests that hold or fail steps."""
@@ -187,6 +193,7 @@ class EngineLoop:
         except BaseException as e:  # callers wait for this thread: it must not end without an answer
             self._serve_errors(e)
         finally:
+            self.closed = True
             self.dispatcher.close()
             self._cells.close()
             self._executor.close()

@@ -51,6 +51,9 @@ class Executor(Protocol):
     def load(self, saved: Any, seq_id: int, n: int) -> bool:
         """Gives an empty sequence the first ``n`` saved cells. False if that is not possible."""
 
+    def sequence_end(self, seq_id: int) -> int:
+        """The position after a sequence's last cell; waits for the steps before."""
+
     def launch(
         self,
         tokens: Sequence[int],
@@ -175,6 +178,14 @@ class StepExecutor:
         """Gives an empty sequence the first ``n`` saved cells. False if that is not possible."""
         self._context.claim()
         return saved.load(self.pipeline, seq_id, n)
+
+    def sequence_end(self, seq_id: int) -> int:
+        """The position after a sequence's last cell; waits for the steps before."""
+        self._context.claim()
+        end: int = self._native.lib.lp_sequence_end(self._handle, seq_id)
+        if end < 0:
+            raise RuntimeError(f"a sequence cannot be read: {last_error(self._native)}")
+        return end
 
     def launch(
         self,

@@ -129,6 +129,8 @@ lp_step * lp_submit(lp_pipeline * pipeline, int n, const int32_t * tokens, const
 int       lp_next_position(lp_pipeline * pipeline, int seq_id);  // once everything queued is done
 int       lp_memory(lp_pipeline * pipeline, enum lp_memory_op op, int seq_id, int other, int p0, int p1, int delta);
 
+int       lp_sequence_end(lp_pipeline * pipeline, int seq_id);  // between steps: the position after its last one, or LP_ERROR...
+
 // The cells of one sequence in host memory. These entries run between steps and wait for the steps before them.
 typedef struct lp_saved lp_saved;
 lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes);  // null: larger, or an error

@@ -42,6 +42,10 @@ int lp_memory(lp_pipeline * pipeline, enum lp_memory_op op, int seq_id, int othe
     return pipeline->shared->memory({ op, seq_id, other, p0, p1, delta });
 }
 
+int lp_sequence_end(lp_pipeline * pipeline, int seq_id) {
+    return lp::guard(LP_ERROR, [&] { return pipeline->shared->sequence_end(seq_id); });
+}
+
 lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes) {
     return lp::guard((lp_saved *) nullptr, [&]() -> lp_saved * {
         auto saved = std::make_unique<lp_saved>();

@@ -72,6 +72,11 @@ int Pipeline::copy(int from, int to, int n) {
     return between_steps(work, to, n);
 }
 
+int Pipeline::sequence_end(int seq_id) {
+    return between_steps(
+        [&] { return (int) llama_memory_seq_pos_max(llama_get_memory(context_->llama()), seq_id) + 1; }, -1, 0);
+}
+
 // Runs `work` on the thread that launches, after all that is queued; `changed`: the sequence that has `n` cells then.
 int Pipeline::between_steps(const std::function<int()> & work, int changed, int n) {
     if (!threaded_) {

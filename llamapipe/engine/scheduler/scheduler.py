@@ -71,6 +71,7 @@ class Scheduler:
         self._scarce = n_cells < n_ctx * cache.n_slots
         self._full = False  # a step found no cells: admit no request before one has left
         self._n_arrived = 0
+        self._lowest_priority = 0  # of all requests so far
         self._waiting = Waiting()  # without a slot
         self._running = Running()  # in a slot
         self.dequeued: list[Request] = []
@@ -162,6 +163,7 @@ class Scheduler:
         """Queues a new request."""
         request.arrival = self._n_arrived
         self._n_arrived += 1
+        self._lowest_priority = min(self._lowest_priority, request.priority)
         self._waiting.add(request)
 
     def resume(self, request: Request) -> None:
@@ -401,7 +403,7 @@ class Scheduler:
 
     def _preempt_below(self, request: Request) -> bool:
         """Preempts a request of a lower priority than this one. False if there is none."""
-        if not len(self._running):
+        if request.priority <= self._lowest_priority or not len(self._running):
             return False
         least = self._running.newest_of_lowest()
         if least.priority >= request.priority:

@@ -209,7 +209,7 @@ def test_closed_loops_are_forgotten_while_others_work() -> None:
 def test_an_engine_that_ends_while_a_loop_gets_its_waker(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = ResultDispatcher()
 
-    class Late(LoopWaker):
+    class Late(LoopWaker[object]):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             dispatcher.close()

@@ -183,6 +183,42 @@ def test_a_dropped_engine_warns(tiny: lp.Model) -> None:
     assert not engine_thread._thread.is_alive()
 
 
+def test_an_engine_dropped_on_the_thread_of_another_one(tiny: lp.Model) -> None:
+    """As the garbage collector may do it: that thread does not wait for the end of the dropped one."""
+    dropped = [lp.Engine(tiny, n_ctx=64, n_threads=1)]
+    thread = thread_of(dropped[0])._thread
+    with lp.Engine(tiny, n_ctx=64, n_threads=1) as other:
+        with pytest.warns(ResourceWarning, match="was never closed"):
+            thread_of(other).ask(dropped.clear)
+        assert len(other.generate("a", SHORT).token_ids) == 4
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("n_ctx", "n_free_bytes", "expected"),
+    [
+        (64, None, None),
+        (64, 10**9, None),
+        (64, 0, "the KV cache takes 0.0 GiB, more than half of the 0.0 GiB that were free"),
+        (8192, None, "n_ctx is 8192, but the model was trained with"),
+    ],
+)
+def test_sizes_that_are_rarely_meant_are_logged(
+    tiny: lp.Model,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    n_ctx: int,
+    n_free_bytes: int | None,
+    expected: str | None,
+) -> None:
+    monkeypatch.setattr("llamapipe.engine.engine.free_memory", lambda: n_free_bytes)
+    with lp.Engine(tiny, n_ctx=n_ctx, n_seq_max=1, n_threads=1):
+        logged = [r.getMessage() for r in caplog.records if r.name == "llamapipe"]
+    assert len(logged) == (expected is not None)
+    assert not expected or expected in logged[0]
+
+
 def test_ten_dropped_engines_leave_nothing(tiny: lp.Model) -> None:
     before = set(threading.enumerate())
     with lp.Model(tiny.path) as model:

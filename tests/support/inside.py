@@ -7,6 +7,7 @@ change a loop, scheduler or executor of a running engine only through ``thread_o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from llamapipe.engine.worker.executor import StepExecutor
 
 if TYPE_CHECKING:
     from llamapipe.engine.delivery.loop_waker import LoopWaker
+    from llamapipe.engine.delivery.mailbox import AsyncMailbox
     from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
     from llamapipe.engine.frontend.queue_limit import QueueLimit
     from llamapipe.engine.scheduler.request import Request
@@ -96,7 +98,7 @@ def request_of(handle: lp.Stream | lp.AsyncStream | lp.Generation) -> Request:
     return handle._request
 
 
-def wakers_of(dispatcher: ResultDispatcher) -> list[LoopWaker]:
+def wakers_of(dispatcher: ResultDispatcher) -> list[LoopWaker[deque[tuple[AsyncMailbox, object]]]]:
     """The wakers of the event loops that wait for results."""
     return list(dispatcher._wakers.values())
 

@@ -6,15 +6,16 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
 
+T = TypeVar("T")
 _MOST_RINGS = 64  # read at once; more would take memory from another allocator, and seldom are there two
 
 
-class LoopWaker:
+class LoopWaker(Generic[T]):
     """The items that wait for one loop, and the pipe that the loop watches.
 
     ``call_soon_threadsafe`` releases the GIL to write its byte. The loop's thread wakes at once and holds the GIL while
@@ -24,10 +25,10 @@ class LoopWaker:
     more, RuntimeError when the loop is closed.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[Any], object]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[T], object]) -> None:
         self._loop = loop
         self._take = take
-        self._items: deque[Any] = deque()
+        self._items: deque[T] = deque()
         self._rung = False  # a ring is due, or was not answered yet
         self._read_end, self.fd = os.pipe()
         self._open = True
@@ -46,7 +47,7 @@ class LoopWaker:
         """Whether items wait that the loop has not taken. Any thread."""
         return bool(self._items)
 
-    def put(self, item: Any) -> bool:
+    def put(self, item: T) -> bool:
         """Adds an item. True if the loop's pipe must get a byte, from ``ring`` or through ``fd``. Engine thread."""
         self._items.append(item)
         if self._rung:  # checked after the append: the answer that resets it takes this item, too

@@ -22,7 +22,7 @@ _RECHECK_S = 1.0
 class Mailbox(Protocol):
     """Accepts results on the engine thread."""
 
-    def put(self, item: Any) -> None:
+    def put(self, item: object) -> None:
         """Adds an item. Never blocks."""
 
 
@@ -34,10 +34,10 @@ class ThreadMailbox:
 
     def __init__(self, dispatcher: ResultDispatcher) -> None:
         self._dispatcher = dispatcher
-        self._items: deque[Any] = deque()
+        self._items: deque[object] = deque()
         self.waiter: Waiter | None = None
 
-    def put(self, item: Any) -> None:
+    def put(self, item: object) -> None:
         """Adds an item; its reader is woken at the end of the step. Engine thread."""
         self._items.append(item)
         self._dispatcher.add_thread(self)
@@ -75,15 +75,15 @@ class AsyncMailbox:
         self.loop = loop
         self.requests: list[Request] = []
         self._dispatcher = dispatcher
-        self._items: deque[Any] = deque()
+        self._items: deque[object] = deque()
         self._waiter: asyncio.Future[None] | None = None
         dispatcher.attach(loop)
 
-    def put(self, item: Any) -> None:
+    def put(self, item: object) -> None:
         """Adds an item; its loop gets it at the end of the step. Engine thread."""
         self._dispatcher.add(self, item)
 
-    def receive(self, item: Any) -> None:
+    def receive(self, item: object) -> None:
         """Accepts an item. The loop's thread."""
         self._items.append(item)
         waiter = self._waiter

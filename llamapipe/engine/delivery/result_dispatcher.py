@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llamapipe.engine.delivery.loop_waker import LoopWaker
 from llamapipe.engine.delivery.wake_queue import LaunchWakeList, Waiter, WakeQueue
@@ -35,15 +35,15 @@ class ResultDispatcher:
     def __init__(self, at_launch: bool = False) -> None:
         self.pending = False
         self._at_launch = at_launch
-        self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}
+        self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker[deque[tuple[AsyncMailbox, object]]]] = {}
         self._attached = False  # a loop was attached since closed ones were removed
         self._closed = False
-        self._loops: dict[asyncio.AbstractEventLoop, deque[tuple[AsyncMailbox, Any]]] = {}
+        self._loops: dict[asyncio.AbstractEventLoop, deque[tuple[AsyncMailbox, object]]] = {}
         self._threads: list[ThreadMailbox] = []
         self._wake_queue = WakeQueue()
         self.wakes = LaunchWakeList(self._wake_queue)
 
-    def add(self, mailbox: AsyncMailbox, item: Any) -> None:
+    def add(self, mailbox: AsyncMailbox, item: object) -> None:
         """Notes an item until ``flush``."""
         self.pending = True
         self._loops.setdefault(mailbox.loop, deque()).append((mailbox, item))
@@ -146,7 +146,7 @@ class ResultDispatcher:
         return self._wake_queue.waiter()
 
 
-def receive(items: deque[tuple[AsyncMailbox, Any]]) -> None:
+def receive(items: deque[tuple[AsyncMailbox, object]]) -> None:
     """Gives items to their mailboxes, on the loop's thread. After Ctrl-C, another call continues with the rest."""
     while items:
         mailbox, item = items.popleft()

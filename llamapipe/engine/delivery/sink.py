@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
 
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.results import (
@@ -234,7 +233,7 @@ class DeltaSink(Sink):
 
     def __init__(self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...]) -> None:
         super().__init__(mailbox, piece, stops)
-        self._last: tuple[str, tuple[int, ...], Any] = ("", (), None)
+        self._last: tuple[str, tuple[int, ...], tuple[TokenLogprob, ...] | None] = ("", (), None)
 
     def token(self, request: Request, token: int) -> bool:
         """Hands text and token over, or keeps them for ``finish`` when it follows at once."""

@@ -1,7 +1,7 @@
 """The HTTP server: an ASGI application over one engine, for clients and routers that speak OpenAI's or Anthropic's API.
 
-Routes are thin: they decode a request, call the engine and encode the answer. Everything that decides what runs, when
-and in which order is in the engine. Needs the extra ``server``.
+Routes are thin: they decode a request, call the engine and encode the answer. All scheduling is done by the engine.
+Needs the extra ``server``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name when it is first used: the package itself needs no extra."""
+    """Imports a public name on first use, so that importing the package does not need the extra."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -28,10 +28,10 @@ def app(
 ) -> Starlette:
     """An ASGI application that serves an engine, for uvicorn or inside another application.
 
-    ``embedder``: for embeddings and reranking. The application neither owns nor closes engine and embedder. Use one
+    ``embedder``: for embeddings and reranking. The caller owns and closes the engine and the embedder. Use one
     application and one event loop for each engine.
 
-    Raises TypeError for something that is no engine, ImportError without the extra ``server``.
+    Raises TypeError if an argument has another type, ImportError without the extra ``server``.
     """
     if not isinstance(engine, Engine):
         raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
@@ -97,7 +97,7 @@ def _route(
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Paths and methods that the server does not have, in the API's shape."""
+    """Answers requests for unknown paths and methods, in the API's error format."""
     assert isinstance(error, HTTPException)
     dialect: Dialect = "anthropic" if request.url.path.startswith("/v1/messages") else "openai"
     message = f"{request.method} {request.url.path}: {error.detail}"

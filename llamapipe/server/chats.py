@@ -1,4 +1,4 @@
-"""A conversation on its way through the engine, for every API that has one."""
+"""Runs a conversation in the engine; shared by all chat APIs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llamapipe.server.prompts import total_choices
 
 
 class ChatJob:
-    """One conversation with its params: answered whole, or as one stream for each choice.
+    """One conversation with its params: answered as a whole, or as one stream for each choice.
 
-    ``is_empty``: nothing is to be generated; the engine computes the prompt and a token that is not shown.
-    ``n_prompt_tokens``, ``n_cached_tokens``: known when the first stream has begun.
+    ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
+    returned. ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ChatJob:
         async with stream:
             async for delta in stream:
                 self.n_prompt_tokens = stream.n_prompt_tokens
-                if i == 0:  # it computes the prompt for the others
+                if i == 0:  # the first stream computes the prompt for the others
                     self.n_cached_tokens = stream.n_cached_tokens
                 if self.is_empty:
                     yield ChatDelta("", "", (), (), () if delta.logprobs is not None else None, "length")

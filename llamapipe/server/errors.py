@@ -1,6 +1,6 @@
-"""Errors as HTTP answers: one exception for handlers, and the answer for each of llamapipe's own.
+"""Errors as HTTP answers: the exception that handlers raise, and the answers for llamapipe's own exceptions.
 
-OpenAI's and Anthropic's APIs write errors in shapes of their own; ``ApiError.body`` knows both.
+OpenAI's and Anthropic's APIs have different error formats; ``ApiError.body`` writes both.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-BUSY = (429, 503)  # statuses that ask the client to come back
+BUSY = (429, 503)  # statuses after which the client should retry
 
 
 class ApiError(Exception):
-    """An answer other than 200: the HTTP status, a message, and the request's field that it is about."""
+    """An answer other than 200: the HTTP status, a message, and the field of the request that caused it."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class ApiError(Exception):
         self.code = code
 
     def body(self, dialect: Dialect) -> dict[str, Any]:
-        """The answer's body in the shape of an API."""
+        """The answer's body in the format of an API."""
         if dialect == "anthropic":
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -60,7 +60,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError | None:
-    """The answer for an exception that a call of the engine raised; None for a defect."""
+    """The answer for an exception that the engine raised; None for an unexpected one, which is a bug."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -74,8 +74,6 @@ def api_error(error: BaseException) -> ApiError | None:
         return ApiError(503, f"{error}; try again later", code="kv_cache_full")
     if isinstance(error, TimeoutError):
         return ApiError(504, str(error), code="timeout")
-    if isinstance(
-        error, (TypeError, ValueError)
-    ):  # of options: the engine checks them before it runs anything
+    if isinstance(error, (TypeError, ValueError)):  # bad options, found before anything ran
         return ApiError(400, str(error))
     return None

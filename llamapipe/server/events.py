@@ -14,7 +14,7 @@ from llamapipe.server.errors import Dialect, api_error
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-_PAD_TO = 32  # characters; the text of a padded event looks as long as the next multiple of this
+_PAD_TO = 32  # characters; padding extends an event's text to the next multiple of this
 _encode = msgspec.json.Encoder().encode
 
 
@@ -37,7 +37,7 @@ class ChunkWriter:
         return f"ChunkWriter({self._common})"
 
     def chunk(self, choice: bytes, text: str = "") -> bytes:
-        """An event with one choice, which is encoded already. ``text``: what its padding hides the length of."""
+        """An event with one choice, given as encoded JSON. ``text``: the text whose length the padding hides."""
         if not self._padded:
             return self._head + choice + self._tail
         padding = secrets.token_hex(_PAD_TO)[: _PAD_TO - len(text) % _PAD_TO]
@@ -55,7 +55,7 @@ def event(value: object, name: str | None = None) -> bytes:
 
 
 def error_event(error: BaseException, dialect: Dialect) -> bytes:
-    """The event for an error after the stream was begun."""
+    """The event for an error that occurs after the stream has begun."""
     answer = api_error(error)
     if answer is None:
         raise error
@@ -63,9 +63,9 @@ def error_event(error: BaseException, dialect: Dialect) -> bytes:
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
-    """The items of several streams as they come, each with its stream's index.
+    """Yields the items of several streams as they arrive, each with the index of its stream.
 
-    Closing the iterator closes the streams. Raises what a stream raises.
+    Closing the iterator closes the streams. An exception of a stream is raised here.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:

@@ -1,7 +1,7 @@
-"""One HTTP request and its answer: the body read within a limit, the answer sent, a hang-up noticed.
+"""One HTTP request: reads the body within a limit, sends the answer, and detects that the client disconnected.
 
-``Endpoint`` is the ASGI application of one route. It runs the route's handler in a task of its own and cancels it when
-the client hangs up, which cancels the handler's requests in the engine within a step.
+``Endpoint`` is the ASGI application of one route. It runs the route's handler in a task. If the client disconnects, the
+task is cancelled, and the handler's requests in the engine end within a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _JSON = (b"content-type", b"application/json")
 _EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy must pass each event on at once
+    (b"x-accel-buffering", b"no"),  # a proxy must not buffer events
 )
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -45,12 +45,13 @@ class HungUpError(Exception):
 
 
 class Call:
-    """One HTTP request. One task; ``state`` is the server's.
+    """One HTTP request, used by one task. ``state``: the server's state, shared by all requests.
 
-    ``raw``: the body. ``id``: from the header ``x-request-id``, or drawn.
-    ``unused``: options that were accepted without an effect.
+    ``raw``: the body. ``id``: from the header ``x-request-id``, or random.
+    ``unused``: options that were accepted but have no effect.
     ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics.
-    ``first_token_at``: a time of ``perf_counter``. ``intervals_s``: seconds between tokens of a stream.
+    ``first_token_at``: when the first token arrived, by ``perf_counter``. ``intervals_s``: seconds between the tokens
+    of a stream.
     """
 
     def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +79,7 @@ class Call:
 
     @property
     def path_params(self) -> dict[str, str]:
-        """The parts of the path that the route names."""
+        """The path parameters of the route."""
         params: dict[str, str] = self.scope.get("path_params", {})
         return params
 
@@ -89,7 +90,7 @@ class Call:
 
     # ---- counts
     def note_unused(self, names: tuple[str, ...]) -> None:
-        """Notes options that have no effect here. Raises ApiError 400 if the server refuses them."""
+        """Records options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
         if names and self.state.settings.strict:
             raise ApiError(
                 400, f"{names[0]} has no effect here, and this server refuses such options", names[0]
@@ -97,13 +98,13 @@ class Call:
         self.unused = names
 
     def count(self, n_prompt: int, n_completion: int, first_token_s: float | None = None) -> None:
-        """Notes the tokens of the answer, and the seconds to its first token if they are known."""
+        """Records the token counts of the answer and, if known, the seconds to its first token."""
         self.n_prompt_tokens, self.n_completion_tokens = n_prompt, n_completion
         if first_token_s is not None and self.first_token_at is None:
             self.first_token_at = self.started_at + first_token_s
 
     def token_arrived(self, stream: int) -> None:
-        """Notes the time of a token of one of the answer's streams."""
+        """Records the arrival of a token of one of the answer's streams."""
         now = perf_counter()
         if self.first_token_at is None:
             self.first_token_at = now
@@ -114,7 +115,7 @@ class Call:
 
     # ---- the request
     async def body(self) -> bytes:
-        """The whole body. Raises ApiError 413 if it is over the limit, HungUpError if it does not arrive."""
+        """The whole body. Raises ApiError 413 over the limit, HungUpError if the client disconnects first."""
         limit = self.state.settings.max_body_bytes
         length = self.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > limit:
@@ -148,7 +149,7 @@ class Call:
             raise ApiError(400, "the body is nested too deeply") from None
 
     async def hung_up(self) -> None:
-        """Returns when the client closes the connection. Call it after the body was read."""
+        """Returns when the client closes the connection. Call it after the body has been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -156,7 +157,7 @@ class Call:
     async def answer(
         self, body: bytes, status: int = 200, headers: Headers = (_JSON,), with_body: bool = True
     ) -> None:
-        """Sends a whole answer."""
+        """Sends a complete answer."""
         await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self._send({"type": "http.response.body", "body": body if with_body else b""})
 
@@ -165,9 +166,9 @@ class Call:
         await self.answer(msgspec.json.encode(value), status)
 
     async def answer_events(self, events: AsyncIterator[bytes], headers: Headers = ()) -> None:
-        """Sends server-sent events, each as it comes, written out; waits while the client reads slowly.
+        """Sends encoded server-sent events as they arrive; waits while the client reads slowly.
 
-        The status is sent with the first event, so that an error before it has a status of its own.
+        The status is sent with the first event, so that an error before it can still set the status.
         """
         first = await anext(events)
         await self._start(200, [*_EVENTS, *headers])
@@ -185,7 +186,7 @@ class Call:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def answer_error(self, error: ApiError, dialect: Dialect) -> None:
-        """Sends an error, or ends the connection if an answer was begun."""
+        """Sends an error. If an answer has begun, sends nothing, and the connection ends."""
         if self.status:
             return
         headers = [_JSON]
@@ -197,7 +198,7 @@ class Call:
 
 
 def _refused(message: str) -> ApiError:
-    """The answer for a body that has another shape than the API asks for."""
+    """The error for a body that does not match the API's types."""
     place = _PLACE.search(message)
     path = place.group(1) if place else ""
     text = _PLACE.sub("", message)
@@ -215,8 +216,8 @@ Handler = Callable[[Call], Awaitable[None]]
 class Endpoint:
     """The ASGI application of one route.
 
-    ``path``: the route's, for the metrics. ``dialect``: the shape of its errors. ``counted``: whether a key is asked
-    for and the limits apply.
+    ``path``: the route's path, a label of the metrics. ``dialect``: the format of its errors. ``counted``: whether the
+    API key is checked and the limits apply.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class Endpoint:
             state.finished(call)
 
     async def _run(self, call: Call) -> None:
-        """Runs the handler; a hang-up cancels it."""
+        """Runs the handler, and cancels it if the client disconnects."""
         call.raw = await call.body()
         tasks = [asyncio.ensure_future(self.handler(call)), asyncio.ensure_future(call.hung_up())]
         work, gone = tasks

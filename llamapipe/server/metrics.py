@@ -1,6 +1,6 @@
-"""Prometheus metrics of a server: its requests, and the state of its engine when a scraper asks.
+"""Prometheus metrics of a server: its requests, and the state of its engine at each scrape.
 
-The names that begin with ``vllm:`` are those that routers read (llm-d, the gateway API's inference extension, AIBrix).
+Routers (llm-d, the gateway API's inference extension, AIBrix) read the metrics whose names begin with ``vllm:``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Counts of one server. The event loop's thread; ``text`` may run in another."""
+    """The metrics of one server. Use it on the event loop's thread; ``text`` may run on another thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
@@ -59,7 +59,7 @@ class Metrics:
         return "<Metrics>"
 
     def answered(self, call: Call, seconds: float) -> None:
-        """Counts a request that was answered, refused or hung up."""
+        """Counts a request that was answered, refused or abandoned by the client."""
         route = call.scope.get("route_path", "other")
         self._requests.labels(route, str(call.status)).inc()
         self._total.labels(route).observe(seconds)
@@ -73,33 +73,33 @@ class Metrics:
             self._itl.observe(interval_s)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format; waits for the end of the engine's running step."""
+        """All metrics in Prometheus' text format; waits until the engine's current step has finished."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """The engine's counters, read when they are asked for."""
+    """The engine's counters, read at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the names are known when they are collected, and the engine need not be asked for them."""
+        """Returns nothing, so that registering the collector does not read the engine's counters."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """One metric after the other."""
+        """Yields the engine's metrics."""
         engine = self._engine
         stats = engine.stats()
         usage = stats.n_used_cells / engine.n_cells
         gauges = (
             ("vllm:num_requests_waiting", "Requests that wait for a slot.", stats.n_queued),
             ("vllm:num_requests_running", "Requests that have a slot.", stats.n_active),
-            ("vllm:kv_cache_usage_perc", "Share of the KV cells that are used, 0 to 1.", usage),
+            ("vllm:kv_cache_usage_perc", "Fraction of the KV cells in use, 0 to 1.", usage),
             ("llamapipe_requests_waiting", "Requests that wait for a slot.", stats.n_queued),
             ("llamapipe_requests_running", "Requests that have a slot.", stats.n_active),
-            ("llamapipe_kv_cells_used", "KV cells that are used.", stats.n_used_cells),
-            ("llamapipe_kv_cells", "KV cells in all.", engine.n_cells),
+            ("llamapipe_kv_cells_used", "KV cells in use.", stats.n_used_cells),
+            ("llamapipe_kv_cells", "KV cells in total.", engine.n_cells),
             ("llamapipe_cache_bytes", "Host memory of saved sequences.", stats.cache_bytes),
             ("llamapipe_compute_threads", "Compute threads in use.", stats.n_threads),
         )
@@ -111,13 +111,15 @@ class _EngineCollector(Collector):
             ("llamapipe_generated_tokens", "Tokens generated.", stats.n_completion_tokens),
             ("llamapipe_cached_prompt_tokens", "Prompt tokens that were cached.", stats.n_cache_hit_tokens),
             ("llamapipe_preemptions", "Requests that were preempted.", stats.n_preempted),
-            ("llamapipe_compute_seconds", "Seconds of computing.", stats.compute_s),
+            ("llamapipe_compute_seconds", "Seconds spent computing steps.", stats.compute_s),
             ("llamapipe_idle_seconds", "Seconds without work.", stats.idle_s),
         )
         for name, text, value in counters:
             yield CounterMetricFamily(name, text, value=value)
         yield _histogram(
-            "llamapipe_step_seconds", "From the launch of a step to its tokens.", stats.step_times
+            "llamapipe_step_seconds",
+            "From the launch of a step until its tokens are sampled.",
+            stats.step_times,
         )
         yield _histogram(
             "llamapipe_queue_seconds", "From a request's submission to its slot.", stats.queue_times

@@ -1,4 +1,4 @@
-"""Prompts of a request as token ids: text, tokens, or lists of them; text to fill in between two texts."""
+"""Turns the prompts of a request into token ids: text, tokens, lists of them, and text to be filled in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llamapipe.server.wire.openai import Prompt
 if TYPE_CHECKING:
     from llamapipe.server.state import ServerState
 
-_LONG = 4096  # characters; a longer text is tokenized in a thread, so that the event loop goes on
+_LONG = 4096  # characters; a longer text is tokenized in a thread, to keep the event loop free
 
 
 async def tokenized(
@@ -19,7 +19,8 @@ async def tokenized(
 ) -> list[int]:
     """The tokens of a text, with at most one BOS. Raises ValueError for text that the vocabulary cannot express.
 
-    Clients of this API render templates themselves, so the text of a control token is that token, as in other servers.
+    Clients of this API render templates themselves. So the text of a control token becomes that token, as on other
+    servers.
     """
     vocab = state.engine.model.vocab
     if len(text) < _LONG:
@@ -37,7 +38,7 @@ async def prompts_of(
     parse_special: bool = True,
     suffix: str | None = None,
 ) -> list[list[int]]:
-    """Each prompt as token ids. Raises ApiError 400, with the prompt's index, for bad ones."""
+    """Each prompt as token ids. Raises ApiError 400, with the prompt's index, for a bad prompt."""
     if isinstance(given, str):
         items: list[str | list[int]] = [given]
     elif not given:

@@ -1,7 +1,7 @@
 """Runs a server with uvicorn: ``llamapipe serve``, or from Python in a thread of its own.
 
-SIGTERM and Ctrl-C drain: the server takes no new requests and ends when those it has are answered. A second signal
-cancels them.
+SIGTERM and Ctrl-C drain the server: it refuses new requests and stops when the running ones are answered. A second
+signal cancels them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Uvicorn(uvicorn.Server):
     state: ServerState
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Begins to drain; the second time, ends without waiting."""
+        """Starts draining; a second signal ends the server without waiting."""
         self.state.draining = True
         if self.should_exit:
             self.force_exit = True
@@ -37,9 +37,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens on an address, so that the port is known and taken before the model is loaded.
+    """Returns a socket that listens on an address.
 
-    Raises OSError if the address cannot be used.
+    Create it before the model is loaded: the port is then known and reserved. Raises OSError if the address
+    cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -60,7 +61,7 @@ def _server(engine: Engine, settings: ServerSettings | None, embedder: Embedder 
         application,
         http="httptools",
         loop="asyncio",
-        lifespan="off",  # handle_exit() and close() say that the server drains
+        lifespan="off",  # handle_exit() and close() set ``draining`` instead
         log_config=None,
         access_log=False,
         server_header=False,
@@ -78,19 +79,19 @@ def run_server(
     settings: ServerSettings | None = None,
     embedder: Embedder | None = None,
 ) -> None:
-    """Serves an engine on a socket until SIGTERM or Ctrl-C. The main thread; engine and embedder stay open."""
+    """Serves an engine on a socket until SIGTERM or Ctrl-C. For the main thread; engine and embedder stay open."""
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     _server(engine, settings, embedder).run(sockets=[sock])
 
 
 class serve:  # noqa: N801  (used like a function: ``with serve(engine) as server``)
-    """Serves an engine from a thread of its own, until ``close``.
+    """Serves an engine from its own thread, until ``close``.
 
         with lp.Engine("model.gguf") as engine, llamapipe.server.serve(engine, port=8000) as server:
             print(server.url)
 
-    ``port`` 0 takes a free one. Any thread. Raises OSError if the address cannot be used, ImportError without the extra
-    ``server``.
+    ``port`` 0 chooses a free port. Any thread. Raises OSError if the address cannot be used, ImportError without the
+    extra ``server``.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         self._server.run(sockets=[self._socket])
 
     def close(self, drain: bool = True) -> None:
-        """Ends the server, after the requests that it has or, without ``drain``, at once. The engine stays open."""
+        """Stops the server; the engine stays open. ``drain``: answer the running requests first."""
         self._server.state.draining = True
         self._server.should_exit = True
         if not drain:

@@ -1,4 +1,4 @@
-"""What a server allows and what it calls its model: limits, keys and names, checked once."""
+"""Settings of a server: limits, API keys and model names, checked when they are created."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from llamapipe.arguments import check_int
 class ServerSettings:
     """Limits and names of one server; frozen.
 
-    - ``model_names``: what clients may call the model; the first is the one in answers. Default: the file's name.
+    - ``model_names``: the names clients may use for the model; answers contain the first. Default: the file's name.
     - ``embedding_names``: the same for the embedding model.
-    - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``; none: no key is asked for.
+    - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``. Empty: no key is required.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all; none by default.
     - ``max_body_bytes``: largest request body; larger ones are answered 413.
-    - ``max_requests``: requests that are served at once, those in the engine's queue included; more are answered 429.
-    - ``max_n``: most choices of one request, over all its prompts.
-    - ``retry_after_s``: what an answer 429 or 503 asks a client to wait, in seconds.
-    - ``timeout_s``: seconds a request may take, None for any time; longer ones are answered 504.
+    - ``max_requests``: requests served at once, including those in the engine's queue; further ones are answered 429.
+    - ``max_n``: maximum number of choices of one request, over all its prompts.
+    - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
+    - ``timeout_s``: seconds a request may take; longer ones are answered 504. None: no limit.
     - ``strict``: refuse options that only a hosted service can act on. Otherwise they are accepted, and the answer's
       header ``x-llamapipe-unused`` names them.
     - ``page``: serve the page at ``/``.

@@ -1,4 +1,4 @@
-"""What all requests of a server share: the engine, the settings, the counts, and whether it is draining."""
+"""State shared by all requests of a server: the engine, the settings, the counts, and whether it is draining."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class ServerState:
-    """One server's engine and settings. The event loop's thread.
+    """One server's engine and settings. Use it on the event loop's thread.
 
-    ``model_names``: what clients may call the model, the first one in answers. ``n_requests``: requests being served.
+    ``model_names``: the names clients may use for the model; answers contain the first. ``n_requests``: requests being
+    served.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, embedder: Embedder | None = None) -> None:
@@ -75,7 +76,7 @@ class ServerState:
         scheme, _, token = call.headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
             given = token.strip()
-        # Digests have one length, and all keys are compared: the time tells nothing about them.
+        # Digests have the same length and all keys are compared, so the time reveals nothing about the keys.
         digest = hashlib.sha256(given).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
@@ -95,7 +96,7 @@ class ServerState:
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
     ) -> list[int]:
-        """The tokens of a conversation, made in a thread."""
+        """The tokens of a conversation, computed in a worker thread."""
         return await asyncio.to_thread(
             self.engine.model.tokenize_chat,
             messages,
@@ -105,11 +106,11 @@ class ServerState:
         )
 
     def check_model(self, name: str | None) -> str:
-        """The name to write in the answer. Raises ApiError 404 for a model that is not served."""
+        """The model's name for the answer. Raises ApiError 404 for a model that is not served."""
         return _served(name, self.model_names)
 
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
-        """The embedding model and the name to write in the answer. Raises ApiError 404."""
+        """The embedding model and its name for the answer. Raises ApiError 404."""
         if self.embedder is None:
             raise ApiError(
                 404,

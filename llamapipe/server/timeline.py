@@ -11,12 +11,12 @@ from llamapipe.pipeline.trace import ORDER
 if TYPE_CHECKING:
     from llamapipe.engine.engine import Engine
 
-_IDLE_S = 5.0  # without a reader for this time, recording stops
+_IDLE_S = 5.0  # recording stops after this time without a reader
 _MAX_SPANS = 4000
 
 
 class Timeline:
-    """Records the engine's stages while a client reads them. The event loop's thread."""
+    """Records the engine's stages while a client reads them. Use it on the event loop's thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class Timeline:
         return f"<Timeline {'on' if self._started else 'off'}>"
 
     async def since(self, after_s: float) -> dict[str, Any]:
-        """The spans that ended after a time, in seconds of the server's clock, and the engine's state now."""
+        """The spans that ended after ``after_s``, in seconds of the server's clock, and the engine's current state."""
         if not self._engine.trace.on:
             self._engine.trace.start(_MAX_SPANS)
             self._started = True

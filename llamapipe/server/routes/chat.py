@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: a conversation in, an answer out, in OpenAI's shape."""
+"""``POST /v1/chat/completions``: answers a conversation, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from llamapipe.server.wire.logprobs import chat_logprobs, check_top
 from llamapipe.server.wire.openai import ChatRequest, ResponseFormat
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
-_MAX_TOP = 20  # the API's
+_MAX_TOP = 20  # the API's limit
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _encode = msgspec.json.Encoder().encode
 
 
 async def chat_completions(call: Call) -> None:
-    """Answers a conversation, whole or as a stream."""
+    """Answers a conversation, as a whole or as a stream."""
     request = call.decode(_DECODER)
     request.check_stream()
     model = call.state.check_model(request.model)
@@ -103,7 +103,7 @@ def _schema(given: ResponseFormat | None) -> Any:
 
 
 class _Answer:
-    """The answer to one request, whole or streamed."""
+    """The answer to one request, complete or streamed."""
 
     def __init__(self, call: Call, request: ChatRequest, model: str, job: ChatJob) -> None:
         self.call = call

@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: text or tokens in, text out, in OpenAI's shape."""
+"""``POST /v1/completions``: completes text or tokens, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from llamapipe.server.wire.logprobs import CompletionLogprobs, check_top
 from llamapipe.server.wire.openai import CompletionRequest
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
-_DEFAULT_MAX_TOKENS = 16  # the API's
+_DEFAULT_MAX_TOKENS = 16  # the API's default
 _encode = msgspec.json.Encoder().encode
 
 
 async def completions(call: Call) -> None:
-    """Completes one prompt or several, whole or as a stream."""
+    """Completes one prompt or several, as a whole or as a stream."""
     job = await _Job.of(call, call.decode(_DECODER))
     if job.request.stream:
         await call.answer_events(job.events())
@@ -44,7 +44,7 @@ class _Job:
         self.call = call
         self.request = request
         self.prompts = prompts
-        self.n_cached = [0] * len(prompts)  # tokens of each that the prefix cache had, of a stream
+        self.n_cached = [0] * len(prompts)  # for streams: cached tokens of each prompt
         self.params = params
         self.model = call.state.check_model(request.model)
         self.id = f"cmpl-{call.id}"
@@ -95,10 +95,10 @@ class _Job:
 
     @property
     def _is_empty(self) -> bool:
-        """Nothing is to be generated; the engine computes the prompt and a token that is not shown."""
+        """The request asks for no tokens; the engine computes the prompt and one token, which is not returned."""
         return self.request.max_tokens == 0
 
-    # ---- whole
+    # ---- complete
     async def answer(self) -> dict[str, Any]:
         """The answer, when all choices are complete."""
         done = await self.call.state.engine.agenerate(
@@ -125,7 +125,7 @@ class _Job:
         }
 
     def _best(self, completion: Completion) -> Sequence[Choice]:
-        """The ``n`` choices with the highest mean log-probability, of ``best_of``."""
+        """Of the ``best_of`` choices, the ``n`` with the highest mean log-probability."""
         choices = completion.choices
         if len(choices) == self.n:
             return choices
@@ -153,7 +153,7 @@ class _Job:
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _first(self, i: int) -> int | None:
-        """The first token of prompt ``i``, which has no log-probability; None if it is not a part of the text."""
+        """The first token of prompt ``i``, which has no log-probability; None if it is a BOS token that was added."""
         given, token = self.request.prompt, self.prompts[i][0]
         is_text = isinstance(given, str) or isinstance(given[0], str)
         return None if is_text and token == self.call.state.engine.model.vocab.bos else token
@@ -194,7 +194,7 @@ class _Job:
                         continue
                     n_completion += len(delta.token_ids)
                     if not delta.text and delta.finish_reason is None and delta.logprobs is None:
-                        continue  # half a character
+                        continue  # an incomplete character
                     logprobs = None
                     if delta.logprobs is not None and request.logprobs is not None:
                         logprobs = offsets[index].of(delta.logprobs)

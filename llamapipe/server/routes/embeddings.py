@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings`` in OpenAI's shape, and ``/v1/rerank`` in that of Jina and vLLM."""
+"""``POST /v1/embeddings`` in OpenAI's format, and ``/v1/rerank`` in the format of Jina and vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def embeddings(call: Call) -> None:
         raise ApiError(400, f"dimensions is {wanted}; this model has {n}", "dimensions")
     if embedder.pooling in ("none", "rank"):
         raise ApiError(
-            400, f"this model has pooling {embedder.pooling!r}; it gives no vector for a text", "model"
+            400, f"this model has pooling {embedder.pooling!r}; it has no single vector for a text", "model"
         )
     if not request.input:
         raise ApiError(400, "input is empty; give at least one text", "input")

@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, in Anthropic's shape."""
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STOP_REASONS = {
 
 
 async def messages(call: Call) -> None:
-    """Answers a conversation, whole or as a stream."""
+    """Answers a conversation, as a whole or as a stream."""
     request = call.decode(_DECODER)
     model = call.state.check_model(request.model)
     call.note_unused(request.unused())
@@ -77,7 +77,7 @@ def _job(call: Call, request: MessagesRequest) -> ChatJob:
 
 
 def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
-    """The choice among the tools in the engine's words, and whether several calls are allowed."""
+    """The engine's ``tool_choice``, and whether several calls are allowed."""
     if given is None:
         return ("auto" if has_tools else "none"), True
     parallel = not given.disable_parallel_tool_use
@@ -91,7 +91,7 @@ def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
 
 
 def _template_args(request: CountRequest) -> dict[str, Any]:
-    """What the template is told about reasoning."""
+    """The template arguments that control reasoning."""
     args: dict[str, Any] = {}
     if request.thinking is not None and request.thinking.type != "adaptive":
         args["enable_thinking"] = request.thinking.type == "enabled"
@@ -101,7 +101,7 @@ def _template_args(request: CountRequest) -> dict[str, Any]:
 
 
 class _Answer:
-    """The answer to one request, whole or streamed."""
+    """The answer to one request, complete or streamed."""
 
     def __init__(self, call: Call, model: str, job: ChatJob) -> None:
         self.call = call

@@ -1,4 +1,4 @@
-"""The models that are served, and what they say of themselves: ``/v1/models``, ``/model_info``."""
+"""The served models and their properties: ``/v1/models``, ``/model_info``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def get_model(call: Call) -> None:
 
 
 async def delete_model(call: Call) -> None:
-    """``DELETE /v1/models/{id}``: refused for a model that is served; any other is not here, which is the answer."""
+    """``DELETE /v1/models/{id}``: answers 403 for a served model and 404 for any other."""
     name = call.path_params["id"]
     if name in call.state.all_names:
         raise ApiError(403, f"the model {name!r} is served and cannot be deleted; stop the server instead")
@@ -34,7 +34,7 @@ async def delete_model(call: Call) -> None:
 
 
 async def model_info(call: Call) -> None:
-    """``GET /model_info``: what routers ask for before they send requests."""
+    """``GET /model_info``: sizes that routers read before they send requests."""
     state = call.state
     engine, model = state.engine, state.engine.model
     await call.answer_json(

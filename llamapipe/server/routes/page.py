@@ -1,4 +1,4 @@
-"""The page at ``/`` and its files, and what it reads of the engine: ``/timeline``."""
+"""The page at ``/``, its files, and the route it reads: ``/timeline``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def _file(call: Call, name: str) -> None:
 
 @lru_cache(maxsize=1)
 def _files() -> dict[str, bytes]:
-    """The page's files by name. No other name can be asked for."""
+    """The page's files by name. No other file can be requested."""
     folder = files("llamapipe.server") / "page"
     return {
         file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in _TYPES

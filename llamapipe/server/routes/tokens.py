@@ -1,7 +1,7 @@
 """Tokenizing over HTTP: ``/tokenize``, ``/detokenize``, ``/tokenizer_info`` and ``/apply-template``.
 
-``/tokenize`` and ``/detokenize`` know two dialects: that of llama-server (``content``, ``tokens``) and that of vLLM
-(``prompt`` or ``messages``, ``count``).
+``/tokenize`` and ``/detokenize`` support two formats: llama-server's (``content``, ``tokens``) and vLLM's (``prompt``
+or ``messages``, ``count``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def detokenize(call: Call) -> None:
 
 
 async def tokenizer_info(call: Call) -> None:
-    """``GET /tokenizer_info``: what evaluation harnesses need to know of the tokenizer."""
+    """``GET /tokenizer_info``: properties of the tokenizer, for evaluation harnesses."""
     model = call.state.engine.model
     vocab = model.vocab
 
@@ -85,7 +85,7 @@ async def tokenizer_info(call: Call) -> None:
 
 
 async def apply_template(call: Call) -> None:
-    """``POST /apply-template``: the prompt that a chat would have."""
+    """``POST /apply-template``: the prompt of a chat request with these messages."""
     request = call.decode(_TEMPLATE)
     call.state.check_model(request.model)
     prompt = call.state.engine.model.render_chat(
@@ -98,7 +98,7 @@ async def apply_template(call: Call) -> None:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """A token's text, or its bytes where they are no whole characters; llama-server writes pieces so."""
+    """A token's text, or its bytes if they are not complete characters, as in llama-server's answers."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""The shapes of requests, as msgspec types: a field that is not here is refused.
+"""The types of requests, as msgspec structs: an unknown field is refused.
 
-Each API has its module. ``sampling`` holds what they share: the options of llamapipe's ``SamplingParams``.
+Each API has its module. ``sampling`` holds the fields they share: the options of llamapipe's ``SamplingParams``.
 """

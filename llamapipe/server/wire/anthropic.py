@@ -1,4 +1,4 @@
-"""Requests of Anthropic's API: messages, and the number of their tokens."""
+"""Requests of Anthropic's API: messages, and counting their tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the answer's text must be."""
+    """The format of the answer's text."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How the model answers. ``effort`` is given to the template as ``reasoning_effort``."""
+    """How the model answers. ``effort`` is passed to the template as ``reasoning_effort``."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -40,14 +40,14 @@ class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the caller runs. ``strict``: arguments always match their schema here."""
+    """A tool that the caller runs. ``strict`` changes nothing: arguments always match their schema."""
 
     name: str
     input_schema: dict[str, Any] = {}
     description: str = ""
     type: str = "custom"
     strict: bool | None = None
-    # Without an effect here.
+    # No effect on this server.
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
@@ -67,7 +67,7 @@ class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/messages/count_tokens``, and what messages have in common with it."""
+    """``POST /v1/messages/count_tokens``, and the fields that messages share with it."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -82,7 +82,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     workspace_id: str | None = None
 
     def unused(self) -> tuple[str, ...]:
-        """The options that are given and have no effect here."""
+        """The given options that have no effect on this server."""
         return tuple(name for name in _HOSTED if getattr(self, name, None) is not None)
 
 
@@ -98,7 +98,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Without an effect here.
+    # No effect on this server.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     container: Any = None

@@ -1,4 +1,4 @@
-"""Messages of Anthropic's API as the messages that templates know."""
+"""Converts messages of Anthropic's API to the messages that templates expect."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Blocks = Sequence[tuple[str, Mapping[str, Any], str]]
 
 
 def _user(role: str, blocks: Blocks) -> list[Message]:
-    """A message of the user; results of tools are messages of their own, which templates expect first."""
+    """Converts a user message. Tool results become separate messages before it, as templates expect."""
     results: list[Message] = []
     texts: list[str] = []
     for kind, block, place in blocks:
@@ -89,7 +89,7 @@ def _assistant(blocks: Blocks) -> list[Message]:
                 raise ApiError(400, f"{place}: input must be an object", f"{place}.input")
             call = ToolCall(_string(place, block, "id"), _string(place, block, "name"), arguments)
             calls.append(call_message(call))
-        elif kind != "redacted_thinking":  # which only its own service can read
+        elif kind != "redacted_thinking":  # only Anthropic's service can read it
             raise _unsupported(place, kind)
     if calls:
         message["tool_calls"] = calls

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's API."""
+"""Log-probabilities in the formats of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TOP = 100
 
 
 def token_text(piece: bytes) -> str:
-    """A token's text; bytes that are no whole characters are written out in hexadecimal, so that each has its own."""
+    """A token's text. Bytes that are not complete characters are written in hexadecimal, so that texts are unique."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -74,12 +74,12 @@ def _chat_entry(piece: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; the lowest value that OpenAI's API knows stands for it."""
+    """Replaces infinity, which JSON does not have, with the lowest value of OpenAI's API."""
     return max(logprob, -9999.0)
 
 
 def check_top(name: str, value: int | None, most: int = MAX_TOP) -> int | None:
-    """A number of alternatives. Raises ApiError 400 outside 0 to ``most``."""
+    """Checks a number of alternatives. Raises ApiError 400 outside 0 to ``most``."""
     if value is not None and not 0 <= value <= most:
         raise ApiError(400, f"{name} is {value}; it must be from 0 to {most}", name)
     return value

@@ -43,7 +43,7 @@ class Streamed(Sampling, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
     def unused(self) -> tuple[str, ...]:
-        """The options that are given and have no effect here."""
+        """The given options that have no effect on this server."""
         return ("user",) if self.user is not None else ()
 
 
@@ -65,7 +65,7 @@ class CompletionRequest(Streamed, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the answer's text must be."""
+    """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
@@ -89,7 +89,7 @@ class ChatRequest(Streamed, kw_only=True):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
-    # Without an effect here: a hosted service stores, counts, scores or searches with these.
+    # No effect on this server: a hosted service uses these for storage, billing, moderation or search.
     audio: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     moderation: dict[str, Any] | None = None
@@ -104,7 +104,7 @@ class ChatRequest(Streamed, kw_only=True):
     web_search_options: dict[str, Any] | None = None
 
     def unused(self) -> tuple[str, ...]:
-        """The options that are given and have no effect here."""
+        """The given options that have no effect on this server."""
         return tuple(name for name in _HOSTED if getattr(self, name) is not None)
 
 

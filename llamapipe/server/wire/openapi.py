@@ -19,7 +19,7 @@ _STATUSES = {
     "403": "Not allowed.",
     "404": "There is no such model.",
     "413": "The body is too large.",
-    "429": "Too many requests; Retry-After says when to come back.",
+    "429": "Too many requests; Retry-After says when to retry.",
     "503": "The server is shutting down, or the KV cache is full.",
     "504": "The request took longer than the server allows.",
 }
@@ -29,7 +29,7 @@ _REF = "#/components/schemas/{name}"
 
 
 class Operation(NamedTuple):
-    """One route. ``parameters``: names of the path's, and of the query's with a type."""
+    """One route. ``parameters``: where each is (path or query), its name and its type."""
 
     method: str
     path: str
@@ -46,7 +46,7 @@ OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation.", ChatRequest, _GENERATES),
     Operation("post", "/v1/completions", "Complete text or tokens.", CompletionRequest, _GENERATES),
     Operation(
-        "post", "/v1/messages", "Answer a conversation, in Anthropic's shape.", MessagesRequest, _GENERATES
+        "post", "/v1/messages", "Answer a conversation, in Anthropic's format.", MessagesRequest, _GENERATES
     ),
     Operation(
         "post",
@@ -78,9 +78,9 @@ OPERATIONS = (
     Operation("post", "/tokenize", "Tokenize text or a conversation.", TokenizeRequest, (*_BODY, *_BUSY)),
     Operation("post", "/detokenize", "The text of tokens.", DetokenizeRequest, (*_BODY, *_BUSY)),
     Operation("post", "/apply-template", "The prompt of a conversation.", TemplateRequest, (*_BODY, *_BUSY)),
-    Operation("get", "/tokenizer_info", "What clients need to know of the tokenizer.", None, _BUSY),
+    Operation("get", "/tokenizer_info", "Properties of the tokenizer.", None, _BUSY),
     Operation("get", "/model_info", "Sizes of the model and of the engine.", None, _BUSY),
-    Operation("get", "/health", "Whether the server takes requests.", None, ("503",), has_key=False),
+    Operation("get", "/health", "Whether the server accepts requests.", None, ("503",), has_key=False),
     Operation("get", "/metrics", "Metrics for Prometheus.", None, _BUSY, "text/plain"),
 )
 
@@ -91,7 +91,7 @@ def document(paths: Iterable[str]) -> dict[str, Any]:
     operations = [one for one in OPERATIONS if one.path in served]
     bodies = list({one.body: None for one in operations if one.body is not None})
     _, components = msgspec.json.schema_components(bodies, ref_template=_REF)
-    components["Error"] = {"type": "object", "description": "In the shape of the route's API."}
+    components["Error"] = {"type": "object", "description": "In the format of the route's API."}
     described: dict[str, Any] = {}
     for one in operations:
         described.setdefault(one.path, {})[one.method] = _described(one)

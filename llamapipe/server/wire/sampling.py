@@ -1,4 +1,4 @@
-"""Sampling options of a request: those of the field's APIs and llamapipe's own, as ``SamplingParams``."""
+"""Sampling options of a request: those of common APIs and llamapipe's own, as ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Tokenize = Callable[[str], list[int]]
 
 
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Options that every route for text takes; None: the default of ``SamplingParams``."""
+    """Options that every text route accepts; None: the default of ``SamplingParams``."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -95,9 +95,9 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     n: int | None = None
 
     def params(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
-        """The options as ``SamplingParams``, with more fields of it. Raises ApiError 400, which names the field.
+        """The options as ``SamplingParams``; ``more``: further fields of it.
 
-        ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text.
+        Raises ApiError 400, which names the field. ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text.
         """
         values: dict[str, Any] = {name: value for name in _OURS if (value := getattr(self, name)) is not None}
         if self.repetition_penalty is not None:
@@ -125,7 +125,7 @@ def checked_params(values: dict[str, Any]) -> SamplingParams:
 
 
 def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
-    """Biases by token id. A key that is no number is text, each of whose tokens gets the bias."""
+    """Biases by token id. A key that is not a number is text; each of its tokens gets the bias."""
     biases: dict[int, float] = {}
     for key, value in given.items():
         if key.isascii() and key.isdigit():

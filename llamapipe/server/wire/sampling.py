@@ -97,7 +97,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def params(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
         """The options as ``SamplingParams``; ``more``: further fields of it.
 
-        Raises ApiError 400, which names the field. ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text.
+        ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text. Raises ApiError 400, which names
+        the field.
         """
         values: dict[str, Any] = {name: value for name in _OURS if (value := getattr(self, name)) is not None}
         if self.repetition_penalty is not None:

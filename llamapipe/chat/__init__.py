@@ -1,5 +1,5 @@
 """Chat: from messages to the text of a prompt, and from generated text to an answer with reasoning and tool calls.
 
-Nothing here knows an engine or a model: modules work on text, and on what the caller says of a vocabulary. The
-subpackage ``calls`` knows how templates write tool calls.
+Modules here work on text and import neither the engine nor the model: callers pass in what they need of the
+vocabulary. The subpackage ``calls`` handles the formats in which templates write tool calls.
 """

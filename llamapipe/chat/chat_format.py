@@ -1,4 +1,4 @@
-"""What a template's answers look like: one object per template, for grammars and parsers."""
+"""The format of a template's answers: one object per template, which makes grammars and parsers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from llamapipe.structured.schema import Schema, closed_objects, schema_object
 
 
 class ChatFormat:
-    """How the answers of one template show tool calls and reasoning. Immutable; any thread.
+    """How the answers of one template mark tool calls and reasoning. Immutable; any thread.
 
-    ``of`` finds it once per template; a request gets its grammar and its parser from it.
+    ``of`` detects it once per template. Each request gets its grammar and its parser from it.
 
-    - ``supports_tools``: the template writes tool calls in a way that was understood.
+    - ``supports_tools``: the template writes tool calls in a format that was recognised.
     - ``reasoning``: the markers around reasoning, or None.
     - ``reasoning_off``: template arguments that switch reasoning off, such as ``{"enable_thinking": False}``.
     """
@@ -49,8 +49,9 @@ class ChatFormat:
     ) -> ChatFormat:
         """Probes a template: about twenty renders of short conversations.
 
-        ``special_id`` returns the id of a text that is one control token of the vocabulary, else None. ``is_eog`` says
-        whether a token ends generation: such a token is never a part of a call, though templates write it after one.
+        ``special_id`` returns the token's id if the text is one control token of the vocabulary, else None. ``is_eog``
+        returns whether a token ends generation. Such a token is never part of a call, although templates write it
+        after calls.
         """
         probe = TemplateProbe(render)
         if is_harmony(probe.prompt, probe.calls(1)):
@@ -60,7 +61,7 @@ class ChatFormat:
             calls = _without_eog(
                 calls, lambda text: (token := special_id(text)) is not None and is_eog(token)
             )
-        if reasoning is None:  # a vocabulary with such tokens is one of a model that reasons
+        if reasoning is None:  # such tokens are in the vocabulary of a reasoning model
             known = (
                 m
                 for m in KNOWN_REASONING
@@ -75,7 +76,7 @@ class ChatFormat:
 
     @property
     def supports_tools(self) -> bool:
-        """True if the template writes tool calls in a way that was understood."""
+        """True if the template writes tool calls in a format that was recognised."""
         return self._harmony or self.calls is not None
 
     @property
@@ -92,12 +93,12 @@ class ChatFormat:
         prompt_tail: str,
         schema: Schema | None = None,
     ) -> str | None:
-        """A Lark grammar for llguidance of the answers that a request allows; None if it allows any text.
+        """A Lark grammar, for llguidance, of the answers that a request allows; None if any text is allowed.
 
-        - ``choice``: "auto" (text, then valid calls), "none", "required" (nothing but calls), or the name of the one
-          tool to call. ``parallel``: several calls are allowed, where the template can write several.
+        - ``choice``: "auto" (text, then valid calls), "none", "required" (calls only), or the name of the one tool to
+          call. ``parallel``: several calls are allowed, where the template can write several.
         - ``prompt_tail``: the end of the rendered prompt, which may have begun or closed the reasoning.
-        - ``schema``: the JSON schema of the text that follows the reasoning; with "auto", text is that or calls.
+        - ``schema``: the JSON schema of the text after the reasoning; with "auto", the answer is such JSON or calls.
 
         Raises InvalidRequestError if the template cannot write calls, or a schema cannot be followed exactly.
         """
@@ -128,7 +129,7 @@ class ChatFormat:
     ) -> ChatParser:
         """A parser for one answer to a prompt that ends with ``prompt_tail``.
 
-        ``stream_calls``: hand out a call's arguments while they arrive. Use it if the grammar is in force.
+        ``stream_calls``: return a call's arguments while they arrive. Use it only if the grammar constrains the answer.
         """
         return ChatParser(
             self.calls,
@@ -140,9 +141,9 @@ class ChatFormat:
         )
 
     def continued_tail(self, prompt_tail: str, messages: Any, is_constrained: bool) -> str:
-        """What to take as the end of a prompt that ends inside its last message.
+        """The ``prompt_tail`` for a prompt that ends inside its last message.
 
-        Raises InvalidRequestError if the answer is constrained and the template's messages cannot be continued so.
+        Raises InvalidRequestError if the template's messages cannot be continued by a constrained answer.
         """
         if self._harmony and is_constrained:
             raise InvalidRequestError(
@@ -176,7 +177,7 @@ def _without_eog(form: CallFormat, ends: Callable[[str], bool]) -> CallFormat:
 
 
 class _Checked:
-    """A tool whose schema was checked and closed."""
+    """A tool with its checked schema, in which objects allow listed properties only."""
 
     def __init__(self, name: str, parameters: dict[str, Any]) -> None:
         self.name = name

@@ -1,8 +1,8 @@
 """Keeps control tokens out of the text that callers write: only the template may write them.
 
-A message may hold the text of a control token, such as ``<|im_end|>``. Before a conversation is rendered, a mark, which
-is a character that the conversation does not contain, is put into every such text. In the rendered prompt the control
-tokens of the template are found first. Then the marks are removed from the text between them, and that text is
+A message may hold the text of a control token, such as ``<|im_end|>``. Before a conversation is rendered, a
+mark is inserted into every such text: a character that the conversation does not contain. In the rendered prompt the
+template's control tokens are found first. Then the marks are removed from the text between them, and that text is
 tokenized as plain text.
 """
 
@@ -21,7 +21,7 @@ _NAME = re.compile(r"\w*", re.ASCII)
 class SpecialToken(NamedTuple):
     """A token that is found in a text before the tokenizer runs.
 
-    ``is_control``: found only where special tokens are parsed; others, which the model's makers defined, everywhere.
+    ``is_control``: found only if special tokens are parsed. Others, defined by the model's authors, are always found.
     ``strips_left``, ``strips_right``: white space before or after it is dropped.
     """
 
@@ -33,7 +33,7 @@ class SpecialToken(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """``character``: put inside the text of a control token. ``escape``: the same character in JSON's ASCII form.
+    """``character``: inserted into the text of a control token. ``escape``: the same character in JSON's ASCII form.
 
     ``stand_in``: replaces the text of a control token that has a single character.
     """
@@ -60,12 +60,12 @@ class ControlTexts:
         return f"<ControlTexts n={len(self._tokens)}>"
 
     def first_in(self, text: str) -> str | None:
-        """The first text of a control token in a text."""
+        """The first text of a control token that ``text`` contains; None if there is none."""
         found = self._pattern.search(text) if self._pattern is not None else None
         return None if found is None else found.group()
 
     def marked(self, text: str, mark: Mark) -> str:
-        """A text with a mark in each control token's text, and at ends that the template's text could complete."""
+        """``text`` with a mark in each control token's text, and at an end that the template could complete to one."""
         if self._pattern is None or not text:
             return text
         # A mark in one text may leave another that overlaps with it.
@@ -83,18 +83,18 @@ class ControlTexts:
 
     def _broken(self, text: str, mark: Mark) -> str:
         if text in self._single:
-            # The position among all such tokens says which one it is.
+            # The number of characters identifies the token.
             return mark.character + mark.stand_in * (sorted(self._single).index(text) + 1) + mark.character
         return text[0] + mark.character + text[1:]
 
     def unmarked(self, text: str, mark: Mark) -> str:
-        """The text that ``marked`` got."""
+        """Reverses ``marked``."""
         for i, single in reversed(list(enumerate(sorted(self._single), 1))):
             text = text.replace(mark.character + mark.stand_in * i + mark.character, single)
         return text.replace(mark.character, "")
 
     def split(self, text: str) -> list[str | int]:
-        """The parts of a text: special tokens as ids and the text between them, as llama.cpp splits it."""
+        """Splits a text, as llama.cpp does, into ids of special tokens and the text between them."""
         parts: list[str | int] = [text]
         for token in self._tokens:
             if token.text in text:
@@ -117,7 +117,7 @@ def _cut(text: str, token: SpecialToken) -> Iterator[str | int]:
 
 
 def unused_mark(values: Any) -> Mark:
-    """A mark of private-use characters that no text of a JSON value holds, neither as they are nor escaped."""
+    """A mark of private-use characters that no text of a JSON value contains, literally or escaped."""
     texts = list(_texts(values))
     used = {character for text in texts for character in text if ord(character) in _PRIVATE}
     escaped = "".join(text.lower() for text in texts if "\\u" in text)

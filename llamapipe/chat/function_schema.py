@@ -30,7 +30,7 @@ _OF_ARGUMENTS = {"args", "arguments", "parameters", "params"}
 
 
 def named(function: Callable[..., Any]) -> str:
-    """The name of a function, of what a ``functools.partial`` calls, or of a callable object's class."""
+    """The name of a function, of the function in a ``functools.partial``, or of a callable object's class."""
     if isinstance(function, functools.partial):
         return named(function.func)
     return str(getattr(function, "__name__", type(function).__name__))
@@ -51,11 +51,11 @@ def described(function: Callable[..., Any]) -> str:
 def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a function's arguments.
 
-    An argument without an annotation may be any JSON value; one without a default is required. Understood are the
+    An argument without an annotation may be any JSON value; one without a default is required. Supported are the
     types of JSON, ``Literal``, ``Optional`` and other unions, ``list``, ``dict``, ``tuple``, enums, ``TypedDict``,
     dataclasses, pydantic models, and ``Annotated`` with a description.
 
-    Raises InvalidRequestError for arguments that cannot be passed by name, and for other annotations.
+    Raises InvalidRequestError for arguments that cannot be passed by name, and for unsupported annotations.
     """
     name = named(function)
     try:
@@ -90,7 +90,7 @@ def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _annotated(function: Callable[..., Any]) -> Any:
-    """What holds the annotations: the function, or the method that makes an object callable."""
+    """The object with the annotations: the function, or the method that makes an object callable."""
     if inspect.isroutine(function) or inspect.isclass(function):
         return function.__init__ if inspect.isclass(function) else function
     return getattr(function, "func", None) or type(function).__call__
@@ -186,7 +186,7 @@ class _Writer:
         else:
             listed = getattr(
                 kind, "__required_keys__", hints
-            )  # ignores Required in annotations that are text
+            )  # ignores Required in annotations that are strings
             marks = {name: getattr(typing.get_origin(hint), "_name", None) for name, hint in hints.items()}
             required = [
                 n for n in hints if marks[n] == "Required" or (n in listed and marks[n] != "NotRequired")
@@ -206,7 +206,7 @@ class _Writer:
 
 
 def _documented(thing: Any, names: set[str]) -> dict[str, str]:
-    """What a docstring says of each argument, in Google's, numpy's or Sphinx's style."""
+    """The description of each argument in a docstring, in Google's, numpy's or Sphinx's style."""
     found: dict[str, list[str]] = {}
     current: str | None = None
     inside = False

@@ -1,7 +1,7 @@
-"""What one rendering may use: iterations, characters and time. Values are measured before Python copies them.
+"""Limits of one rendering: iterations, characters and time. Values are measured before Python copies them.
 
 A template is a program that came with the weights. It may loop forever, or double a text until memory is full, so
-every loop, call, filter and operator that makes a value is counted here.
+every loop, call, filter and operator that creates a value is counted here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ MAX_SIZE = 2**26
 MAX_SECONDS = 5.0
 _MAX_ARGUMENT = 10_000  # a width, a precision, a number of columns
 _MAX_BITS = 4096
-_MAX_DIGITS = 1000  # of a text that becomes a number
+_MAX_DIGITS = 1000  # of a text that is converted to a number
 _MAX_INDENT = 100
-_CHECK_EVERY = 2**16  # values, between two looks at the time
+_CHECK_EVERY = 2**16  # values, between two checks of the time
 _FIELD_WIDTH = re.compile(r"\d{5}|\*|\{[^{}]*\{[^{]")  # too wide, or taken from a value
 _NUMBER = re.compile(r"\d+")
 
 
 class LimitError(SecurityError):
-    """A rendering that needs more than it may use."""
+    """A rendering exceeded a limit."""
 
 
 class Limits:
-    """Counts for one rendering; one thread. Every method that counts raises LimitError over a limit."""
+    """The counts of one rendering, used by one thread. Methods that count raise LimitError over a limit."""
 
     def __init__(self) -> None:
         self._n_iterations = 0
@@ -41,14 +41,14 @@ class Limits:
         self._end = monotonic() + MAX_SECONDS
 
     def iterate(self, n: int = 1) -> None:
-        """Counts iterations of loops and calls of macros, and looks at the time."""
+        """Counts iterations of loops and calls of macros, and checks the time."""
         self._n_iterations += n
         if self._n_iterations > MAX_ITERATIONS:
             raise LimitError(f"the template made more than {MAX_ITERATIONS} iterations")
         self.check_time()
 
     def check_time(self) -> None:
-        """Raises LimitError once the rendering took too long."""
+        """Raises LimitError if the rendering has taken too long."""
         if monotonic() > self._end:
             raise LimitError(f"the template ran for more than {MAX_SECONDS:g} seconds")
 
@@ -60,7 +60,7 @@ class Limits:
         self.check_time()
 
     def use_deep(self, *values: Any) -> None:
-        """Counts all characters and items in values, as their text would repeat them."""
+        """Counts all characters and items in nested values; a value that occurs twice counts twice."""
         n = n_seen = 0
         stack = list(values)
         while stack:
@@ -79,7 +79,7 @@ class Limits:
 
     def use_made(self, value: Any) -> None:
         """Counts a value that a call returned."""
-        if isinstance(value, dict):  # dict(a=x, b=x) doubles x wherever its text or a comparison is made
+        if isinstance(value, dict):  # in dict(a=x, b=x), x counts twice: its text repeats it
             self.use_deep(value)
             return
         if isinstance(value, int):
@@ -88,7 +88,7 @@ class Limits:
 
     # ---- operators and methods, before they run
     def check_operator(self, operator: str, left: Any, right: Any) -> None:
-        """Counts the value that an operator will make."""
+        """Counts the result of an operator."""
         if operator == "+":
             if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
                 self.use(len(left) + len(right))
@@ -108,7 +108,7 @@ class Limits:
                 raise LimitError("templates cannot compute with bytes")
 
     def check_format(self, form: str, values: Iterable[Any]) -> None:
-        """Counts a text made by a format: each of its fields may show each value."""
+        """Counts the text that a format makes: each of its fields may show each value."""
         if _FIELD_WIDTH.search(form):
             raise LimitError(f"the format {form[:50]!r} has a field that may be too wide")
         self.use(sum(map(int, _NUMBER.findall(form))))
@@ -142,7 +142,7 @@ class Limits:
             level = inner
 
     def check_number(self, value: Any) -> None:
-        """Refuses to read a number from a long text: that takes time in the square of its length."""
+        """Refuses to convert a long text to a number: the time grows with the square of its length."""
         if isinstance(value, str) and len(value) > _MAX_DIGITS:
             raise LimitError(f"a number of {len(value)} characters; the limit is {_MAX_DIGITS}")
 
@@ -156,7 +156,7 @@ def check_arguments(arguments: Iterable[Any]) -> None:
     """Refuses widths and counts that no template needs. Raises LimitError."""
     for value in arguments:
         if isinstance(value, int) and abs(value) > _MAX_ARGUMENT:
-            raise LimitError(f"the argument {value} is over {_MAX_ARGUMENT}")
+            raise LimitError(f"the argument {value} is over the limit of {_MAX_ARGUMENT}")
 
 
 def _check_bits(n: int) -> None:

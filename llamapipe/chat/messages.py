@@ -1,4 +1,4 @@
-"""Messages as templates expect them: checked, reduced to plain JSON, and in the few forms that templates differ in."""
+"""Prepares messages for templates: checks them, reduces them to plain JSON, and converts them to templates' forms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def plain(name: str, value: Any) -> Any:
-    """A value as plain JSON: templates see no object of the caller. Raises InvalidRequestError."""
+    """A copy of a value as plain JSON: templates never see the caller's objects. Raises InvalidRequestError."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as e:
@@ -103,7 +103,7 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
     return made
 
 
-# ---- the forms that templates differ in
+# ---- the forms that some templates expect
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """The messages with the arguments of tool calls as JSON text."""
     made = []
@@ -126,7 +126,7 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_merged_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages without a system message: its text stands before that of the first user message."""
+    """The messages without a system message: its text is put before the text of the first user message."""
     texts = [message["content"] for message in messages if message["role"] == "system"]
     others = [message for message in messages if message["role"] != "system"]
     for i, message in enumerate(others):
@@ -152,7 +152,7 @@ def with_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_system_role(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the role ``developer`` under its older name."""
+    """The messages with the role ``developer`` replaced by its older name, ``system``."""
     return [
         {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
     ]

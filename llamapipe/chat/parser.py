@@ -1,4 +1,4 @@
-"""From generated text to content, reasoning and tool calls, while the text arrives."""
+"""Parses generated text into content, reasoning and tool calls while it arrives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llamapipe.chat.results import ChatMessage, ChatPiece
 
 
 class ChatParser:
-    """Takes one answer apart. Feed it the text as it arrives, control tokens written out. One thread at a time.
+    """Parses one answer. Feed it the text as it arrives, with control tokens as text. For one thread at a time.
 
-    However the text is cut, the pieces add up to the same answer. No part of a marker is ever content. Text that
-    begins as a call and is none, such as JSON that breaks off or the name of an unknown tool, is content.
+    The result does not depend on where the text is cut. Markers never appear in content. Text that begins like a call
+    but is not one, such as incomplete JSON or the name of an unknown tool, is content.
 
-    With ``stream_calls`` the arguments of a call are handed out while they arrive. A call that breaks off then stays
-    unfinished. Without, a call is handed out when it is complete.
+    With ``stream_calls`` the arguments of a call are returned while they arrive, and an incomplete call stays
+    unfinished. Without it, a call is returned when it is complete.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ChatParser:
         stream_calls: bool = False,
         harmony: bool = False,
     ) -> None:
-        """``tools``: the parameters of each tool that may be called. ``reasoning_open``: the prompt began reasoning.
+        """``tools``: the parameters of each tool that may be called. ``reasoning_open``: the prompt ends in reasoning.
 
         ``harmony``: the text is in the format of gpt-oss; ``form`` and ``reasoning`` are not used then.
         """
@@ -50,7 +50,7 @@ class ChatParser:
         next(self._reading)
 
     def feed(self, text: str) -> ChatPiece:
-        """Takes the next text; returns what is certain now. Raises ValueError after ``finish``."""
+        """Parses the next text; returns the parts that later text cannot change. Raises ValueError after ``finish``."""
         if self._finished:
             raise ValueError("the parser is finished; use a new one for another answer")
         if text:
@@ -59,7 +59,7 @@ class ChatParser:
         return self._output.piece()
 
     def finish(self) -> ChatPiece:
-        """The text has ended; returns what was held back. A second call returns nothing."""
+        """Ends the text; returns the parts that were held back. A second call returns nothing."""
         if not self._finished:
             self._finished = self._buffer.ended = True
             next(self._reading, None)
@@ -119,7 +119,7 @@ class ChatParser:
         yield from until(buffer, (), self._output.content)
 
     def _section(self, calls: CallReader, start: str, opening: str) -> Reading[bool]:
-        """Reads calls. ``start`` is what was consumed already; false if the text is none and was given back."""
+        """Reads calls. ``start``: the text consumed already. False if there is no call: the text is then content."""
         self._buffer.record(start)
         try:
             yield from calls.section(self._buffer, opening)

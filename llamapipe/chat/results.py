@@ -1,4 +1,4 @@
-"""What a chat answer consists of: text, reasoning and tool calls, whole or in pieces."""
+"""The parts of a chat answer: text, reasoning and tool calls, complete or in pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ToolCall:
     """A complete call of a tool.
 
     - ``id``: nine letters and digits, or the model's own id where its format has one.
-    - ``arguments``: the decoded JSON object. They match the tool's schema if the grammar was in force.
+    - ``arguments``: the decoded JSON object. They match the tool's schema if the answer was constrained.
     """
 
     id: str
@@ -47,7 +47,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class ChatPiece:
-    """What a piece of generated text adds to the answer. False if it adds nothing."""
+    """The content that a piece of generated text adds to the answer. Falsy if it adds nothing."""
 
     content: str = ""
     reasoning: str = ""
@@ -65,7 +65,7 @@ class _Call:
 
 
 class ChatMessage:
-    """Puts the pieces of one answer together. One thread at a time.
+    """Joins the pieces of one answer. For one thread at a time.
 
     ``tool_calls`` holds the calls whose arguments are complete. A stream that ended early may leave an unfinished
     one; ``n_unfinished_calls`` counts them.
@@ -108,7 +108,7 @@ class ChatMessage:
 
     @property
     def n_unfinished_calls(self) -> int:
-        """How many calls began and have no complete arguments."""
+        """The number of calls that began but whose arguments are incomplete."""
         return len(self._calls) - len(self.tool_calls)
 
 

@@ -1,7 +1,7 @@
 """The Jinja environment of chat templates: a template is a program that came with the weights, so it runs in a sandbox.
 
-It reaches no attribute that begins with an underscore and changes no value of the caller (jinja2's immutable sandbox).
-It cannot include files. What it may compute is bounded, see ``limits``.
+A template cannot read attributes that begin with an underscore, change the caller's values (jinja2's immutable
+sandbox) or include files. Its iterations, characters and time are limited; see ``limits``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Test: TypeAlias = "Callable[..., Any]"
 
 
 class FixedList(list[Any]):
-    """A list of the caller, which a template cannot change; lists that it makes itself it can."""
+    """A list of the caller, which a template cannot change. It can change the lists that it creates."""
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks the model's own text, for training; here it is only its content."""
+    """``{% generation %}`` marks the model's own text, for training; here only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's)
 
@@ -60,7 +60,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
-            optimized=False,  # the optimizer would compute while it compiles, where nothing is counted
+            optimized=False,  # the optimizer evaluates constants while compiling, where nothing is counted
             finalize=_shown,
         )
         del self.globals["lipsum"]
@@ -72,7 +72,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "range": _range}
 
     def compiled(self, source: str) -> Template:
-        """A template. Raises what jinja2 and Python's compiler raise."""
+        """Compiles a template. Raises the exceptions of jinja2 and of Python's compiler."""
         tree = self.parse(source)
         _Counting(self).visit(tree)
         return self.from_string(tree)
@@ -114,15 +114,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         limits.use_made(result)
         return result
 
-    # ---- called by what _Counting writes
+    # ---- called by the nodes that _Counting adds
     def count_iteration(self, n_characters: int) -> None:
-        """Counts the beginning of a loop's or a macro's body, and the text that stands in it."""
+        """Counts one run of a loop's or a macro's body, and the literal text in it."""
         limits = current()
         limits.iterate()
         limits.use(n_characters)
 
     def count_literal(self, value: Any) -> Any:
-        """Counts a list, a tuple or a dict that the template writes."""
+        """Counts a list, tuple or dict literal of the template."""
         current().use_deep(value)
         return value
 
@@ -234,7 +234,7 @@ def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pass_context
 def _shown(context: Context, value: Any) -> Any:
-    """A value that stands in the text."""
+    """Counts a value before it is written into the text."""
     current().use_deep(value)
     return value
 
@@ -260,7 +260,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja2's own filter would write it for HTML."""
+    """Writes plain JSON; jinja2's own filter escapes it for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

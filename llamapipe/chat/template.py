@@ -1,7 +1,7 @@
-"""Chat templates: compiled once, rendered with the names and in the forms that they are written for.
+"""Chat templates: compiled once, and rendered with the variables and message forms that they expect.
 
 Templates differ in what they accept. ``ChatTemplate.render`` tries the usual form first, then tool arguments as text,
-then the system message as a part of the first user message. Names follow transformers and llama.cpp.
+then the system message as a part of the first user message. The variables are those of transformers and llama.cpp.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llamapipe.chat.messages import (
 from llamapipe.chat.sandbox import FixedList, sandbox
 from llamapipe.errors import InvalidRequestError
 
-# Stands after a message that is to be continued: what the template writes after it is cut off.
+# Marks the end of a message that is to be continued: the text that the template writes after it is cut off.
 _HERE = "\x02continued here\x03"
 _PROBE = "\x02content\x03"
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools"})
@@ -70,9 +70,9 @@ class ChatTemplate:
         """The prompt for a conversation.
 
         ``continue_last``: the prompt ends inside the last message, which the model is to continue. ``change_text``:
-        applied to every text that comes from the caller, keys of objects included and names of roles not.
+        applied to every text of the caller, including keys of objects but not the names of roles.
 
-        Raises TypeError and InvalidRequestError for bad messages, and where the template refuses them.
+        Raises TypeError and InvalidRequestError for bad messages and for messages that the template refuses.
         """
         chat = check_messages(messages)
         names = dict(plain("template_args", dict(template_args or {})))
@@ -89,7 +89,7 @@ class ChatTemplate:
         if continue_last:
             if chat[-1]["role"] != "assistant":
                 raise InvalidRequestError(
-                    f"the last message has the role {chat[-1]['role']!r}; only one of the assistant can be continued"
+                    f"the last message has the role {chat[-1]['role']!r}; only an assistant message can be continued"
                 )
             chat[-1] = {**chat[-1], "content": chat[-1]["content"] + _HERE}
         if tool_list:

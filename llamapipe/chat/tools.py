@@ -35,7 +35,7 @@ class Tool:
             raise TypeError(f"a tool's name must be a str, not {type(self.name).__name__}")
         if not _NAME.fullmatch(self.name):
             raise InvalidRequestError(
-                f"{self.name!r} is no name for a tool: use 1 to 64 letters, digits, '_', '-' and '.'"
+                f"{self.name!r} is not a valid tool name: use 1 to 64 letters, digits, '_', '-' and '.'"
             )
         if self.name in _CHOICES:
             raise InvalidRequestError(f"a tool must not be called {self.name!r}: tool_choice uses that word")

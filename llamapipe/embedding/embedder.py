@@ -27,9 +27,9 @@ Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 @dataclass(frozen=True)
 class Ranked:
-    """A document in its place: ``index`` in the given list, and the model's ``score``, higher for a better match.
+    """A ranked document: its ``index`` in the given list, and the model's ``score``, higher for a better match.
 
-    ``n_tokens``: length of the document with the query.
+    ``n_tokens``: tokens of the query and the document together.
     """
 
     index: int
@@ -43,18 +43,18 @@ class Embedder:
         with lp.Embedder("model.gguf") as embedder:
             vectors = embedder.embed(["a text", "another one"])
 
-    - ``model``: a ``Model``, or the path of a GGUF file, which the embedder then loads, owns and closes. Encoders (BERT
-      and its kind) and decoders work.
+    - ``model``: a ``Model``, or the path of a GGUF file, which the embedder then loads, owns and closes. Encoders (such
+      as BERT) and decoders work.
     - ``pooling``: ``"mean"``, ``"cls"`` or ``"last"``: one vector for a text; ``"none"``: one for each token;
       ``"rank"``: for rerankers. Default: the model's own; else ``"last"`` for decoders, and ``"mean"``.
-    - ``n_ctx``: most tokens of a text; default: the model's training context, at most 2048.
-    - ``n_seq_max``: most texts that are computed together. Any number of texts can be given.
+    - ``n_ctx``: maximum number of tokens of a text; default: the model's training context, at most 2048.
+    - ``n_seq_max``: maximum number of texts computed together. A call may have any number of texts.
     - ``n_threads``: compute threads; default: the cores that this process may use.
 
     Texts of all callers are batched, and callers take turns: a long list does not keep a single text waiting. Close the
     embedder, or use ``with``, before its model.
 
-    Raises TypeError and ValueError for bad arguments, ModelLoadError, InvalidRequestError for a model that cannot give
+    Raises TypeError and ValueError for bad arguments, ModelLoadError, InvalidRequestError for a model that cannot make
     embeddings, BackendError if memory runs out.
     """
 
@@ -115,11 +115,11 @@ class Embedder:
     ) -> Floats | list[Floats]:
         """The embeddings: float32 ``(n_texts, n_embd)`` for a list, ``(n_embd,)`` for one text.
 
-        A text is a str or its token ids. With pooling ``"none"``: a list of ``(n_tokens, n_embd)``, or one of these.
-        ``normalize``: divide each vector by its length. ``truncate``: cut texts that are too long instead of refusing
-        them. ``progress``: show a progress bar (needs tqdm).
+        A text is a str or its token ids. With pooling ``"none"``: a list of arrays ``(n_tokens, n_embd)``, or one such
+        array for one text. ``normalize``: divide each vector by its length. ``truncate``: cut texts that are too long
+        instead of refusing them. ``progress``: show a progress bar (needs tqdm).
 
-        Raises TypeError, InvalidRequestError for empty and for too long texts, and for rerankers, EngineClosedError.
+        Raises TypeError, InvalidRequestError for empty texts, texts that are too long and rerankers, EngineClosedError.
         """
         single, tokens = self._checked(texts, truncate)
         bar = progress_bar(check_flag("progress", progress), len(tokens))
@@ -151,7 +151,7 @@ class Embedder:
 
     # ---- reranking
     def rerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
-        """The documents, the best match for the query first. Scores are as the model gives them.
+        """The documents, the best match for the query first. Scores are the model's, unchanged.
 
         Raises TypeError, InvalidRequestError for a model without a rank head and for texts that are too long.
         """
@@ -214,7 +214,7 @@ class Embedder:
 
     # ---- tokens
     def tokens(self, texts: Text | Sequence[Text], *, truncate: bool = False) -> list[list[int]]:
-        """The tokens of each text, which ``embed`` takes, too. Raises as ``embed`` does."""
+        """The tokens of each text; ``embed`` also accepts them. Raises as ``embed`` does."""
         return self._checked(texts, truncate)[1]
 
     def tokenize(self, text: str) -> list[int]:
@@ -222,7 +222,7 @@ class Embedder:
         return self.model.vocab.tokenize(text)
 
     def _n_added(self) -> int:
-        """How many special tokens stand after a text."""
+        """The number of special tokens added after a text."""
         vocab = self.model.vocab
         try:
             plain, whole = vocab.tokenize("a", add_special=False), vocab.tokenize("a")
@@ -272,7 +272,7 @@ class Embedder:
         self._worker.submit(call)
         try:
             return call.done.result()
-        except BaseException:  # Ctrl-C: what was not computed is dropped
+        except BaseException:  # Ctrl-C: drop the texts that were not computed
             call.done.cancel()
             raise
 
@@ -283,7 +283,7 @@ class Embedder:
         return self._worker.closed
 
     def close(self, drain: bool = True) -> None:
-        """Frees the native memory. Calls that wait are finished, or refused without ``drain``. Any thread."""
+        """Frees the native memory. ``drain``: finish waiting calls first; otherwise they raise. Any thread."""
         self._worker.close(check_flag("drain", drain))
         if self._owns_model:
             self.model.close()

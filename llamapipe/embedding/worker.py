@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     Row: TypeAlias = "npt.NDArray[np.float32]"
 
-# A batch is filled up to this number of tokens. Texts of a batch are computed as one, so that attention costs the
-# square of its length.
+# A batch is filled up to this number of tokens. Texts of a batch are computed as one, so the cost of attention
+# grows with the square of the batch's length.
 PACK_TOKENS = 512
 
 
@@ -28,7 +28,7 @@ class Call:
 
     def __init__(self, texts: Sequence[list[int]], on_rows: Callable[[int], object] | None = None) -> None:
         self.done: Future[list[Row]] = Future()
-        # Long texts first: those of about the same length share a batch.
+        # Long texts first, so that texts of similar length share a batch.
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         self.waiting = deque((i, texts[i]) for i in order)
         self.rows: list[Row | None] = [None] * len(texts)
@@ -40,7 +40,7 @@ class Call:
 
 
 class Worker:
-    """Owns the context from ``start`` to ``close``. Any thread, except where said otherwise."""
+    """Owns the context from ``start`` to ``close``. Any thread, unless stated otherwise."""
 
     def __init__(self, context: EmbeddingContext) -> None:
         self._context = context
@@ -57,7 +57,7 @@ class Worker:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called, or this is a child of the process that made it."""
+        """Whether ``close`` was called, or this process is a fork of the one that made it."""
         return self._closing or os.getpid() != self._pid
 
     def submit(self, call: Call) -> None:
@@ -74,7 +74,7 @@ class Worker:
             self._condition.notify()
 
     def close(self, drain: bool) -> None:
-        """Ends the thread after the calls that it has, or, without ``drain``, after the batch being computed."""
+        """Ends the thread: with ``drain`` after all queued calls, otherwise after the batch being computed."""
         if os.getpid() != self._pid:
             return
         self.close_soon(drain)
@@ -97,7 +97,7 @@ class Worker:
             self._context.close()
 
     def _next(self) -> bool:
-        """Computes a batch, or waits for one. False when the embedder is to end."""
+        """Computes a batch, or waits for one. False when the thread must end."""
         with self._condition:
             while not self._calls and not self._closing:
                 self._context.rest()

@@ -1,5 +1,5 @@
-"""The text of tool calls and reasoning: how a template writes them, grammars for them, and reading them.
+"""The text formats of tool calls and reasoning: detecting a template's format, writing grammars, and parsing.
 
-``probe`` finds a template's markers, ``grammar`` writes them as a Lark grammar, and readers take them apart again.
+``probe`` finds a template's markers, ``grammar`` makes Lark grammars of them, and the readers parse generated text.
 Everything here is plain Python on text.
 """

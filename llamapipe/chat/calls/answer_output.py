@@ -1,4 +1,4 @@
-"""What has been read of an answer: content, reasoning and calls, handed out piece by piece."""
+"""Collects the content, reasoning and calls read from an answer, and returns them piece by piece."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from llamapipe.chat.results import ChatPiece, ToolCallDelta, new_call_id
 
 
 class AnswerOutput:
-    """What is certain and not handed out yet. Spaces before a call and around reasoning belong to neither.
+    """Output that was parsed and not returned yet. Spaces before a call and around reasoning are dropped.
 
-    With ``stream_calls`` the pieces of a call are handed out as they are read, else when the call is complete.
+    With ``stream_calls`` the pieces of a call are returned as they are read, else when the call is complete.
     """
 
     def __init__(self, buffer: TextBuffer, stream_calls: bool) -> None:
@@ -23,12 +23,12 @@ class AnswerOutput:
         self._after_call = False
         self._any_content = False
         self._any_reasoning = False
-        self._begun = False  # a call was handed out and is not complete
+        self._begun = False  # a part of a call was returned, and the call is not complete
         self._n_calls = 0
         self._held: list[ToolCallDelta] = []  # of the call that is being read
 
     def piece(self) -> ChatPiece:
-        """What was added since the last call."""
+        """The output added since ``piece`` was last called."""
         deltas: list[ToolCallDelta] = []
         for delta in self._deltas:  # joins the pieces of one call
             if deltas and deltas[-1].index == delta.index:
@@ -64,12 +64,12 @@ class AnswerOutput:
             self._reasoning_spaces += text
 
     def paragraph(self) -> None:
-        """What follows is another message: an empty line separates it from the one before."""
+        """Begins another message, separated from the one before by an empty line."""
         self._spaces = "\n\n" if self._any_content else ""
         self._reasoning_spaces = "\n\n" if self._any_reasoning else ""
 
     def finish(self) -> None:
-        """The text has ended."""
+        """Ends the text."""
         if self._spaces and not self._after_call:
             self._content.append(self._spaces)
         self._spaces = ""
@@ -106,11 +106,11 @@ class AnswerOutput:
         self._buffer.record()
 
     def give_back(self) -> None:
-        """The text that was read as a call and is none becomes content."""
+        """Turns text that was read as a call, but is not one, into content."""
         if self._begun:  # it stays unfinished
             self._begun = False
             self._n_calls += 1
-            if self._buffer.ended:  # it broke off, and its last piece is of no use
+            if self._buffer.ended:  # it is incomplete, and its last piece is useless
                 self._buffer.recorded()
                 return
         self._held = []

@@ -1,4 +1,4 @@
-"""How a template writes tool calls and reasoning: markers, and what stands between them."""
+"""How a template writes tool calls and reasoning: markers, and the text between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEGMENT = re.compile(r"<[^<>\s](?:[^<>\n]*[^<>\s])?>|\[/?[A-Z][A-Z_]+\]|.", re.
 
 
 class Style(Enum):
-    """What stands between a call's start and its end."""
+    """The form of the text between a call's start and its end."""
 
     JSON = auto()  # one object that holds name and arguments
     NAMED = auto()  # the name, then the arguments as a JSON object
@@ -57,7 +57,7 @@ class CallFormat:
 
     @property
     def opening(self) -> str:
-        """All that stands before the first call."""
+        """All text before the first call."""
         return (self.section_start + self.call_start).lstrip()
 
     def written(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> str:
@@ -80,7 +80,7 @@ class CallFormat:
 
     @property
     def trigger(self) -> str:
-        """The marker that tells calls from text; empty if calls begin without one."""
+        """The marker that distinguishes calls from text; empty if calls begin without one."""
         opening = self.opening
         first = segments(opening)[:1]
         return first[0] if first and len(first[0]) > 1 else opening.rstrip()
@@ -88,7 +88,7 @@ class CallFormat:
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """What stands before and after the reasoning, without spaces and newlines."""
+    """The markers before and after the reasoning, without spaces and newlines."""
 
     start: str
     end: str

@@ -30,7 +30,7 @@ _ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 class CallReader:
-    """Reads one section of calls. The generators raise Malformed if the text is no call of a known tool."""
+    """Reads one section of calls. The generators raise Malformed if the text is not a call of a known tool."""
 
     def __init__(self, form: CallFormat, tools: Mapping[str, dict[str, Any]], output: AnswerOutput) -> None:
         self._form = form
@@ -72,7 +72,7 @@ class CallReader:
             yield from self._tagged(buffer)
 
     def _end(self, buffer: TextBuffer) -> Reading[None]:
-        """The end of a call. After JSON it may be missing at the end of the text: some models end there instead."""
+        """Reads the end of a call. After JSON, at the end of the text, it may be missing: some models omit it there."""
         yield from spaces(buffer)
         marker = self._form.call_end.strip()
         while (cut_off := buffer.rest != marker and marker.startswith(buffer.rest)) and not buffer.ended:

@@ -13,7 +13,7 @@ from llamapipe.chat.calls.tagged import TaggedArguments
 
 
 class ToolLike(Protocol):
-    """What a grammar needs of a tool."""
+    """The attributes of a tool that a grammar needs."""
 
     @property
     def name(self) -> str:
@@ -26,10 +26,10 @@ class ToolLike(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """What an answer may be.
+    """The answers that a request allows.
 
-    - ``tools``: the tools that may be called; empty for none. ``required``: the answer is nothing but calls.
-    - ``schema``: the JSON schema of the text, where it is not free.
+    - ``tools``: the tools that may be called; empty for none. ``required``: the answer consists of calls only.
+    - ``schema``: the JSON schema of the text; None for free text.
     - ``reasoning``: its markers if the answer may begin with reasoning, and whether the prompt has opened it.
     """
 
@@ -79,7 +79,7 @@ class GrammarWriter:
     def _reasoning_start(self) -> str:
         markers = self._answer.reasoning
         assert markers is not None
-        # Text is one terminal, so that no other text that begins with spaces is longer.
+        # One terminal, so that other text that begins with spaces is not a longer match.
         return self._literals.token(markers.start) or f"/[ \\n]{{0,4}}{regex_text(markers.start)}/"
 
     # ---- what follows the reasoning
@@ -121,10 +121,10 @@ class GrammarWriter:
         return [f"{self._rules.up_to(trigger, 'FREE')} calls"]
 
     def _bare_calls(self, form: CallFormat) -> list[str]:
-        """Calls without a marker. The whole answer is a call if it begins as one."""
+        """Calls without a marker. The whole answer is a call if it begins like one."""
         first = json.dumps(form.members[0].key)
         self._excluded.append(rf"\s*\{{\s*{regex_text(first)}")
-        # One terminal, so that free text, which begins in the same way, is no longer match.
+        # One terminal, so that free text, which can begin in the same way, is not a longer match.
         self._rules.add("OPENING", rf"/[ \n]{{0,2}}\{{[ \n]{{0,2}}{regex_text(first)}/")
         self._add_calls(form, "", opened=True)
         return [self._python_tag("calls")]
@@ -162,7 +162,7 @@ class GrammarWriter:
                 parts.append(json_value(tool.parameters))
             else:
                 parts.append(TaggedArguments(form, tool.parameters).grammar(text, self._rules))
-        # Spaces before the end of a call are free, because the template's own may have been written already.
+        # Any spaces may precede the end of a call, because the template's own may have been generated already.
         end = form.call_end
         parts.append(text.edge(end.rstrip()))
         return " ".join(part for part in parts if part)

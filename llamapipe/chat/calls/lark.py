@@ -11,8 +11,8 @@ from llamapipe.chat.calls.call_format import segments
 from llamapipe.structured.schema import SPACE, with_options
 
 SpecialId = Callable[[str], "int | None"]
-# What may follow a marker that ends something (models do not all write the template's newlines), and what may stand
-# between the parts of JSON.
+# The spaces that may follow an end marker (not all models write the template's newlines), and those between the parts
+# of JSON.
 GAP, SPACES = "GAP?", "SP?"
 TERMINALS = f"GAP: /[ \\n]{{1,8}}/\nSP: /{SPACE}/"
 
@@ -46,9 +46,9 @@ class Literals:
         return " ".join(parts + [json.dumps(plain)] * bool(plain))
 
     def edge(self, text: str) -> str:
-        """As ``text``, and free in the spaces and newlines at its start and its end.
+        """Like ``text``, but the spaces and newlines at its start and its end may vary.
 
-        Where one option begins with a newline and another does not, only such freedom lets both be tried.
+        If one option begins with a newline and another does not, both can be tried only with such freedom.
         """
         inner = text.strip()
         before = GAP if inner and text[0] != inner[0] else ""
@@ -82,7 +82,7 @@ class Rules:
         return f"lazy_{self._n_lazy}"
 
     def up_to(self, marker: str, text: str = f"/{ANY}/") -> str:
-        """The elements that match text up to and with the first ``marker``."""
+        """The elements that match text up to and including the first ``marker``."""
         token = self._literals.token(marker)
         return self.lazy(f"{text} {json.dumps(marker)}") if token is None else f"{text} {token}"
 

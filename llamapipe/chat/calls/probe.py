@@ -1,7 +1,7 @@
-"""Finds the markers of a template: renders conversations whose texts are known, and looks where these texts stand.
+"""Finds the markers of a template: renders conversations with known texts, and finds these texts in the result.
 
-The idea is that of llama.cpp's docs/autoparser.md. What a template writes around a known name and known arguments is
-the format of its calls; two calls in one message show what ends the first and starts the second.
+The method follows llama.cpp's docs/autoparser.md. The text around a known name and known arguments is the format of a
+call. Two calls in one message show what ends the first and starts the second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"qxx": {"type": "string", "description": "Qx."}}},
     },
 }
-# Pairs that models write although their template shows them only in a prompt's end, or not at all.
+# Pairs that models write although their template shows them only at the end of a prompt, or not at all.
 KNOWN_REASONING = tuple(
     ReasoningMarkers(start, end)
     for start, end in (
@@ -45,7 +45,7 @@ KNOWN_REASONING = tuple(
         ("<thinking>", "</thinking>"),
     )
 )
-_MAX_MARKER = 100  # characters; more is a text of its own
+_MAX_MARKER = 100  # characters; longer text is not a marker
 # Names of template arguments that switch reasoning on and off.
 _SWITCHES = ("enable_thinking", "thinking")
 
@@ -61,7 +61,7 @@ class Render(Protocol):
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> str:
-        """The text; any exception where the template refuses the conversation."""
+        """The text. Raises any exception if the template refuses the conversation."""
 
 
 class TemplateProbe:
@@ -128,7 +128,7 @@ class TemplateProbe:
         return None
 
     def _confirmed(self, form: CallFormat, one: str, both: str | None) -> CallFormat | None:
-        """The format, if it writes what the template writes; for single calls only, if it fails for two."""
+        """The format if it reproduces the template's text, for single calls only if it fails for two; else None."""
         if not form.trigger and form.style is not Style.JSON:
             return None
         markers = (form.section_start, form.call_start, form.call_end, form.section_end, form.after_name)
@@ -144,7 +144,7 @@ class TemplateProbe:
 
     # ---- reasoning
     def reasoning(self) -> ReasoningMarkers | None:
-        """The markers around reasoning; None if the template knows none."""
+        """The markers around reasoning; None if the template has none."""
         for key in ("reasoning_content", "reasoning", "thinking"):
             message = {"role": "assistant", "content": _CONTENT, key: _REASONING}
             text = self._rendered([_USER, message], prompt=False)
@@ -154,7 +154,7 @@ class TemplateProbe:
                 end = segments(after.partition(_CONTENT)[0].strip())[:1]
                 if start and end and len(start[0]) > 1 and len(end[0]) > 1:
                     found_markers = ReasoningMarkers(start[0], end[0])
-                    # Markers of every message, such as <|end|>, do not tell reasoning from text.
+                    # Markers of every message, such as <|end|>, do not distinguish reasoning from text.
                     return None if self._in_user_turn(found_markers) else found_markers
         call = self.calls(1) or ""
         for known in KNOWN_REASONING:
@@ -170,7 +170,7 @@ class TemplateProbe:
         return markers.start in around or markers.end in around
 
     def _removes(self, markers: ReasoningMarkers) -> bool:
-        """True if the template drops reasoning that stands in the content."""
+        """True if the template drops reasoning that is part of the content."""
         text = markers.start + _REASONING + markers.end + _CONTENT
         rendered = self._rendered([_USER, {"role": "assistant", "content": text}, _USER], prompt=False)
         return rendered is not None and _CONTENT in rendered and _REASONING not in rendered
@@ -220,7 +220,7 @@ def _member(key: str, value: object, name: str) -> Member:
 
 def _named_format(one: str, both: str | None) -> CallFormat | None:
     def find(text: str, n: int) -> tuple[int, int, int] | None:
-        """Where the name starts, the arguments start, and they end."""
+        """The positions where the name starts, the arguments start, and the arguments end."""
         at = text.find(_NAMES[n])
         start = text.find("{", at)
         while at >= 0 and start >= 0:
@@ -252,7 +252,7 @@ def _named_format(one: str, both: str | None) -> CallFormat | None:
 
 def _tagged_format(one: str, both: str | None) -> CallFormat | None:
     def find(text: str, n: int) -> list[int] | None:
-        """Where the name, the first key, value, the second key, value start; and where that ends."""
+        """The starts of the name and of both keys and values, in order, and the end of the second value."""
         places = [text.find(_NAMES[n])]
         for part in (part for item in _ARGUMENTS.items() for part in item):
             places.append(text.find(part, max(places[-1], 0)))
@@ -266,7 +266,7 @@ def _tagged_format(one: str, both: str | None) -> CallFormat | None:
     key_end = one[places[1] + len(key_1) : places[2]]
     between_values = one[places[2] + len(value_1) : places[3]]
     key_start = common_end(after_name, between_values)
-    # Space before a key belongs to what stands before it: an argument may also be the first, the last, or the only one.
+    # Space before a key belongs to the marker before it: an argument may also be the first, the last, or the only one.
     key_start = key_start.lstrip()
     n = len(key_start)
     after_name, value_end = after_name[: len(after_name) - n], between_values[: len(between_values) - n]

@@ -1,7 +1,7 @@
-"""Text that arrives in parts, and reading it so that the result does not depend on where the parts were cut.
+"""Reads text that arrives in parts. The result does not depend on where the parts were cut.
 
-Readers are generators: they yield where they need more text. A decision depends only on text that has arrived and
-cannot be reversed by text that follows.
+Readers are generators: they yield where they need more text. A decision depends only on text that has arrived, and
+later text never reverses it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class TextBuffer:
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0  # what stands before is consumed
+        self.at = 0  # the text before this index is consumed
         self.ended = False
         self._recorded: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        """Appends text, and forgets what is consumed."""
+        """Appends text, and drops consumed text."""
         self.text = self.text[self.at :] + text
         self.at = 0
 
@@ -49,20 +49,21 @@ class TextBuffer:
         return found
 
     def record(self, start: str = "") -> None:
-        """From here on, remembers what is consumed."""
+        """Starts recording consumed text."""
         self._recorded = [start]
 
     def recorded(self) -> str:
-        """What was consumed since ``record``; stops remembering."""
+        """The text consumed since ``record``; stops recording."""
         text = "".join(self._recorded or ())
         self._recorded = None
         return text
 
 
 def until(buffer: TextBuffer, markers: tuple[str, ...], show: Callable[[str], None]) -> Reading[str | None]:
-    """Consumes text up to and with the first marker, and shows it without the marker. None: the text ended before.
+    """Consumes text up to and including the first marker, and passes the text before it to ``show``.
 
-    What may be the start of a marker is shown only when it is clear that it is not.
+    Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until this is
+    decided.
     """
     pattern = _pattern(markers)
     while True:
@@ -80,7 +81,7 @@ def until(buffer: TextBuffer, markers: tuple[str, ...], show: Callable[[str], No
 
 
 def _start_of_marker(text: str, markers: tuple[str, ...], end: int) -> int:
-    """Where the first start of a marker stands that the text's end cuts off; ``len(text)`` if there is none."""
+    """The index of the first incomplete marker at the text's end; ``len(text)`` if there is none."""
     longest = max(map(len, markers), default=1)
     for at in range(max(0, len(text) - longest + 1), min(len(text), end + 1)):
         tail = text[at:]
@@ -119,7 +120,7 @@ def ahead(buffer: TextBuffer, text: str) -> Reading[bool]:
 
 
 def skip(buffer: TextBuffer, text: str) -> Reading[bool]:
-    """Consumes ``text`` if it follows, and says whether it did."""
+    """Consumes ``text`` if it follows; returns whether it did."""
     found = yield from ahead(buffer, text)
     if found:
         buffer.take(len(text))
@@ -127,7 +128,7 @@ def skip(buffer: TextBuffer, text: str) -> Reading[bool]:
 
 
 def expect(buffer: TextBuffer, text: str) -> Reading[None]:
-    """Consumes ``text``; spaces at its ends, and in the buffer there, do not matter. Raises Malformed."""
+    """Consumes ``text``; ignores spaces at its ends, and at these places in the buffer. Raises Malformed."""
     yield from spaces(buffer)
     inner = text.strip(_SPACES)
     if inner:
@@ -138,7 +139,7 @@ def expect(buffer: TextBuffer, text: str) -> Reading[None]:
 
 
 def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
-    """Consumes the longest text that matches ``pattern``, which is one of single characters repeated."""
+    """Consumes the longest text that matches ``pattern``, a repetition of single characters."""
     taken = ""
     while True:
         found = pattern.match(buffer.rest)
@@ -150,9 +151,10 @@ def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
 
 
 def json_value(buffer: TextBuffer, show: Callable[[str], None]) -> Reading[Any]:
-    """Consumes one JSON object, array or string and shows its text as it arrives; returns the decoded value.
+    """Consumes one JSON object, array or string, and passes its text to ``show`` as it arrives.
 
-    Other values are shown when they are complete. Raises Malformed at text that is not JSON.
+    Returns the decoded value. Values of other types are passed on when they are complete. Raises Malformed at text that
+    is not JSON.
     """
     if not (yield from _any(buffer)):
         raise Malformed

@@ -1,7 +1,7 @@
-"""Arguments that stand between markers of their own, as in ``<parameter=city>Paris</parameter>``.
+"""Arguments that are each written between markers, as in ``<parameter=city>Paris</parameter>``.
 
-A string is written as it is, any other value as JSON. So where a schema allows both, a value is a string, except that
-``null`` is null if the schema allows it.
+A string is written as it is, any other value as JSON. If a schema allows both, a value is read as a string, except
+that ``null`` is read as null if the schema allows it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_STRING = _NOTES | {
 
 
 class TaggedArguments:
-    """The arguments of one tool: a grammar for them, and their values from text."""
+    """The arguments of one tool: makes a grammar for them, and reads their values from text."""
 
     def __init__(self, form: CallFormat, parameters: dict[str, Any]) -> None:
         """Raises InvalidRequestError for parameters that cannot be written one by one."""
@@ -54,8 +54,8 @@ class TaggedArguments:
         wrong = [key for key in whole if key not in _OF_OBJECT]
         if wrong:
             raise InvalidRequestError(
-                f"parameters use {wrong[0]!r} at the top, which this model's calls cannot express, because they write "
-                "every argument by itself; list the arguments in 'properties'"
+                f"parameters use {wrong[0]!r} at the top level, which this model's calls cannot express: they write "
+                "each argument separately. List the arguments in 'properties'"
             )
         properties = whole.get("properties", {})
         if not isinstance(properties, dict):
@@ -69,7 +69,7 @@ class TaggedArguments:
         unlisted = self._required - self._properties.keys()
         if unlisted:
             raise InvalidRequestError(
-                f"parameters: {min(unlisted)!r} is required and not in 'properties', which this model's calls need"
+                f"parameters: {min(unlisted)!r} is required but not listed in 'properties', as this model's calls need"
             )
         others = whole.get("additionalProperties")
         self._is_open = not self._properties and others is not False
@@ -157,7 +157,7 @@ class TaggedArguments:
         return " ".join(parts)
 
     def _value(self, schema: dict[str, Any], literals: Literals, rules: Rules) -> str:
-        """A value up to and with the visible part of its end."""
+        """A value up to and including the visible part of its end."""
         end = self._form.value_end.rstrip()
         chosen = _choices(schema)
         if chosen is not None:

@@ -129,9 +129,9 @@ class AsyncEngineCalls(EngineCalls):
     ):
         """``iter_completed`` for asyncio: an async generator of ``(index, Completion)``, as they finish.
 
-        ``prompts`` may be an async iterable, such as a feed: completions are yielded also while it waits. ``timeout``
-        counts from the first ``anext``. Closing the generator or cancelling its task cancels the rest; to close it
-        after a ``break``, use ``contextlib.aclosing``. Raises as ``generate`` does.
+        ``prompts`` may be an async iterable: completions are also yielded while it waits for its next prompt.
+        ``timeout`` counts from the first ``anext``. Closing the generator or cancelling its task cancels the rest; to
+        close it after a ``break``, use ``contextlib.aclosing``. Raises as ``generate`` does.
         """
         self._engine_thread.check_open()
         check_choice("on_error", on_error, ON)

@@ -1,4 +1,4 @@
-"""The prefix cache of an engine: its options, and what the context's memory allows."""
+"""The prefix cache of an engine: its limits, and the sharing that the context supports."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from llamapipe.host.memory import free_memory
 from llamapipe.llama.context import Context
 
 MIN_PREFIX = 16  # tokens; sharing fewer gains nothing
-_MAX_PARKED_UNIFIED = 512  # cells; every step of a unified cache reads parked cells, too
-_META_BYTES = 16  # of a saved cell: position and sequence
-_DEFAULT_BYTES = 512 * 2**20  # where the free memory is not known
+_MAX_PARKED_UNIFIED = 512  # cells; with unified KV every step also reads parked cells
+_META_BYTES = 16  # position and sequence of a saved cell
+_DEFAULT_BYTES = 512 * 2**20  # if the free memory is not known
 
 
 def cache_of(context: Context, enabled: bool, n_bytes: int | None, kv_bytes: int) -> KvCache:
-    """The cache of a context. ``n_bytes``: of host memory, by default a tenth of what is free; 0: none.
+    """The cache of a context. ``n_bytes``: limit of host memory; None: a tenth of the free memory.
 
-    ``kv_bytes``: what the context's cells take, 0 if that is not known.
+    ``kv_bytes``: size of the context's cells, 0 if it is not known.
     """
     model = context.model
     if n_bytes is None:

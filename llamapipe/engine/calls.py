@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class EngineCalls:
-    """The part of ``Engine`` with the calls that wait. Any thread. ``Engine`` owns the attributes."""
+    """The part of ``Engine`` with the blocking calls. Any thread. ``Engine`` owns the attributes."""
 
     model: Model
     n_ctx: int
@@ -108,7 +108,7 @@ class EngineCalls:
         ``on_timeout``: ``"raise"`` raises TimeoutError; ``"return"`` returns what was generated, and unfinished choices
         have the finish reason ``"timeout"``.
 
-        Ctrl-C and whatever it raises cancel the requests of this call. Raises InvalidRequestError, TypeError or
+        Ctrl-C and any error cancel the requests of this call. Raises InvalidRequestError, TypeError or
         ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
         """
         self._engine_thread.check_open()
@@ -209,7 +209,7 @@ class EngineCalls:
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
         stream = Stream(self._engine_thread, request, mailbox, options.deadline)
-        stream.engine = self  # an engine is closed when it is dropped
+        stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
         self._submission.submit(request, block=options.block, deadline=options.deadline)
         return stream
 
@@ -317,7 +317,7 @@ class EngineCalls:
         block: bool = True,
         progress: bool = False,
     ) -> Score | list[Score]:
-        """Scores a text given nothing else: every token but the first, given those before it; or several texts.
+        """Scores a text, or several: every token but the first, given the tokens before it.
 
         Options and exceptions as for ``score``.
         """
@@ -334,12 +334,15 @@ class EngineCalls:
         """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
 
         ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
-        it; in a text longer than ``n_ctx``, given at least the ``n_ctx // 2`` tokens before it. With ``n_window`` it is
-        what llama.cpp's perplexity tool reports: windows of that many tokens that do not overlap, an incomplete last
-        one left out, a BOS token in place of each window's first token if the vocabulary asks for it, and only the
-        tokens after the first ``n_window // 2 + 1`` of a window count.
+        it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.
 
-        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or than a window.
+        With ``n_window`` the result is that of llama.cpp's perplexity tool. The text is cut into windows of
+        ``n_window`` tokens that do not overlap; an incomplete last one is left out. If the vocabulary asks for a BOS
+        token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
+        count.
+
+        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or fewer than a
+        window.
         """
         return self._score(perplexity_job(self.model, text, n_window, self.n_ctx), timeout, True, progress)
 

@@ -29,14 +29,14 @@ from llamapipe.engine.results import Completion
 class ChatCalls(AsyncEngineCalls):
     """The part of ``Engine`` that holds conversations. Any thread. Needs the extra ``chat``.
 
-    ``messages`` is a list of messages, ``{"role": ..., "content": ...}``, or a text, which is one message of the user.
+    ``messages`` is a list of messages, ``{"role": ..., "content": ...}``, or a str, which is a single user message.
     ``params`` is as for ``generate``, except that ``max_tokens`` is None by default: the answer ends where the model
     ends it. ``tools``: Python functions, JSON schemas in OpenAI's form, or ``Tool`` objects. ``tool_choice``:
-    ``"auto"``, ``"none"``, ``"required"`` or the name of a tool; the last two force a call, a name exactly one.
+    ``"auto"``, ``"none"``, ``"required"`` or the name of a tool; the last two force calls, a name exactly one.
     ``parallel_tool_calls``: allow several calls in one answer. ``response_format``: a JSON schema, or a class
     with ``model_json_schema``, that the answer must match. ``template_args``: further variables of the model's
-    template, such as ``{"enable_thinking": False}``. ``continue_last``: the answer continues the last message, which is
-    the assistant's, and holds only what is added.
+    template, such as ``{"enable_thinking": False}``. ``continue_last``: the answer continues the last message, which
+    must be the assistant's, and holds only the added text.
     """
 
     _chat_builder: ChatBuilder
@@ -93,7 +93,7 @@ class ChatCalls(AsyncEngineCalls):
     ) -> ChatCompletion | list[ChatCompletion]:
         """Answers a conversation, or several together, and returns when all answers are complete.
 
-        A list of conversations gives a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
+        A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
         for ``generate``. Raises what ``generate`` raises, InvalidRequestError also for messages that the model's
         template refuses, ImportError without the extra ``chat``.
         """
@@ -178,7 +178,7 @@ class ChatCalls(AsyncEngineCalls):
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatCompletion | list[ChatCompletion]:
-        """``chat`` for asyncio. What takes long is done in a thread. Cancelling the task cancels requests."""
+        """``chat`` for asyncio. Slow work is done in a worker thread. Cancelling the task cancels its requests."""
         self._engine_thread.check_open()
         asked = ChatOptions(
             tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
@@ -212,8 +212,8 @@ class ChatCalls(AsyncEngineCalls):
     ) -> AsyncChatStream:
         """``stream_chat`` for asyncio; the request starts with the first ``__anext__``.
 
-        Bad arguments raise at once; those of a long conversation, or one with tools or a format, which is rendered in a
-        thread, at the start.
+        Bad arguments raise at once. A long conversation, or one with tools or a response format, is rendered in a
+        worker thread; its errors are raised by the first ``__anext__``.
         """
         self._engine_thread.check_open()
         asked = ChatOptions(
@@ -234,5 +234,5 @@ def _answers(
 
 
 def is_long_chat(messages: Any, params: Any, asked: ChatOptions) -> bool:
-    """Whether rendering a conversation, and compiling its grammar, would hold up an event loop."""
+    """Whether rendering a conversation, and compiling its grammar, would block an event loop."""
     return bool(asked.tools) or asked.response_format is not None or takes_long(messages, params)

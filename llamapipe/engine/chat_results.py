@@ -1,4 +1,4 @@
-"""What chats return: completed answers with their choices, and the parts of a streamed one."""
+"""What chats return: complete answers with their choices, and the parts of a streamed answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ChatChoice:
 
     ``content``: the answer's text, ``""`` if there is none. ``reasoning``: what the model wrote before the answer, if
     its template marks that. ``tool_calls``: the calls it asks for. ``finish_reason`` is ``"tool_calls"`` if it ended
-    with some. ``token_ids``: all generated tokens, markers included, without the one that ended generation.
+    with calls. ``token_ids``: all generated tokens, markers included, without the one that ended generation.
     ``logprobs``: one for each of ``token_ids`` if the params ask for them. ``stop_string``: the stop string that ended
     the answer, if one did.
     """
@@ -107,8 +107,8 @@ class ChatCompletion:
 class ChatDelta(NamedTuple):
     """A part of a streamed answer; the last one has a finish reason.
 
-    ``tool_calls``: parts of calls; the first part of each has its id and name, all hold a piece of its arguments' JSON.
-    ``token_ids``, ``logprobs``, ``stop_string``: as in ``Delta``, for the tokens that came with this part.
+    ``tool_calls``: parts of calls; the first part of a call has its id and name, each has a piece of its arguments'
+    JSON. ``token_ids``, ``logprobs``, ``stop_string``: as in ``Delta``, for the tokens that came with this part.
     """
 
     content: str

@@ -36,7 +36,7 @@ from llamapipe.pipeline.trace import Trace, check_trace_path
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 FlashAttention = Literal["auto", "on", "off"]
 _MAX_WINDOW_US = 1_000_000
-SCORE_ROWS = 32  # most rows of a step for tokens that are scored; bounds the memory they take
+SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
 # On a CPU a prompt token takes hardly longer in a step of 256 than in one of 512.
 PREFILL_CUTOFF_TOKENS = 256
 
@@ -46,31 +46,31 @@ class Engine(ChatCalls):
 
     - ``model``: a ``Model``, or the path of a GGUF file, which the engine then loads, owns and closes.
     - ``n_ctx``: positions each request may use, prompt and generated; default: the smaller of the model's training
-      context and 4096. ``n_seq_max``: requests computed at once; more wait. ``n_cells``: KV cells in all; default:
+      context and 4096. ``n_seq_max``: requests computed at once; others wait. ``n_cells``: KV cells in total; default:
       ``n_ctx * n_seq_max``. Another number makes the KV cache unified; requests are preempted when cells run out.
     - ``kv_unified``: one KV cache shared by all requests (True) or a separate part for each (False); None: unified
       only if ``n_cells`` is given. ``type_k``, ``type_v``: the types of keys and values in the KV cache; the quantized
       ones take less memory. ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
-    - ``n_batch``: most tokens in one step. ``n_ubatch``: most tokens that llama.cpp computes in one piece.
+    - ``n_batch``: maximum tokens of a step. ``n_ubatch``: maximum tokens that llama.cpp computes at a time.
     - ``n_threads``: compute threads. Default: the cores this process may use, or fewer in a container with a CPU
       limit, and fewer for as long as other work needs the cores; this may change how texts of 512 tokens or more are
       rounded (``docs/design/10-threads.md``). A given number stays fixed: more threads than free cores slow
       the engine down several-fold. ``n_threads_batch``: the same for steps of more than one token; default:
       ``n_threads``.
-    - ``batch_window_us``: microseconds an idle engine waits, after a request woke it, for others to join the step.
+    - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.
     - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
       with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
-    - ``max_queue``: most requests that wait for a slot, None for any number.
+    - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
     - ``trace``: True records a timeline in the attribute ``trace``; a path also writes it there when the engine
       closes, as ``.json`` (Perfetto) or ``.svg``.
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
-      compute them; see ``docs/guides/memory.md``. ``cache_bytes``: host memory for cells that have no slot any more;
+      compute them; see ``docs/guides/memory.md``. ``cache_bytes``: host memory for cells that have lost their slot;
       default: a tenth of the free memory, 0: none.
     - ``max_itl_ms``: cut prompts into chunks so that streams wait at most about this long between two tokens; None:
       a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take longer.
     - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
       buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
-      (on a GPU that is no software device), ``"on"`` or ``"off"``.
+      (on GPUs, except software devices), ``"on"`` or ``"off"``.
 
     Any thread. Close it, or use ``with`` or ``async with``, before its model. After ``fork()`` it refuses work in the
     child.
@@ -115,9 +115,9 @@ class Engine(ChatCalls):
         self._queue = QueueLimit(
             None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1)
         )
-        # Per-sequence streams are faster if no cells are shared.
+        # Per-sequence KV is faster if no cells are shared.
         unified = n_cells is not None if kv_unified is None else kv_unified
-        # After an error or Ctrl-C the caller has no object to close. Each line that makes something also keeps it.
+        # After an error or Ctrl-C the caller has no object to close: each line that creates something also stores it.
         with ExitStack() as undo:
             if not isinstance(model, Model):
                 model = undo.enter_context(closing(Model(model)))
@@ -129,7 +129,7 @@ class Engine(ChatCalls):
                 n_cells=n_cells,
                 n_batch=n_batch,
                 n_ubatch=n_ubatch,
-                n_outputs_max=1,  # raised to n_seq_max: a sequence that is continued has one at a time
+                n_outputs_max=1,  # raised to n_seq_max: a decoding sequence has one at a time
                 n_more_outputs=SCORE_ROWS,
                 n_threads=n_threads,
                 n_threads_batch=n_threads_batch,
@@ -143,8 +143,8 @@ class Engine(ChatCalls):
             context = undo.enter_context(closing(new_context()))
             if not model.is_causal:
                 raise ValueError(
-                    f"{model.path.name} is not causal: it reads whole texts and continues none; "
-                    "give a model that generates, or use lp.Embedder"
+                    f"{model.path.name} is not causal, so it cannot generate text; "
+                    "pass a generative model, or use lp.Embedder for embeddings"
                 )
             padding_token = None if unified or model.is_recurrent else 0
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
@@ -192,7 +192,8 @@ class Engine(ChatCalls):
     def check_params(self, params: SamplingParams) -> None:
         """Checks params for this model, and compiles their constraint, which may take long. Any thread.
 
-        Later requests find it compiled: before ``astream``, call this in a thread. Raises as ``generate`` does.
+        Later requests reuse the result. Call this in a worker thread before ``astream``, to keep the event loop free.
+        Raises as ``generate`` does.
         """
         self._request_builder.check_params(params)
 
@@ -213,7 +214,8 @@ class Engine(ChatCalls):
     def close(self, drain: bool = True) -> None:
         """Ends the engine and frees its native memory before it returns; a second call does nothing.
 
-        ``drain``: finish the requests that callers wait for, or cancel them. New requests are refused. Any thread.
+        ``drain``: finish the requests that callers wait for; otherwise cancel them. New requests are refused. Any
+        thread.
         """
         was_open = not self.closed
         self._engine_thread.close(check_flag("drain", drain))
@@ -261,7 +263,7 @@ def _warn_of_size(context: Context, n_bytes: int) -> None:
     log = logging.getLogger("llamapipe")
     if context.n_ctx > context.model.n_ctx_train:
         log.warning(
-            "n_ctx is %d, but the model was trained with %d: texts longer than that are likely to be bad",
+            "n_ctx is %d, but the model was trained with %d: longer texts are likely to be of poor quality",
             context.n_ctx,
             context.model.n_ctx_train,
         )

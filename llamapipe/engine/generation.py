@@ -1,4 +1,4 @@
-"""A generation: one token at a time, on demand, on a sequence that can be cut and lengthened."""
+"""A generation: one token at a time, on demand, on a sequence that can be trimmed and extended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Generation:
     """A sequence that is continued by ``next``; nothing is computed ahead of a call.
 
     For one thread at a time, except ``cancel``. Between calls the sequence keeps its slot and cells until another
-    request needs them; its tokens are then computed again when it continues. Close it, or use ``with``, when done.
+    request needs them. The cells are then saved in host memory, or computed again without room there. Close it, or use
+    ``with``, when done.
     """
 
     engine: object = None  # kept alive by its generations
@@ -47,9 +48,9 @@ class Generation:
         return token
 
     def next(self) -> Token | None:
-        """The next token; None when the generation is finished or cancelled, without any model work.
+        """The next token; None, without computing a step, when the generation is finished or cancelled.
 
-        Blocks until the token is there. Raises what the request failed with, EngineClosedError after ``fork()``.
+        Blocks until the token is sampled. Raises the error of a failed request, EngineClosedError after ``fork()``.
         """
         request = self._request
         if request.error is not None:
@@ -62,7 +63,7 @@ class Generation:
             request.token_budget = request.n_total + 1
             self._engine_thread.resume(request)
             item = self._mailbox.get()
-        except BaseException:  # Ctrl-C from here on: the token that still comes would answer a later call
+        except BaseException:  # Ctrl-C: the token in flight would answer a later call
             self.cancel()
             raise
         if isinstance(item, Failure):
@@ -85,7 +86,7 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while ``next`` may give a token."""
+        """None while ``next`` may return a token."""
         if self._request.cancelled:
             return "cancelled"
         return self._request.finish_reason  # type: ignore[return-value]

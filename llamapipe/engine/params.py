@@ -64,7 +64,7 @@ class SamplingParams:
     Forbidden tokens are masked first, then ``logit_bias`` is added, then the samplers of ``sampler_order`` run, by
     default in llama.cpp's order. Sampler names, meanings and defaults are llama.cpp's.
 
-    - ``max_tokens``: most generated tokens; None: until end of generation or of the context. ``min_tokens``:
+    - ``max_tokens``: maximum number of generated tokens; None: until generation or the context ends. ``min_tokens``:
       end-of-generation and stop tokens are masked until this many tokens have been generated, unless a constraint
       leaves no other token.
     - ``temperature``: 0 takes the most probable token, on ties the lowest id, and applies no truncation.
@@ -81,22 +81,22 @@ class SamplingParams:
     - ``sampler_order``: the samplers to apply, names of ``SAMPLER_ORDER``, in this order; samplers not listed are
       skipped.
     - ``logit_bias``: maps token ids to numbers added to their logits; ``float("-inf")`` forbids a token, other numbers
-      are at most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are not generated, as they
-      are tokenized alone and after a space.
+      are at most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are not generated, in
+      their tokenizations alone and after a space.
     - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, on the engine thread; one
       that raises fails its own request.
     - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict, JSON text, or a class with
       ``model_json_schema()`` such as a pydantic model, whose objects get no further properties unless it says so),
-      ``regex`` and ``lark`` (with the extra ``structured``): a format that the text must have.
+      ``regex`` and ``lark`` (with the extra ``structured``): a format that the text must match.
     - ``logprobs``: how many of the most probable tokens to report with each generated token; None: no
       log-probabilities. They are natural logarithms of the model's own probabilities, before any of the above.
       ``prompt_logprobs``: the same for the prompt's tokens.
-    - ``n``: choices for each prompt, which is computed once for those that run together.
+    - ``n``: choices for each prompt; those that run together share its computation.
     - ``seed``: 0 to 2**64 - 1; None or -1: a random one, reported in ``Choice.seed``. The i-th choice has ``seed + i``.
     - ``stop``: a string, or several, that end the text before them; ``stop_token_ids``: tokens that end it.
     - ``ignore_eos``: never sample a token that ends generation.
-    - ``priority``: requests of a higher one are admitted and computed first, and preempt others if slots or cells are
-      short. ``cache``: begin with the KV cells of other requests, and leave these to others; see ``Engine``.
+    - ``priority``: requests with a higher priority are admitted and computed first, and preempt others if slots or
+      cells run short. ``cache``: use the KV cells of other requests, and leave its own to others; see ``Engine``.
 
     Raises ValueError or TypeError naming the field.
     """

@@ -1,4 +1,4 @@
-"""What callers get: completions and their choices, deltas, tokens, scores, and an engine's counters."""
+"""What callers receive: completions and their choices, deltas, tokens, scores, and an engine's counters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TopLogprob(_IdLogprob):
 
     @property
     def text(self) -> str:
-        """The piece as text; bytes that are no whole character are replaced by U+FFFD."""
+        """The piece as text; bytes that are not a complete character are replaced by U+FFFD."""
         return self.piece.decode(errors="replace")
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class TokenLogprob(_TokenLogprob):
 
     @property
     def text(self) -> str:
-        """The piece as text; bytes that are no whole character are replaced by U+FFFD."""
+        """The piece as text; bytes that are not a complete character are replaced by U+FFFD."""
         return self.piece.decode(errors="replace")
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class Choice:
     """One of the ``n`` texts generated for a prompt.
 
     ``token_ids``: the generated tokens, without the one that ended generation. ``text``: their text, cut before a
-    stop string. ``seed``: the one used, also when it was drawn. ``logprobs``: one for each of ``token_ids`` if the
+    stop string. ``seed``: the one used, also if it was random. ``logprobs``: one for each of ``token_ids`` if the
     params ask for them. ``stop_string`` or ``stop_token``: what ended the text, if one of them did; ``stop_logprob``:
     the log-probability of that token, if the params ask for them.
     """
@@ -123,9 +123,9 @@ class Completion:
 
     ``text``, ``token_ids``, ``finish_reason``, ``seed``, ``logprobs`` and ``cumulative_logprob`` are those of the first
     choice. ``n_prompt_tokens``: length of the prompt, which is computed once for all choices. ``n_cached_tokens``: how
-    many of them were in the KV cache already, from an earlier request, and were not computed again; 0 today, as nothing
-    is kept between requests. ``prompt_logprobs``: one for each token of the prompt except the first, if the params ask
-    for them. ``timings``: from the submission to the first token of any choice, and to the end of the last.
+    many of them were in the prefix cache and were not computed again. ``prompt_logprobs``: one for each token of the
+    prompt except the first, if the params ask for them. ``timings``: from the submission to the first token of any
+    choice, and to the end of the last.
     """
 
     choices: tuple[Choice, ...]
@@ -229,10 +229,10 @@ class Score:
 
 
 class TimeHistogram(NamedTuple):
-    """How many times were how long.
+    """A histogram of durations.
 
-    ``bounds_s``: upper bounds in seconds, ascending. ``counts``: one for each bound, of the times up to it and over the
-    bound before, and at the end one for the longer times. ``total_s``: the sum of all times.
+    ``bounds_s``: upper bounds in seconds, ascending. ``counts``: for each bound, the number of durations up to it and
+    above the previous one; the last entry counts all longer ones. ``total_s``: the sum of all durations.
     """
 
     bounds_s: tuple[float, ...] = ()

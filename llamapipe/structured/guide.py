@@ -123,7 +123,7 @@ class Guide:
         raise DecodeError(f"the grammar does not allow token {token} after {self._n_tokens} tokens")
 
     def accept_any(self) -> None:
-        """Accepts the first allowed token that stands for text. Raises DecodeError as ``accept`` does."""
+        """Accepts the first allowed token that represents text. Raises DecodeError as ``accept`` does."""
         (words,) = np.nonzero(self.mask() & self._tokenizer.not_eog)
         if len(words):
             word = int(words[0])

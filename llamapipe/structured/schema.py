@@ -17,7 +17,7 @@ from llamapipe.errors import InvalidRequestError
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LIST = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
 _MAP = ("properties", "patternProperties", "$defs", "definitions")
-# With one of these, an object says itself which other properties it allows, or combines with other schemas.
+# With one of these, an object states which other properties it allows, or combines with other schemas.
 _ABOUT_OTHERS = {
     "additionalProperties",
     "patternProperties",

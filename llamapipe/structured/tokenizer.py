@@ -19,8 +19,8 @@ class GrammarTokenizer:
     """The tokens of a vocabulary for matchers, and masks of its end-of-generation tokens.
 
     llguidance sees one more token than the vocabulary has: an end token with the id ``n_vocab``. Where a grammar allows
-    that token, all end-of-generation tokens of the vocabulary are allowed. So a grammar also knows that it is complete
-    with a vocabulary that has none.
+    that token, all end-of-generation tokens of the vocabulary are allowed. So a grammar can
+    also end with a vocabulary that has no such token.
 
     - ``native``: the ``LLTokenizer``. It refers to the vocabulary weakly, so a cache keyed by vocabularies may hold it.
     - ``eog``: uint32 ``(n_words,)``, the bits of end-of-generation tokens. ``not_eog``: the bits of all other tokens.
@@ -45,7 +45,7 @@ class GrammarTokenizer:
 
 
 def token_bytes(vocab: Vocab) -> tuple[list[bytes], list[int]]:
-    """The bytes of every token, and the ids of special tokens, which never stand for text.
+    """The bytes of every token, and the ids of special tokens, which never represent text.
 
     The bytes of a control token are its name, by which a Lark grammar can ask for it (``<|end|>``). End-of-generation
     tokens are special even if they have text, because one inside a string would end the request there. Tokens without

@@ -7,18 +7,23 @@ from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from llamapipe.arguments import check_choice, check_flag, check_int
-from llamapipe.engine.delivery.mailbox import ThreadMailbox
+from llamapipe.engine.cache import MIN_PREFIX
+from llamapipe.engine.cached_prefix import CachedPrefix
+from llamapipe.engine.delivery.mailbox import Mailbox, ThreadMailbox
 from llamapipe.engine.frontend.call_options import ON, call_options, makes_of, outcome_of
 from llamapipe.engine.frontend.keywords import explains_keywords
 from llamapipe.engine.frontend.progress import Progress, progress_bar
 from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder, TokenIds
 from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score_job, tokens_job
+from llamapipe.engine.frontend.snapshot import Layout, unpack
 from llamapipe.engine.frontend.submission import CallOptions, OnError, OnTimeout, Pending, Submission
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion, Score
+from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.stream import BUFFER_TOKENS, Stream
 from llamapipe.engine.worker.engine_thread import EngineThread
+from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
 
 T = TypeVar("T")
@@ -33,6 +38,9 @@ class EngineCalls:
     _engine_thread: EngineThread
     _request_builder: RequestBuilder
     _submission: Submission
+
+    def _layout(self) -> Layout:
+        raise NotImplementedError
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -223,10 +231,77 @@ class EngineCalls:
         item = self._request_builder.item(prompt, params)
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         request = self._request_builder.generation(item, mailbox)
-        generation = Generation(self._engine_thread, request, mailbox, self.model.n_vocab, self.n_ctx)
-        generation.engine = self
+        generation = self._generation(request, mailbox)
         self._submission.submit_paused(request)
         return generation
+
+    def _generation(self, request: Request, mailbox: ThreadMailbox) -> Generation:
+        generation = Generation(
+            self._engine_thread, request, mailbox, self.model.n_vocab, self.n_ctx, self._layout
+        )
+        generation.engine = self
+        return generation
+
+    def restore(self, snapshot: bytes, params: SamplingParams | None = None) -> Generation:
+        """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
+
+        Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
+        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``; with sliding
+        windows or recurrent states, also the number of sequences). ``params`` count from here, and constraints hold for
+        all that was generated. Returns at once.
+
+        Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
+        other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
+        """
+        self._engine_thread.check_open()
+        if not isinstance(snapshot, (bytes, bytearray, memoryview)):
+            raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
+        found = unpack(bytes(snapshot), self._layout(), self.model.n_vocab)
+        item = self._request_builder.item(found.tokens, params)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        request = self._request_builder.restored(item, mailbox, found.n_prompt)
+        generation = self._generation(request, mailbox)
+        engine_thread = self._engine_thread
+        engine_thread.call(engine_thread.loop.restore, request, found.n_cells, found.state)
+        return generation
+
+    def cache_prefix(self, prompt: Prompt, *, timeout: float | None = None) -> CachedPrefix:
+        """Computes a prompt and keeps its KV cells in host memory until they are released.
+
+        Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
+        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``.
+
+        Blocks until the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
+        than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
+        """
+        self._engine_thread.check_open()
+        options = call_options(timeout, True)
+        tokens = self._request_builder.item(prompt, None).tokens
+        if len(tokens) < MIN_PREFIX:
+            raise InvalidRequestError(
+                f"the prefix has {len(tokens)} tokens; fewer than {MIN_PREFIX} are computed again for each request: "
+                "there is no need to cache them"
+            )
+        requests: list[Request] = []
+
+        def make(mailbox: Mailbox) -> dict[int, list[Request]]:
+            requests[:] = [self._request_builder.prefix(tokens, mailbox)]
+            return {0: requests}
+
+        engine_thread = self._engine_thread
+        try:
+            self._submission.collect(make, options, progress_bar(False, 1))
+            n_bytes, n_needed, budget = engine_thread.ask(lambda: engine_thread.loop.kept_bytes(requests[0]))
+            if n_bytes == 0:
+                raise InvalidRequestError(
+                    f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "
+                    "cache_bytes (0 without a prefix cache): raise it, or release other prefixes"
+                )
+        except BaseException:
+            if requests:
+                engine_thread.call(engine_thread.loop.release, requests[0])
+            raise
+        return CachedPrefix(engine_thread, requests[0], len(tokens), n_bytes)
 
     # ---- scores
     @overload

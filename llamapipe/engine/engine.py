@@ -18,6 +18,7 @@ from llamapipe.engine.chat_calls import ChatCalls
 from llamapipe.engine.frontend.chat_builder import ChatBuilder
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.frontend.request_builder import RequestBuilder
+from llamapipe.engine.frontend.snapshot import Layout
 from llamapipe.engine.frontend.submission import Submission
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import EngineStats
@@ -147,6 +148,7 @@ class Engine(ChatCalls):
                     "pass a generative model, or use lp.Embedder for embeddings"
                 )
             padding_token = None if unified or model.is_recurrent else 0
+            self._types = (type_k, type_v, 1 if unified else context.n_seq_max)
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             scheduler = Scheduler(
                 cache_of(context, uses_cache, n_cache_bytes, self._kv_bytes),
@@ -245,6 +247,9 @@ class Engine(ChatCalls):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose(drain=kind is None)
+
+    def _layout(self) -> Layout:
+        return Layout(self.model.fingerprint, *self._types)
 
     def __del__(self) -> None:
         engine_thread = getattr(self, "_engine_thread", None)

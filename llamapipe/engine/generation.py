@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from hashlib import blake2b
 from types import TracebackType
 from typing import SupportsIndex
 
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.engine.delivery.mailbox import ThreadMailbox
-from llamapipe.engine.delivery.sink import Failure
+from llamapipe.engine.delivery.sink import Failure, TokenSink
+from llamapipe.engine.frontend.snapshot import Layout, Snapshot, pack
 from llamapipe.engine.results import FinishReason, Token
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
@@ -26,14 +29,23 @@ class Generation:
     engine: object = None  # kept alive by its generations
 
     def __init__(
-        self, engine_thread: EngineThread, request: Request, mailbox: ThreadMailbox, n_vocab: int, n_ctx: int
+        self,
+        engine_thread: EngineThread,
+        request: Request,
+        mailbox: ThreadMailbox,
+        n_vocab: int,
+        n_ctx: int,
+        layout: Callable[[], Layout],
     ) -> None:
         self._engine_thread = engine_thread
         self._request = request
         self._mailbox = mailbox
         self._n_vocab = n_vocab
         self._n_ctx = n_ctx
+        self._layout = layout
         self._tokens = list(request.tokens)
+        self._n_forks = 0
+        self._changed = False  # trimmed or lengthened since the last token
 
     def __repr__(self) -> str:
         return f"<Generation n_tokens={self.n_tokens} {self.finish_reason or 'open'}>"
@@ -58,6 +70,7 @@ class Generation:
         if self.finish_reason is not None:
             return None
         self._engine_thread.check_open()
+        self._changed = False
         self._engine_thread.loop.inbox.single_caller = single_caller()
         try:
             request.token_budget = request.n_total + 1
@@ -125,6 +138,47 @@ class Generation:
             self._tokens += ids
             self._change(None, ids)
 
+    def fork(self, seed: SupportsIndex | None = None) -> Generation:
+        """A second generation of the same sequence, which goes its own way from here; also after the end.
+
+        It reuses the KV cells of this one if the engine has a prefix cache (else it computes them again), and counts
+        ``max_tokens`` on. Its sampler starts over with the sequence so far, as after ``trim``, with a seed of its own:
+        ``seed``, by default one that follows from the seed of this generation and the number of its forks.
+
+        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError when the
+        generation was cancelled or failed, TypeError or ValueError for a bad seed.
+        """
+        given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
+        self._check_open()
+        parent = self._request
+        sink = parent.sink
+        assert isinstance(sink, TokenSink)
+        self._n_forks += 1
+        child = parent.fork()
+        child.seed = _seed_of_fork(parent.seed, self._n_forks) if given is None else given
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        child.sink = sink.fork(mailbox, keeps_text=not self._changed)
+        forked = Generation(self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._layout)
+        forked._tokens = self._tokens.copy()
+        forked._changed = self._changed
+        forked.engine = self.engine
+        self._engine_thread.call(self._engine_thread.loop.fork, parent, child)
+        return forked
+
+    def snapshot(self) -> bytes:
+        """The sequence and its KV cells as bytes, for ``Engine.restore`` of this engine or another one, at any time.
+
+        They have a header with the format, a fingerprint of the model file and the types of keys and values, and a
+        checksum. They take as many bytes as the cells, about what a step reads. Sampling parameters are not part of
+        them. The checksum finds damage and no forgery: restore only snapshots of sources that you trust.
+
+        Waits for the running step. Raises InvalidRequestError when the generation was cancelled or failed, OSError when
+        the model's file cannot be read.
+        """
+        self._check_open()
+        taken = self._engine_thread.ask(partial(self._engine_thread.loop.snapshot, self._request))
+        return pack(Snapshot(*taken), self._layout())
+
     def cancel(self) -> None:
         """Ends the generation and frees its slot; ``next`` then returns None without a step. Any thread."""
         request = self._request
@@ -154,7 +208,13 @@ class Generation:
 
     def _change(self, n_keep: int | None, tokens: list[int]) -> None:
         request = self._request
+        self._changed = True
         request.finish_reason = (
             None  # the engine thread leaves a waiting request alone; `finish_reason` must hold at once
         )
         self._engine_thread.call(self._engine_thread.loop.change, request, n_keep, tokens)
+
+
+def _seed_of_fork(seed: int, index: int) -> int:
+    """A seed for the fork with this number: forks of forks must not draw what another fork draws."""
+    return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little")

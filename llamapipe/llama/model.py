@@ -144,7 +144,7 @@ class Model:
 
     def __dir__(self) -> list[str]:
         """The names for callers; those for contexts and engines are left out."""
-        hidden = {"adopt", "release", "handle", "chat_prompts", "is_template_given"}
+        hidden = {"adopt", "release", "handle", "chat_prompts", "is_template_given", "fingerprint"}
         return [name for name in super().__dir__() if not name.startswith("_") and name not in hidden]
 
     # ---- text
@@ -176,6 +176,13 @@ class Model:
             key = _text(ffi, partial(lib.llama_model_meta_key_by_index, self.handle, i))
             found[key] = _text(ffi, partial(lib.llama_model_meta_val_str_by_index, self.handle, i))
         return found
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that tell this file apart from others; see ``gguf.fingerprint``. Raises OSError."""
+        from llamapipe.gguf.fingerprint import fingerprint
+
+        return fingerprint(self.path)
 
     @cached_property
     def chat_template(self) -> str | None:

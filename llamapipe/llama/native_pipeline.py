@@ -195,6 +195,19 @@ class SavedCells:
         handle = module.lib.lp_save(pipeline.handle, seq_id, max_bytes)
         return None if handle == module.ffi.NULL else cls(handle)
 
+    @classmethod
+    def of_bytes(cls, state: bytes) -> SavedCells:
+        """A copy made of what ``to_bytes`` returned. Raises MemoryError."""
+        module = native()
+        handle = module.lib.lp_saved_new(module.ffi.from_buffer(state), len(state))
+        if handle == module.ffi.NULL:
+            raise MemoryError(f"no memory is left for {len(state)} bytes of saved cells")
+        return cls(handle)
+
+    def to_bytes(self) -> bytes:
+        """The cells in llama.cpp's format."""
+        return bytes(native().ffi.buffer(self._lib.lp_saved_data(self._handle), self.n_bytes))
+
     def load(self, pipeline: NativePipeline, seq_id: int, n: int) -> bool:
         """Replaces a sequence's cells by the first ``n`` of these. If that is refused, it is empty and False returned.
 

@@ -6,6 +6,7 @@ It combines the assembler of characters with the checker of stop strings.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from llamapipe.text.detokenizer import Utf8Assembler
 from llamapipe.text.stop import StopChecker
@@ -45,6 +46,17 @@ class TextStream:
     def held(self) -> str:
         """Characters held back because they may become a stop string."""
         return "" if self._checker is None else self._checker.held
+
+    def copy(self) -> TextStream:
+        """An independent stream in the same state."""
+        new = copy(self)
+        new._assembler = copy(self._assembler)
+        new._checker = copy(self._checker)
+        return new
+
+    def push_shown(self, text: bytes) -> None:
+        """Take bytes whose whole characters were shown before; only the last ones matter."""
+        self._assembler.feed(text)
 
     def push(self, piece: bytes) -> str:
         """Take a token's bytes; return the text that may be shown now, sometimes ``""``."""

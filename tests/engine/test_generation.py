@@ -109,6 +109,150 @@ class TestNext:
             generation.close()
 
 
+class TestFork:
+    def test_goes_its_own_way(self, engine: lp.Engine, loop: PlainLoop) -> None:
+        ids = engine.model.tokenize(PROMPT)
+        expected = loop.greedy(ids, 20)
+        with engine.start(ids, greedy(20)) as parent:
+            assert take(parent, 5) == expected[:5]
+            with parent.fork() as child, child.fork() as grandchild:
+                assert child.token_ids == ids + expected[:5]
+                child.append([7, 8])
+                other = loop.greedy(ids + expected[:5] + [7, 8], 10)
+                for i in range(10):  # by turns
+                    assert take(child, 1) == [other[i]]
+                    assert take(parent, 1) == [expected[5 + i]]
+                    engine.check_integrity()
+                parent.close()
+                assert take(grandchild, 50) == expected[5:]
+                assert grandchild.finish_reason == "length"  # max_tokens counts on
+
+    def test_computes_one_token(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=4)
+        with engine.start([1] * 40, greedy(20)) as parent:
+            take(parent, 6)
+            n_before = engine.stats().n_prompt_tokens
+            forks = [parent.fork() for _ in range(3)]
+            assert engine.stats().n_active == 1
+            for fork in forks:
+                take(fork, 1)
+            assert (
+                engine.stats().n_prompt_tokens - n_before == 0
+            )  # the last token of each is a step of decoding
+            assert len({fork.token_ids[-1] for fork in forks}) == 1
+            for fork in forks:
+                fork.close()
+
+    def test_more_forks_than_slots(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
+        engine = make_engine(n_seq_max=2)
+        ids = engine.model.tokenize(PROMPT)
+        with engine.start(ids, greedy(12)) as parent:
+            take(parent, 2)
+            forks = [parent.fork() for _ in range(5)]
+            for _ in range(10):
+                for fork in forks:
+                    take(fork, 1)
+                engine.check_integrity()
+            for fork in forks:
+                assert fork.token_ids == ids + loop.greedy(ids, 12)
+                fork.close()
+
+    def test_without_a_prefix_cache(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
+        engine = make_engine(prefix_cache=False)
+        ids = engine.model.tokenize(PROMPT)
+        with engine.start(ids, greedy(9)) as parent:
+            take(parent, 4)
+            with parent.fork() as child:
+                assert take(child, 9) == loop.greedy(ids, 9)[4:]
+
+    def test_before_the_first_token_and_after_the_end(self, engine: lp.Engine, loop: PlainLoop) -> None:
+        ids = engine.model.tokenize(PROMPT)
+        expected = loop.greedy(ids, 6)
+        with engine.start(ids, greedy(6)) as parent, parent.fork() as first:
+            assert take(parent, 9) == expected
+            with parent.fork() as last:
+                assert (last.finish_reason, last.next()) == ("length", None)
+                last.trim(len(ids) + 2)
+                assert take(last, 4) == expected[2:]
+            assert take(first, 9) == expected
+
+    def test_after_a_change_that_was_not_computed(self, engine: lp.Engine, loop: PlainLoop) -> None:
+        ids = engine.model.tokenize(PROMPT)
+        with engine.start(ids, greedy(8)) as parent:
+            take(parent, 4)
+            parent.trim(3)
+            parent.append([300, 301])
+            with parent.fork() as child:
+                assert take(child, 3) == loop.greedy([*ids[:3], 300, 301], 3)
+            assert take(parent, 3) == loop.greedy([*ids[:3], 300, 301], 3)
+
+    def test_draws_with_seeds_of_its_own(self, engine: lp.Engine) -> None:
+        params = lp.SamplingParams(max_tokens=12, temperature=1.5, seed=9, ignore_eos=True)
+        outputs = []
+        for _ in range(2):
+            with engine.start(PROMPT, params) as parent:
+                take(parent, 2)
+                forks = [parent.fork(), parent.fork(), parent.fork(seed=9), parent.fork(seed=9)]
+                forks.append(forks[0].fork())
+                outputs.append([take(fork, 10) for fork in forks])
+                for fork in forks:
+                    fork.close()
+        assert outputs[0] == outputs[1]
+        assert outputs[0][2] == outputs[0][3]
+        assert len({tuple(output) for output in outputs[0]}) == 4
+
+    def test_begins_with_held_text(self, engine: lp.Engine) -> None:
+        """A half character and what may become a stop string come with the fork's first text."""
+        for n in range(1, 16):
+            whole = engine.generate(PROMPT, greedy(16)).text
+            with engine.start(PROMPT, greedy(16, stop=[whole[-2:] + "\N{SNOWMAN}"])) as parent:
+                text = "".join(parent.next().text for _ in range(n))  # type: ignore[union-attr]
+                with parent.fork() as child:
+                    assert text + "".join(token.text for token in child) == whole
+
+    @pytest.mark.parametrize("option", [{"grammar": 'root ::= "ab" [a-z]*'}, {"regex": "ab[a-z]*"}])
+    def test_keeps_to_the_constraints(self, engine: lp.Engine, option: dict[str, str]) -> None:
+        params = lp.SamplingParams(max_tokens=8, temperature=2.0, seed=4, **option)  # type: ignore[arg-type]
+        with engine.start(PROMPT, params) as parent:
+            take(parent, 1)
+            n = len(engine.model.tokenize(PROMPT))
+            for _ in range(4):
+                with parent.fork() as child:
+                    take(child, 8)
+                    text = engine.model.detokenize(child.token_ids[n:])
+                    assert text.startswith("ab"[: len(text)]) and text.isalpha() and text.islower()
+
+    def test_of_what_has_ended(self, engine: lp.Engine) -> None:
+        parent = engine.start(PROMPT, greedy(5))
+        parent.cancel()
+        with pytest.raises(InvalidRequestError, match="cancelled"):
+            parent.fork()
+        for bad in (-1, 2**64, 1.5, "1"):
+            with engine.start(PROMPT) as other, pytest.raises((TypeError, ValueError), match="seed"):
+                other.fork(bad)  # type: ignore[arg-type]
+
+    def test_of_a_parent_that_fails_meanwhile(self, engine: lp.Engine) -> None:
+        """Its change is refused on the engine thread, after `fork` has returned."""
+        pytest.importorskip("llguidance")
+        parent = engine.start(PROMPT, lp.SamplingParams(max_tokens=8, regex="ab[a-z]*"))
+        take(parent, 3)
+        parent.append(engine.model.tokenize("123", add_special=False))
+        child = parent.fork()
+        for generation in (parent, child):
+            with pytest.raises(InvalidRequestError):
+                generation.next()
+        assert engine.stats().n_active == 0
+
+    def test_cancelled_at_once(self, engine: lp.Engine) -> None:
+        with engine.start(PROMPT, greedy(5)) as parent:
+            take(parent, 2)
+            for _ in range(50):
+                parent.fork().cancel()
+            assert len(take(parent, 5)) == 3
+        wait_until(lambda: engine.stats().n_active == 0)
+        engine.check_integrity()
+
+
 class TestCancel:
     @pytest.mark.parametrize("n_before", [0, 1, 5])
     def test_ends_without_a_step(self, engine: lp.Engine, n_before: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from array import array
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -93,6 +94,9 @@ class FakeSaved:
         self.cells = cells
         self.n_bytes = len(cells)
         self.closed = False
+
+    def to_bytes(self) -> bytes:
+        return array("i", self.cells).tobytes()
 
     def close(self) -> None:
         assert not self.closed, "saved cells were freed twice"
@@ -187,6 +191,11 @@ class FakeContext:
         if len(cells) > max_bytes or self.refuses_saves:
             return None
         self.saved.append(FakeSaved(cells.copy()))
+        return self.saved[-1]
+
+    def restore(self, state: bytes) -> FakeSaved:
+        """Saved cells of what ``FakeSaved.to_bytes`` returned."""
+        self.saved.append(FakeSaved(array("i", state).tolist()))
         return self.saved[-1]
 
     def load(self, saved: FakeSaved, seq_id: int, n: int) -> bool:

@@ -268,6 +268,20 @@ class TokenSink(Sink):
         super().__init__(mailbox, piece, stops)
         self._last: Token | None = None
 
+    def continue_character(self, generated: bytes) -> None:
+        """The text before ended with these bytes, of which the last may be half a character."""
+        self._text.push_shown(generated)
+
+    def fork(self, mailbox: Mailbox, keeps_text: bool) -> TokenSink:
+        """Another sink of this kind. ``keeps_text``: it begins with the half character and the held text of this one.
+
+        Not while the engine thread gives this one a token.
+        """
+        sink = TokenSink(mailbox, self._piece, self._stops)
+        if keeps_text:
+            sink._text = self._text.copy()
+        return sink
+
     def token(self, request: Request, token: int) -> bool:
         """Hands the token over, or keeps it for ``finish`` when it follows at once: the end is known by then."""
         piece = self._piece(token)

@@ -31,6 +31,9 @@ TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.in
 Prompt: TypeAlias = "str | TokenIds"
 
 
+_MOST_BYTES = 8  # tokens whose bytes may end with half a character
+
+
 class Item(NamedTuple):
     """A checked prompt: its tokens, the factory of its samplers, and the pieces its answer's text is made of.
 
@@ -183,6 +186,22 @@ class RequestBuilder:
         """
         self._check_single(item)
         return self._with(TokenSink, self._request(item, 0, resumable=True), item, mailbox)
+
+    def restored(self, item: Item, mailbox: Mailbox, n_prompt: int) -> Request:
+        """``generation`` for a sequence whose tokens after the first ``n_prompt`` were generated."""
+        request = self.generation(item, mailbox)
+        request.n_prompt = n_prompt
+        request.n_total = request.token_budget = len(item.tokens) - n_prompt
+        pieces = [self._model.vocab.piece(token) for token in item.tokens[n_prompt:][-_MOST_BYTES:]]
+        if isinstance(request.sink, TokenSink):
+            request.sink.continue_character(b"".join(pieces))
+        return request
+
+    def prefix(self, tokens: list[int], mailbox: Mailbox) -> Request:
+        """A request that computes these tokens and keeps its cells; answered as ``scores``."""
+        request = self.scores(tokens, [[0]], mailbox, 0)
+        request.keeps_cells = True
+        return request
 
     def _check_single(self, item: Item) -> None:
         params = item.sampler_factory.params

@@ -136,7 +136,10 @@ class SamplerFactory:
         return tokens[-n:] if n else []
 
     def make(self, request: Request) -> SamplerChain:
-        """The sampler of a request that gets its first slot. Engine thread."""
+        """The sampler of a request that gets its first slot. Engine thread.
+
+        Raises ValueError or DecodeError if the constraints refuse tokens that it has already generated.
+        """
         guide = None if self._guide is None else self._guide()
         try:
             chain = SamplerChain(
@@ -146,21 +149,31 @@ class SamplerFactory:
             if guide is not None:
                 guide.close()
             raise
-        history = self.history(request.tokens)
-        if history:
-            chain.accept(history)
+        try:
+            self._accept(chain, request)
+        except BaseException:
+            chain.close()
+            raise
         return chain
 
     def rebuild(self, chain: SamplerChain, request: Request) -> None:
         """Resets a chain to its request's changed sequence. Raises ValueError if the constraints refuse it."""
         chain.reset()
         chain.finished = False
+        if chain.guide is not None:
+            chain.guide.reset(())
+        self._accept(chain, request)
+
+    def _accept(self, chain: SamplerChain, request: Request) -> None:
+        history = self.history(request.tokens)
+        if history:
+            chain.accept(history)
         generated = request.tokens[request.n_prompt :]
-        chain.accept(self.history(request.tokens))
-        if self.params.grammar is not None:
+        if self.params.grammar is not None and generated:
             chain.accept_grammar(generated)
         if chain.guide is not None:
-            chain.guide.reset(generated)
+            for token in generated:
+                chain.guide.accept(token)
 
     def _check_grammar(self, text: str) -> None:
         from llamapipe.structured.gbnf import check_gbnf

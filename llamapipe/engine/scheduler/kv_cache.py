@@ -133,6 +133,19 @@ class KvCache:
         return self._store.n_bytes
 
     @property
+    def host_budget(self) -> int:
+        """The most host memory for saved sequences."""
+        return self._store.budget
+
+    def n_bytes_of(self, n: int) -> int:
+        """About how many bytes ``n`` saved cells take."""
+        return int(n * self._cell_bytes) + self._fixed_bytes
+
+    def has(self, cells: Cells) -> bool:
+        """Whether saved cells are still there."""
+        return cells.key in self._saved
+
+    @property
     def parked(self) -> Mapping[int, Cells]:
         """The parked cells by slot."""
         return self._parked
@@ -169,6 +182,13 @@ class KvCache:
             else:
                 found.n = n_pending
         return found
+
+    def learn(self, request: Request) -> None:
+        """The tree learns all tokens in the cells of a request with a slot, also the generated ones."""
+        cells, n = request.cells, request.n_past
+        if cells is not None and cells in self._tree and cells.n_known < n:
+            self._tree.extend(cells, request.tokens[:n], cells.n_known)
+            cells.n = n
 
     # ---- slots
     def place(self, request: Request, found: Found) -> None:
@@ -226,8 +246,11 @@ class KvCache:
             heapify(self._free)
 
     def leave(self, request: Request) -> None:
-        """Takes a request's slot and parks its cells, or clears them if they are of no use."""
+        """Takes a request's slot and parks its cells, or saves them if it keeps them, or clears them if of no use."""
+        slot = request.slot
         self._park(request)
+        if request.keeps_cells and slot in self._parked:
+            self._evict(slot, pinned_by=request)
         if self._max_parked is not None:
             self.evict(self._max_parked)
 
@@ -258,7 +281,9 @@ class KvCache:
 
     def truncate(self, request: Request, n: int) -> None:
         """A request's tokens from ``n`` on were changed; its cells from there on are removed."""
-        cells = request.cells
+        cells, kept = request.cells, request.saved_cells
+        if kept is not None and kept.n > n:
+            self.unpin(request)  # they are of another sequence now
         if cells is None:
             return
         if n < request.n_past:
@@ -285,6 +310,17 @@ class KvCache:
         self._park(request)
         if slot in self._parked:
             self._evict(slot, pinned_by=request if n >= self._min_save else None)
+
+    def restore(self, request: Request, n: int, n_bytes: int) -> int | None:
+        """The key for a request's first ``n`` cells, which come from elsewhere and are pinned. None: no room."""
+        dropped = self._store.make_room(n_bytes) if self.enabled and request.uses_cache else None
+        if dropped is None:
+            return None
+        for key in dropped:
+            self._forget(key)
+        cells = Cells(-1, None, n)
+        self._tree.insert(cells, request.tokens[:n])
+        return self._keep(cells, n_bytes, request)
 
     def unpin(self, request: Request) -> None:
         """A preempted request continues or has ended: its saved cells are like all others."""
@@ -318,23 +354,27 @@ class KvCache:
         return cells.n >= self._min_save and not any(other.n >= cells.n for other in self._tree.others(cells))
 
     def _save(self, cells: Cells, pinned_by: Request | None) -> None:
-        n_bytes = int(cells.n * self._cell_bytes) + self._fixed_bytes
+        n_bytes = self.n_bytes_of(cells.n)
         dropped = self._store.make_room(n_bytes)
         if dropped is None:
             self._tree.remove(cells)
             return
         for key in dropped:
             self._forget(key)
+        slot, cells.slot = cells.slot, -1
+        room = self._store.budget - self._store.n_bytes
+        self.memory_ops.append(Save(slot, self._keep(cells, n_bytes, pinned_by), room))
+        self.n_saved += 1
+
+    def _keep(self, cells: Cells, n_bytes: int, pinned_by: Request | None) -> int:
         key = cells.key = next(self._keys)
-        self.memory_ops.append(Save(cells.slot, key, self._store.budget - self._store.n_bytes))
-        cells.slot = -1
         cells.n_bytes = n_bytes
         if pinned_by is not None:
             cells.pinned = True
             pinned_by.saved_cells = cells
         self._saved[key] = cells
         self._store.add(key, cells)
-        self.n_saved += 1
+        return key
 
     def _load(self, source: Cells, slot: int, n: int) -> None:
         self.memory_ops.append(Load(source.key, slot, n))

@@ -113,6 +113,7 @@ class Request:
         "cells",
         "error",
         "finish_reason",
+        "keeps_cells",
         "last_logprob",
         "leader",
         "logprob_targets",
@@ -161,9 +162,10 @@ class Request:
         self.seed = 0
         self.sampler: Sampler | None = None  # made with the first slot
         self.uses_cache = True  # whether it begins with cells of other requests, and leaves its own to them
+        self.keeps_cells = False  # whether its cells are saved and pinned at its end
         self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
         self.cells: Cells | None = None  # while it has a slot
-        self.saved_cells: Cells | None = None  # while it is preempted
+        self.saved_cells: Cells | None = None  # while it is preempted, or keeps its cells
         self.leader: Request | None = None  # the request that computes its prefix, while it waits for that
         self.logprob_targets: LogprobTargets | None = None  # which of its own tokens are scored
         self.wants_logprobs = False  # whether each generated token comes with log-probabilities
@@ -188,6 +190,20 @@ class Request:
             f"<Request {self.arrival} {self.state.value}{why} slot={self.slot} n_prompt={self.n_prompt} "
             f"n_tokens={len(self.tokens)} n_past={self.n_past}>"
         )
+
+    def fork(self) -> Request:
+        """A new request with the same options, for the same sequence, which ``Scheduler.fork`` gives it.
+
+        For its consumer's thread, while it does not run.
+        """
+        child = Request([], self.max_tokens, self.stop_tokens, self.n_total, self.resumable)
+        child.n_total = self.n_total
+        child.sampler_factory = self.sampler_factory
+        child.uses_cache = self.uses_cache
+        child.wants_logprobs = self.wants_logprobs
+        child.priority = self.priority
+        child.finish_reason = self.finish_reason
+        return child
 
     @property
     def n_left(self) -> int:

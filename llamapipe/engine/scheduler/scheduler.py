@@ -166,6 +166,13 @@ class Scheduler:
         self._lowest_priority = min(self._lowest_priority, request.priority)
         self._waiting.add(request)
 
+    def fork(self, parent: Request, child: Request) -> None:
+        """Gives a new request the sequence of a resumable one that is not running; it will find its cells."""
+        child.tokens = parent.tokens.copy()
+        child.n_prompt = parent.n_prompt
+        child.n_generated = parent.n_generated
+        self.cache.learn(parent)
+
     def resume(self, request: Request) -> None:
         """Continues a request whose ``token_budget`` was raised or whose tokens changed; otherwise does nothing."""
         if request.finish_reason is not None or request.n_total >= request.token_budget:
@@ -436,7 +443,8 @@ class Scheduler:
             self.cache.leave(request)
             self._full = False
             self._waiting.release(request)
-        self.cache.unpin(request)
+        if not request.keeps_cells:
+            self.cache.unpin(request)
 
     def _take(self, request: Request) -> None:
         """Removes a request with a slot from its list."""

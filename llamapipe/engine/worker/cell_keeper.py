@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from llamapipe.engine.scheduler.batch_plan import Copy, Load, Remove, Save
+from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.executor import Executor, Saved
+
+_ANY_SIZE = 2**62
 
 
 class CellKeeper:
@@ -50,6 +53,31 @@ class CellKeeper:
         saved = self._saved.pop(key, None)
         if saved is not None:
             saved.close()
+
+    def snapshot(self, executor: Executor, request: Request) -> tuple[int, bytes]:
+        """How many cells a request has, in a slot or saved, and their bytes. Between steps."""
+        self.apply(executor)
+        kept = request.saved_cells
+        if kept is not None and kept.key in self._saved:
+            return kept.n, self._saved[kept.key].to_bytes()
+        if request.slot < 0 or request.n_past == 0:
+            return 0, b""
+        saved = executor.save(request.slot, _ANY_SIZE)
+        if saved is None:
+            return 0, b""
+        try:
+            return request.n_past, saved.to_bytes()
+        finally:
+            saved.close()
+
+    def restore(self, executor: Executor, request: Request, n: int, state: bytes) -> None:
+        """Saves the first ``n`` cells of a request without a slot, if the budget allows that."""
+        saved = executor.restore(state)
+        key = self._scheduler.cache.restore(request, n, saved.n_bytes)
+        if key is None:
+            saved.close()
+        else:
+            self._saved[key] = saved
 
     def check_integrity(self, executor: Executor) -> None:
         """Raises AssertionError if a sequence has other cells than the scheduler says. Between steps."""

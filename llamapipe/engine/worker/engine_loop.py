@@ -135,6 +135,42 @@ class EngineLoop:
                 self._scheduler.fail(request, InvalidRequestError(str(e)))
                 self._finished(request)
 
+    def fork(self, parent: Request, child: Request) -> None:
+        """Accepts a request that continues the sequence of a resumable one. The child fails if the parent has ended."""
+        self._scheduler.fork(parent, child)
+        self.add(child)
+        if parent.state is State.FINISHED:
+            self._scheduler.fail(child, parent.error or InvalidRequestError("the generation was cancelled"))
+            self._finished(child)
+
+    def snapshot(self, request: Request) -> tuple[list[int], int, int, bytes]:
+        """The tokens of a resumable request that does not run, how many are prompt or have cells, and the cells."""
+        if request.error is not None:
+            raise request.error
+        n_cells, state = self._cells.snapshot(self._executor, request)
+        return request.tokens.copy(), request.n_prompt, n_cells, state
+
+    def restore(self, request: Request, n_cells: int, state: bytes) -> None:
+        """Accepts a new request whose first cells are given."""
+        if state and self._error is None:
+            self._cells.restore(self._executor, request, n_cells, state)
+        self.add(request)
+
+    def kept_bytes(self, request: Request) -> tuple[int, int, int]:
+        """The bytes of a request's cells that stay saved (0: they could not be saved), needed bytes, and the budget."""
+        self._cells.apply(self._executor)
+        kept, cache = request.saved_cells, self._scheduler.cache
+        is_kept = kept is not None and cache.has(kept)
+        return (
+            (kept.n_bytes if kept and is_kept else 0),
+            cache.n_bytes_of(len(request.tokens)),
+            cache.host_budget,
+        )
+
+    def release(self, request: Request) -> None:
+        """The saved cells of a request that has ended need not be kept any more."""
+        self._scheduler.cache.unpin(request)
+
     def stop(self, drain: bool) -> None:
         """Ends the loop: after the open requests are finished, or at once."""
         self._stopping = True
@@ -289,13 +325,9 @@ class EngineLoop:
             return
         samplers: list[Any] = []
         if not plan.repeats:
-            if any(request.sampler is None for request in plan.requests):
-                self.dispatcher.wake()  # making samplers takes long for grammars and long prompts
-            for request in plan.requests:
-                if request.sampler is None:
-                    assert request.sampler_factory is not None
-                    request.sampler = request.sampler_factory.make(request)
-                samplers.append(request.sampler)
+            if not self._make_samplers(plan):
+                return
+            samplers = [request.sampler for request in plan.requests]
         planned = perf_counter()
         try:
             self.in_flight.launch(plan, samplers, planned)
@@ -305,6 +337,25 @@ class EngineLoop:
             self.trace.add("plan", self.in_flight.steps[-1].step, started, planned)
         self._plan_s += planned - started
         self._launch_s += perf_counter() - planned
+
+    def _make_samplers(self, plan: BatchPlan) -> bool:
+        """Makes the missing samplers. If that fails for a request, it ends it, drops the plan and returns False."""
+        without = [request for request in plan.requests if request.sampler is None]
+        if without:
+            self.dispatcher.wake()  # it takes long for grammars and long prompts
+        for request in without:
+            assert request.sampler_factory is not None
+            try:
+                request.sampler = request.sampler_factory.make(request)
+            except (
+                ValueError,
+                DecodeError,
+            ) as e:  # a fork or a restored sequence that violates the constraints
+                self._scheduler.drop(plan)
+                self._scheduler.fail(request, InvalidRequestError(str(e)))
+                self._finished(request)
+                return False
+        return True
 
     def _sample(self) -> None:
         """Draws the tokens of the oldest step in flight and commits them. Waits for the step if need be."""

@@ -24,6 +24,9 @@ class Saved(Protocol):
 
     n_bytes: int
 
+    def to_bytes(self) -> bytes:
+        """A copy of them, for ``Executor.restore``."""
+
     def close(self) -> None:
         """Frees the memory."""
 
@@ -47,6 +50,9 @@ class Executor(Protocol):
 
     def save(self, seq_id: int, max_bytes: int) -> Saved | None:
         """Copies the cells of a sequence to host memory. None if they take more than ``max_bytes``, or on a failure."""
+
+    def restore(self, state: bytes) -> Saved:
+        """Saved cells that were bytes meanwhile; ``load`` refuses those that do not fit this context."""
 
     def load(self, saved: Any, seq_id: int, n: int) -> bool:
         """Gives an empty sequence the first ``n`` saved cells. False if that is not possible."""
@@ -173,6 +179,10 @@ class StepExecutor:
         """Copies the cells of a sequence to host memory. None if they take more than ``max_bytes``, or on a failure."""
         self._context.claim()
         return SavedCells.of(self.pipeline, seq_id, max_bytes)
+
+    def restore(self, state: bytes) -> SavedCells:
+        """Saved cells of what ``SavedCells.to_bytes`` returned."""
+        return SavedCells.of_bytes(state)
 
     def load(self, saved: SavedCells, seq_id: int, n: int) -> bool:
         """Gives an empty sequence the first ``n`` saved cells. False if that is not possible."""

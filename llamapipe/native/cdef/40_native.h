@@ -134,7 +134,9 @@ int       lp_sequence_end(lp_pipeline * pipeline, int seq_id);  // between steps
 // The cells of one sequence in host memory. These entries run between steps and wait for the steps before them.
 typedef struct lp_saved lp_saved;
 lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes);  // null: larger, or an error
+lp_saved * lp_saved_new(const void * bytes, int64_t n);  // of bytes that `lp_saved_data` gave; null: no memory
 int64_t    lp_saved_bytes(const lp_saved * saved);
+const void * lp_saved_data(const lp_saved * saved);
 void       lp_saved_free(lp_saved * saved);
 int        lp_load(lp_pipeline * pipeline, const lp_saved * saved, int seq_id, int n);  // its first n cells; 1 done, 0 refused
 int        lp_copy(lp_pipeline * pipeline, int from, int to, int n);  // the first n cells to another stream; 1 done, 0 refused

@@ -3,6 +3,8 @@
 #include "guard.hpp"
 #include "handles.hpp"
 
+#include <cstring>
+
 lp_pipeline * lp_pipeline_new(lp_context * context, enum lp_mode mode, int depth, int n_slots, int slot_rows, int n_ubatch,
                               bool kv_streams, bool threaded) {
     return lp::guard((lp_pipeline *) nullptr, [&] {
@@ -52,6 +54,17 @@ lp_saved * lp_save(lp_pipeline * pipeline, int seq_id, int64_t max_bytes) {
         return pipeline->shared->save(seq_id, max_bytes, saved->cells) == 1 ? saved.release() : nullptr;
     });
 }
+
+lp_saved * lp_saved_new(const void * bytes, int64_t n) {
+    return lp::guard((lp_saved *) nullptr, [&] {
+        auto saved = std::make_unique<lp_saved>();
+        saved->cells.resize((size_t) n);
+        memcpy(saved->cells.bytes.get(), bytes, (size_t) n);
+        return saved.release();
+    });
+}
+
+const void * lp_saved_data(const lp_saved * saved) { return saved->cells.bytes.get(); }
 
 int64_t lp_saved_bytes(const lp_saved * saved) { return (int64_t) saved->cells.size; }
 

@@ -1,0 +1,209 @@
+"""An engine thread over a fake context, and the ways to ask something of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty
+from typing import Any
+
+from llamapipe.engine.delivery.mailbox import ThreadMailbox
+from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink, Failure, TokenSink
+from llamapipe.engine.frontend.queue_limit import QueueLimit
+from llamapipe.engine.frontend.snapshot import Layout, unpack
+from llamapipe.engine.generation import Generation
+from llamapipe.engine.results import Completion
+from llamapipe.engine.scheduler.kv_cache import KvCache
+from llamapipe.engine.scheduler.request import Request
+from llamapipe.engine.scheduler.scheduler import Scheduler
+from llamapipe.engine.stream import BUFFER_TOKENS, Stream
+from llamapipe.engine.worker.engine_loop import EngineLoop
+from llamapipe.engine.worker.engine_thread import EngineThread
+from support.control import PATIENCE_S, Worker, wait_until
+from support.fakes import N_VOCAB, FakeContext, FakeSampler, continuation
+from support.memory import cache_of
+
+N_CTX = 160
+
+
+def prompt_of(n: int, which: int = 0) -> list[int]:
+    """`n` tokens; other numbers give other prompts."""
+    return [(31 * which + 7 * i + 1) % N_VOCAB for i in range(n)]
+
+
+def piece(token: int) -> bytes:
+    return f"{token} ".encode()
+
+
+class Answer:
+    """A completion that was asked for, and what came of it."""
+
+    def __init__(self, request: Request, mailbox: ThreadMailbox) -> None:
+        self.request = request
+        self.mailbox = mailbox
+
+    def result(self) -> Completion:
+        """Waits for the end; raises what the request failed with."""
+        try:
+            _, result = self.mailbox.get(timeout=PATIENCE_S)
+        except Empty:
+            raise AssertionError(f"no answer: {self.request!r}") from None
+        if isinstance(result, Failure):
+            raise result.error
+        assert isinstance(result, Completion)
+        return result
+
+    def check(self) -> None:
+        """The result is what the request would have given alone."""
+        r = self.request
+        result = self.result()
+        tokens, reason = continuation(r.tokens[: r.n_prompt], r.max_tokens, r.stop_tokens, N_CTX)
+        assert (result.token_ids, result.finish_reason) == (tokens, reason)
+        assert result.text == "".join(f"{t} " for t in tokens)
+        assert result.n_prompt_tokens == r.n_prompt
+
+
+class Desk:
+    """A decoder over a fake context, and the ways to ask something of it."""
+
+    def __init__(
+        self,
+        n_slots: int = 4,
+        window_s: float = 0.0,
+        max_queue: int | None = None,
+        make_sampler: Callable[[Request], Any] | None = None,
+        cache: KvCache | None = None,
+        **context: Any,
+    ) -> None:
+        self.context = FakeContext(n_slots, N_CTX, **context)
+        n_cells = self.context.n_cells
+        self.scheduler = Scheduler(
+            cache_of(n_slots) if cache is None else cache, N_CTX, n_cells, self.context.n_batch, 16
+        )
+        self.queue = QueueLimit(max_queue)
+        self.samplers: list[FakeSampler] = []
+        self._make_sampler = make_sampler or self.make_sampler
+        self.engine_thread = EngineThread(
+            EngineLoop(self.scheduler, self.context, window_s, self.queue.leave)
+        )
+        self.engine_thread.start()
+        self.n_asked = 0
+
+    def make(self, request: Request) -> Any:
+        return self._make_sampler(request)
+
+    def make_sampler(self, request: Request) -> FakeSampler:
+        self.samplers.append(FakeSampler())
+        return self.samplers[-1]
+
+    def rebuild(self, sampler: Any, request: Request) -> None:
+        """As a sampler factory does after a change."""
+        sampler.reset()
+        sampler.accept(request.tokens)
+
+    def request(
+        self,
+        n_prompt: int = 4,
+        max_tokens: int | None = 5,
+        tokens: list[int] | None = None,
+        **options: Any,
+    ) -> Request:
+        request = Request(tokens or prompt_of(n_prompt, self.n_asked), max_tokens, **options)
+        request.sampler_factory = self
+        self.n_asked += 1
+        return request
+
+    def submit(self, request: Request) -> None:
+        """As the engine does with completions and streams."""
+        self.queue.enter(request, None)
+        try:
+            self.engine_thread.submit(request)
+        except BaseException:
+            self.queue.leave([request])
+            raise
+
+    def complete(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Answer:
+        request, mailbox = (
+            self.request(n_prompt, max_tokens, **options),
+            ThreadMailbox(self.engine_thread.dispatcher),
+        )
+        request.sink = CompletionSink(Choices(mailbox, 0), piece, (), 0)
+        self.submit(request)
+        return Answer(request, mailbox)
+
+    def stream(self, n_prompt: int = 4, max_tokens: int | None = 5) -> Stream:
+        request, mailbox = (
+            self.request(n_prompt, max_tokens, token_budget=BUFFER_TOKENS),
+            ThreadMailbox(self.engine_thread.dispatcher),
+        )
+        request.sink = DeltaSink(mailbox, piece, ())
+        self.submit(request)
+        return Stream(self.engine_thread, request, mailbox, None)
+
+    def start(
+        self, n_prompt: int = 4, max_tokens: int | None = 5, stops: tuple[str, ...] = (), **options: Any
+    ) -> Generation:
+        request = self.request(n_prompt, max_tokens, token_budget=0, resumable=True, **options)
+        mailbox = ThreadMailbox(self.engine_thread.dispatcher)
+        request.sink = TokenSink(mailbox, piece, stops)
+        self.engine_thread.submit(request)
+        return self.generation(request, mailbox)
+
+    def generation(self, request: Request, mailbox: ThreadMailbox) -> Generation:
+        return Generation(self.engine_thread, request, mailbox, N_VOCAB, self.context.n_ctx, self.layout)
+
+    def layout(self) -> Layout:
+        return Layout(bytes(16), "f16", "f16", 1)
+
+    def restore(self, snapshot: bytes) -> Generation:
+        """As an engine does."""
+        found = unpack(snapshot, self.layout(), N_VOCAB)
+        request = self.request(max_tokens=None, resumable=True)
+        request.tokens, request.n_prompt = found.tokens, found.n_prompt
+        request.n_total = request.token_budget = len(found.tokens) - found.n_prompt
+        mailbox = ThreadMailbox(self.engine_thread.dispatcher)
+        request.sink = TokenSink(mailbox, piece, ())
+        self.engine_thread.call(self.engine_thread.loop.restore, request, found.n_cells, found.state)
+        return self.generation(request, mailbox)
+
+    def cancel(self, request: Request) -> None:
+        request.cancelled = True
+        self.engine_thread.call(self.engine_thread.loop.cancel, request)
+
+    def finish_one(self) -> None:
+        """One request from an idle decoder to an idle decoder."""
+        self.complete(max_tokens=1).check()
+        self.idle()
+
+    def idle(self) -> None:
+        """Returns when the thread has nothing to do but to wait for commands."""
+        ident = self.engine_thread._thread.ident
+        assert ident is not None
+        wait_until(lambda: sys._current_frames()[ident].f_code.co_name == "run_next")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the thread between two steps: what is asked meanwhile comes to it all at once."""
+        reached, go_on = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            reached.set()
+            go_on.wait(PATIENCE_S)
+
+        self.engine_thread.call(stand)
+        assert reached.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def close(self, drain: bool = True) -> None:
+        """Closes within reason; then nothing is left of anybody."""
+        Worker(self.engine_thread.close, drain).result()
+        assert self.context.closed
+        assert self.queue.n == 0
+        assert all(sampler.closed for sampler in self.samplers)
+        assert self.scheduler.n_live == 0
+        self.engine_thread.loop.check_integrity()

@@ -174,6 +174,13 @@ ENGINE = [
     Option("n_ubatch", int, "N", "most tokens in one physical batch (ubatch)"),
     Option("n_threads", int, "N", "CPU threads while one request runs"),
     Option("n_threads_batch", int, "N", "CPU threads while several requests run, and for prompts"),
+    Option("n_cells", int, "N", "KV cells of all requests together, shared (default: n_ctx for each)"),
+    Option("type_k", str, "TYPE", "type of the keys in the KV cache, such as q8_0"),
+    Option("type_v", str, "TYPE", "type of the values in the KV cache"),
+    Option("cache_bytes", int, "N", "host memory for prefixes that have no slot any more; 0: none"),
+    Option("max_itl_ms", float, "MS", "cut prompts into chunks so that streams wait at most this long"),
+    Option("overflow", str, "MODE", "when a context is full: stop, recompute or shift"),
+    Option("n_keep", int, "N", "tokens at the start that overflow keeps"),
 ]
 MODEL = [Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all")]
 

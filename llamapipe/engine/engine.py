@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from llamapipe.arguments import check_flag, check_float, check_int
+from llamapipe.arguments import check_choice, check_flag, check_float, check_int
 from llamapipe.engine.cache import cache_of
 from llamapipe.engine.chat_calls import ChatCalls
 from llamapipe.engine.frontend.chat_builder import ChatBuilder
@@ -22,6 +22,7 @@ from llamapipe.engine.frontend.snapshot import Layout
 from llamapipe.engine.frontend.submission import Submission
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import EngineStats
+from llamapipe.engine.scheduler.overflow import MODES, Overflow
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.engine.worker.engine_thread import EngineThread
@@ -69,6 +70,11 @@ class Engine(ChatCalls):
       default: a tenth of the free memory, 0: none.
     - ``max_itl_ms``: cut prompts into chunks so that streams wait at most about this long between two tokens; None:
       a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take longer.
+    - ``overflow``: what happens to a request that has filled ``n_ctx``. ``"stop"``: it ends, with ``"length"``.
+      ``"recompute"``: it keeps its first ``n_keep`` tokens (at least the BOS token) and the newer half of the others,
+      which are computed again; its text then ends only by ``max_tokens``, a stop string or an end token. ``"shift"``:
+      the same without computing them again, with llama.cpp's shift of positions. That is faster and only approximate;
+      it needs ``kv_unified=False`` and a model whose positions can be shifted.
     - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
       buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
       (on GPUs, except software devices), ``"on"`` or ``"off"``.
@@ -103,6 +109,8 @@ class Engine(ChatCalls):
         prefix_cache: bool = True,
         cache_bytes: int | None = None,
         max_itl_ms: float | None = None,
+        overflow: Literal["stop", "recompute", "shift"] = "stop",
+        n_keep: int = 0,
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
         if not isinstance(model, (Model, str, os.PathLike)):
@@ -160,6 +168,7 @@ class Engine(ChatCalls):
                 n_score_rows=max(context.n_outputs_max - context.n_seq_max, 1),
                 prefill_cutoff=prefill_cutoff(context),
                 max_itl_s=max_itl_s,
+                overflow=_overflow(context, overflow, n_keep),
             )
             self.model = model
             self.n_ctx = context.n_ctx
@@ -261,6 +270,33 @@ class Engine(ChatCalls):
                 source=self,
             )
             engine_thread.close_soon()
+
+
+def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
+    """Checks the options for a full context."""
+    check_choice("overflow", mode, MODES)
+    n = check_int("n_keep", n_keep, 0, 2**31 - 1)
+    if mode == "stop" and n:
+        raise ValueError(
+            f"n_keep is {n}, but overflow is 'stop', which drops nothing: choose 'recompute' or 'shift'"
+        )
+    if mode == "stop":
+        return Overflow()
+    if n > context.n_ctx - 4:
+        raise ValueError(
+            f"n_keep is {n} and n_ctx {context.n_ctx}; that leaves too little to drop: n_keep is at most "
+            f"{context.n_ctx - 4}"
+        )
+    if mode == "shift" and context.kv_unified:
+        raise ValueError(
+            "overflow='shift' moves cells, and with a unified KV cache requests share them: use "
+            "overflow='recompute', or leave n_cells and kv_unified out"
+        )
+    if mode == "shift" and not context.can_shift:
+        raise ValueError(
+            f"the positions of {context.model.path.name} cannot be shifted: use overflow='recompute'"
+        )
+    return Overflow(mode, max(n, int(context.model.vocab.add_bos)))
 
 
 def _warn_of_size(context: Context, n_bytes: int) -> None:

@@ -44,7 +44,7 @@ class Generation:
         self._n_ctx = n_ctx
         self._layout = layout
         self._tokens = list(request.tokens)
-        self._n_forks = 0
+        self._n_forks = self._n_dropped = 0
         self._changed = False  # trimmed or lengthened since the last token
 
     def __repr__(self) -> str:
@@ -84,6 +84,7 @@ class Generation:
         if item is None:
             return None
         self._tokens.append(item.id)
+        self._drop_old_tokens()
         token: Token = item
         return token
 
@@ -119,6 +120,8 @@ class Generation:
             )
         if n < len(self._tokens) or self.finish_reason is not None:
             del self._tokens[n:]
+            if n <= self._request.n_kept:
+                self._n_dropped = 0
             self._change(n, [])
 
     def append(self, tokens: Iterable[SupportsIndex]) -> None:
@@ -161,6 +164,7 @@ class Generation:
         forked = Generation(self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._layout)
         forked._tokens = self._tokens.copy()
         forked._changed = self._changed
+        forked._n_dropped = self._n_dropped
         forked.engine = self.engine
         self._engine_thread.call(self._engine_thread.loop.fork, parent, child)
         return forked
@@ -200,6 +204,14 @@ class Generation:
     def __del__(self) -> None:
         if hasattr(self, "_tokens"):  # next() cannot be called any more: free the slot
             self.cancel()
+
+    def _drop_old_tokens(self) -> None:
+        """Drops what the engine has dropped because the context was full."""
+        request = self._request
+        n = len(request.dropped) - self._n_dropped
+        if n:
+            del self._tokens[request.n_kept : request.n_kept + n]
+            self._n_dropped += n
 
     def _check_open(self) -> None:
         self._engine_thread.check_open()

@@ -306,6 +306,12 @@ class Context:
         return out
 
     @property
+    def can_shift(self) -> bool:
+        """Whether positions can be shifted."""
+        lib = self._native.lib
+        return bool(lib.llama_memory_can_shift(lib.llama_get_memory(self.llama)))
+
+    @property
     def n_reused(self) -> int:
         """How often llama.cpp could reuse its last compute graph."""
         return int(self._native.lib.llama_perf_context(self.llama).n_reused)

@@ -34,8 +34,7 @@ class PipelineMemory:
         self._n_seq_max = context.n_seq_max
         self._whole_only = context.model.is_recurrent
         self._kv_streams = not context.kv_unified and context.n_seq_max > 1
-        lib = pipeline.native.lib
-        self._can_shift = bool(lib.llama_memory_can_shift(lib.llama_get_memory(context.llama)))
+        self._can_shift = context.can_shift
 
     def remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
         """Removes positions ``[p0, p1)`` of a sequence.

@@ -247,6 +247,7 @@ class TestCachedPrefix:
                 assert out.n_cached_tokens == 60
                 assert loop.agrees(prompt, out.token_ids)
         prefix.release()
+        engine.check_integrity()
         for _ in range(3):
             self.crowd(engine)
         assert engine.generate(prompt, greedy(5)).n_cached_tokens == 0
@@ -278,3 +279,10 @@ class TestCachedPrefix:
         for _ in range(3):
             self.crowd(engine)
         assert engine.generate([*self.PREFIX, 7], greedy(1)).n_cached_tokens == 0
+
+    def test_nothing_is_left_after_close(self, engine: lp.Engine) -> None:
+        engine.cache_prefix(self.PREFIX)
+        self.crowd(engine)
+        assert engine.stats().cache_bytes > 16_000
+        engine.close()
+        assert engine.stats().cache_bytes == 0

@@ -183,6 +183,14 @@ class FakeContext:
         self.sequences[seq_id] = self.sequences[source][:n]
         return True
 
+    def shift(self, seq_id: int, begin: int, end: int) -> bool:
+        """Drops cells from the middle of a sequence."""
+        self._claim()
+        cells = self.sequences[seq_id]
+        assert 0 <= begin < end <= len(cells), f"{begin} to {end} of {len(cells)} cells"
+        del cells[begin:end]
+        return True
+
     def save(self, seq_id: int, max_bytes: int) -> FakeSaved | None:
         """A copy of a sequence's cells, a byte each."""
         self._claim()

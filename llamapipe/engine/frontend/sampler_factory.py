@@ -168,7 +168,7 @@ class SamplerFactory:
         history = self.history(request.tokens)
         if history:
             chain.accept(history)
-        generated = request.tokens[request.n_prompt :]
+        generated = request.whole[request.n_prompt :]
         if self.params.grammar is not None and generated:
             chain.accept_grammar(generated)
         if chain.guide is not None:

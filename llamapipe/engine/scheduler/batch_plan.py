@@ -48,7 +48,15 @@ class Forget(NamedTuple):
     key: int
 
 
-MemoryOp = Remove | Copy | Save | Load | Forget
+class Shift(NamedTuple):
+    """Remove the cells of a sequence at the positions from ``begin`` to before ``end``, and move those after them."""
+
+    slot: int
+    begin: int
+    end: int
+
+
+MemoryOp = Shift | Remove | Copy | Save | Load | Forget
 
 
 class ScoredRows(NamedTuple):

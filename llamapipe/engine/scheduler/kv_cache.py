@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from llamapipe.engine.scheduler.batch_plan import Copy, Forget, Load, MemoryOp, Remove, Save
+from llamapipe.engine.scheduler.batch_plan import Copy, Forget, Load, MemoryOp, Remove, Save, Shift
 from llamapipe.engine.scheduler.host_store import HostStore
 from llamapipe.engine.scheduler.prefix_tree import PrefixTree
 from llamapipe.engine.scheduler.request import Request
@@ -293,6 +293,14 @@ class KvCache:
             self._tree.remove(cells)
             cells.n = n
             self._tree.insert(cells, request.tokens[:n])
+
+    def shift(self, request: Request, begin: int, end: int) -> None:
+        """A request's tokens from ``begin`` to ``end`` were dropped; the cells after them move there."""
+        assert request.cells is not None
+        self._tree.remove(request.cells)  # what these cells hold depends on tokens that are gone
+        request.uses_cache = False
+        self.memory_ops.append(Shift(request.slot, begin, end))
+        request.n_past -= end - begin
 
     def lost(self, slot: int) -> None:
         """A slot without a request has lost its cells."""

@@ -111,6 +111,7 @@ class Request:
         "caller",
         "cancelled",
         "cells",
+        "dropped",
         "error",
         "finish_reason",
         "keeps_cells",
@@ -120,6 +121,7 @@ class Request:
         "max_tokens",
         "n_cached",
         "n_generated",
+        "n_kept",
         "n_past",
         "n_prompt",
         "n_total",
@@ -151,7 +153,11 @@ class Request:
         sink: ResultSink | None = None,
     ) -> None:
         self.tokens = tokens
-        self.n_prompt = len(tokens)
+        self.n_prompt = len(tokens)  # of `whole`
+        self.dropped: list[
+            int
+        ] = []  # tokens that were dropped when the context was full, after the first `n_kept`
+        self.n_kept = 0
         self.max_tokens = UNLIMITED if max_tokens is None else max_tokens
         self.stop_tokens = stop_tokens
         self.stop_token: int | None = None  # the one of them that was sampled
@@ -204,6 +210,15 @@ class Request:
         child.priority = self.priority
         child.finish_reason = self.finish_reason
         return child
+
+    @property
+    def whole(self) -> list[int]:
+        """The sequence with the tokens that were dropped."""
+        return (
+            self.tokens[: self.n_kept] + self.dropped + self.tokens[self.n_kept :]
+            if self.dropped
+            else self.tokens
+        )
 
     @property
     def n_left(self) -> int:

@@ -15,6 +15,7 @@ from llamapipe.engine.scheduler.batch_builder import BatchBuilder
 from llamapipe.engine.scheduler.batch_plan import BatchPlan, MemoryOp
 from llamapipe.engine.scheduler.kv_cache import KvCache
 from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
+from llamapipe.engine.scheduler.overflow import Overflow
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.scheduler.running import Running
 from llamapipe.engine.scheduler.waiting import Waiting
@@ -39,7 +40,7 @@ class Scheduler:
 
     Sequences of at most ``n_ctx`` positions each and ``n_cells`` in all, in the slots of ``cache``; ``n_batch`` tokens
     in a step, of which llama.cpp computes ``n_ubatch`` at a time. For ``padding_token``, ``n_score_rows``,
-    ``prefill_cutoff`` and ``max_itl_s`` see BatchBuilder.
+    ``prefill_cutoff`` and ``max_itl_s`` see BatchBuilder, for ``overflow`` Overflow.
 
     ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
     again.
@@ -56,6 +57,7 @@ class Scheduler:
         n_score_rows: int = 32,
         prefill_cutoff: int | None = None,
         max_itl_s: float | None = None,
+        overflow: Overflow | None = None,
     ) -> None:
         if n_cells < n_ctx:
             raise ValueError(
@@ -65,6 +67,7 @@ class Scheduler:
         self.n_cells = n_cells
         self.cache = cache
         self.n_preempted = 0
+        self._overflow = Overflow() if overflow is None else overflow
         self._batch_builder = BatchBuilder(
             n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff, max_itl_s
         )
@@ -169,6 +172,8 @@ class Scheduler:
     def fork(self, parent: Request, child: Request) -> None:
         """Gives a new request the sequence of a resumable one that is not running; it will find its cells."""
         child.tokens = parent.tokens.copy()
+        child.dropped = parent.dropped.copy()
+        child.n_kept = parent.n_kept
         child.n_prompt = parent.n_prompt
         child.n_generated = parent.n_generated
         self.cache.learn(parent)
@@ -188,7 +193,9 @@ class Scheduler:
     def trim(self, request: Request, n_keep: int) -> None:
         """Keeps the first ``n_keep`` tokens of a resumable request that is not running."""
         del request.tokens[n_keep:]
-        request.n_prompt = min(request.n_prompt, n_keep)
+        if n_keep <= request.n_kept:
+            request.dropped.clear()
+        request.n_prompt = min(request.n_prompt, len(request.tokens) + len(request.dropped))
         # The last token is computed again: the next one is sampled from its logits.
         self.cache.truncate(request, min(request.n_past, n_keep - 1))
         self._reopen(request)
@@ -298,7 +305,9 @@ class Scheduler:
             sampler = request.sampler
             if sampler is not None and sampler.finished:
                 self.finish(request, "stop")
-            elif request.n_generated >= request.max_tokens or len(tokens) >= self.n_ctx:
+            elif request.n_generated >= request.max_tokens or (
+                len(tokens) >= self.n_ctx and not self._drop_old_tokens(request)
+            ):
                 self.finish(request, "length")
             elif request.n_total >= request.token_budget:
                 self._pause(request)
@@ -316,6 +325,13 @@ class Scheduler:
                 plan  # has all decoding requests: after a change from two micro-batches it may have half
             )
         return taken
+
+    def _drop_old_tokens(self, request: Request) -> bool:
+        if not self._overflow.drop(request, self.cache):
+            return False
+        self._running.take(request)
+        self._running.add(request)
+        return True
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """Learns the time of a step, from its launch to its tokens."""

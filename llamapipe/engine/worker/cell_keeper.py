@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamapipe.engine.scheduler.batch_plan import Copy, Load, Remove, Save
+from llamapipe.engine.scheduler.batch_plan import Copy, Load, Remove, Save, Shift
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.executor import Executor, Saved
@@ -26,6 +26,8 @@ class CellKeeper:
         for op in self._scheduler.take_memory_ops():
             if isinstance(op, Remove):
                 done = executor.remove(op.slot, op.position)
+            elif isinstance(op, Shift):
+                done = op.slot not in lost and executor.shift(op.slot, op.begin, op.end)
             elif isinstance(op, Copy):
                 done = op.source not in lost and executor.copy(op.source, op.slot, op.n)
             elif isinstance(op, Load):
@@ -39,7 +41,7 @@ class CellKeeper:
             if not done:
                 lost.add(op.slot)
                 self._scheduler.recompute(op.slot)
-            elif not isinstance(op, Remove):
+            elif not isinstance(op, (Remove, Shift)):
                 lost.discard(op.slot)
         return not lost
 
@@ -60,7 +62,7 @@ class CellKeeper:
         kept = request.saved_cells
         if kept is not None and kept.key in self._saved:
             return kept.n, self._saved[kept.key].to_bytes()
-        if request.slot < 0 or request.n_past == 0:
+        if request.slot < 0 or request.n_past == 0 or not request.uses_cache:
             return 0, b""
         saved = executor.save(request.slot, _ANY_SIZE)
         if saved is None:

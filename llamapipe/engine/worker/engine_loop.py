@@ -148,7 +148,9 @@ class EngineLoop:
         if request.error is not None:
             raise request.error
         n_cells, state = self._cells.snapshot(self._executor, request)
-        return request.tokens.copy(), request.n_prompt, n_cells, state
+        # Constraints cannot be followed from the middle of a text: they begin with what follows.
+        n_prompt = len(request.tokens) if request.dropped else request.n_prompt
+        return request.tokens.copy(), n_prompt, n_cells, state
 
     def restore(self, request: Request, n_cells: int, state: bytes) -> None:
         """Accepts a new request whose first cells are given."""
@@ -191,7 +193,7 @@ class EngineLoop:
             n_cache_hit_tokens=self._scheduler.cache.n_hit_tokens,
             n_saved=self._scheduler.cache.n_saved,
             n_restored=self._scheduler.cache.n_restored,
-            cache_bytes=self._scheduler.cache.n_host_bytes,
+            cache_bytes=0 if self.closed else self._scheduler.cache.n_host_bytes,
             step_times=self._step_times.copy(),
             n_queued=self._scheduler.n_queued,
             n_micro_batches=self._scheduler.n_micro_batches,

@@ -45,6 +45,12 @@ class Executor(Protocol):
     def remove(self, seq_id: int, position: int) -> bool:
         """Removes the cells of a sequence from ``position`` on. False if it could only remove all of them."""
 
+    def shift(self, seq_id: int, begin: int, end: int) -> bool:
+        """Removes cells from the middle of a sequence and moves those after them.
+
+        False if that is not possible; the sequence is empty then.
+        """
+
     def copy(self, source: int, seq_id: int, n: int) -> bool:
         """Copies the first ``n`` cells of a sequence to an empty one. False if that is not possible."""
 
@@ -161,6 +167,16 @@ class StepExecutor:
         lib.lp_memory(
             self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0
         )  # recurrent models keep no history to go back to
+        return False
+
+    def shift(self, seq_id: int, begin: int, end: int) -> bool:
+        """Removes positions from ``begin`` to before ``end``. The next step rotates the keys of those after them."""
+        self._context.claim()
+        lib = self._native.lib
+        removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, end, 0)
+        if removed > 0 and lib.lp_memory(self._handle, lib.LP_SHIFT, seq_id, 0, end, -1, begin - end) > 0:
+            return True
+        lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
         return False
 
     def copy(self, source: int, seq_id: int, n: int) -> bool:

@@ -58,12 +58,13 @@ class Trees(RuleBasedStateMachine):
             assert n_shared(tokens[:limit], self.tokens[holder]) >= n
 
     @rule(holder=holders)
-    def others(self, holder: int) -> None:
+    def sharing(self, holder: int) -> None:
         tokens = self.tokens[holder]
-        expected = {h for h, t in self.tokens.items() if h != holder and t[: len(tokens)] == tokens}
-        others = list(self.tree.others(holder))
-        assert set(others) <= expected and len(set(others)) == len(others)
-        assert bool(others) == bool(expected) or not tokens  # the empty sequence is no prefix worth finding
+        shared = {h: n_shared(tokens, t) for h, t in self.tokens.items() if h != holder}
+        n, others = self.tree.sharing(holder, len(tokens))
+        assert n == max(shared.values(), default=0)
+        assert set(others) <= {h for h, m in shared.items() if m == n} and len(set(others)) == len(others)
+        assert bool(others) == (n > 0)
 
     @invariant()
     def is_sound(self) -> None:

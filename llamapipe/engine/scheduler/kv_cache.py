@@ -73,7 +73,8 @@ class KvCache:
     ``enabled``: keep cells after their request has ended. ``whole_only``: cells can be reused only all together: the
     memory has a state that cannot go back. ``host_bytes``: budget of host memory. ``cell_bytes``: of a saved cell.
     ``max_parked``: parked cells in all; None: any number. ``min_prefix``: shorter prefixes are computed;
-    ``min_save``: shorter sequences are dropped instead of saved.
+    ``min_save``: sequences with fewer tokens that no other one has are dropped
+    instead of saved.
 
     ``memory_ops``: changes to be made before the next step, in this order.
     """
@@ -359,7 +360,10 @@ class KvCache:
 
     # ---- host memory
     def _is_worth_saving(self, cells: Cells) -> bool:
-        return cells.n >= self._min_save and not any(other.n >= cells.n for other in self._tree.others(cells))
+        if cells.n < self._min_save:
+            return False
+        n_shared, others = self._tree.sharing(cells, cells.n)
+        return cells.n - max((min(other.n, n_shared) for other in others), default=0) >= self._min_save
 
     def _save(self, cells: Cells, pinned_by: Request | None) -> None:
         n_bytes = self.n_bytes_of(cells.n)

@@ -103,10 +103,16 @@ class PrefixTree(Generic[H]):
             for holder in islice(reversed(node.holders), _MAX_LOOKED_AT):
                 yield n, holder
 
-    def others(self, holder: H) -> Iterator[H]:
-        """The newest few of the other holders that begin with all tokens of this one."""
-        found = islice(reversed(self._ends[holder].holders), _MAX_LOOKED_AT + 1)
-        return (other for other in found if other != holder)
+    def sharing(self, holder: H, n: int) -> tuple[int, list[H]]:
+        """How many of a holder's ``n`` tokens another one begins with, and the newest few that do."""
+        node: _Node[H] | None = self._ends[holder]
+        while node is not None and node.parent is not None and len(node.holders) == 1:
+            n -= len(node.tokens)
+            node = node.parent
+        if node is None or node.parent is None:
+            return 0, []
+        found = islice(reversed(node.holders), _MAX_LOOKED_AT + 1)
+        return n, [other for other in found if other != holder]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if nodes and holders disagree."""

@@ -1,14 +1,18 @@
 // The KV cells of a sequence, copied to host memory and back.
 #include "saved_cells.hpp"
 
+#include <algorithm>
+
 namespace lp {
 
 void SavedCells::resize(size_t n) {
     if (n > capacity) {
+        // A buffer that is used again grows by half at least: touching new pages takes longer than copying to them.
+        const size_t more = std::max(n, capacity + capacity / 2);
         size = capacity = 0;
         bytes.reset();  // first: both together may not fit
-        bytes.reset(new uint8_t[n]);
-        capacity = n;
+        bytes.reset(new uint8_t[more]);
+        capacity = more;
     }
     size = n;
 }

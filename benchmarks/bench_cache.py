@@ -18,11 +18,11 @@ from pathlib import Path
 
 sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
 
-import llamapipe as lp
-from llamapipe.engine.scheduler.kv_cache import KvCache
-from llamapipe.engine.scheduler.prefix_tree import PrefixTree
-from llamapipe.engine.scheduler.request import Request
-from llamapipe.engine.scheduler.scheduler import Scheduler
+import llamapipe as lp  # noqa: E402
+from llamapipe.engine.scheduler.kv_cache import KvCache  # noqa: E402
+from llamapipe.engine.scheduler.prefix_tree import PrefixTree  # noqa: E402
+from llamapipe.engine.scheduler.request import Request  # noqa: E402
+from llamapipe.engine.scheduler.scheduler import Scheduler  # noqa: E402
 
 
 def main() -> None:
@@ -58,9 +58,14 @@ def lookups(n_tokens: int = 600) -> None:
             sequences.append(sequence)
         find_s = []
         for sequence in rng.choices(sequences, k=1000):
-            prompt = sequence[: rng.randrange(1, n_tokens)] + [1, 2, 3]
-            find_s.append(timed(lambda prompt=prompt: next(tree.find(prompt, len(prompt) - 1))))
+            prompt = [*sequence[: rng.randrange(1, n_tokens)], 1, 2, 3]
+            find_s.append(timed(partial(first_found, tree, prompt)))
         print(f"  {n:6d}: lookup {us(find_s)}, insert {us(insert_s)}")
+
+
+def first_found(tree: PrefixTree[int], prompt: list[int]) -> object:
+    """A sequence that shares the most tokens."""
+    return next(tree.find(prompt, len(prompt) - 1))
 
 
 def trace(n_requests: int, n_slots: int = 16, n_cells: int = 8_192) -> None:
@@ -107,8 +112,7 @@ def forks(model: lp.Model, unified: bool, n_rounds: int, n_tokens: int = 1000) -
         prompt = [rng.randrange(300, 30_000) for _ in range(n_tokens)]
         with engine.start(prompt, params) as parent:
             parent.next()
-            for _ in range(n_rounds):
-                next_s.append(timed(parent.next))
+            next_s += [timed(parent.next) for _ in range(n_rounds)]
             for _ in range(n_rounds):
                 parent.next()  # so that the last fork has fewer of its cells than the parent
                 parent.next()
@@ -138,7 +142,7 @@ def preemption(model: lp.Model, n_rounds: int, n_tokens: int = 1000) -> None:
                 for _ in range(n_rounds if enabled else 5):
                     next_s.append(timed(generation.next))
                     begin = time.perf_counter()
-                    thread.ask(lambda: scheduler.preempt(generation._request))
+                    thread.ask(partial(scheduler.preempt, generation._request))
                     generation.next()
                     resume_s.append(time.perf_counter() - begin)
         found[enabled] = (statistics.median(resume_s) - statistics.median(next_s)) * 1e3

@@ -66,7 +66,8 @@ class Engine(ChatCalls):
     - ``trace``: True records a timeline in the attribute ``trace``; a path also writes it there when the engine
       closes, as ``.json`` (Perfetto) or ``.svg``.
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
-      compute them; see ``docs/guides/memory.md``. ``cache_bytes``: host memory for cells that have lost their slot;
+      compute them; see ``docs/guides/memory.md``. ``"exact"`` reuses fewer, so that logits are bitwise those without
+      the cache. ``cache_bytes``: host memory for cells that have lost their slot;
       default: a tenth of the free memory, 0: none.
     - ``max_itl_ms``: cut prompts into chunks so that streams wait at most about this long between two tokens; None:
       a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take longer.
@@ -106,7 +107,7 @@ class Engine(ChatCalls):
         trace: bool | str | Path | None = None,
         ring: Literal["auto", "events", "sync", "off"] = "auto",
         graph_sampling: Literal["auto", "on", "off"] = "auto",
-        prefix_cache: bool = True,
+        prefix_cache: bool | Literal["exact"] = True,
         cache_bytes: int | None = None,
         max_itl_ms: float | None = None,
         overflow: Literal["stop", "recompute", "shift"] = "stop",
@@ -117,7 +118,7 @@ class Engine(ChatCalls):
             raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
         depth = None if pipeline_depth is None else check_int("pipeline_depth", pipeline_depth, 1, 2)
         self._trace_path = _trace_path(trace)
-        uses_cache = check_flag("prefix_cache", prefix_cache)
+        cache_mode = prefix_cache if prefix_cache == "exact" else check_flag("prefix_cache", prefix_cache)
         max_itl_s = None if max_itl_ms is None else check_float("max_itl_ms", max_itl_ms, 1, 1e6) / 1e3
         n_cache_bytes = None if cache_bytes is None else check_int("cache_bytes", cache_bytes, 0, 2**63 - 1)
         window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
@@ -159,7 +160,7 @@ class Engine(ChatCalls):
             self._types = (type_k, type_v, 1 if unified else context.n_seq_max)
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             scheduler = Scheduler(
-                cache_of(context, uses_cache, n_cache_bytes, self._kv_bytes),
+                cache_of(context, cache_mode, n_cache_bytes, self._kv_bytes),
                 context.n_ctx,
                 context.n_cells,
                 context.n_batch,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +23,11 @@ from hypothesis.stateful import (
 )
 from support.desk import N_CTX, Desk
 from support.fakes import N_VOCAB, next_token
+from support.gguf_models import recurrent_model
 from support.inside import request_of, scheduler_of, thread_of
 from support.memory import cache_of
-from support.plain import PlainLoop, greedy
+from support.memory_models import hybrid_model, sliding_window_model
+from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
 from llamapipe.engine.generation import Generation
@@ -246,10 +249,18 @@ def test_on_llama_cpp(tiny: lp.Model, loop: PlainLoop, options: dict[str, Any]) 
         run(machine, 12, 25)
 
 
-def test_on_a_recurrent_model(recurrent: lp.Model) -> None:
-    from support.plain import plain_loop
-
-    with plain_loop(recurrent) as loop, machine_on(recurrent, loop, {"n_seq_max": 3}) as machine:
+@pytest.mark.parametrize("kind", ["recurrent", "sliding window", "hybrid"])
+def test_on_other_memories(tmp_path: Path, kind: str) -> None:
+    make = {
+        "recurrent": recurrent_model,
+        "sliding window": sliding_window_model,
+        "hybrid": hybrid_model,
+    }[kind]
+    with (
+        lp.Model(make(tmp_path / "model.gguf")) as model,
+        plain_loop(model) as loop,
+        machine_on(model, loop, {"n_seq_max": 3}) as machine,
+    ):
         run(machine, 12, 25)
 
 

@@ -173,3 +173,39 @@ def test_tasks_on_one_prefix(make_engine: MakeEngine) -> None:
     assert len(outs) >= 8
     wait_until(lambda: engine.stats().n_active == 0)
     assert engine.stats().n_prompt_tokens <= 2 * 40 + 9 * 4
+
+
+class TestExact:
+    @pytest.mark.device
+    def test_log_probabilities_are_bitwise_those_without_it(self, make_engine: MakeEngine) -> None:
+        """Prompts that share prefixes of all lengths, one after another: in place, copied and loaded."""
+        options = {"n_ubatch": 32, "n_batch": 64, "n_seq_max": 3}
+        exact = make_engine(prefix_cache="exact", cache_bytes=300_000, **options)
+        plain = make_engine(prefix_cache=False, **options)
+        chance = random.Random(9)
+        base = tokens_of(200, 3)
+        for i in range(40):
+            prompt = base[: chance.randrange(1, 200)] + tokens_of(chance.randrange(1, 40), 300 + i)
+            params = greedy(6, logprobs=3)
+            outs = [engine.generate(prompt, params) for engine in (exact, plain)]
+            assert outs[0].token_ids == outs[1].token_ids
+            assert outs[0].logprobs == outs[1].logprobs
+            assert outs[0].n_cached_tokens % 32 == 0
+        assert exact.stats().n_cache_hit_tokens > 1000
+        exact.check_integrity()
+
+    def test_what_was_computed_beside_others_is_not_reused(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(prefix_cache="exact", n_ubatch=32, n_seq_max=4)
+        engine.generate([SHARED + tokens_of(9, i) for i in range(4)], greedy(2))
+        assert engine.stats().n_cache_hit_tokens == 0
+        engine.generate(SHARED + tokens_of(9, 5), greedy(2))
+        assert engine.generate(SHARED + tokens_of(9, 6), greedy(2)).n_cached_tokens == 32
+
+    def test_options(self, make_engine: MakeEngine) -> None:
+        with pytest.raises(ValueError, match="n_batch is 100 and n_ubatch 64"):
+            make_engine(prefix_cache="exact", n_batch=100, n_ubatch=64)
+        with pytest.raises(ValueError, match="rounding depends on where cells are"):
+            make_engine(prefix_cache="exact", kv_unified=True)
+        for bad in ("on", 2, None):
+            with pytest.raises(TypeError, match="prefix_cache"):
+                make_engine(prefix_cache=bad)

@@ -25,15 +25,17 @@ class Cells:
     """The cells of one sequence: in a slot, or saved in host memory.
 
     ``request``: the one that uses them now. ``key``: of saved ones. ``pinned``: saved, and not to be dropped.
+    ``n_exact``: see Request; once the request has left.
     """
 
-    __slots__ = ("_n", "key", "n_bytes", "pinned", "request", "slot")
+    __slots__ = ("_n", "key", "n_bytes", "n_exact", "pinned", "request", "slot")
 
     def __init__(self, slot: int, request: Request | None, n: int) -> None:
         self.slot = slot
         self.request = request
         self.key = -1
         self.n_bytes = 0
+        self.n_exact = 0
         self.pinned = False
         self._n = n  # of a request that runs: at most so many, as the tree knows no more of its tokens
 
@@ -59,10 +61,10 @@ class Cells:
 class Found:
     """A prefix for a request: ``n`` cells of ``cells``, or ``n`` cells that ``leader`` is about to compute."""
 
-    __slots__ = ("cells", "leader", "n")
+    __slots__ = ("cells", "leader", "n", "n_exact")
 
     def __init__(self) -> None:
-        self.n = 0
+        self.n = self.n_exact = 0
         self.cells: Cells | None = None
         self.leader: Request | None = None
 
@@ -75,6 +77,8 @@ class KvCache:
     ``max_parked``: parked cells in all; None: any number. ``min_prefix``: shorter prefixes are computed;
     ``min_save``: sequences with fewer tokens that no other one has are dropped
     instead of saved.
+    ``exact_multiple``: reuse only multiples of this many cells that were computed in batches of their own, so that the
+    other tokens are computed in the same batches as without the cache. None: any number of cells.
 
     ``memory_ops``: changes to be made before the next step, in this order.
     """
@@ -89,6 +93,7 @@ class KvCache:
         max_parked: int | None = None,
         min_prefix: int = 1,
         min_save: int = 32,
+        exact_multiple: int | None = None,
     ) -> None:
         self.n_slots = n_slots
         self.enabled = enabled
@@ -99,6 +104,7 @@ class KvCache:
         self._max_parked = max_parked
         self._min_prefix = min_prefix
         self._min_save = min_save
+        self._exact_multiple = exact_multiple
         self._free = list(range(n_slots))  # slots without a request, as a heap
         self._parked: OrderedDict[int, Cells] = OrderedDict()  # by slot, least recently used first
         self._n_parked_cells = 0
@@ -169,20 +175,39 @@ class KvCache:
             if n < found.n or (n == found.n and best_rank == 2):
                 break
             leader = cells.request
-            ready = min(n, cells.n)
+            ready = self._n_ready(cells, n, request)
             if self._whole_only and (leader.n_past if leader is not None else cells.n) != ready:
                 ready = 0
             rank = 2 if leader is None and cells.slot >= 0 else 1 if cells.slot >= 0 else 0
             if ready >= self._min_prefix and (ready, rank) > (found.n, best_rank):
                 found.n, found.cells, best_rank = ready, cells, rank
-            if leader is not None and cells.n < n and n > n_pending and not self._whole_only:
+            if (
+                leader is not None
+                and cells.n < n
+                and n > n_pending
+                and not (self._whole_only or self._exact_multiple)
+            ):
                 found.leader, n_pending = leader, n
+        found.n_exact = request.n_exact if found.cells is request.saved_cells else found.n
         if found.leader is not None:
             if n_pending - found.n < MIN_FOLLOW:
                 found.leader = None
             else:
                 found.n = n_pending
         return found
+
+    def _n_ready(self, cells: Cells, n: int, request: Request) -> int:
+        """How many of the first ``n`` cells a request may start with."""
+        n = min(n, cells.n)
+        if self._exact_multiple is None or cells is request.saved_cells:
+            return n
+        n_exact = cells.n_exact if cells.request is None else cells.request.n_exact
+        return min(n, n_exact) // self._exact_multiple * self._exact_multiple
+
+    def computed_alone(self, request: Request, n: int) -> None:
+        """Notes that a step computed a request's last ``n`` cells and nothing else."""
+        if self._exact_multiple is not None and request.n_exact == request.n_past - n:
+            request.n_exact += n // self._exact_multiple * self._exact_multiple
 
     def learn(self, request: Request) -> None:
         """The tree learns all tokens in the cells of a request with a slot, also the generated ones."""
@@ -217,6 +242,7 @@ class KvCache:
             else:
                 self._load(source, slot, n)
         request.n_past = n
+        request.n_exact = min(found.n_exact, n)
         self.n_hit_tokens += n
         self._adopt(request)
 
@@ -265,6 +291,7 @@ class KvCache:
             self.memory_ops.append(Remove(slot, 0))
             return
         cells.request = None
+        cells.n_exact = request.n_exact
         n_known, cells.n = cells.n_known, n
         if n_known <= n:
             self._tree.extend(cells, request.tokens[:n], n_known)
@@ -290,6 +317,7 @@ class KvCache:
         if n < request.n_past:
             self.memory_ops.append(Remove(request.slot, n))
             request.n_past = n
+            request.n_exact = min(request.n_exact, n)
         if cells.n_known > n and cells in self._tree:
             self._tree.remove(cells)
             cells.n = n

@@ -120,6 +120,7 @@ class Request:
         "logprob_targets",
         "max_tokens",
         "n_cached",
+        "n_exact",
         "n_generated",
         "n_kept",
         "n_past",
@@ -183,6 +184,9 @@ class Request:
         self.slot = -1
         self.batch_plan: BatchPlan | None = None  # the last plan it is part of, while it keeps its slot
         self.n_past = 0
+        self.n_exact = (
+            0  # its first cells that were computed in batches of their own, if that matters (KvCache)
+        )
         self.n_generated = 0  # since the start or the last append; bounded by max_tokens
         self.n_total = 0  # since the start; bounded by token_budget
         self.state = State.WAITING

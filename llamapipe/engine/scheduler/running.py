@@ -76,7 +76,7 @@ class Running:
 
     def recompute(self, request: Request) -> None:
         """A request lost its cells: all of its tokens have to be computed again."""
-        request.n_past = 0
+        request.n_past = request.n_exact = 0
         if request in self.decoding:
             self.decoding.remove(request)
             self.add(request)

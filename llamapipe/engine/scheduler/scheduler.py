@@ -282,6 +282,8 @@ class Scheduler:
         for request, n in plan.scheduled:
             if request.batch_plan is plan:
                 request.n_past += n
+        if len(plan.scheduled) == 1:
+            self.cache.computed_alone(*plan.scheduled[0])
         taken = [(r, token) for r, token in zip(plan.requests, sampled, strict=True) if r.batch_plan is plan]
         for request, targets, *_ in plan.scored:
             if (

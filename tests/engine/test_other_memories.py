@@ -1,0 +1,93 @@
+"""The prefix cache with models whose memory cannot give back a part of a sequence, or only some of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.control import Worker, all_results
+from support.memory_models import hybrid_model, sliding_window_model
+from support.plain import PlainLoop, greedy, plain_loop
+
+import llamapipe as lp
+
+MakeEngine = Callable[..., lp.Engine]
+KINDS = {"sliding window": sliding_window_model, "hybrid": hybrid_model}
+
+
+@pytest.fixture(scope="module", params=[*KINDS, "recurrent"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, recurrent: lp.Model
+) -> Iterator[lp.Model]:
+    """A small model of each kind."""
+    if request.param == "recurrent":
+        yield recurrent
+        return
+    path: Path = tmp_path_factory.mktemp("models") / "model.gguf"
+    with lp.Model(KINDS[request.param](path)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(model: lp.Model) -> Iterator[PlainLoop]:
+    """The same tokens without an engine."""
+    with plain_loop(model) as loop:
+        yield loop
+
+
+def tokens_of(n: int, seed: int) -> list[int]:
+    """Tokens of all these vocabularies."""
+    return [5 + (seed * 37 + i * 11 + i * i) % 100 for i in range(n)]
+
+
+@pytest.mark.parametrize("kv_unified", [False, True])
+class TestKinds:
+    def test_a_conversation(
+        self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, kv_unified: bool
+    ) -> None:
+        """What was told so far is in one sequence, which is reused as a whole."""
+        engine = make_engine(model, n_seq_max=2, kv_unified=kv_unified)
+        told = tokens_of(40, 1)
+        for turn in range(5):
+            out = engine.generate(told, greedy(6))
+            assert plain.agrees(told, out.token_ids)
+            assert out.n_cached_tokens == (len(told) - 8 if turn else 0)  # all but the new message
+            told = told + out.token_ids + tokens_of(7, turn)
+        engine.check_integrity()
+
+    def test_prefixes_of_all_lengths(
+        self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, kv_unified: bool
+    ) -> None:
+        """Shared in part, so hardly any cells can be used; with few slots, little memory, and preemption."""
+        engine = make_engine(
+            model,
+            n_seq_max=3,
+            kv_unified=kv_unified,
+            cache_bytes=100_000,
+            n_cells=320 if kv_unified else None,
+        )
+        base = tokens_of(120, 2)
+        prompts = [base[: 10 + 7 * i % 110] + tokens_of(5 + i % 9, i) for i in range(30)]
+        workers = [Worker(engine.generate, prompt, greedy(8 + i % 20)) for i, prompt in enumerate(prompts)]
+        for prompt, out in zip(prompts, all_results(workers), strict=True):
+            assert plain.agrees(prompt, out.token_ids)
+        for prompt in prompts[:10]:
+            assert plain.agrees(prompt, engine.generate(prompt, greedy(9)).token_ids)
+        engine.check_integrity()
+
+    def test_generations_are_cut_forked_and_restored(
+        self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, kv_unified: bool
+    ) -> None:
+        engine = make_engine(model, n_seq_max=3, kv_unified=kv_unified)
+        prompt = tokens_of(50, 3)
+        with engine.start(prompt, greedy(None)) as generation:
+            given = [next(generation).id for _ in range(10)]
+            assert plain.agrees(prompt, given)
+            with generation.fork() as child, engine.restore(generation.snapshot(), greedy(None)) as restored:
+                for other in (child, restored):
+                    assert plain.agrees(prompt + given, [next(other).id for _ in range(12)])
+            generation.trim(45)
+            generation.append([7, 8])
+            assert plain.agrees([*prompt[:45], 7, 8], [next(generation).id for _ in range(12)])
+            engine.check_integrity()

@@ -100,11 +100,12 @@ def _shadowed() -> Path | None:
     return None
 
 
-# How llama.cpp's three messages about an aborted step end.
+# How llama.cpp's messages about an aborted step end.
 _ABORTED = (
     "graph_compute_async failed with error 1",
     "failed to compute graph, compute status: 1",
     "failed to decode, ret = 2",
+    ", +inf)",  # the cells that it removes then
 )
 
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing, suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qs
@@ -115,7 +115,21 @@ class Call:
 
     # ---- the request
     async def body(self) -> bytes:
-        """The whole body. Raises ApiError 413 over the limit, HungUpError if the client disconnects first."""
+        """The whole body.
+
+        Raises ApiError 413 over the limit, 408 if it does not arrive in time, HungUpError if the client disconnects.
+        """
+        timeout_s = self.state.settings.body_timeout_s
+        try:
+            return await asyncio.wait_for(self._read_body(), timeout_s)
+        except asyncio.TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not arrive within {timeout_s:g} seconds, the limit of this server",
+                code="timeout",
+            ) from None
+
+    async def _read_body(self) -> bytes:
         limit = self.state.settings.max_body_bytes
         length = self.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > limit:
@@ -165,17 +179,18 @@ class Call:
         """Sends a value as JSON."""
         await self.answer(msgspec.json.encode(value), status)
 
-    async def answer_events(self, events: AsyncIterator[bytes], headers: Headers = ()) -> None:
+    async def answer_events(self, events: AsyncGenerator[bytes, None], headers: Headers = ()) -> None:
         """Sends encoded server-sent events as they arrive; waits while the client reads slowly.
 
         The status is sent with the first event, so that an error before it can still set the status.
         """
-        first = await anext(events)
-        await self._start(200, [*_EVENTS, *headers])
-        send = self._send
-        await send({"type": "http.response.body", "body": first, "more_body": True})
-        async for event in events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async with aclosing(events):  # its requests end now, also if sending is cancelled
+            first = await anext(events)
+            await self._start(200, [*_EVENTS, *headers])
+            send = self._send
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -268,6 +283,8 @@ class Endpoint:
 
     async def _failed(self, call: Call, error: Exception) -> None:
         answer = api_error(error)
+        if type(error) in (TypeError, ValueError):  # a check that names no field, or a defect
+            _log.warning("id=%s %s refused", call.id, call.scope["path"], exc_info=error)
         if answer is None:
             _log.exception("id=%s %s failed", call.id, call.scope["path"])
             answer = ApiError(500, f"the server failed: {type(error).__name__}; its log has id {call.id}")

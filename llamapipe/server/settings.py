@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamapipe.arguments import check_int
+from llamapipe.arguments import check_flag, check_float, check_int
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class ServerSettings:
     - ``max_n``: maximum number of choices of one request, over all its prompts.
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
     - ``timeout_s``: seconds a request may take; longer ones are answered 504. None: no limit.
+    - ``body_timeout_s``: seconds in which a request's body must arrive; slower ones are answered 408.
     - ``strict``: refuse options that only a hosted service can act on. Otherwise they are accepted, and the answer's
       header ``x-llamapipe-unused`` names them.
     - ``page``: serve the page at ``/``.
@@ -37,6 +38,7 @@ class ServerSettings:
     max_n: int = 128
     retry_after_s: int = 1
     timeout_s: float | None = None
+    body_timeout_s: float = 60.0
     strict: bool = False
     page: bool = True
 
@@ -47,6 +49,11 @@ class ServerSettings:
         check_int("max_requests", self.max_requests, 1, 2**31 - 1)
         check_int("max_n", self.max_n, 1, 10_000)
         check_int("retry_after_s", self.retry_after_s, 0, 86_400)
+        if self.timeout_s is not None:
+            check_float("timeout_s", self.timeout_s, 0.001, 1e6)
+        check_float("body_timeout_s", self.body_timeout_s, 0.001, 1e6)
+        check_flag("strict", self.strict)
+        check_flag("page", self.page)
         if any(not key.isascii() or not key.strip() for key in self.api_keys):
             raise ValueError(
                 "an API key must be printable ASCII and not empty: HTTP headers cannot carry others"

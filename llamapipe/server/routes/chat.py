@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -144,7 +144,7 @@ class _Answer:
             "finish_reason": choice.finish_reason,
         }
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
         request, job = self.request, self.job
         writer = ChunkWriter(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -60,6 +60,9 @@ class _Job:
         vocab = call.state.engine.model.vocab
         n = 1 if request.n is None else request.n
         best_of = request.best_of or n
+        limit = call.state.settings.max_n
+        if best_of > limit and request.best_of:
+            raise ApiError(400, f"best_of is {best_of}; this server's limit is {limit}", "best_of")
         if best_of < n:
             raise ApiError(400, f"best_of is {best_of} and n is {n}; best_of must not be smaller", "best_of")
         if best_of > n and request.stream:
@@ -168,7 +171,7 @@ class _Job:
         return self.call.state.engine.model.vocab.detokenize(self.prompts[i], remove_special=True)
 
     # ---- streamed
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
         request = self.request
         writer = ChunkWriter(

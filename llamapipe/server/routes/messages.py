@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -134,7 +134,7 @@ class _Answer:
         message["usage"]["output_tokens"] = done.n_completion_tokens
         return message | _stop(choice)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
         n_completion = 0
         (stream,) = self.job.streams()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from importlib.resources import files
 
@@ -50,6 +51,8 @@ async def timeline(call: Call) -> None:
     """``GET /timeline?after=SECONDS``."""
     try:
         after_s = float(call.query("after") or 0)
+        if not math.isfinite(after_s):
+            raise ValueError
     except ValueError:
         raise ApiError(400, "after must be a number of seconds", "after") from None
     await call.answer_json(await call.state.timeline.since(after_s))

@@ -56,7 +56,10 @@ async def detokenize(call: Call) -> None:
     """``POST /detokenize``."""
     request = call.decode(_DETOKENIZE)
     call.state.check_model(request.model)
-    text = call.state.engine.model.vocab.detokenize(request.tokens, unparse_special=True)
+    try:
+        text = call.state.engine.model.vocab.detokenize(request.tokens, unparse_special=True)
+    except ValueError as e:
+        raise ApiError(400, f"tokens: {e}", "tokens") from None
     await call.answer_json({"content": text, "prompt": text})
 
 

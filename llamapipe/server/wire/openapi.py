@@ -18,12 +18,13 @@ _STATUSES = {
     "401": "No valid API key.",
     "403": "Not allowed.",
     "404": "There is no such model.",
+    "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "429": "Too many requests; Retry-After says when to retry.",
     "503": "The server is shutting down, or the KV cache is full.",
     "504": "The request took longer than the server allows.",
 }
-_BODY = ("400", "404", "413")
+_BODY = ("400", "404", "408", "413")
 _BUSY = ("429", "503")
 _REF = "#/components/schemas/{name}"
 

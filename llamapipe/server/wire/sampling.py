@@ -126,12 +126,14 @@ def checked_params(values: dict[str, Any]) -> SamplingParams:
 
 
 def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
-    """Biases by token id. A key that is not a number is text; each of its tokens gets the bias."""
+    """Biases by token id. A key that is not a number is text; each of its tokens gets the bias. Raises ApiError 400."""
     biases: dict[int, float] = {}
     for key, value in given.items():
         if key.isascii() and key.isdigit():
             biases[int(key)] = value
             continue
+        if not key or key.removeprefix("-").isdigit():
+            raise ApiError(400, f"logit_bias has the key {key!r}; give a token id or text", "logit_bias")
         try:
             tokens = tokenize(key)
         except ValueError as e:

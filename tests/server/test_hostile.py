@@ -1,0 +1,177 @@
+"""Requests of hostile and clumsy clients: each gets a clear answer, nothing is left, and nobody else waits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import httpx
+import pytest
+from support.control import wait_until
+
+import llamapipe as lp
+from llamapipe.server import ServerSettings, serve
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=512, n_seq_max=4, max_queue=16) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: lp.Engine) -> Iterator[serve]:
+    settings = ServerSettings(body_timeout_s=0.5, max_requests=4, model_names=("demo",))
+    with serve(engine, settings=settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: serve) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def function(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": []},
+        {"prompt": [[]]},
+        {"prompt": [-1]},
+        {"prompt": [10**9]},
+        {"prompt": [1, "a"]},
+        {"prompt": True},
+        {"max_tokens": 10**30},
+        {"max_tokens": "3"},
+        {"temperature": "hot"},
+        {"temperature": 10**400},
+        {"top_p": 7},
+        {"n": 0},
+        {"n": 10**6},
+        {"stop": [""]},
+        {"logit_bias": {"": 1}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"99999999": 1}},
+        {"logit_bias": {"5": "x"}},
+        {"logprobs": 10**6},
+        {"best_of": 10**9},
+        {"echo": "yes"},
+        {"grammar": "root ::= root root"},
+        {"regex": "("},
+        {"json_schema": {"type": "nope"}},
+        {"allowed_token_ids": []},
+        {"sampler_order": ["no such"]},
+    ],
+    ids=str,
+)
+def test_a_bad_option_of_a_completion(client: httpx.Client, change: dict[str, Any]) -> None:
+    """The message or the error's ``param`` names the field."""
+    body = json.dumps({"prompt": "Hi", "max_tokens": 2, **change})
+    answer = client.post("/v1/completions", content=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert next(iter(change)) in f"{error['param']} {error['message']}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": []},
+        {"messages": [{}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "user", "content": "a" * 10**6}]},
+        {"messages": [{"role": "assistant", "content": "x"}] * 2000},
+        {"tools": [{}]},
+        {"tools": [function("", {})]},
+        {"tools": [function("f", {"type": "object", "properties": {"a": {"$ref": "#/no"}}})]}
+        | {"tool_choice": "required"},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "no such"}},
+        {"response_format": {"type": "json_schema"}},
+        {"top_logprobs": 5},
+        {"chat_template_kwargs": {"messages": []}},
+        {"modalities": ["audio"]},
+    ],
+    ids=lambda change: str(change)[:60],
+)
+def test_a_bad_option_of_a_chat(client: httpx.Client, change: dict[str, Any]) -> None:
+    assert client.post("/v1/chat/completions", json={**CHAT, **change}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"prompt":"a","temperature":NaN}',
+        b'{"prompt":"a","max_tokens":1e400}',
+        b'{"prompt":"\\ud800"}',
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+def test_a_body_that_is_no_request(client: httpx.Client, body: bytes) -> None:
+    assert client.post("/v1/completions", content=body).status_code == 400
+
+
+def test_tokens_outside_the_vocabulary(client: httpx.Client) -> None:
+    for token in (-1, 10**12):
+        answer = client.post("/detokenize", json={"tokens": [token]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_a_bad_request_leaves_no_traceback(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    """A plain TypeError or ValueError may be a defect, so it is logged; checks raise errors that name the field."""
+    with caplog.at_level(logging.WARNING):
+        for change in ({"temperature": -1}, {"prompt": [-1]}, {"logit_bias": {"": 1}}, {"regex": "("}):
+            client.post("/v1/completions", json={"prompt": "a", **change})
+        client.post("/detokenize", json={"tokens": [-1]})
+        client.post("/v1/chat/completions", json={**CHAT, "tools": [{}]})
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_slow_bodies_do_not_keep_others_out(server: serve, client: httpx.Client, engine: lp.Engine) -> None:
+    """As many as may be served at once: they are answered 408, and the next one is served."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    sockets = [socket.create_connection((server.host, server.port), 60) for _ in range(4)]
+    for slow in sockets:
+        slow.sendall(head)
+    wait_until(lambda: server._server.state.n_requests == 4)
+    assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 429
+    for slow in sockets:
+        with closing(slow):
+            answer = slow.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 408 ") and b"within 0.5 seconds" in answer
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_choices_of_a_stream_end_with_its_client(client: httpx.Client, engine: lp.Engine) -> None:
+    for _ in range(5):
+        body = {**CHAT, "max_tokens": 400, "n": 3, "stream": True, "logit_bias": {"1": -100}}
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            next(answer.iter_lines())
+    wait_until(lambda: engine.stats().n_active == engine.stats().n_queued == 0)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout_s": 0}, {"timeout_s": "1"}, {"body_timeout_s": -1}, {"strict": 1}, {"page": None}],
+    ids=str,
+)
+def test_bad_settings_name_the_field(options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        ServerSettings(**options)

@@ -93,6 +93,9 @@ def add_parser(
     server.add_argument("--max-body-bytes", type=int, metavar="N", help="largest request body (16777216)")
     server.add_argument("--timeout", type=float, metavar="S", help="seconds a request may take (no limit)")
     server.add_argument(
+        "--body-timeout", type=float, metavar="S", help="seconds in which a request's body must arrive (60)"
+    )
+    server.add_argument(
         "--strict", action="store_true", help="refuse options that only a hosted service can act on"
     )
     server.add_argument("--no-page", action="store_true", help="no page at /")
@@ -153,6 +156,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "strict": args.strict,
         "page": not args.no_page,
     }
+    if args.body_timeout is not None:
+        values["body_timeout_s"] = args.body_timeout
     for name in ("max_requests", "max_n", "max_body_bytes"):
         if getattr(args, name) is not None:
             values[name] = getattr(args, name)

@@ -18,7 +18,17 @@ from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.server.errors import ApiError, Dialect
 from llamapipe.server.exchange import Endpoint, Handler
-from llamapipe.server.routes import chat, completions, embeddings, messages, models, page, system, tokens
+from llamapipe.server.routes import (
+    chat,
+    completions,
+    embeddings,
+    messages,
+    models,
+    page,
+    responses,
+    system,
+    tokens,
+)
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 
@@ -63,6 +73,7 @@ def routes(state: ServerState) -> list[Route]:
     made = [
         _route("POST", "/v1/completions", completions.completions),
         _route("POST", "/v1/chat/completions", chat.chat_completions),
+        _route("POST", "/v1/responses", responses.responses),
         _route("POST", "/v1/embeddings", embeddings.embeddings),
         _route("POST", "/v1/rerank", embeddings.rerank),
         _route("POST", "/rerank", embeddings.rerank),

@@ -10,6 +10,7 @@ import msgspec
 import llamapipe
 from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest
 from llamapipe.server.wire.openai import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest
+from llamapipe.server.wire.responses import ResponsesRequest
 from llamapipe.server.wire.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 _STATUSES = {
@@ -46,6 +47,7 @@ _GENERATES = (*_BODY, *_BUSY, "504")
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation.", ChatRequest, _GENERATES),
     Operation("post", "/v1/completions", "Complete text or tokens.", CompletionRequest, _GENERATES),
+    Operation("post", "/v1/responses", "Answer an input; nothing is stored.", ResponsesRequest, _GENERATES),
     Operation(
         "post", "/v1/messages", "Answer a conversation, in Anthropic's format.", MessagesRequest, _GENERATES
     ),

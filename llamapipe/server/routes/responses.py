@@ -1,0 +1,293 @@
+"""``POST /v1/responses``: answers an input, in the format of OpenAI's Responses API. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from llamapipe.chat.results import ToolCallDelta
+from llamapipe.engine.chat_results import ChatDelta
+from llamapipe.engine.frontend.chat_builder import ChatOptions
+from llamapipe.server.chats import ChatJob
+from llamapipe.server.errors import ApiError, api_error
+from llamapipe.server.events import event
+from llamapipe.server.exchange import Call
+from llamapipe.server.wire.logprobs import chat_logprobs, check_top
+from llamapipe.server.wire.responses import LOGPROBS, ResponsesRequest, messages_of, tools_of
+from llamapipe.server.wire.sampling import checked_params
+
+_DECODER = msgspec.json.Decoder(ResponsesRequest)
+_MAX_TOP = 20  # the API's limit
+_STATUS = {"length": "incomplete", "timeout": "incomplete"}
+
+
+async def responses(call: Call) -> None:
+    """Answers an input, as a whole or as a stream."""
+    request = call.decode(_DECODER)
+    request.check()
+    model = call.state.check_model(request.model)
+    call.note_unused(request.unused())
+    answer = _Answer(call, request, model, _job(call, request))
+    if request.stream:
+        await call.answer_events(answer.events())
+        return
+    async with aclosing(answer.parts()) as parts:
+        async for _ in parts:
+            pass
+    await call.answer_json(answer.response())
+
+
+def _job(call: Call, request: ResponsesRequest) -> ChatJob:
+    """The request as a job of the engine. Raises ApiError."""
+    if request.max_output_tokens is not None and request.max_output_tokens < 1:
+        raise ApiError(
+            400,
+            f"max_output_tokens is {request.max_output_tokens}; it must be 1 or more",
+            "max_output_tokens",
+        )
+    values: dict[str, Any] = {"max_tokens": request.max_output_tokens}
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        if getattr(request, name) is not None:
+            values[name] = getattr(request, name)
+    if request.seed is not None:
+        values["seed"] = request.seed % 2**64
+    if LOGPROBS in (request.include or ()):
+        values["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
+    elif request.top_logprobs:
+        raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", "top_logprobs")
+    tools, choice = tools_of(request)
+    args = dict(request.chat_template_kwargs or {})
+    effort = None if request.reasoning is None else request.reasoning.effort
+    if effort == "none":
+        args.setdefault("enable_thinking", False)
+    elif effort is not None:
+        args.setdefault("reasoning_effort", effort)
+    parallel = request.parallel_tool_calls is not False
+    options = ChatOptions(tools, choice, parallel, _schema(request), args)
+    return ChatJob(call, messages_of(request), checked_params(values), options)
+
+
+def _schema(request: ResponsesRequest) -> Any:
+    """The JSON schema that the answer must match, None for any text."""
+    given = None if request.text is None else request.text.format
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return {"type": "object"}
+    if given.schema is None:
+        raise ApiError(400, "text.format: json_schema needs a schema", "text.format.schema")
+    return given.schema
+
+
+class _Answer:
+    """The answer to one request. ``parts`` makes it; then ``response`` is complete."""
+
+    def __init__(self, call: Call, request: ResponsesRequest, model: str, job: ChatJob) -> None:
+        self.call = call
+        self.request = request
+        self.model = model
+        self.job = job
+        self.created = int(time.time())
+        self.items = _Items(call)
+        self.n_output = self.n_reasoning = 0
+        self.finish_reason: str | None = None
+        self.error: dict[str, Any] | None = None
+
+    async def parts(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The events of the output's items, as they arise."""
+        (stream,) = self.job.streams()
+        try:
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    self.call.token_arrived(0)
+                    self.n_output += len(delta.token_ids)
+                    self.n_reasoning += len(delta.token_ids) if delta.reasoning else 0
+                    made = self.items.add(delta)
+                    if delta.finish_reason is not None:
+                        self.finish_reason = delta.finish_reason
+                        made += self.items.close(self.status)
+                    yield made
+        finally:
+            self.call.count(self.job.n_prompt_tokens, self.n_output)
+
+    @property
+    def status(self) -> str:
+        """Of the response."""
+        if self.error is not None:
+            return "failed"
+        if self.finish_reason is None:
+            return "in_progress"
+        return _STATUS.get(self.finish_reason, "completed")
+
+    def response(self) -> dict[str, Any]:
+        """The response as it is now."""
+        request, n_input = self.request, self.job.n_prompt_tokens
+        is_done = self.status != "in_progress"
+        reasoning = None if request.reasoning is None else request.reasoning.effort
+        text_format = None if request.text is None else request.text.format
+        return {
+            "id": f"resp_{self.call.id}",
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if is_done else None,
+            "status": self.status,
+            "background": False,
+            "error": self.error,
+            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self.model,
+            "output": self.items.done,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": reasoning, "summary": None},
+            "store": False,
+            "temperature": request.temperature,
+            "text": {"format": {"type": "text"} if text_format is None else msgspec.to_builtins(text_format)},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": {
+                "input_tokens": n_input,
+                "input_tokens_details": {"cached_tokens": self.job.n_cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": self.n_output,
+                "output_tokens_details": {"reasoning_tokens": self.n_reasoning},
+                "total_tokens": n_input + self.n_output,
+            }
+            if is_done
+            else None,
+        }
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of the stream."""
+        n = 0
+
+        def written(one: dict[str, Any]) -> bytes:
+            nonlocal n
+            n += 1
+            return event({**one, "sequence_number": n - 1}, one["type"])
+
+        try:
+            async with aclosing(self.parts()) as parts:
+                async for made in parts:
+                    if n == 0:
+                        for kind in ("response.created", "response.in_progress"):
+                            yield written(
+                                {"type": kind, "response": {**self.response(), "status": "in_progress"}}
+                            )
+                    for one in made:
+                        yield written(one)
+        except Exception as e:
+            answer = api_error(e)
+            if self.call.status == 0 or answer is None:
+                raise
+            self.error = {"code": answer.code or "server_error", "message": answer.message}
+        yield written({"type": f"response.{self.status}", "response": self.response()})
+
+
+class _Items:
+    """The items of the output: reasoning, a message, function calls. One is open at a time."""
+
+    def __init__(self, call: Call) -> None:
+        self.done: list[dict[str, Any]] = []
+        self._call = call
+        self._open: dict[str, Any] | None = None
+        self._call_index = -1  # of the open function call
+
+    def __repr__(self) -> str:
+        return f"<_Items n_done={len(self.done)} open={self._open is not None}>"
+
+    def add(self, delta: ChatDelta) -> list[dict[str, Any]]:
+        """The events for a part of the answer."""
+        made: list[dict[str, Any]] = []
+        if delta.reasoning:
+            made += self._text("reasoning", "reasoning_text", delta.reasoning, None)
+        if delta.content:
+            logprobs = None
+            if delta.logprobs is not None:
+                logprobs = chat_logprobs(delta.logprobs, self._call.state.engine.model.vocab)["content"]
+            made += self._text("message", "output_text", delta.content, logprobs)
+        for part in delta.tool_calls:
+            made += self._function(part)
+        return made
+
+    def close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """The events that end the open item. ``status``: of the item."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        made: list[dict[str, Any]] = []
+        place = {"item_id": item["id"], "output_index": len(self.done)}
+        if item["type"] == "function_call":
+            kind = "response.function_call_arguments.done"
+            made.append({"type": kind, **place, "name": item["name"], "arguments": item["arguments"]})
+        else:
+            part = item["content"][0]
+            place["content_index"] = 0
+            done = {"type": f"response.{part['type']}.done", **place, "text": part["text"]}
+            if part["type"] == "output_text":
+                done["logprobs"] = part["logprobs"]
+            made += [done, {"type": "response.content_part.done", **place, "part": part}]
+        item["status"] = status
+        self.done.append(item)
+        made.append({"type": "response.output_item.done", "output_index": len(self.done) - 1, "item": item})
+        return made
+
+    def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        made = self.close()
+        item |= {"id": f"{item['type'][:3]}_{self._call.id}_{len(self.done)}", "status": "in_progress"}
+        self._open = item
+        added = {"type": "response.output_item.added", "output_index": len(self.done), "item": {**item}}
+        return [*made, added]
+
+    def _text(
+        self, kind: str, part_kind: str, text: str, logprobs: list[dict[str, Any]] | None
+    ) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        if self._open is None or self._open["type"] != kind:
+            item: dict[str, Any] = {"type": kind, "content": []}
+            part: dict[str, Any] = {"type": part_kind, "text": ""}
+            if kind == "message":
+                item["role"] = "assistant"
+                part |= {"annotations": [], "logprobs": []}
+            else:
+                item["summary"] = []
+            made = self._begin(item)
+            place = {"item_id": item["id"], "output_index": len(self.done), "content_index": 0}
+            made.append({"type": "response.content_part.added", **place, "part": msgspec.to_builtins(part)})
+            item["content"] = [part]
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        delta = {
+            "type": f"response.{part_kind}.delta",
+            "item_id": self._open["id"],
+            "output_index": len(self.done),
+            "content_index": 0,
+            "delta": text,
+        }
+        if kind == "message":
+            part["logprobs"] += logprobs or []
+            delta["logprobs"] = logprobs or []
+        return [*made, delta]
+
+    def _function(self, part: ToolCallDelta) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        if self._open is None or self._open["type"] != "function_call" or self._call_index != part.index:
+            self._call_index = part.index
+            made = self._begin(
+                {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""}
+            )
+        assert self._open is not None
+        if part.arguments:
+            self._open["arguments"] += part.arguments
+            place = {"item_id": self._open["id"], "output_index": len(self.done)}
+            made.append({"type": "response.function_call_arguments.delta", **place, "delta": part.arguments})
+        return made

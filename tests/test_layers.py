@@ -24,7 +24,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine.scheduler", "engine.params", "engine.results"),
     ("pipeline", "structured"),
     ("llama",),
-    ("gguf", "host", "text", "native", "chat"),
+    ("gguf", "host", "hub", "text", "native", "chat"),
     ("structured.schema",),
     ("arguments",),
     ("errors",),

@@ -12,7 +12,16 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import llamapipe as lp
-from llamapipe.cli.options import ENGINE, MODEL, SAMPLING, UsageError, add_options, given
+from llamapipe.cli.options import (
+    ENGINE,
+    MODEL,
+    MODEL_HELP,
+    SAMPLING,
+    UsageError,
+    add_options,
+    given,
+    model_path,
+)
 from llamapipe.cli.terminal import Terminal, WordWrap
 
 _DESCRIPTION = "Hold a conversation with a model; without -m, the bundled one. Needs the extra 'chat'."
@@ -49,9 +58,7 @@ def add_parser(
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (default: the bundled model)"
-    )
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template"

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
-from llamapipe.cli.options import ENGINE, MODEL, SAMPLING, UsageError, add_options, given
+from llamapipe.cli.options import (
+    ENGINE,
+    MODEL,
+    MODEL_HELP,
+    SAMPLING,
+    UsageError,
+    add_options,
+    given,
+    model_path,
+)
 from llamapipe.cli.terminal import Terminal
 
 _DESCRIPTION = (
@@ -47,9 +56,7 @@ def add_parser(
     parser.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads it from stdin"
     )
-    parser.add_argument(
-        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (default: the bundled model)"
-    )
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "-f",
         "--file",

@@ -86,6 +86,24 @@ def _text_or_file(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {e}") from None
 
 
+MODEL_HELP = "a GGUF file, or hf:OWNER/REPO[/FILE] of the Hugging Face Hub (default: the bundled model)"
+
+
+def model_path(text: str) -> Path:
+    """The model file that ``--model`` names; one of the hub is downloaded if need be."""
+    from llamapipe.hub.reference import PREFIX, parse
+
+    if not text.startswith(PREFIX):
+        return Path(text)
+    from llamapipe.errors import ModelLoadError
+    from llamapipe.hub.download import model_file
+
+    try:
+        return model_file(*parse(text))
+    except (ImportError, ModelLoadError, ValueError) as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
 SAMPLING = [
     Option(
         "max_tokens",

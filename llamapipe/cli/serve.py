@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
-from llamapipe.cli.options import ENGINE, MODEL, UsageError, add_options, given
+from llamapipe.cli.options import ENGINE, MODEL, MODEL_HELP, UsageError, add_options, given, model_path
 
 _DESCRIPTION = (
     "Serve a model over HTTP for clients of OpenAI's and Anthropic's APIs; without -m, the bundled model."
@@ -52,11 +52,9 @@ def add_parser(
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
-        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (default: the bundled model)"
-    )
-    parser.add_argument(
-        "--embeddings", type=Path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
+        "--embeddings", type=model_path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
     )
     parser.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template"

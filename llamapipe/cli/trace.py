@@ -12,7 +12,16 @@ from statistics import median
 import numpy as np
 
 import llamapipe as lp
-from llamapipe.cli.options import ENGINE, MODEL, Option, UsageError, add_options, given
+from llamapipe.cli.options import (
+    ENGINE,
+    MODEL,
+    MODEL_HELP,
+    Option,
+    UsageError,
+    add_options,
+    given,
+    model_path,
+)
 from llamapipe.cli.terminal import Terminal
 
 _DESCRIPTION = (
@@ -43,9 +52,7 @@ def add_parser(
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "-m", "--model", type=Path, metavar="FILE", help="a GGUF file (default: the bundled model)"
-    )
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "-o",
         "--output",

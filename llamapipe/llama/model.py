@@ -136,6 +136,38 @@ class Model:
         """Loads the bundled model, which writes stories, counts and answers simple questions."""
         return cls(demo_model_path())
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None = None,
+        *,
+        revision: str | None = None,
+        local_files_only: bool = False,
+        progress: bool = True,
+        **options: Any,
+    ) -> Model:
+        """Loads a model of the Hugging Face Hub (extra ``hub``), which is downloaded once and then found in its cache.
+
+        - ``repo_id``: ``"owner/name"``. ``filename``: a file, or a pattern such as ``"*Q4_K_M.gguf"``, that one model
+          matches; None if the repository has only one. A model that is split into several files counts as one.
+        - ``revision``: a branch, tag or commit. ``local_files_only``: use the cache and do not connect.
+        - ``progress``: show progress bars. ``options``: as for ``Model``.
+
+        ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` have the meaning that huggingface_hub gives
+        them. Raises ImportError without the extra, ValueError for a bad name, ModelLoadError if no model or several
+        match or the download fails; else as ``Model`` does.
+        """
+        from llamapipe.hub.download import model_file
+
+        for name, value in (("local_files_only", local_files_only), ("progress", progress)):
+            check_flag(name, value)
+        texts: dict[str, object] = {"repo_id": repo_id, "filename": filename, "revision": revision}
+        for name, text in texts.items():
+            if not isinstance(text, str) and (text is not None or name == "repo_id"):
+                raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+        return cls(model_file(repo_id, filename, revision, local_files_only, progress), **options)
+
     def __repr__(self) -> str:
         if self._handle is None:
             return f"<Model {self.path.name!r} closed>"

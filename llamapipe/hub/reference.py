@@ -1,0 +1,69 @@
+"""Names of model files on a hub: parses ``hf:owner/repo/file`` and chooses among the files of a repository."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+PREFIX = "hf:"
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_MOST_LISTED = 20
+
+
+class Reference(NamedTuple):
+    """A file, or a pattern of files, of a repository. ``filename`` None: its only model."""
+
+    repo_id: str
+    filename: str | None
+
+
+def parse(text: str) -> Reference:
+    """``hf:owner/repo`` or ``hf:owner/repo/file``, where the file may be a pattern. Raises ValueError."""
+    parts = text.removeprefix(PREFIX).split("/", 2)
+    if not text.startswith(PREFIX) or len(parts) < 2 or not all(parts):
+        raise ValueError(
+            f"{text!r} names no model on the hub; write hf:OWNER/REPO or hf:OWNER/REPO/FILE.gguf"
+        )
+    return Reference("/".join(parts[:2]), parts[2] if len(parts) > 2 else None)
+
+
+def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
+    """The files of the one model that matches: itself, or all of its parts, the first one first.
+
+    ``pattern``: a file's name or a pattern such as ``*Q4_K_M.gguf``, for the whole path or the last part of it. None:
+    the only model. ``where``: for messages. Raises ValueError if no model matches, or several do, or a part is missing.
+    """
+    files = sorted(name for name in names if name.endswith(".gguf"))
+    if pattern is None:
+        # Projectors of pictures and importance matrices accompany models.
+        found = [name for name in files if not _last(name).startswith(("mmproj", "imatrix"))]
+    elif pattern in files:
+        found = [pattern]
+    else:
+        found = [name for name in files if fnmatchcase(name, pattern) or fnmatchcase(_last(name), pattern)]
+    models = sorted({_SPLIT.sub("", name) for name in found})
+    if not models:
+        what = "no GGUF file" if pattern is None else f"no GGUF file that matches {pattern!r}"
+        raise ValueError(f"{where} has {what}; it has {_listed(files)}")
+    if len(models) > 1:
+        raise ValueError(f"{where} has {len(models)} models; name one of {_listed(found)}")
+    split = _SPLIT.search(found[0])
+    if split is None:
+        return found
+    stem, n = found[0][: split.start()], int(split.group(2))
+    parts = [f"{stem}-{i:05}-of-{n:05}.gguf" for i in range(1, n + 1)]
+    missing = [part for part in parts if part not in files]
+    if missing:
+        raise ValueError(f"{where} has not all parts of {stem}: {missing[0]} is missing")
+    return parts
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return (", ".join(names[:_MOST_LISTED]) or "none") + more

@@ -1,0 +1,128 @@
+"""Models of a hub on loopback: each in a process of its own, because huggingface_hub reads its settings at import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.gguf_models import tiny_model
+from support.run_script import environment, run_script
+from support.small_hub import COMMIT, SmallHub, small_hub
+
+pytest.importorskip("huggingface_hub")
+
+REPO = "some/model"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHub]:
+    folder = tmp_path_factory.mktemp("hub")
+    one = tiny_model(folder / "one.gguf").read_bytes()
+    other = tiny_model(folder / "other.gguf", type_name="q8_0").read_bytes()
+    files = {
+        REPO: {"README.md": b"#", "m-F16.gguf": one, "m-Q8_0.gguf": other, "mmproj-m.gguf": b"?"},
+        "some/single": {"dir/only.gguf": one},
+    }
+    with small_hub(files) as hub:
+        yield hub
+
+
+def settings(hub: SmallHub, home: Path, **more: str) -> dict[str, str]:
+    """The variables that huggingface_hub reads."""
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "127.0.0.1",
+        **more,
+    }
+
+
+LOAD = """
+import sys
+import llamapipe as lp
+repo, name, options = sys.argv[1], sys.argv[2] or None, eval(sys.argv[3])
+try:
+    with lp.Model.from_pretrained(repo, name, progress=False, **options) as model:
+        print(model.path.name, model.n_vocab)
+except Exception as e:
+    print(type(e).__name__, e)
+"""
+
+
+def loaded(hub: SmallHub, home: Path, repo: str, name: str = "", options: str = "{}", **more: str) -> str:
+    return run_script(LOAD, repo, name, options, env=settings(hub, home, **more)).strip()
+
+
+def test_a_model_is_downloaded_once(hub: SmallHub, tmp_path: Path) -> None:
+    assert loaded(hub, tmp_path, REPO, "*Q8_0.gguf") == "m-Q8_0.gguf 512"
+    hub.requests.clear()
+    assert loaded(hub, tmp_path, REPO, "*Q8_0.gguf", f"dict(revision={COMMIT!r})") == "m-Q8_0.gguf 512"
+    assert not [request for request in hub.requests if request.startswith("GET") and "resolve" in request]
+    hub.requests.clear()
+    for options, more in (("dict(local_files_only=True)", {}), ("{}", {"HF_HUB_OFFLINE": "1"})):
+        assert loaded(hub, tmp_path, REPO, "*Q8_0.gguf", options, **more) == "m-Q8_0.gguf 512"
+    assert not hub.requests
+
+
+def test_the_only_model_of_a_repository(hub: SmallHub, tmp_path: Path) -> None:
+    assert loaded(hub, tmp_path, "some/single") == "only.gguf 512"
+
+
+@pytest.mark.parametrize(
+    ("repo", "name", "options", "message"),
+    [
+        (REPO, "", "{}", "ModelLoadError some/model has 2 models; name one of m-F16.gguf, m-Q8_0.gguf"),
+        (REPO, "*Q2*", "{}", "ModelLoadError some/model has no GGUF file that matches '*Q2*'; it has m-F16"),
+        ("no/body", "", "{}", "ModelLoadError no/body: there is no such repository, or it is private"),
+        (
+            REPO,
+            "m-F16.gguf",
+            "dict(revision='v9')",
+            "ModelLoadError some/model@v9: there is no such revision",
+        ),
+        (
+            REPO,
+            "",
+            "dict(local_files_only=True)",
+            "ModelLoadError some/model is not in the cache of this machine",
+        ),
+        ("a/b/c", "", "{}", "ValueError 'a/b/c' is no name of a repository"),
+        (REPO, "", "dict(n_gpu_layers='x')", "ModelLoadError some/model has 2 models"),
+        (REPO, "m-F16.gguf", "dict(n_gpu_layers='x')", "TypeError n_gpu_layers"),
+        (REPO, "m-F16.gguf", "dict(revision=5)", "TypeError revision must be a str, not int"),
+    ],
+)
+def test_what_cannot_be_loaded(
+    hub: SmallHub, tmp_path: Path, repo: str, name: str, options: str, message: str
+) -> None:
+    assert loaded(hub, tmp_path, repo, name, options).startswith(message)
+
+
+def test_a_download_that_is_cut_continues(hub: SmallHub, tmp_path: Path) -> None:
+    """New versions of huggingface_hub ask again by themselves; with old ones the next call does."""
+    hub.cut_after = 100_000
+    program = f"import logging; logging.disable(logging.WARNING)\n{LOAD}"
+    out = run_script(program, REPO, "m-F16.gguf", "{}", env=settings(hub, tmp_path))
+    if out.startswith("ModelLoadError some/model: the hub did not answer as expected"):
+        out = run_script(program, REPO, "m-F16.gguf", "{}", env=settings(hub, tmp_path))
+    assert out.strip() == "m-F16.gguf 512"
+    assert hub.cut_after is None
+
+
+def test_the_command_line_takes_names_of_the_hub(hub: SmallHub, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llamapipe", "generate", "--max-tokens", "2", "Hello", "-m"]
+    env = environment(settings(hub, tmp_path, HF_HUB_DISABLE_PROGRESS_BARS="1"))
+    done = subprocess.run(
+        [*command, "hf:some/single"], env=env, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    done = subprocess.run([*command, f"hf:{REPO}"], env=env, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert b"has 2 models; name one of m-F16.gguf, m-Q8_0.gguf" in done.stderr
+    assert os.listdir(tmp_path)  # noqa: PTH208

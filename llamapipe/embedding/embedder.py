@@ -17,6 +17,7 @@ from llamapipe.engine.frontend.progress import progress_bar
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.model import Model
+from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -37,7 +38,7 @@ class Ranked:
     n_tokens: int
 
 
-class Embedder:
+class Embedder(Owner):
     """Computes embeddings with a model. Any thread, and asyncio.
 
         with lp.Embedder("model.gguf") as embedder:

@@ -6,9 +6,10 @@ from types import TracebackType
 
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.engine_thread import EngineThread
+from llamapipe.native.owner import Owner
 
 
-class CachedPrefix:
+class CachedPrefix(Owner):
     """What ``Engine.cache_prefix`` returns. Any thread.
 
     ``n_tokens``: of the prefix. ``n_bytes``: of host memory that it takes. The prefix stays also if this object is

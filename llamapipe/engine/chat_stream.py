@@ -10,9 +10,10 @@ from llamapipe.engine.frontend.chat_builder import ChatItem
 from llamapipe.engine.frontend.delta_parser import DeltaParser
 from llamapipe.engine.frontend.request_builder import Item
 from llamapipe.engine.stream import AsyncStream, Stream
+from llamapipe.native.owner import Owner
 
 
-class ChatStream:
+class ChatStream(Owner):
     """An iterator over the parts of an answer; closing or dropping it cancels the request. Threads as for ``Stream``.
 
     ``n_prompt_tokens``: length of the prompt.
@@ -57,7 +58,7 @@ class ChatStream:
         self.close()
 
 
-class AsyncChatStream:
+class AsyncChatStream(Owner):
     """An asynchronous iterator over the parts of an answer; see ``AsyncStream``.
 
     ``n_prompt_tokens``: length of the prompt; 0 until the first part of a long conversation's answer.

@@ -33,6 +33,7 @@ from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import kv_bytes
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
+from llamapipe.native.owner import Owner
 from llamapipe.pipeline.trace import Trace, check_trace_path
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
@@ -43,7 +44,7 @@ SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their
 PREFILL_CUTOFF_TOKENS = 256
 
 
-class Engine(ChatCalls):
+class Engine(ChatCalls, Owner):
     """Serves any number of threads and asyncio tasks from one context.
 
     - ``model``: a ``Model``, or the path of a GGUF file, which the engine then loads, owns and closes.

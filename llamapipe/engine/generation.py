@@ -16,9 +16,10 @@ from llamapipe.engine.results import FinishReason, Token
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
 from llamapipe.errors import InvalidRequestError
+from llamapipe.native.owner import Owner
 
 
-class Generation:
+class Generation(Owner):
     """A sequence that is continued by ``next``; nothing is computed ahead of a call.
 
     For one thread at a time, except ``cancel``. Between calls the sequence keeps its slot and cells until another

@@ -13,12 +13,13 @@ from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.results import Delta
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.worker.engine_thread import EngineThread
+from llamapipe.native.owner import Owner
 
 _RUNNING = State.RUNNING  # read once a token: a global is faster than a class attribute
 BUFFER_TOKENS = 64  # tokens a stream may be ahead of its reader before its sequence pauses
 
 
-class _Reader:
+class _Reader(Owner):
     """The part both kinds of stream share: the budget for further tokens, the end, cancelling."""
 
     engine: object = None  # kept alive by its streams

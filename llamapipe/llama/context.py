@@ -24,6 +24,7 @@ from llamapipe.llama.batch import Batch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
+from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -37,7 +38,7 @@ _INT32_MAX = 2**31 - 1
 _POLL = 2
 
 
-class Context:
+class Context(Owner):
     """KV cells and compute buffers over a model.
 
     ``n_ctx``: positions each sequence may use; ``n_cells``: KV cells in all (default ``n_ctx * n_seq_max``; fewer only

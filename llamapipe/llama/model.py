@@ -21,6 +21,7 @@ from llamapipe.llama.devices import Device, device_handles
 from llamapipe.llama.loading import Progress, load
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import native
+from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
     from llamapipe.llama.chat_prompts import ChatPrompts
@@ -33,7 +34,7 @@ def demo_model_path() -> Path:
     return Path(__file__).parent.parent / "data" / "demo.gguf"
 
 
-class Model:
+class Model(Owner):
     """A model loaded from a GGUF file.
 
     ``n_gpu_layers``: layers placed on GPUs, -1 for all. ``devices``: names or ``Device`` objects to use, None for all.

@@ -11,6 +11,7 @@ from llamapipe.errors import BackendError, ContextFullError, DecodeError, Engine
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, enum_names, last_error, native
+from llamapipe.native.owner import Owner
 
 GRAPH_SAMPLING = ("auto", "on", "off")
 RINGS = ("auto", "events", "sync", "off")
@@ -51,7 +52,7 @@ def mode_names() -> dict[int, str]:
     return {value: name.removeprefix("LP_").lower() for value, name in enum_names("lp_mode").items()}
 
 
-class NativePipeline:
+class NativePipeline(Owner):
     """Owns a native pipeline and its context; ``close`` frees both.
 
     ``mode``: where rows are and who waits for what: ``"host"``, ``"events"``, ``"sync"`` or ``"direct"`` (see
@@ -177,7 +178,7 @@ class NativePipeline:
             self._free(self.handle)
 
 
-class SavedCells:
+class SavedCells(Owner):
     """Owns one saved copy; ``SavedCells.of`` makes it. One thread at a time; may outlive its pipeline."""
 
     def __init__(self, handle: Any) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
+from llamapipe.native.owner import Owner
 
 
-class Dry:
+class Dry(Owner):
     """The DRY sampler's options with its sequence breakers looked up in a vocabulary, which takes a while.
 
     ``multiplier * base ** (length - allowed_length)`` is taken from the logit of a token that would lengthen a
@@ -57,7 +58,7 @@ class Dry:
         self._free()
 
 
-class SamplingOptions:
+class SamplingOptions(Owner):
     """A native ``lp_sampling_options`` and the memory that it points to. Nothing is checked here.
 
     ``struct``: the native pointer. Fields have the names of SamplingParams; ``native/cdef/30_sampling.h`` says what

@@ -13,6 +13,7 @@ from llamapipe.arguments import check_flag, check_int, check_tokens
 from llamapipe.chat.control_text import SpecialToken
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.native.load import last_error, native
+from llamapipe.native.owner import Owner
 
 _CHUNK = 512  # pieces fetched per native call
 _INT32_MIN = -(2**31)
@@ -27,7 +28,7 @@ class FimTokens(NamedTuple):
     middle: int
 
 
-class Vocab:
+class Vocab(Owner):
     """The tokens of a loaded model: tokenizing, detokenizing, special tokens.
 
     ``n_vocab``: number of tokens; ids are 0 to ``n_vocab - 1``. ``bos``, ``eos``, ``eot``,

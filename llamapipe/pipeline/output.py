@@ -14,6 +14,7 @@ import numpy as np
 from llamapipe.arguments import check_float
 from llamapipe.errors import EngineClosedError
 from llamapipe.native.load import last_error, native
+from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _LONGEST_S = 10 * 365 * 24 * 3600.0
 
 
-class _Handle:
+class _Handle(Owner):
     """Owns a native step. Every object that reads the step's memory holds a reference to it."""
 
     __slots__ = ("_context", "_free", "native")
@@ -98,7 +99,7 @@ class Logits:
         return f"<Logits {self.shape} of {self._output!r}>"
 
 
-class StepOutput:
+class StepOutput(Owner):
     """The outputs of one submitted batch, which may not be computed yet.
 
     Rows follow the order of the batch entries whose ``outputs`` flag is set. ``n_tokens`` and ``n_outputs`` count the

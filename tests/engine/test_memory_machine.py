@@ -239,6 +239,12 @@ def test_on_a_fake_context(n_slots: int, n_cells: int | None, host_bytes: int) -
 
 # ---- on llama.cpp
 @pytest.mark.device
+def test_on_a_device(tiny: lp.Model, loop: PlainLoop) -> None:
+    """A few sequences; software devices are slow."""
+    with machine_on(tiny, loop, {"n_seq_max": 3}) as machine:
+        run(machine, 3, 12)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"n_seq_max": 3}, {"n_seq_max": 3, "kv_unified": True}, {"n_seq_max": 4, "n_cells": 320}],

@@ -31,8 +31,7 @@ def check_recomputed(
             del tokens[n_keep : n_keep + (n_ctx - n_keep) // 2]
 
 
-@pytest.mark.device
-@pytest.mark.parametrize("n_keep", [0, 1, 10, 60])
+@pytest.mark.parametrize("n_keep", [0, 1, pytest.param(10, marks=pytest.mark.device), 60])
 @pytest.mark.parametrize(
     "options", [{}, {"kv_unified": True}, {"n_seq_max": 1}, {"prefix_cache": False}], ids=str
 )
@@ -66,8 +65,7 @@ def test_of_a_recurrent_model(make_engine: MakeEngine, recurrent: lp.Model, mode
 
 
 class TestShift:
-    @pytest.mark.device
-    @pytest.mark.parametrize("n_seq_max", [1, 3])
+    @pytest.mark.parametrize("n_seq_max", [1, pytest.param(3, marks=pytest.mark.device)])
     def test_moves_cells(self, make_engine: MakeEngine, tiny: lp.Model, n_seq_max: int) -> None:
         """The same tokens as a plain loop that removes and shifts; nothing is computed twice."""
         engine = make_engine(n_ctx=N_CTX, overflow="shift", n_keep=4, n_seq_max=n_seq_max)

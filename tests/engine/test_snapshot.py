@@ -35,9 +35,10 @@ def snapshot_of(engine: lp.Engine, n: int = 5) -> bytes:
         return generation.snapshot()
 
 
-@pytest.mark.device
 @pytest.mark.parametrize("there", [{}, {"kv_unified": True}, {"n_seq_max": 1}, {"n_seq_max": 7}], ids=str)
-@pytest.mark.parametrize("here", [{}, {"kv_unified": True}, {"n_seq_max": 1}], ids=str)
+@pytest.mark.parametrize(
+    "here", [pytest.param({}, marks=pytest.mark.device), {"kv_unified": True}, {"n_seq_max": 1}], ids=str
+)
 def test_goes_on_elsewhere(
     make_engine: MakeEngine, loop: PlainLoop, here: dict[str, Any], there: dict[str, Any]
 ) -> None:

@@ -47,6 +47,8 @@ def app(
         raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
     if embedder is not None and not isinstance(embedder, Embedder):
         raise TypeError(f"embedder must be an Embedder, not {type(embedder).__name__}")
+    if settings is not None and not isinstance(settings, ServerSettings):
+        raise TypeError(f"settings must be ServerSettings, not {type(settings).__name__}")
     state = ServerState(engine, settings or ServerSettings(), embedder)
     middleware = []
     if state.settings.cors_origins:

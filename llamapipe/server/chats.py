@@ -11,6 +11,7 @@ from llamapipe.engine.frontend.chat_builder import ChatOptions
 from llamapipe.engine.params import SamplingParams
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import total_choices
+from llamapipe.server.wire.chat_checks import check_schema, check_tools
 
 
 class ChatJob:
@@ -29,6 +30,8 @@ class ChatJob:
         is_empty: bool = False,
     ) -> None:
         total_choices(call.state, params.n)
+        check_tools(options.tools)
+        check_schema(options.response_format)
         self._engine = call.state.engine
         self._timeout = call.state.settings.timeout_s
         self._messages = messages

@@ -5,12 +5,15 @@ OpenAI's and Anthropic's APIs have different error formats; ``ApiError.body`` wr
 
 from __future__ import annotations
 
+import logging
+import traceback
 from typing import Any, Literal
 
 from llamapipe.errors import (
     ContextFullError,
     EngineClosedError,
     InvalidRequestError,
+    LlamapipeError,
     QueueFullError,
 )
 
@@ -37,6 +40,8 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_log = logging.getLogger("llamapipe.server")
+_N_FRAMES = 12  # of a logged traceback: a deeply nested request would otherwise write thousands of lines
 BUSY = (429, 503)  # statuses after which the client should retry
 
 
@@ -61,6 +66,17 @@ class ApiError(Exception):
         }
 
 
+def log_unexpected(error: BaseException, what: str) -> None:
+    """Logs an exception that may be a defect of the server, with the innermost frames.
+
+    A check of a request raises ``ApiError`` or one of llamapipe's own exceptions. Any other TypeError, ValueError or
+    RecursionError is answered 400, and only the log shows where it came from.
+    """
+    if isinstance(error, (TypeError, ValueError, RecursionError)) and not isinstance(error, LlamapipeError):
+        trace = "".join(traceback.format_exception(error, limit=-_N_FRAMES))
+        _log.warning("%s refused\n%s", what, trace.rstrip())
+
+
 def api_error(error: BaseException) -> ApiError | None:
     """The answer for an exception that the engine raised; None for an unexpected one, which is a bug."""
     if isinstance(error, ApiError):
@@ -76,6 +92,8 @@ def api_error(error: BaseException) -> ApiError | None:
         return ApiError(503, f"{error}; try again later", code="kv_cache_full")
     if isinstance(error, TimeoutError):
         return ApiError(504, str(error), code="timeout")
+    if isinstance(error, RecursionError):  # decoding allows deeper values than templates and schemas do
+        return ApiError(400, "the request is nested too deeply")
     if isinstance(error, (TypeError, ValueError)):  # bad options, found before anything ran
         return ApiError(400, str(error))
     return None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from llamapipe.server.errors import Dialect, api_error
+from llamapipe.server.errors import Dialect, api_error, log_unexpected
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -59,6 +59,7 @@ def error_event(error: BaseException, dialect: Dialect) -> bytes:
     answer = api_error(error)
     if answer is None:
         raise error
+    log_unexpected(error, "a stream was")
     return event(answer.body(dialect), "error" if dialect == "anthropic" else None)
 
 

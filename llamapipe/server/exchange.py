@@ -18,7 +18,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error
+from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -205,6 +205,8 @@ class Call:
         if self.status:
             return
         headers = [_JSON]
+        if error.status == 408:  # the rest of the body may still come; it is no request
+            headers.append((b"connection", b"close"))
         if error.status in BUSY:
             headers.append((b"retry-after", str(self.state.settings.retry_after_s).encode()))
         if error.status == 401:
@@ -283,10 +285,9 @@ class Endpoint:
 
     async def _failed(self, call: Call, error: Exception) -> None:
         answer = api_error(error)
-        if type(error) in (TypeError, ValueError):  # a check that names no field, or a defect
-            _log.warning("id=%s %s refused", call.id, call.scope["path"], exc_info=error)
+        log_unexpected(error, f"id={call.id} {self.path}")
         if answer is None:
-            _log.exception("id=%s %s failed", call.id, call.scope["path"])
+            _log.exception("id=%s %s failed", call.id, self.path)
             answer = ApiError(500, f"the server failed: {type(error).__name__}; its log has id {call.id}")
         with suppress(OSError):
             await call.answer_error(answer, self.dialect)

@@ -95,6 +95,13 @@ async def _text(
     return [*bos, fim.prefix, *before, fim.suffix, *after, fim.middle]
 
 
+def n_prompts(given: Prompt) -> int:
+    """How many prompts a request gives, without a look at each: their number is checked before any is tokenized."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return 1
+    return len(given)
+
+
 def total_choices(state: ServerState, n: int) -> None:
     """Raises ApiError 400 if a request asks for more choices than the server allows."""
     most = state.settings.max_n

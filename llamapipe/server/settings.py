@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamapipe.arguments import check_flag, check_float, check_int
+
+_API_KEY = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,20 @@ class ServerSettings:
         check_float("body_timeout_s", self.body_timeout_s, 0.001, 1e6)
         check_flag("strict", self.strict)
         check_flag("page", self.page)
-        if any(not key.isascii() or not key.strip() for key in self.api_keys):
+        if any(not _API_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError(
-                "an API key must be printable ASCII and not empty: HTTP headers cannot carry others"
+                "api_keys: a key must be printable ASCII without spaces at its ends, and not empty: "
+                "HTTP headers cannot carry others"
             )
 
     def __repr__(self) -> str:
         return f"ServerSettings(model_names={self.model_names}, n_api_keys={len(self.api_keys)})"
 
 
-def _names(field: str, values: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+def _names(field: str, values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{field} must be a sequence of strings")
-    return tuple(values)
+    values = tuple(values)
+    if not all(isinstance(value, str) for value in values):
+        raise TypeError(f"{field} must be a sequence of strings")
+    return values

@@ -11,17 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from llamapipe.server.errors import ApiError
 from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.timeline import Timeline
+from llamapipe.server.wire.chat_checks import check_template_args
 
 if TYPE_CHECKING:
     from llamapipe.embedding.embedder import Embedder
     from llamapipe.engine.engine import Engine
     from llamapipe.server.exchange import Call
 
+_PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -96,7 +99,8 @@ class ServerState:
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
     ) -> list[int]:
-        """The tokens of a conversation, computed in a worker thread."""
+        """The tokens of a conversation, computed in a worker thread. Raises ApiError 400 for reserved arguments."""
+        check_template_args(template_args)
         return await asyncio.to_thread(
             self.engine.model.tokenize_chat,
             messages,
@@ -127,7 +131,7 @@ class ServerState:
         _log.info(
             "%s %s %d %.0f ms n_prompt_tokens=%d n_completion_tokens=%d id=%s",
             call.scope["method"],
-            call.scope["path"],
+            quote(call.scope["path"], _PATH_CHARACTERS),
             call.status,
             seconds * 1e3,
             call.n_prompt_tokens,

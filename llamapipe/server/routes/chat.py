@@ -18,11 +18,10 @@ from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
 from llamapipe.server.exchange import Call
 from llamapipe.server.routes.completions import usage
 from llamapipe.server.wire.logprobs import chat_logprobs, check_top
-from llamapipe.server.wire.openai import ChatRequest, ResponseFormat
+from llamapipe.server.wire.openai import EFFORTS, ChatRequest, ResponseFormat
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 _MAX_TOP = 20  # the API's limit
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -58,9 +57,9 @@ def _job(call: Call, request: ChatRequest) -> ChatJob:
     args = dict(request.chat_template_kwargs or {})
     effort = request.reasoning_effort
     if effort is not None:
-        if effort not in _EFFORTS:
+        if effort not in EFFORTS:
             raise ApiError(
-                400, f"reasoning_effort is {effort!r}; it may be {', '.join(_EFFORTS)}", "reasoning_effort"
+                400, f"reasoning_effort is {effort!r}; it may be {', '.join(EFFORTS)}", "reasoning_effort"
             )
         if effort == "none":
             args.setdefault("enable_thinking", False)
@@ -75,6 +74,9 @@ def _job(call: Call, request: ChatRequest) -> ChatJob:
 def _tools(request: ChatRequest) -> tuple[Sequence[dict[str, Any]] | None, Any]:
     """The tools and the choice among them; ``functions`` and ``function_call`` are their older names."""
     tools, choice = request.tools, request.tool_choice
+    for name, older in (("tools", "functions"), ("tool_choice", "function_call")):
+        if getattr(request, name) is not None and getattr(request, older) is not None:
+            raise ApiError(400, f"{older} is the older name of {name}; give one of them", older)
     if request.functions is not None and tools is None:
         tools = [{"type": "function", "function": function} for function in request.functions]
     if request.function_call is not None and choice is None:

@@ -17,7 +17,7 @@ from llamapipe.engine.results import Choice, Completion, Delta, TokenLogprob
 from llamapipe.server.errors import ApiError
 from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
 from llamapipe.server.exchange import Call
-from llamapipe.server.prompts import prompts_of, total_choices
+from llamapipe.server.prompts import n_prompts, prompts_of, total_choices
 from llamapipe.server.wire.logprobs import CompletionLogprobs, check_top
 from llamapipe.server.wire.openai import CompletionRequest
 
@@ -59,9 +59,9 @@ class _Job:
         call.note_unused(request.unused())
         vocab = call.state.engine.model.vocab
         n = 1 if request.n is None else request.n
-        best_of = request.best_of or n
+        best_of = n if request.best_of is None else request.best_of
         limit = call.state.settings.max_n
-        if best_of > limit and request.best_of:
+        if best_of > limit and request.best_of is not None:
             raise ApiError(400, f"best_of is {best_of}; this server's limit is {limit}", "best_of")
         if best_of < n:
             raise ApiError(400, f"best_of is {best_of} and n is {n}; best_of must not be smaller", "best_of")
@@ -82,6 +82,7 @@ class _Job:
             more["logprobs"] = top or 0
         if request.echo and top is not None:
             more["prompt_logprobs"] = top
+        total_choices(call.state, n_prompts(request.prompt) * best_of)
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
         if request.stream and takes_long((), params):
             await asyncio.to_thread(call.state.engine.check_params, params)
@@ -93,7 +94,6 @@ class _Job:
             request.parse_special is not False,
             request.suffix,
         )
-        total_choices(call.state, len(prompts) * best_of)
         return cls(call, request, prompts, params)
 
     @property

@@ -17,6 +17,7 @@ from llamapipe.server.errors import ApiError, api_error
 from llamapipe.server.events import event
 from llamapipe.server.exchange import Call
 from llamapipe.server.wire.logprobs import chat_logprobs, check_top
+from llamapipe.server.wire.openai import EFFORTS
 from llamapipe.server.wire.responses import LOGPROBS, ResponsesRequest, messages_of, tools_of
 from llamapipe.server.wire.sampling import checked_params
 
@@ -62,6 +63,10 @@ def _job(call: Call, request: ResponsesRequest) -> ChatJob:
     tools, choice = tools_of(request)
     args = dict(request.chat_template_kwargs or {})
     effort = None if request.reasoning is None else request.reasoning.effort
+    if effort is not None and effort not in EFFORTS:
+        raise ApiError(
+            400, f"reasoning.effort is {effort!r}; it may be {', '.join(EFFORTS)}", "reasoning.effort"
+        )
     if effort == "none":
         args.setdefault("enable_thinking", False)
     elif effort is not None:

@@ -6,6 +6,7 @@ or ``messages``, ``count``).
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import tokenized
+from llamapipe.server.wire.chat_checks import check_template_args
 from llamapipe.server.wire.logprobs import token_text
 from llamapipe.server.wire.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
@@ -91,11 +93,14 @@ async def apply_template(call: Call) -> None:
     """``POST /apply-template``: the prompt of a chat request with these messages."""
     request = call.decode(_TEMPLATE)
     call.state.check_model(request.model)
-    prompt = call.state.engine.model.render_chat(
+    args = request.chat_template_kwargs or {}
+    check_template_args(args)
+    prompt = await asyncio.to_thread(
+        call.state.engine.model.render_chat,
         request.messages,
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt,
-        **(request.chat_template_kwargs or {}),
+        **args,
     )
     await call.answer_json({"prompt": prompt})
 

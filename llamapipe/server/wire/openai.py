@@ -10,6 +10,7 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.sampling import Sampling
 
 Prompt = str | list[str | int | list[int]]  # text or token ids, one or several
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # how much a model reasons
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

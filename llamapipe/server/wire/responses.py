@@ -16,10 +16,12 @@ LOGPROBS = "message.output_text.logprobs"
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "context_management")
 
 
-class Reasoning(msgspec.Struct, kw_only=True):
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``effort`` is given to the template; the rest has no effect here."""
 
     effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -82,7 +84,17 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     def unused(self) -> tuple[str, ...]:
         """The given options that have no effect on this server."""
-        return tuple(name for name in _HOSTED if getattr(self, name) is not None)
+        names = [name for name in _HOSTED if getattr(self, name) is not None]
+        for field, inner in (
+            ("reasoning", "summary"),
+            ("reasoning", "generate_summary"),
+            ("text", "verbosity"),
+        ):
+            if getattr(getattr(self, field), inner, None) is not None:
+                names.append(f"{field}.{inner}")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            names.append("stream_options.include_obfuscation")
+        return tuple(names)
 
     def check(self) -> None:
         """Raises ApiError 400 for what a server without storage cannot do."""

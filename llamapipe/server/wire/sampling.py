@@ -51,6 +51,10 @@ _OURS = (
     "lark",
     "n",
 )
+_ID_DIGITS = 10  # of a token id, which has 32 bits
+_MOST_CHARACTERS = 65_536  # of all texts of one option
+# The most texts of an option. Each breaker is compared with every token of the vocabulary before the first step.
+_MOST_TEXTS = {"stop": 1024, "bad_words": 1024, "dry_sequence_breakers": 64}
 Tokenize = Callable[[str], list[int]]
 
 
@@ -115,6 +119,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def checked_params(values: dict[str, Any]) -> SamplingParams:
     """``SamplingParams`` of these fields. Raises ApiError 400, which names the field."""
+    for name, most in _MOST_TEXTS.items():
+        _check_texts(name, values.get(name), most)
     try:
         return SamplingParams(**values)
     except (TypeError, ValueError) as e:
@@ -125,15 +131,33 @@ def checked_params(values: dict[str, Any]) -> SamplingParams:
         ) from None
 
 
+def _check_texts(name: str, given: str | list[str] | None, most: int) -> None:
+    """Raises ApiError 400 for texts that would keep the engine, and so all other requests, busy for long."""
+    texts = [given] if isinstance(given, str) else given or []
+    if len(texts) > most:
+        raise ApiError(400, f"{name} has {len(texts)} texts; the limit is {most}", name)
+    n_characters = sum(map(len, texts))
+    if n_characters > _MOST_CHARACTERS:
+        raise ApiError(400, f"{name} has {n_characters} characters; the limit is {_MOST_CHARACTERS}", name)
+
+
 def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
     """Biases by token id. A key that is not a number is text; each of its tokens gets the bias. Raises ApiError 400."""
     biases: dict[int, float] = {}
+    n_characters = 0
     for key, value in given.items():
-        if key.isascii() and key.isdigit():
+        if key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS:
             biases[int(key)] = value
             continue
         if not key or key.removeprefix("-").isdigit():
-            raise ApiError(400, f"logit_bias has the key {key!r}; give a token id or text", "logit_bias")
+            raise ApiError(400, f"logit_bias has the key {key[:40]!r}; give a token id or text", "logit_bias")
+        n_characters += len(key)
+        if n_characters > _MOST_CHARACTERS:
+            raise ApiError(
+                400,
+                f"logit_bias has keys of more than {_MOST_CHARACTERS} characters; that is the limit",
+                "logit_bias",
+            )
         try:
             tokens = tokenize(key)
         except ValueError as e:

@@ -38,7 +38,7 @@ def client(server: serve) -> Iterator[httpx.Client]:
         yield client
 
 
-def function(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def function(name: Any, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
@@ -63,6 +63,12 @@ def function(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
         {"logit_bias": {"-1": 1}},
         {"logit_bias": {"99999999": 1}},
         {"logit_bias": {"5": "x"}},
+        {"logit_bias": {"5" * 5000: 1}},
+        {"logit_bias": {"a" * 70_000: 1}},
+        {"stop": ["a"] * 1025},
+        {"stop": ["a" * 70_000]},
+        {"dry_sequence_breakers": ["a"] * 65},
+        {"best_of": 0},
         {"logprobs": 10**6},
         {"best_of": 10**9},
         {"echo": "yes"},
@@ -72,7 +78,7 @@ def function(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
         {"allowed_token_ids": []},
         {"sampler_order": ["no such"]},
     ],
-    ids=str,
+    ids=lambda change: str(change)[:60],
 )
 def test_a_bad_option_of_a_completion(client: httpx.Client, change: dict[str, Any]) -> None:
     """The message or the error's ``param`` names the field."""
@@ -88,6 +94,10 @@ def test_a_bad_option_of_a_completion(client: httpx.Client, change: dict[str, An
     [
         {"messages": []},
         {"messages": [{}]},
+        {"tools": [function(7, {})]},
+        {"tools": [function("f", [])]},
+        {"tools": [function("f", {})], "functions": [{"name": "f"}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": [1]}}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{"role": "user", "content": "a" * 10**6}]},
         {"messages": [{"role": "assistant", "content": "x"}] * 2000},
@@ -140,7 +150,44 @@ def test_a_bad_request_leaves_no_traceback(client: httpx.Client, caplog: pytest.
             client.post("/v1/completions", json={"prompt": "a", **change})
         client.post("/detokenize", json={"tokens": [-1]})
         client.post("/v1/chat/completions", json={**CHAT, "tools": [{}]})
-    assert not [record for record in caplog.records if record.exc_info]
+    assert not [record for record in caplog.records if "refused" in record.message]
+
+
+@pytest.mark.parametrize("field", ["messages", "tools", "response_format", "chat_template_kwargs"])
+def test_a_chat_that_is_nested_deeply(client: httpx.Client, field: str) -> None:
+    """It is refused or answered, and the server goes on."""
+    deep = '{"type":"object","properties":{"a":' * 400 + "{}" + "}}" * 400
+    values = {
+        "messages": f'[{{"role":"user","content":"a","x":{deep}}}]',
+        "tools": f'[{{"type":"function","function":{{"name":"f","parameters":{deep}}}}}],"tool_choice":"required"',
+        "response_format": f'{{"type":"json_schema","json_schema":{{"name":"a","schema":{deep}}}}}',
+        "chat_template_kwargs": f'{{"x":{deep}}}',
+    }
+    chat = "" if field == "messages" else '"messages":[{"role":"user","content":"a"}],'
+    body = f'{{{chat}"max_tokens":2,"{field}":{values[field]}}}'
+    assert client.post("/v1/chat/completions", content=body).status_code in (200, 400)
+    assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_a_bad_response_request_names_the_field(client: httpx.Client) -> None:
+    for change in ({"reasoning": {"effort": "huge"}}, {"reasoning": {"no such": 1}}):
+        answer = client.post("/v1/responses", json={"input": "Hi", **change})
+        assert (answer.status_code, "reasoning" in answer.text) == (400, True)
+
+
+def test_template_arguments_that_are_fields(client: httpx.Client) -> None:
+    for route in ("/apply-template", "/tokenize", "/v1/chat/completions"):
+        answer = client.post(route, json={**CHAT, "chat_template_kwargs": {"tools": []}})
+        assert answer.status_code == 400
+
+
+def test_a_path_cannot_write_lines_into_the_log(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        client.get("/v1/models/a%0A200 OK")
+    assert all("\n200" not in record.getMessage() for record in caplog.records)
+    assert any("%0A200" in record.getMessage() for record in caplog.records)
 
 
 def test_slow_bodies_do_not_keep_others_out(server: serve, client: httpx.Client, engine: lp.Engine) -> None:
@@ -169,7 +216,17 @@ def test_choices_of_a_stream_end_with_its_client(client: httpx.Client, engine: l
 
 @pytest.mark.parametrize(
     "options",
-    [{"timeout_s": 0}, {"timeout_s": "1"}, {"body_timeout_s": -1}, {"strict": 1}, {"page": None}],
+    [
+        {"timeout_s": 0},
+        {"timeout_s": "1"},
+        {"body_timeout_s": -1},
+        {"strict": 1},
+        {"page": None},
+        {"api_keys": 5},
+        {"api_keys": [" a"]},
+        {"api_keys": ["a\n"]},
+        {"model_names": b"a"},
+    ],
     ids=str,
 )
 def test_bad_settings_name_the_field(options: dict[str, Any]) -> None:

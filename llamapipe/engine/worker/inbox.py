@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 
 class Inbox:
@@ -31,7 +31,13 @@ class Inbox:
 
     def run_next(self, timeout: float | None = None) -> None:
         """Waits for the next call and makes it. Raises queue.Empty after ``timeout`` seconds."""
-        function, arguments = self._commands.get(timeout=timeout)
+        # A get() with a timeout of about a microsecond may wait for ever (seen in CPython 3.11 and 3.12). The put()
+        # before it has left the queue's lock open, so get() looks twice, and the time left is negative the second time,
+        # which means no limit. A get() that does not wait closes the lock.
+        try:
+            function, arguments = self._commands.get_nowait()
+        except Empty:
+            function, arguments = self._commands.get(timeout=timeout)
         function(*arguments)
 
     def qsize(self) -> int:

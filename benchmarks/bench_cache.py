@@ -93,7 +93,7 @@ def trace(n_requests: int, n_slots: int = 16, n_cells: int = 8_192) -> None:
         if plan is None:
             break
         scheduler.commit(plan, [rng.randrange(32_000) for _ in plan.requests])
-        scheduler.take_memory_ops()
+        scheduler.cache.take_memory_ops()
         scheduler.take_dequeued()
         costs.append(time.perf_counter() - begin)
         if rng.random() < 0.01 and scheduler.n_active:

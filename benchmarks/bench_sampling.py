@@ -18,7 +18,7 @@ from time import perf_counter
 import numpy as np
 
 import llamapipe as lp
-from llamapipe.engine.frontend.sampler_factory import SamplerFactoryCache
+from llamapipe.engine.sampling.factory import SamplerFactoryCache
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.llama.devices import device_handles
 from llamapipe.native.load import last_error, native
@@ -58,7 +58,7 @@ def start(model: lp.Model, args: argparse.Namespace) -> int:
         began = perf_counter()
         made = []
         for _ in range(n):
-            chain = sampler_factory.make(request)
+            chain = sampler_factory.make_chain(request)
             in_graph(chain.handle)
             made.append(chain)
         times.append((perf_counter() - began) / n * 1e6)

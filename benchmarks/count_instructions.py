@@ -125,7 +125,7 @@ def scheduling(n_rounds: int) -> None:
         n_steps = 0
         while (plan := scheduler.plan()) is not None:
             scheduler.commit(plan, [7] * len(plan.requests))
-            scheduler.take_memory_ops()
+            scheduler.cache.take_memory_ops()
             n_steps += 1
             if n_steps % 20 == 0:
                 scheduler.cancel(next(r for r in requests if r.slot >= 0))

@@ -13,6 +13,9 @@ class NoToken(IntEnum):
     NO_FINITE_LOGIT = -1
     NO_ALLOWED_TOKEN = -2
     SAMPLER_FAILED = -3  # the sampler's ``error`` says why, if it has one
+    LATER = -4  # the token follows: see ``Executor.sample``
+    FINISHED = -5  # the constraint allows no further token, and the text is complete
+    SETTLED = -6  # no draw: the sampler knows now whether a further token is allowed
 
 
 class LlamapipeError(Exception):

@@ -21,6 +21,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine.worker",),
     ("engine.delivery",),
     ("engine.chat_results",),
+    ("engine.sampling",),
     ("engine.scheduler", "engine.params", "engine.results"),
     ("pipeline", "structured"),
     ("llama",),

@@ -83,11 +83,12 @@ class SamplingParams:
     - ``logit_bias``: maps token ids to numbers added to their logits; ``float("-inf")`` forbids a token, other numbers
       are at most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are not generated, in
       their tokenizations alone and after a space.
-    - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, on the engine thread; one
-      that raises fails its own request.
+    - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, in a thread of the engine;
+      one that raises fails its own request.
     - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict, JSON text, or a class with
       ``model_json_schema()`` such as a pydantic model, whose objects get no further properties unless it says so),
-      ``regex`` and ``lark`` (with the extra ``structured``): a format that the text must match.
+      ``regex`` and ``lark`` (with the extra ``structured``): a format that the text must match. ``grammar_timeout``:
+      seconds of processor time that following it may take, for one request; None: no limit.
     - ``logprobs``: how many of the most probable tokens to report with each generated token; None: no
       log-probabilities. They are natural logarithms of the model's own probabilities, before any of the above.
       ``prompt_logprobs``: the same for the prompt's tokens.
@@ -146,6 +147,7 @@ class SamplingParams:
     infill: bool = False
     priority: int = 0
     cache: bool = True
+    grammar_timeout: float | None = 30.0
 
     def __post_init__(self) -> None:
         self._int("max_tokens", 1, _INT32_MAX, optional=True)
@@ -179,6 +181,8 @@ class SamplingParams:
         self._float("mirostat_eta", 0.0, 1e3)
         self._float("adaptive_target", -1e6, 1.0)
         self._float("adaptive_decay", 0.0, 0.99)
+        if self.grammar_timeout is not None:
+            self._float("grammar_timeout", 1e-3, 1e9)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("infill", self.infill)
         check_flag("cache", self.cache)

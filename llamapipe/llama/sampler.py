@@ -223,6 +223,9 @@ class SamplerChain(Owner):
         return self._configure()
 
     # ---- use
+    is_busy = False  # no other thread works for it
+    n_draws = 0
+
     @property
     def is_native(self) -> bool:
         """Whether a draw needs no Python: no processors and no guide."""
@@ -282,18 +285,25 @@ class SamplerChain(Owner):
             token = self.draw_row(row)
             if token >= 0:
                 return token
+            if token != NoToken.SAMPLER_FAILED:
+                raise _no_token(token)
         assert self.error is not None
         raise self.error
 
     def draw(self, row: Any) -> int:
         """``sample`` from a native ``float *``, with neither processors nor guide."""
+        token = self._draw(row)
+        if token < 0:
+            raise _no_token(token)
+        return token
+
+    def _draw(self, row: Any) -> int:
+        """A token, or a NoToken."""
         token = self._native.ffi.new("int32_t *")
         code = self._lib.lp_sampler_draw(self.handle, row, token)
         if code == self._lib.LP_ERROR_MASK:
-            raise DecodeError("no token is allowed by what this request asks for")
-        if code != 0:
-            raise DecodeError("no logit of this row is finite; the model or its weights are damaged")
-        return int(token[0])
+            return NoToken.NO_ALLOWED_TOKEN
+        return int(token[0]) if code == 0 else NoToken.NO_FINITE_LOGIT
 
     def ask_guide(self) -> bool:
         """Takes the guide's mask for the next draw, if there is a guide; False when it failed, with ``error`` set."""
@@ -323,9 +333,9 @@ class SamplerChain(Owner):
         return True
 
     def draw_row(self, logits: npt.NDArray[np.float32]) -> int:
-        """Draws from a copy of ``logits`` that the processors have changed.
+        """Draws from a copy of ``logits`` that the processors have changed. A token, or a NoToken.
 
-        ``NoToken.SAMPLER_FAILED``, with ``error`` set, if that fails.
+        ``NoToken.SAMPLER_FAILED``, with ``error`` set, if a processor fails.
         """
         from_buffer = self._native.ffi.from_buffer
         try:
@@ -336,8 +346,8 @@ class SamplerChain(Owner):
                     raise ValueError(
                         f"a logits processor made the row {row.shape}; it must stay {logits.shape}"
                     )
-            token = self.draw(from_buffer("float[]", row))
-            if self.n_logprobs >= 0:  # of the model's row
+            token = self._draw(from_buffer("float[]", row))
+            if token >= 0 and self.n_logprobs >= 0:  # of the model's row
                 self._lib.lp_sampler_note(self.handle, from_buffer("float[]", logits), token)
             return token
         except BaseException as e:  # also SystemExit: it is one request's, not the engine's
@@ -392,6 +402,12 @@ class SamplerChain(Owner):
                 stacklevel=2,
                 source=self,
             )
+
+
+def _no_token(code: int) -> DecodeError:
+    if code == NoToken.NO_ALLOWED_TOKEN:
+        return DecodeError("no token is allowed by what this request asks for")
+    return DecodeError("no logit of this row is finite; the model or its weights are damaged")
 
 
 def _as_exception(error: BaseException) -> Exception:

@@ -226,6 +226,7 @@ OTHER_FIELDS = (
         "infill",
         "priority",
         "cache",
+        "grammar_timeout",
     ),  # more of these in test_params.py
 )
 # What has to be on for others to matter.

@@ -239,7 +239,7 @@ class TestProcessors:
 
         out = engine.generate(START, wild(logits_processors=[only_300], max_tokens=4))
         assert out.token_ids == [300] * 4
-        assert set(seen) == {("float32", (engine.model.n_vocab,), True, "llamapipe-engine")}
+        assert set(seen) == {("float32", (engine.model.n_vocab,), True, "llamapipe-sampling")}
 
     def test_one_after_another_on_a_copy(self, engine: lp.Engine) -> None:
         def add(row: Row) -> None:
@@ -314,7 +314,7 @@ class TestProcessors:
             lambda: engine.generate(START),
             lambda: engine.score(START, " there was"),
         ):
-            with pytest.raises(RuntimeError, match="the engine's own thread"):
+            with pytest.raises(RuntimeError, match="a thread of the engine"):
                 engine.generate(START, wild(logits_processors=[lambda row, ask=ask: ask()]), timeout=60)
         assert not engine.closed
 

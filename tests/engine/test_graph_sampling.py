@@ -31,7 +31,7 @@ from support.sampler_definitions import (
 from support.sampler_definitions import Stages as Definition
 
 import llamapipe as lp
-from llamapipe.engine.frontend.sampler_factory import SamplerFactoryCache
+from llamapipe.engine.sampling.factory import SamplerFactoryCache
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.errors import DecodeError
@@ -291,7 +291,7 @@ class TestWhatIsInTheGraph:
         self, vocabs: dict[int, Vocab], options: dict[str, Any], inside: bool
     ) -> None:
         sampler_factory = SamplerFactoryCache(vocabs[500], 64).sampler_factory(lp.SamplingParams(**options))
-        with sampler_factory.make(Request([1])) as chain:
+        with sampler_factory.make_chain(Request([1])) as chain:
             assert native().lib.lp_in_graph(chain.handle) == inside
 
     def test_a_small_vocabulary_needs_no_top_k(self, vocabs: dict[int, Vocab]) -> None:

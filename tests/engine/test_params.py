@@ -84,6 +84,7 @@ values = {
     "infill": st.booleans(),
     "cache": st.booleans(),
     "priority": st.integers(-1000, 1000),
+    "grammar_timeout": st.floats(1e-3, 1e9) | st.none(),
     "min_tokens": st.just(0),  # at most max_tokens: has a test of its own
     "allowed_token_ids": st.lists(tokens, min_size=1, max_size=3).map(tuple),
     "bad_words": st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),

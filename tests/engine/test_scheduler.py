@@ -113,7 +113,7 @@ class Bench:
             n_before, n_last = ahead.get(request, (0, None))
             assert n_before + n_prompt <= self.n_ubatch, (request, plan)
             self.n_ahead[request] = n_before + n_prompt, n_prompt
-            if request in ahead and request not in now and self.scheduler.n_micro_batches == 1:
+            if request in ahead and request not in now and self.scheduler.batch_builder.n_micro_batches == 1:
                 assert self.prefill_cutoff is not None, (request, plan)
                 assert n_last is None or max(n_last, n_prompt) >= self.prefill_cutoff, (request, plan)
         for request in now:
@@ -183,11 +183,11 @@ class TestAdmission:
         requests = [bench.add() for _ in range(3)]
         bench.step()
         scheduler = bench.scheduler
-        assert (scheduler.n_queued, scheduler.n_live, scheduler.take_dequeued()) == (2, 3, requests[:1])
+        assert (scheduler.n_queued, len(scheduler.live()), scheduler.take_dequeued()) == (2, 3, requests[:1])
         scheduler.cancel(requests[2])
-        assert (scheduler.n_queued, scheduler.n_live, scheduler.take_dequeued()) == (1, 2, requests[2:])
+        assert (scheduler.n_queued, len(scheduler.live()), scheduler.take_dequeued()) == (1, 2, requests[2:])
         bench.run()
-        assert (scheduler.n_queued, scheduler.n_live) == (0, 0)
+        assert (scheduler.n_queued, len(scheduler.live())) == (0, 0)
         assert set(scheduler.take_dequeued()) == set(requests[:2])
 
     def test_nobody_overtakes_under_a_steady_stream_of_arrivals(self) -> None:
@@ -497,7 +497,7 @@ class TestSteps:
         decoding = [bench.add(max_tokens=50) for _ in range(4)]
         bench.steps(2)
         scheduler = bench.scheduler
-        scheduler.n_micro_batches = 2
+        scheduler.batch_builder.n_micro_batches = 2
         prompts = [bench.add(n_prompt=4, token_budget=99) for _ in range(8)]
         before = [r.n_total for r in decoding]
         in_flight = [scheduler.plan(), scheduler.plan()]
@@ -591,11 +591,11 @@ class TestAgain:
         requests = [bench.add(max_tokens=12) for _ in range(4)]
         bench.steps(2)
         scheduler = bench.scheduler
-        scheduler.n_micro_batches = 2
+        scheduler.batch_builder.n_micro_batches = 2
         first, second = scheduler.plan(), scheduler.plan()
         assert first is not None and second is not None
         scheduler.commit(first, [7] * len(first.requests))
-        scheduler.n_micro_batches = 1
+        scheduler.batch_builder.n_micro_batches = 1
         scheduler.commit(second, [7] * len(second.requests))
         plan = scheduler.plan()
         assert plan is not None and set(plan.requests) == set(requests)
@@ -767,7 +767,11 @@ class TestPause:
         bench = Bench()
         a = bench.add(token_budget=0)
         assert (bench.step(), a.state) == (None, State.WAITING)
-        assert (bench.scheduler.n_live, bench.scheduler.n_queued, bench.scheduler.all_ready) == (1, 0, False)
+        assert (len(bench.scheduler.live()), bench.scheduler.n_queued, bench.scheduler.all_ready) == (
+            1,
+            0,
+            False,
+        )
         bench.allow(a, 9)
         bench.run()
         assert_done(a)
@@ -1060,7 +1064,7 @@ class TestKept:
         a = bench.add(max_tokens=1, resumable=True)
         bench.run()
         bench.scheduler.cancel(a)
-        assert (a.state, a.finish_reason, bench.scheduler.n_live) == (State.FINISHED, "cancelled", 0)
+        assert (a.state, a.finish_reason, len(bench.scheduler.live())) == (State.FINISHED, "cancelled", 0)
         bench.step()
         assert bench.context.n_used == 0
 
@@ -1244,7 +1248,7 @@ class TestAbort:
         a = bench.add(resumable=True)
         bench.context.failures[0] = DecodeError("injected")
         bench.step()
-        assert (a.state, bench.scheduler.n_live) == (State.FINISHED, 0)
+        assert (a.state, len(bench.scheduler.live())) == (State.FINISHED, 0)
 
 
 class TestIntegrity:

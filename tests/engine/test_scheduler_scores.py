@@ -80,7 +80,7 @@ class Desk:
     def run(self) -> None:
         for _ in range(5_000):
             if self.step() is None:
-                assert self.scheduler.n_live == 0, f"nothing goes on: {self.scheduler!r}"
+                assert len(self.scheduler.live()) == 0, f"nothing goes on: {self.scheduler!r}"
                 return
         raise AssertionError(f"no end: {self.scheduler!r}")
 

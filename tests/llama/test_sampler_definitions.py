@@ -28,8 +28,8 @@ from support.sampler_definitions import (
     vocab_model,
 )
 
-from llamapipe.engine.frontend.sampler_factory import SamplerFactoryCache, choose_seed
 from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.sampling.factory import SamplerFactoryCache, choose_seed
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import DecodeError
 from llamapipe.llama import Model, SamplerChain, Vocab
@@ -412,7 +412,7 @@ class TestFactory:
         sampler_factory = SamplerFactoryCache(vocabs[100], 64).sampler_factory(params)
         uniform = Uniform(5)
         n_compared = 0
-        with sampler_factory.make(self.request(tokens)) as sampler:
+        with sampler_factory.make_chain(self.request(tokens)) as sampler:
             for _ in range(100):
                 drawn, u = sampler.sample(row), uniform()
                 try:
@@ -426,7 +426,7 @@ class TestFactory:
         row = np.arange(100, dtype=np.float32)
         params = SamplingParams(temperature=0, presence_penalty=50, logit_bias={98: -math.inf})
         sampler_factory = SamplerFactoryCache(vocabs[100], 64).sampler_factory(params)
-        with sampler_factory.make(self.request([99])) as sampler:
+        with sampler_factory.make_chain(self.request([99])) as sampler:
             assert sampler.sample(row) == 97
 
     def test_penalties_look_at_what_params_say(self, vocabs: dict[int, Vocab]) -> None:

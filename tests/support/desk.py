@@ -205,5 +205,5 @@ class Desk:
         assert self.context.closed
         assert self.queue.n == 0
         assert all(sampler.closed for sampler in self.samplers)
-        assert self.scheduler.n_live == 0
+        assert len(self.scheduler.live()) == 0
         self.engine_thread.loop.check_integrity()

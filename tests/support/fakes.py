@@ -55,7 +55,8 @@ class Launch(NamedTuple):
 class FakeSampler:
     """A sampler that records the tokens it draws. Using it after ``close`` is an AssertionError."""
 
-    finished = False
+    finished = is_busy = False
+    n_draws = 0
     error: Exception | None = None
 
     def __init__(self) -> None:
@@ -307,6 +308,19 @@ class FakeContext:
         self._asked = (rows, samplers)
         self._sampled = [t if s is None else s.draw(t) for t, s in zip(said, samplers, strict=True)]
         return self._sampled.copy()
+
+    def take_drawn(self) -> list[tuple[Any, int, int]]:
+        """All tokens are drawn at once."""
+        return []
+
+    def settle(self, sampler: Any) -> None:
+        raise AssertionError("a fake sampler is never busy")
+
+    def notify_drawn(self, notify: Callable[[], object]) -> None:
+        """Nothing is drawn later."""
+
+    def relieve(self) -> None:
+        """Nothing is drawn later."""
 
     def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
         """The token the model says is certain, the others are less so the further they are from it."""

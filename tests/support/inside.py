@@ -129,7 +129,7 @@ def set_micro_batches(engine: lp.Engine, n: int) -> None:
     scheduler = scheduler_of(engine)
 
     def change() -> None:
-        scheduler.n_micro_batches = n
+        scheduler.batch_builder.n_micro_batches = n
 
     thread_of(engine).ask(change)
 

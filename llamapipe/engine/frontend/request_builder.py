@@ -16,8 +16,8 @@ from llamapipe.engine.delivery.sink import (
     Sink,
     TokenSink,
 )
-from llamapipe.engine.frontend.sampler_factory import SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.sampling.factory import SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets
 from llamapipe.engine.scheduler.request import UNLIMITED, Request
 from llamapipe.errors import InvalidRequestError, LlamapipeError

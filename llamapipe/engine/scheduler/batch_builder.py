@@ -134,7 +134,7 @@ class BatchBuilder:
     ) -> None:
         """Adds a padding token for each sequence in a gap, if that is cheaper than splitting the batch at the gaps."""
         prefilling = {r.slot for r in running.prefilling}  # mostly have tokens of their own in this step
-        held = {r.slot: r.n_past for r in running.paused}
+        held = {r.slot: r.n_past for requests in (running.paused, running.drawing) for r in requests}
         first, last = plan.seq_ids[0], plan.seq_ids[-1]
         gaps = sorted(set(range(first, last)) - set(plan.seq_ids) - prefilling)
         if len(gaps) > len(plan.seq_ids):

@@ -33,7 +33,7 @@ class Overflow:
         request.n_kept = n_keep
         request.dropped += tokens[n_keep:end]
         del tokens[n_keep:end]
-        if self._mode == "shift":
+        if self._mode == "shift" and request.cells is not None:
             cache.shift(request, n_keep, end)
         else:
             cache.truncate(request, n_keep)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llamapipe.errors import DecodeError, NoToken
+
 if TYPE_CHECKING:
     from llamapipe.engine.scheduler.batch_plan import BatchPlan
     from llamapipe.engine.scheduler.kv_cache import Cells
@@ -25,11 +27,17 @@ UNLIMITED = 2**62
 class Sampler(Protocol):
     """What the scheduler and the engine loop need of a request's sampler.
 
-    ``finished``: no token may follow the accepted ones. ``error``: why the last draw failed, if the sampler failed.
+    ``finished``: no token may follow the accepted ones; final unless ``is_busy``. ``error``: why the last draw failed,
+    if the sampler failed. ``n_draws``: the number of its last draw in another thread.
     """
 
     finished: bool
     error: Exception | None
+    n_draws: int
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another thread works on its next token."""
 
     def logprobs(self) -> tuple[float, Sequence[tuple[int, float]]]:
         """The log-probability of the last token, and the most probable tokens with theirs."""
@@ -45,7 +53,7 @@ class SamplerFactory(Protocol):
         """A sampler that has accepted the request's tokens."""
 
     def rebuild(self, sampler: Any, request: Request) -> None:
-        """Has a sampler that ``make`` returned accept the request's tokens anew. Raises ValueError, DecodeError."""
+        """Has a sampler that ``make`` returned accept the request's tokens anew."""
 
 
 class ResultSink(Protocol):
@@ -114,6 +122,7 @@ class Request:
         "dropped",
         "error",
         "finish_reason",
+        "is_drawing",
         "keeps_cells",
         "last_logprob",
         "leader",
@@ -190,6 +199,7 @@ class Request:
         self.n_generated = 0  # since the start or the last append; bounded by max_tokens
         self.n_total = 0  # since the start; bounded by token_budget
         self.state = State.WAITING
+        self.is_drawing = False  # its next token is drawn by another thread: it is in no step until then
         self.cancelled = False
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
@@ -239,6 +249,18 @@ class Request:
     def is_streaming(self) -> bool:
         """Whether a reader gets the tokens one by one and raises the budget as it reads."""
         return self.max_tokens > 0 and self.token_budget < UNLIMITED
+
+    def sampling_error(self, code: int) -> Exception:
+        """The error of a request that got no token; for the codes see ``Executor.sample``."""
+        if code == NoToken.NO_ALLOWED_TOKEN:
+            return DecodeError(
+                "the request's constraints (grammar, allowed_token_ids, bad_words …) leave no token to sample, and the "
+                "output is not complete yet"
+            )
+        if code == NoToken.SAMPLER_FAILED:
+            error = None if self.sampler is None else self.sampler.error
+            return error or DecodeError("sampling failed; see the log llamapipe.native")
+        return DecodeError("no logit of this request's row is finite; the model or its weights are damaged")
 
     def move(self, state: State) -> None:
         """Changes the state. No other code does."""

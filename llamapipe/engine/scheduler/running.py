@@ -1,4 +1,4 @@
-"""The requests that have a slot: they decode, prefill or are paused."""
+"""The requests that have a slot: they decode, prefill, wait for a token that is drawn later, or are paused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _by_turn = attrgetter("turn")
 
 
 class Running:
-    """Three lists; each request is in one of them.
+    """Four lists; each request is in one of them.
 
     ``n_moves`` counts additions and removals: while it stays the same, the same requests decode and prefill.
     """
@@ -22,18 +22,23 @@ class Running:
     def __init__(self) -> None:
         self.decoding: list[Request] = []  # by slot
         self.prefilling: list[Request] = []  # by turn
+        self.drawing: dict[Request, None] = {}  # in no step until their tokens are drawn
         self.paused: OrderedDict[Request, None] = OrderedDict()  # longest paused first
         self.n_moves = 0
 
     def __repr__(self) -> str:
-        return f"<Running prefilling={len(self.prefilling)} decoding={len(self.decoding)} paused={len(self.paused)}>"
+        return (
+            f"<Running prefilling={len(self.prefilling)} decoding={len(self.decoding)} "
+            f"drawing={len(self.drawing)} paused={len(self.paused)}>"
+        )
 
     def __len__(self) -> int:
-        return len(self.decoding) + len(self.prefilling) + len(self.paused)
+        return len(self.decoding) + len(self.prefilling) + len(self.drawing) + len(self.paused)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.decoding
         yield from self.prefilling
+        yield from self.drawing
         yield from self.paused
 
     @property
@@ -50,6 +55,7 @@ class Running:
     def n_cells(self) -> int:
         """The cells that these requests hold, or will hold when all of their tokens are computed."""
         running = sum(len(r.tokens) for r in self.decoding) + sum(len(r.tokens) for r in self.prefilling)
+        running += sum(len(r.tokens) for r in self.drawing)
         return running + sum(r.n_past for r in self.paused)
 
     def add(self, request: Request) -> None:
@@ -65,6 +71,8 @@ class Running:
         self.n_moves += 1
         if request in self.decoding:
             self.decoding.remove(request)
+        elif request in self.drawing:
+            del self.drawing[request]
         else:
             self.prefilling.remove(request)
 

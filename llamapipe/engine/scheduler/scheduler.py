@@ -12,27 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamapipe.engine.scheduler.batch_builder import BatchBuilder
-from llamapipe.engine.scheduler.batch_plan import BatchPlan, MemoryOp
+from llamapipe.engine.scheduler.batch_plan import BatchPlan
 from llamapipe.engine.scheduler.kv_cache import KvCache
 from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
 from llamapipe.engine.scheduler.overflow import Overflow
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.scheduler.running import Running
 from llamapipe.engine.scheduler.waiting import Waiting
-from llamapipe.errors import DecodeError, NoToken
-
-
-def sampling_error(request: Request, code: int) -> Exception:
-    """The error of a request that got no token; for the codes see ``Executor.sample``."""
-    if code == NoToken.NO_ALLOWED_TOKEN:
-        return DecodeError(
-            "the request's constraints (grammar, allowed_token_ids, bad_words …) leave no token to sample, and the "
-            "output is not complete yet"
-        )
-    if code == NoToken.SAMPLER_FAILED:
-        error = None if request.sampler is None else request.sampler.error
-        return error or DecodeError("sampling failed; see the log llamapipe.native")
-    return DecodeError("no logit of this request's row is finite; the model or its weights are damaged")
+from llamapipe.errors import NoToken
 
 
 class Scheduler:
@@ -42,8 +29,9 @@ class Scheduler:
     in a step, of which llama.cpp computes ``n_ubatch`` at a time. For ``padding_token``, ``n_score_rows``,
     ``prefill_cutoff`` and ``max_itl_s`` see BatchBuilder, for ``overflow`` Overflow.
 
+    ``batch_builder``: its ``depth`` and ``n_micro_batches`` may be changed between two steps.
     ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
-    again.
+    again. ``unsettled``: those with their last token whose samplers do not know yet whether the text is complete.
     """
 
     def __init__(
@@ -68,7 +56,7 @@ class Scheduler:
         self.cache = cache
         self.n_preempted = 0
         self._overflow = Overflow() if overflow is None else overflow
-        self._batch_builder = BatchBuilder(
+        self.batch_builder = BatchBuilder(
             n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff, max_itl_s
         )
         self._scarce = n_cells < n_ctx * cache.n_slots
@@ -78,6 +66,7 @@ class Scheduler:
         self._waiting = Waiting()  # without a slot
         self._running = Running()  # in a slot
         self.dequeued: list[Request] = []
+        self.unsettled: list[Request] = []
         self._last: BatchPlan | None = None  # the last plan, if the next step may repeat it
         self._n_moves = 0  # Running.n_moves when it was made
 
@@ -101,11 +90,6 @@ class Scheduler:
         return sum(request.n_past for request in self._running)
 
     @property
-    def n_live(self) -> int:
-        """Requests that are not finished."""
-        return self.n_queued + self.n_active + len(self._waiting.paused)
-
-    @property
     def has_work(self) -> bool:
         """Whether a step could be planned."""
         return self._running.has_work or self._waiting.has_next
@@ -118,30 +102,12 @@ class Scheduler:
     @property
     def max_in_flight(self) -> int:
         """How many steps may be in flight. Decoding needs the tokens of the step before, scoring does not."""
-        builder = self._batch_builder
+        builder = self.batch_builder
         if (
             builder.depth <= builder.n_micro_batches or not self._running.only_scores
         ):  # the cheap question first
             return builder.n_micro_batches
         return builder.depth
-
-    @property
-    def n_micro_batches(self) -> int:
-        """The number of parts that decoding requests are split into; see BatchBuilder."""
-        return self._batch_builder.n_micro_batches
-
-    @n_micro_batches.setter
-    def n_micro_batches(self, n: int) -> None:
-        self._batch_builder.n_micro_batches = n
-
-    @property
-    def depth(self) -> int:
-        """How many steps of scores may be in flight; see BatchBuilder."""
-        return self._batch_builder.depth
-
-    @depth.setter
-    def depth(self, n: int) -> None:
-        self._batch_builder.depth = n
 
     def live(self) -> list[Request]:
         """Every unfinished request."""
@@ -151,10 +117,6 @@ class Scheduler:
     def has_memory_ops(self) -> bool:
         """Whether KV cells are to be changed before the next step."""
         return bool(self.cache.memory_ops)
-
-    def take_memory_ops(self) -> list[MemoryOp]:
-        """Removes and returns the changes to KV cells that are to be made before the next step, in their order."""
-        return self.cache.take_memory_ops()
 
     def take_dequeued(self) -> list[Request]:
         """Removes and returns ``dequeued``."""
@@ -180,7 +142,7 @@ class Scheduler:
 
     def resume(self, request: Request) -> None:
         """Continues a request whose ``token_budget`` was raised or whose tokens changed; otherwise does nothing."""
-        if request.finish_reason is not None or request.n_total >= request.token_budget:
+        if request.finish_reason is not None or request.n_total >= request.token_budget or request.is_drawing:
             return
         if request in self._running.paused:
             del self._running.paused[request]
@@ -249,8 +211,8 @@ class Scheduler:
         self.dequeued.append(request)
         self._waiting.release(request)
         self.n_preempted += 1
-        if paused:
-            # It waits for `resume`: a slow reader must not keep other requests out of its slot.
+        if paused or request.is_drawing:
+            # It waits for `resume` or `drawn`: a slow reader must not keep other requests out of its slot.
             self._waiting.paused.add(request)
         else:
             self._waiting.add_ready(request)
@@ -266,11 +228,11 @@ class Scheduler:
         if self._scarce:
             self._make_room()
         last, self._last = self._last, None
-        if last is not None and self._n_moves == running.n_moves and self._batch_builder.n_micro_batches == 1:
+        if last is not None and self._n_moves == running.n_moves and self.batch_builder.n_micro_batches == 1:
             last.repeats = last.in_flight = True
             return last
         self._n_moves = running.n_moves
-        plan = self._batch_builder.plan(running, self.cache.parked)
+        plan = self.batch_builder.plan(running, self.cache.parked)
         return plan if plan.tokens else None  # none: all requests are in steps in flight
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
@@ -293,26 +255,7 @@ class Scheduler:
             ):
                 self._score_next(request, targets)
         for request, token in taken:
-            if token in request.stop_tokens:
-                request.stop_token = token
-                self.finish(request, "stop")
-                continue
-            if token < 0:
-                self.fail(request, sampling_error(request, token))
-                continue
-            tokens = request.tokens
-            tokens.append(token)
-            request.n_generated += 1
-            request.n_total += 1
-            sampler = request.sampler
-            if sampler is not None and sampler.finished:
-                self.finish(request, "stop")
-            elif request.n_generated >= request.max_tokens or (
-                len(tokens) >= self.n_ctx and not self._drop_old_tokens(request)
-            ):
-                self.finish(request, "length")
-            elif request.n_total >= request.token_budget:
-                self._pause(request)
+            self._add_token(request, token)
         self.cache.memory_ops += plan.padding
         if len(plan.scheduled) > plan.n_decode:
             for request, _ in plan.scheduled[plan.n_decode :]:
@@ -326,18 +269,80 @@ class Scheduler:
             self._last = (
                 plan  # has all decoding requests: after a change from two micro-batches it may have half
             )
-        return taken
+        return [pair for pair in taken if pair[1] != NoToken.LATER] if NoToken.LATER in sampled else taken
+
+    def drawn(self, request: Request, token: int) -> None:
+        """Records a token that was drawn after its step (or a NoToken), for a request that ``is_drawing``."""
+        request.is_drawing = False
+        if token == NoToken.SETTLED:
+            self.finish(
+                request, "stop" if request.sampler is not None and request.sampler.finished else "length"
+            )
+        else:
+            self._add_token(request, token)
+        if request.is_drawing:
+            return
+        if request in self._running.drawing:
+            self._running.take(request)
+            self._running.add(request)
+        elif request in self._waiting.paused:  # preempted meanwhile
+            self.resume(request)
+
+    def _add_token(self, request: Request, token: int) -> None:
+        """Continues a request with a token, or ends it."""
+        if token in request.stop_tokens:
+            request.stop_token = token
+            self.finish(request, "stop")
+            return
+        sampler = request.sampler
+        if token < 0:
+            self._no_token(request, token)
+            return
+        tokens = request.tokens
+        tokens.append(token)
+        request.n_generated += 1
+        request.n_total += 1
+        if sampler is not None and sampler.finished:
+            self.finish(request, "stop")
+        elif request.n_generated >= request.max_tokens or (
+            len(tokens) >= self.n_ctx and not self._drop_old_tokens(request)
+        ):
+            if sampler is not None and sampler.is_busy:  # it knows soon whether the text is complete
+                self._draw_later(request)
+                self.unsettled.append(request)
+            else:
+                self.finish(request, "length")
+        elif request.n_total >= request.token_budget:
+            self._pause(request)
+
+    def _no_token(self, request: Request, code: int) -> None:
+        if code == NoToken.LATER:
+            self._draw_later(request)
+        elif code == NoToken.FINISHED:
+            if request.resumable:  # the next token after a change is sampled from the logits of the last one
+                self.cache.truncate(request, len(request.tokens) - 1)
+            self.finish(request, "stop")
+        else:
+            self.fail(request, request.sampling_error(code))
+
+    def _draw_later(self, request: Request) -> None:
+        """Leaves a request out of the steps until ``drawn`` is called."""
+        request.is_drawing = True
+        if request.state is State.RUNNING and request not in self._running.drawing:
+            self._running.take(request)
+            self._running.drawing[request] = None
 
     def _drop_old_tokens(self, request: Request) -> bool:
         if not self._overflow.drop(request, self.cache):
             return False
-        self._running.take(request)
-        self._running.add(request)
+        if request.state is State.RUNNING:
+            self._running.take(request)
+            self._running.add(request)
         return True
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """Learns the time of a step, from its launch to its tokens."""
-        budget = self._batch_builder.budget
+        budget = self.batch_builder.budget
         if budget.is_on and plan.n_decode:
             n = len(plan.tokens) - plan.n_decode - len(plan.padding)
             budget.observe(n, sum(plan.positions[-n:]) / n if n else 0.0, seconds)

@@ -23,7 +23,7 @@ class CellKeeper:
     def apply(self, executor: Executor) -> bool:
         """Performs all changes that are queued. False if a slot lost its cells, which the scheduler knows then."""
         lost: set[int] = set()
-        for op in self._scheduler.take_memory_ops():
+        for op in self._scheduler.cache.take_memory_ops():
             if isinstance(op, Remove):
                 done = executor.remove(op.slot, op.position)
             elif isinstance(op, Shift):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 from llamapipe.engine.results import EngineStats
@@ -21,30 +21,16 @@ from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.cell_keeper import CellKeeper
 from llamapipe.engine.worker.executor import Executor
-from llamapipe.engine.worker.in_flight import StepsInFlight, draw, record_logprobs, score
+from llamapipe.engine.worker.in_flight import NoTrace, StepsInFlight, StepTrace, draw, record_logprobs, score
 from llamapipe.engine.worker.inbox import Inbox
+from llamapipe.engine.worker.late_draws import LateDraws
 from llamapipe.engine.worker.micro_batches import MicroBatchSwitch
 from llamapipe.engine.worker.time_counter import TimeCounter
-from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError
+from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.llama.native_pipeline import StepAbortedError
 
 _MAX_SKIPPED_WINDOWS = 7
-
-
-class StepTrace(Protocol):
-    """Where the loop records the stages ``plan`` and ``deliver``."""
-
-    on: bool
-
-    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
-        """Records a stage, in seconds of ``time.perf_counter``."""
-
-
-class _NoTrace:
-    on = False
-
-    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
-        """Records nothing."""
+_LOOK_S = 0.02  # between two looks at draws that other threads make
 
 
 class EngineLoop:
@@ -71,12 +57,12 @@ class EngineLoop:
             executor.wake_at_launch(self.dispatcher.wakes)
         self.in_flight = StepsInFlight(executor)
         self.open: dict[Request, None] = {}
-        self.trace: StepTrace = _NoTrace()
+        self.trace: StepTrace = NoTrace()
         self._scheduler = scheduler
         self._executor = executor
         self._left_queue = left_queue
         self._micro_batches = MicroBatchSwitch(executor)
-        scheduler.depth = executor.depth if executor.overlaps else 1
+        scheduler.batch_builder.depth = executor.depth if executor.overlaps else 1
         self._window_s = window_s
         self._n_skip = self._n_skipped = 0  # windows to skip after one in vain, and skipped since
         self._stopping = False
@@ -85,6 +71,8 @@ class EngineLoop:
         self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
         self._last_step = -1  # the number of that step
         self._cells = CellKeeper(scheduler)
+        self._late = LateDraws()
+        executor.notify_drawn(lambda: self.inbox.put(self.take_drawn))
         self._step_times = TimeCounter()
         self._n_wants_logprobs = 0  # open requests that want log-probabilities
         self._n_requests = self._n_steps = self._n_prompt = self._n_generated = 0
@@ -128,12 +116,26 @@ class EngineLoop:
             self._scheduler.append(request, tokens)
         request.sink.restart_text()
         if request.sampler is not None and request.sampler_factory is not None:
-            self.dispatcher.wake()  # a grammar reads the whole sequence: that may take long
-            try:
-                request.sampler_factory.rebuild(request.sampler, request)
-            except (ValueError, DecodeError) as e:  # the sequence violates the request's constraints
-                self._scheduler.fail(request, InvalidRequestError(str(e)))
+            request.sampler_factory.rebuild(request.sampler, request)
+
+    def take_drawn(self) -> None:
+        """Records the tokens that other threads have drawn."""
+        for request, token in self._late.take(self._executor, self.open):
+            if token >= 0 and request.wants_logprobs and request.sampler is not None:
+                request.last_logprob = request.sampler.logprobs()
+            self._n_generated += token >= 0
+            self._scheduler.drawn(request, token)
+            if token == NoToken.SETTLED:  # its last token is delivered already
                 self._finished(request)
+            else:
+                self._undelivered.append((request, token))
+        self._settle()
+        self._deliver()
+
+    def _settle(self) -> None:
+        if self._scheduler.unsettled:
+            self._late.settle(self._scheduler.unsettled, self._executor)
+            self._scheduler.unsettled.clear()
 
     def fork(self, parent: Request, child: Request) -> None:
         """Accepts a request that continues the sequence of a resumable one. The child fails if the parent has ended."""
@@ -196,7 +198,7 @@ class EngineLoop:
             cache_bytes=0 if self.closed else self._scheduler.cache.n_host_bytes,
             step_times=self._step_times.copy(),
             n_queued=self._scheduler.n_queued,
-            n_micro_batches=self._scheduler.n_micro_batches,
+            n_micro_batches=self._scheduler.batch_builder.n_micro_batches,
             steps=self._n_steps,
             n_prompt_tokens=self._n_prompt,
             n_completion_tokens=self._n_generated,
@@ -234,8 +236,8 @@ class EngineLoop:
             self.closed = True
             self.dispatcher.close()
             self._cells.close()
-            self._executor.close()
             self.in_flight.close()
+            self._executor.close()
 
     def _loop(self) -> None:
         scheduler, inbox, dispatcher, steps = (
@@ -286,6 +288,8 @@ class EngineLoop:
                     self._left_queue(scheduler.take_dequeued())
                     return
                 self._end_waiting()
+                if self._late and not scheduler.has_work:
+                    inbox.run_next()
                 continue
             self._wait()
             waited = perf_counter()
@@ -299,7 +303,14 @@ class EngineLoop:
             self._executor.idle()
             if not inbox.single_caller and not self.open:
                 self._executor.rest()
-        inbox.run_next()
+        while self._late:  # draws that hang must not keep others from being made
+            try:
+                inbox.run_next(_LOOK_S)
+                break
+            except Empty:
+                self._executor.relieve()
+        else:
+            inbox.run_next()
         if inbox.single_caller or self._window_s <= 0 or not scheduler.has_work:
             return
         if self._n_skipped < self._n_skip:
@@ -327,8 +338,7 @@ class EngineLoop:
             return
         samplers: list[Any] = []
         if not plan.repeats:
-            if not self._make_samplers(plan):
-                return
+            self._make_samplers(plan)
             samplers = [request.sampler for request in plan.requests]
         planned = perf_counter()
         try:
@@ -340,24 +350,12 @@ class EngineLoop:
         self._plan_s += planned - started
         self._launch_s += perf_counter() - planned
 
-    def _make_samplers(self, plan: BatchPlan) -> bool:
-        """Makes the missing samplers. If that fails for a request, it ends it, drops the plan and returns False."""
-        without = [request for request in plan.requests if request.sampler is None]
-        if without:
-            self.dispatcher.wake()  # it takes long for grammars and long prompts
-        for request in without:
-            assert request.sampler_factory is not None
-            try:
+    def _make_samplers(self, plan: BatchPlan) -> None:
+        """Makes the missing samplers."""
+        for request in plan.requests:
+            if request.sampler is None:
+                assert request.sampler_factory is not None
                 request.sampler = request.sampler_factory.make(request)
-            except (
-                ValueError,
-                DecodeError,
-            ) as e:  # a fork or a restored sequence that violates the constraints
-                self._scheduler.drop(plan)
-                self._scheduler.fail(request, InvalidRequestError(str(e)))
-                self._finished(request)
-                return False
-        return True
 
     def _sample(self) -> None:
         """Draws the tokens of the oldest step in flight and commits them. Waits for the step if need be."""
@@ -379,7 +377,12 @@ class EngineLoop:
         drawn = perf_counter()
         if damaged:
             self._fail_damaged(damaged)
+        if NoToken.LATER in sampled:
+            self._late.add(plan, sampled)
         self._undelivered += scheduler.commit(plan, sampled)
+        self._settle()
+        if self._late:
+            executor.relieve()
         for request, *_ in plan.scored:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self.open:
                 self._finished(request)
@@ -393,7 +396,7 @@ class EngineLoop:
         if not executor.overlaps:
             self._deliver()
         elif self._micro_batches.step(len(sampled)):
-            scheduler.n_micro_batches = self._micro_batches.n
+            scheduler.batch_builder.n_micro_batches = self._micro_batches.n
 
     def _deliver(self) -> None:
         """Gives the tokens sampled last to their sinks, and has the callers woken."""
@@ -405,7 +408,8 @@ class EngineLoop:
             if request not in self.open:
                 continue  # it was cancelled meanwhile
             if (
-                request.error is None
+                token >= 0
+                and request.error is None
                 and token not in request.stop_tokens
                 and request.sink.token(request, token)
             ):
@@ -432,6 +436,7 @@ class EngineLoop:
                 del self.open[request]
                 self._n_wants_logprobs -= request.wants_logprobs
             if request.sampler is not None:
+                self._late.forget(request.sampler)
                 self.in_flight.retire(request.sampler)
                 request.sampler = None
         request.sink.finish(request)

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 from llamapipe.engine.results import EngineStats
+from llamapipe.engine.sampling.threads import SAMPLING_THREAD_NAME
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.errors import EngineClosedError
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 _JOIN_S = 1.0  # Ctrl-C that arrives just before Python blocks in join() does not interrupt it: join in slices
 _THREAD_NAME = "llamapipe-engine"
+_OURS = (_THREAD_NAME, SAMPLING_THREAD_NAME)
 
 _threads: WeakSet[EngineThread] = WeakSet()
 
@@ -31,7 +33,7 @@ _threads: WeakSet[EngineThread] = WeakSet()
 def single_caller() -> bool:
     """Whether no other thread could submit a request while this one waits for its own."""
     mine = threading.current_thread()
-    return all(thread is mine or thread.name == _THREAD_NAME for thread in threading.enumerate())
+    return all(thread is mine or thread.name in _OURS for thread in threading.enumerate())
 
 
 def _mark_forked() -> None:
@@ -99,9 +101,10 @@ class EngineThread:
             raise EngineClosedError("the engine is closed; make another")
 
     def _check_thread(self) -> None:
-        if threading.current_thread() is self._thread:
+        mine = threading.current_thread()
+        if mine is self._thread or mine.name == SAMPLING_THREAD_NAME:
             raise RuntimeError(
-                "this runs on the engine's own thread (in a logits processor?), which cannot wait for the engine"
+                "this runs in a thread of the engine (in a logits processor?), which cannot wait for the engine"
             )
 
     # ---- commands

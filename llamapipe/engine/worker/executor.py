@@ -5,18 +5,28 @@ A fake executor in the tests and the real one pass the same contract tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
 from llamapipe.engine.delivery.wake_queue import LaunchWakeList
+from llamapipe.engine.sampling.background import BackgroundSampler
+from llamapipe.engine.sampling.background_draws import BackgroundDraws
+from llamapipe.engine.sampling.threads import SamplingThreads
 from llamapipe.engine.scheduler.logprob_targets import TokenScore
 from llamapipe.engine.worker.thread_tuner import ThreadTuner
 from llamapipe.errors import DecodeError, NoToken
 from llamapipe.llama.native_pipeline import NativePipeline, SavedCells
 from llamapipe.llama.sampler import SamplerChain
 from llamapipe.native.load import last_error
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+AnySampler = SamplerChain | BackgroundSampler
 
 
 class Saved(Protocol):
@@ -92,7 +102,22 @@ class Executor(Protocol):
         """
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
-        """Draws and accepts a token for each output entry of a step; a NoToken where none can be drawn."""
+        """Draws and accepts a token for each output entry of a step; a NoToken where none can be drawn.
+
+        ``NoToken.LATER``: the sampler takes long; ``take_drawn`` will have its token.
+        """
+
+    def take_drawn(self) -> list[tuple[Any, int, int]]:
+        """The samplers that have drawn after their step, with the numbers of their draws and the tokens."""
+
+    def settle(self, sampler: Any) -> None:
+        """``take_drawn`` will have this sampler, with ``NoToken.SETTLED``, once it is known whether it is finished."""
+
+    def notify_drawn(self, notify: Callable[[], object]) -> None:
+        """Sets what is called, in any thread, when ``take_drawn`` has something."""
+
+    def relieve(self) -> None:
+        """Called now and then while draws are outstanding: if some hang, the others get another thread."""
 
     def sample_repeat(self, step: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""
@@ -147,13 +172,16 @@ class StepExecutor:
         self._tokens, self._positions, self._seq_ids = (new("int32_t[]", n) for _ in range(3))
         self._outputs = new("int8_t[]", n)
         self._rows, self._sampled = (new("int32_t[]", context.n_seq_max) for _ in range(2))
-        self._asked: tuple[Sequence[int], Sequence[SamplerChain]] = ((), ())
+        self._asked: tuple[Sequence[int], Sequence[AnySampler]] = ((), ())
         self._all_native = True
         self._samplers = new("lp_sampler *[]", context.n_seq_max)
         self._in_graph = context.graph_sampling
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
         self._handle = pipeline.handle  # what calls go to
         self._wakes: LaunchWakeList | None = None
+        self._background = BackgroundDraws(SamplingThreads(context.n_seq_max + 1))
+        self._launched_s = 0.0
+        self._n_vocab = context.model.n_vocab
 
     def remove(self, seq_id: int, position: int) -> bool:
         """Removes the cells of a sequence from ``position`` on. False if it could only remove all of them."""
@@ -220,7 +248,7 @@ class StepExecutor:
         seq_ids: Sequence[int],
         outputs: Sequence[int],
         rows: Sequence[int] = (),
-        samplers: Sequence[SamplerChain] = (),
+        samplers: Sequence[AnySampler] = (),
         targets: Mapping[int, Sequence[int]] | None = None,
         n_top: int = 0,
     ) -> int:
@@ -231,6 +259,10 @@ class StepExecutor:
         Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
         """
         self._context.claim()
+        for sampler in samplers:
+            if isinstance(sampler, BackgroundSampler):
+                sampler.start(self._background.threads)
+        self._launched_s = perf_counter()
         n = self._n = len(tokens)
         self._tokens[0:n] = tokens
         self._positions[0:n] = positions
@@ -254,14 +286,14 @@ class StepExecutor:
         self,
         outputs: Sequence[int],
         rows: Sequence[int],
-        samplers: Sequence[SamplerChain],
+        samplers: Sequence[AnySampler],
         targets: Mapping[int, Sequence[int]],
     ) -> tuple[Any, Any]:
         """Samplers (or NULL) and targets (-1: none, or too many) of each output, in the order of the batch."""
         ffi, n_targets = self._native.ffi, self._native.lib.LP_TARGETS
         by_entry = dict(zip(rows, samplers, strict=True))  # of several of one row, one
         entries = [i for i, output in enumerate(outputs) if output]
-        known = [by_entry[i].handle if i in by_entry else ffi.NULL for i in entries]
+        known = [by_entry[i].handle if i in by_entry and by_entry[i].is_native else ffi.NULL for i in entries]
         wanted: list[int] = []
         for i in entries:
             mine = list(targets.get(i, ()))
@@ -280,7 +312,8 @@ class StepExecutor:
 
         Returns and raises as ``launch`` does.
         """
-        known = self._samplers if self._in_graph else self._native.ffi.NULL
+        self._launched_s = perf_counter()
+        known = self._samplers if self._in_graph and self._all_native else self._native.ffi.NULL
         if self.tuner is not None and not self.tuner.member.is_computing:
             self.tuner.begin()
         step: int = self._native.lib.lp_launch_again(self._handle, self._sampled, known)
@@ -293,7 +326,7 @@ class StepExecutor:
     def _fail(self, code: int) -> NoReturn:
         raise self.pipeline.error(code, n_tokens=self._n)
 
-    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> list[int]:
+    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[AnySampler]) -> list[int]:
         """Draws and accepts a token for each output entry of a step; see ``Executor.sample``.
 
         Its rows stay until ``depth`` more steps are launched.
@@ -301,58 +334,77 @@ class StepExecutor:
         self._context.claim()
         self._asked = (rows, samplers)
         self._n_rows = len(rows)
-        self._set_rows(rows, samplers)
         self._all_native = all(s.is_native for s in samplers)
+        if self._all_native:
+            self._set_rows(rows, samplers)
         return self.sample_repeat(step)
 
-    def _set_rows(self, rows: Sequence[int], samplers: Sequence[SamplerChain]) -> None:
+    def _set_rows(self, rows: Sequence[int], samplers: Sequence[AnySampler]) -> None:
         n = len(rows)
         if n > len(self._rows):  # requests that wait for a slot get their first tokens, too
             new = self._native.ffi.new
             self._rows, self._sampled = (new("int32_t[]", n) for _ in range(2))
             self._samplers = new("lp_sampler *[]", n)
         self._rows[0:n] = rows
-        self._samplers[0:n] = [s.handle for s in samplers]
+        self._samplers[0 : len(samplers)] = [s.handle for s in samplers]
 
     def sample_repeat(self, step: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""
         native, n = self._native, self._n_rows
         if not self._all_native:
-            return self._sample_with_python(step)
+            return self._sample_in_background(step)
         code = native.lib.lp_sample_rows(self._handle, step, n, self._rows, self._samplers, self._sampled)
         if code < 0:
             self._sampling_failed(code)
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
 
-    def _sample_with_python(self, step: int) -> list[int]:
-        """Asks guides for their masks and runs processors; each failure is its own row's."""
-        native, (rows, samplers) = self._native, self._asked
-        lib = native.lib
-        drawn = [0] * len(rows)
-        for i, sampler in enumerate(samplers):
-            if not sampler.ask_guide():
-                drawn[i] = NoToken.SAMPLER_FAILED
-        plain = [i for i, s in enumerate(samplers) if drawn[i] == 0 and not s.processors]
-        self._set_rows([rows[i] for i in plain], [samplers[i] for i in plain])
-        code = lib.lp_sample_rows(self._handle, step, len(plain), self._rows, self._samplers, self._sampled)
-        if code < 0:
-            self._sampling_failed(code)
-        for i, token in zip(plain, native.ffi.unpack(self._sampled, len(plain)), strict=True):
-            drawn[i] = token
-            if token == NoToken.SAMPLER_FAILED:
-                samplers[i].error = DecodeError(f"drawing a token failed: {last_error(native)}")
-        for i, sampler in enumerate(samplers):
-            if drawn[i] == 0 and sampler.processors:
-                row = lib.lp_step_row(self._handle, step, rows[i])
-                if row == native.ffi.NULL:
-                    self._sampling_failed(lib.LP_ERROR)
-                buffer = native.ffi.buffer(row, 4 * sampler.n_vocab)
-                drawn[i] = sampler.draw_processed(np.frombuffer(buffer, np.float32))
-            if drawn[i] >= 0 and not sampler.tell_guide(drawn[i]):
-                drawn[i] = NoToken.SAMPLER_FAILED
-        self._set_rows(rows, samplers)
+    def _sample_in_background(self, step: int) -> list[int]:
+        """``sample`` where draws may take long."""
+        rows, samplers = self._asked
+        patience_s = (perf_counter() - self._launched_s) / 2
+        drawn = self._background.draw(
+            rows, samplers, partial(self._row, step), partial(self._sample_native, step), patience_s
+        )
+        self._rows[0 : len(rows)] = rows
         self._sampled[0 : len(drawn)] = drawn
         return drawn
+
+    def _sample_native(self, step: int, rows: Sequence[int], samplers: Sequence[AnySampler]) -> list[int]:
+        """Draws and accepts a token, or a NoToken, for each of these output entries."""
+        native, n = self._native, len(rows)
+        self._set_rows(rows, samplers)
+        code = native.lib.lp_sample_rows(self._handle, step, n, self._rows, self._samplers, self._sampled)
+        if code < 0:
+            self._sampling_failed(code)
+        drawn: list[int] = native.ffi.unpack(self._sampled, n)
+        for sampler, token in zip(samplers, drawn, strict=True):
+            if token == NoToken.SAMPLER_FAILED:
+                sampler.error = DecodeError(f"drawing a token failed: {last_error(native)}")
+        return drawn
+
+    def _row(self, step: int, entry: int) -> npt.NDArray[np.float32]:
+        """A copy of the logits of an output entry."""
+        native = self._native
+        row = native.lib.lp_step_row(self._handle, step, entry)
+        if row == native.ffi.NULL:
+            self._sampling_failed(native.lib.LP_ERROR)
+        return np.frombuffer(native.ffi.buffer(row, 4 * self._n_vocab), np.float32).copy()
+
+    def take_drawn(self) -> list[tuple[Any, int, int]]:
+        """The samplers that have drawn after their step, with the numbers of their draws and the tokens."""
+        return self._background.take()
+
+    def settle(self, sampler: BackgroundSampler) -> None:
+        """``take_drawn`` will have this sampler once it is known whether it is finished."""
+        self._background.settle(sampler)
+
+    def notify_drawn(self, notify: Callable[[], object]) -> None:
+        """Sets what is called, in any thread, when ``take_drawn`` has something."""
+        self._background.notify = notify
+
+    def relieve(self) -> None:
+        """Starts another thread if draws hang."""
+        self._background.threads.relieve()
 
     def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
         """What output entries of a step say of tokens; see ``Executor.score``."""
@@ -421,7 +473,8 @@ class StepExecutor:
         self._native.lib.lp_abort(self._handle, step)
 
     def close(self) -> None:
-        """Frees pipeline and context."""
+        """Waits for samplers that still draw. Frees pipeline and context."""
+        self._background.threads.close()
         if self.tuner is not None:
             self.tuner.close()
         self.pipeline.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from llamapipe.engine.scheduler.batch_plan import BatchPlan
 from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
@@ -24,6 +24,24 @@ class InFlightStep(NamedTuple):
     step: int
     samplers: list[Any]
     began_s: float  # of ``perf_counter``
+
+
+class StepTrace(Protocol):
+    """Where the loop records the stages ``plan`` and ``deliver``."""
+
+    on: bool
+
+    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
+        """Records a stage, in seconds of ``time.perf_counter``."""
+
+
+class NoTrace:
+    """A trace that is off."""
+
+    on = False
+
+    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
+        """Records nothing."""
 
 
 class StepsInFlight:

@@ -169,7 +169,11 @@ int64_t lp_launching(const lp_pipeline * pipeline);  // the step that is being c
 enum lp_no_token {
     LP_NO_FINITE_LOGIT  = -1,
     LP_NO_ALLOWED_TOKEN = -2,
-    LP_SAMPLER_FAILED   = -3  // an exception, or the sampler's Python part failed
+    LP_SAMPLER_FAILED   = -3, // an exception, or the sampler's Python part failed
+    // Only in Python:
+    LP_LATER            = -4, // another thread draws
+    LP_FINISHED         = -5, // the constraint allows no further token
+    LP_SETTLED          = -6, // whether a further token is allowed is known now
 };
 // Waits for a launched step, then draws and accepts a token from the row of each entry: a token or an lp_no_token.
 // Returns how many have no token, or a negative code.

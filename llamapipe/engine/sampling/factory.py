@@ -1,16 +1,18 @@
-"""From SamplingParams to the sampler chains of requests."""
+"""From SamplingParams to the samplers of requests."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Generic, TypeVar
 
 from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
-from llamapipe.engine.scheduler.request import Request
+from llamapipe.engine.sampling.background import BackgroundSampler
+from llamapipe.engine.scheduler.request import Request, Sampler
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.sampler import Guide, SamplerChain
 from llamapipe.llama.sampling_options import Dry, SamplingOptions
@@ -48,7 +50,7 @@ class LruCache(Generic[T]):
 
 
 class SamplerFactory:
-    """One SamplingParams resolved for a vocabulary; creates the sampler chains of its requests.
+    """One SamplingParams resolved for a vocabulary; creates the samplers of its requests.
 
     Raises InvalidRequestError for what this vocabulary does not have and for constraints that cannot be compiled.
     """
@@ -133,42 +135,63 @@ class SamplerFactory:
         n = max((len(word) for word in self._bad_words), default=0)
         for last_n in [p.repeat_last_n] * self.penalizes + [p.dry_penalty_last_n] * (self._dry is not None):
             n = max(n, len(tokens) if last_n < 0 else last_n)
-        return tokens[-n:] if n else []
+        return list(tokens[-n:]) if n else []
 
-    def make(self, request: Request) -> SamplerChain:
+    @property
+    def is_slow(self) -> bool:
+        """Whether a sampler may take long: for a constraint, or for logits processors."""
+        return self._is_constrained or bool(self.params.logits_processors)
+
+    @property
+    def _is_constrained(self) -> bool:
+        return self._guide is not None or self.params.grammar is not None
+
+    def make(self, request: Request) -> Sampler:
         """The sampler of a request that gets its first slot. Engine thread.
 
-        Raises ValueError or DecodeError if the constraints refuse tokens that it has already generated.
+        If the constraint refuses tokens that the request has already generated, its first draw fails.
         """
+        if not self.is_slow:
+            return self.make_chain(request)
+        build = partial(self._build, request.seed, *self._accepted(request))
+        return BackgroundSampler(build, self.params.grammar_timeout if self._is_constrained else None)
+
+    def make_chain(self, request: Request) -> SamplerChain:
+        """The same as a chain of this thread. Raises ValueError or DecodeError if the constraint refuses tokens."""
+        return self._build(request.seed, *self._accepted(request))
+
+    def rebuild(self, sampler: Sampler, request: Request) -> None:
+        """Resets a sampler to its request's changed sequence. Engine thread."""
+        change = partial(_reset, accepted=partial(self._accept, *self._accepted(request)))
+        if isinstance(sampler, BackgroundSampler):
+            sampler.rebuild(change)
+        elif isinstance(sampler, SamplerChain):
+            change(sampler)
+
+    def _build(self, seed: int, history: Sequence[int], generated: Sequence[int]) -> SamplerChain:
+        """A chain after a sequence: the tokens that penalties look at, and those that the constraint has to accept."""
         guide = None if self._guide is None else self._guide()
         try:
-            chain = SamplerChain(
-                self._vocab, request.seed, self._options, self.params.logits_processors, guide
-            )
+            chain = SamplerChain(self._vocab, seed, self._options, self.params.logits_processors, guide)
         except BaseException:
             if guide is not None:
                 guide.close()
             raise
         try:
-            self._accept(chain, request)
+            self._accept(history, generated, chain)
         except BaseException:
             chain.close()
             raise
         return chain
 
-    def rebuild(self, chain: SamplerChain, request: Request) -> None:
-        """Resets a chain to its request's changed sequence. Raises ValueError if the constraints refuse it."""
-        chain.reset()
-        chain.finished = False
-        if chain.guide is not None:
-            chain.guide.reset(())
-        self._accept(chain, request)
+    def _accepted(self, request: Request) -> tuple[list[int], list[int]]:
+        """Copies of what a sampler has to accept: other threads may read them."""
+        generated = request.whole[request.n_prompt :] if self._is_constrained else []
+        return self.history(request.tokens), generated
 
-    def _accept(self, chain: SamplerChain, request: Request) -> None:
-        history = self.history(request.tokens)
+    def _accept(self, history: Sequence[int], generated: Sequence[int], chain: SamplerChain) -> None:
         if history:
             chain.accept(history)
-        generated = request.whole[request.n_prompt :]
         if self.params.grammar is not None and generated:
             chain.accept_grammar(generated)
         if chain.guide is not None:
@@ -202,6 +225,14 @@ class SamplerFactory:
         struct.n_logprobs = -1 if p.logprobs is None else p.logprobs
         struct.needs_row, struct.has_guide = bool(p.logits_processors), self._guide is not None
         return options
+
+
+def _reset(chain: SamplerChain, accepted: Callable[[SamplerChain], object]) -> None:
+    chain.reset()
+    chain.finished = False
+    if chain.guide is not None:
+        chain.guide.reset(())
+    accepted(chain)
 
 
 def _is_on(params: SamplingParams, name: str) -> bool:

@@ -1,0 +1,218 @@
+"""Samplers that take long: other requests go on, and nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.control import PATIENCE_S, Worker, wait_until
+
+import llamapipe as lp
+from llamapipe.engine.sampling.threads import SAMPLING_THREAD_NAME, SamplingThreads
+from llamapipe.errors import DecodeError, InvalidRequestError
+
+pytestmark = pytest.mark.native
+Row = npt.NDArray[np.float32]
+START = [310, 320, 330]
+
+
+@pytest.fixture
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=256, n_seq_max=4) as engine:
+        yield engine
+        engine.check_integrity()
+
+
+class Gate:
+    """A logits processor that waits until it is opened, from its ``n_free``-th call on."""
+
+    def __init__(self, n_free: int = 0) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        self._n_free = n_free
+
+    def __call__(self, row: Row) -> None:
+        self._n_free -= 1
+        if self._n_free < 0:
+            self.reached.set()
+            assert self.opened.wait(PATIENCE_S)
+
+
+def greedy(**options: object) -> lp.SamplingParams:
+    return lp.SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_free", [0, 3])
+def test_others_go_on_while_a_processor_waits(engine: lp.Engine, n_free: int) -> None:
+    expected = engine.generate(START, greedy())
+    gate = Gate(n_free)
+    slow = Worker(engine.generate, START, greedy(logits_processors=[gate]))
+    assert gate.reached.wait(PATIENCE_S)
+    for _ in range(3):
+        assert engine.generate([5, 6, 7], greedy()).finish_reason == "length"
+    assert engine.stats().n_active == 1
+    engine.check_integrity()
+    gate.opened.set()
+    assert slow.result().token_ids == expected.token_ids
+
+
+def test_processors_that_hang_do_not_stop_constraints(engine: lp.Engine) -> None:
+    gates = [Gate() for _ in range(3)]
+    slow = [Worker(engine.generate, START, greedy(logits_processors=[gate])) for gate in gates]
+    for gate in gates:
+        assert gate.reached.wait(PATIENCE_S)
+    schema = lp.SamplingParams(json_schema={"enum": ["a", "b"]}, max_tokens=None)
+    assert engine.generate(START, schema, timeout=PATIENCE_S).text in ('"a"', '"b"')
+    for gate, worker in zip(gates, slow, strict=True):
+        gate.opened.set()
+        assert worker.result().finish_reason == "length"
+
+
+def test_cancelled_while_it_waits(engine: lp.Engine) -> None:
+    gate = Gate(2)
+    stream = engine.stream(START, greedy(logits_processors=[gate], max_tokens=100))
+    assert gate.reached.wait(PATIENCE_S)
+    stream.close()
+    wait_until(lambda: engine.stats().n_active == 0)
+    assert engine.generate(START, greedy()).finish_reason == "length"
+    gate.opened.set()
+    assert engine.generate(START, greedy()).finish_reason == "length"
+
+
+def test_preempted_while_it_waits(demo: lp.Model) -> None:
+    """It gets its slot back after its token has come, and computes its text again."""
+    with lp.Engine(demo, n_ctx=256, n_seq_max=1, prefix_cache=False) as engine:
+        expected = engine.generate(START, greedy()).token_ids
+        gate = Gate(3)
+        slow = Worker(engine.generate, START, greedy(logits_processors=[gate]))
+        assert gate.reached.wait(PATIENCE_S)
+        assert engine.generate([5, 6, 7], greedy(priority=1)).finish_reason == "length"
+        assert engine.stats().n_preempted == 1
+        engine.check_integrity()
+        gate.opened.set()
+        assert slow.result().token_ids == expected
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_closed_while_it_waits(engine: lp.Engine, drain: bool) -> None:
+    gate = Gate(2)
+    slow = Worker(engine.generate, START, greedy(logits_processors=[gate]))
+    assert gate.reached.wait(PATIENCE_S)
+    closing = Worker(engine.close, drain=drain)
+    if not drain:
+        assert slow.result().finish_reason == "cancelled"
+    gate.opened.set()
+    closing.result()
+    assert slow.result().finish_reason == ("length" if drain else "cancelled")
+    assert SAMPLING_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_stop_string_while_the_next_token_waits(engine: lp.Engine) -> None:
+    whole = engine.generate(START, greedy(max_tokens=30)).text
+    stop = whole[4:9]
+    for _ in range(10):
+        sleepy = greedy(max_tokens=30, stop=stop, logits_processors=[lambda row: time.sleep(0.002)])
+        answer = engine.generate(START, sleepy)
+        assert (answer.text, answer.finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_log_probabilities_of_tokens_that_come_late(engine: lp.Engine) -> None:
+    fast = engine.generate(START, greedy(logprobs=2))
+    slow = engine.generate(START, greedy(logprobs=2, logits_processors=[lambda row: time.sleep(0.01)]))
+    assert slow.logprobs is not None and fast.logprobs is not None
+    assert [one.id for one in slow.logprobs] == [one.id for one in fast.logprobs]
+    assert [one.logprob for one in slow.logprobs] == pytest.approx(
+        [one.logprob for one in fast.logprobs], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", ["regex", "lark", "grammar"])
+def test_a_text_that_is_complete_with_its_last_token_has_stopped(engine: lp.Engine, kind: str) -> None:
+    """Also where the limit is reached with that token."""
+    text = {
+        "regex": "[ab]{6}",
+        "lark": "start: /[ab]{6}/",
+        "grammar": "root ::= [ab] [ab] [ab] [ab] [ab] [ab]",
+    }[kind]
+    for seed in range(5):
+        params = lp.SamplingParams(seed=seed, max_tokens=None, logprobs=0, **{kind: text})  # type: ignore[arg-type]
+        free = engine.generate(START, params)
+        assert free.finish_reason == "stop" and len(free.text) == 6
+        n = len(free.token_ids) - (kind == "grammar")  # a GBNF ends with an end of generation
+        if kind != "grammar":
+            params = lp.SamplingParams(seed=seed, max_tokens=n, **{kind: text})  # type: ignore[arg-type]
+            limited = engine.generate(START, params)
+            assert (limited.token_ids, limited.finish_reason) == (free.token_ids, "stop")
+        params = lp.SamplingParams(seed=seed, max_tokens=n - 1, **{kind: text})  # type: ignore[arg-type]
+        assert engine.generate(START, params).finish_reason == "length"
+
+
+def test_a_generation_goes_on_after_its_constraint_is_complete(engine: lp.Engine) -> None:
+    with engine.start(START, lp.SamplingParams(regex="[ab]{3}", max_tokens=None)) as generation:
+        assert len("".join(token.text for token in generation)) == 3
+        assert generation.finish_reason == "stop"
+        n = generation.n_tokens
+        engine.check_integrity()
+        generation.trim(len(START))
+        assert len("".join(token.text for token in generation)) == 3
+        assert generation.n_tokens <= n + 3
+        generation.trim(len(START) + 1)
+        generation.append([300])
+        with pytest.raises(InvalidRequestError):
+            generation.next()
+
+
+def test_the_time_of_a_constraint_is_limited(engine: lp.Engine) -> None:
+    params = lp.SamplingParams(regex=r"(\p{L}{1,40} ){100,200}", max_tokens=None, grammar_timeout=0.001)
+    with pytest.raises(DecodeError, match=r"grammar_timeout is 0\.001 s: simplify"):
+        engine.generate([START] * 50, params)
+    assert engine.generate(START, greedy()).finish_reason == "length"
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "1", True])
+def test_a_bad_time_limit(value: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="grammar_timeout"):
+        lp.SamplingParams(grammar_timeout=value)  # type: ignore[arg-type]
+
+
+class TestThreads:
+    def test_a_job_that_hangs_gets_a_thread_beside_it(self) -> None:
+        threads = SamplingThreads(8)
+        gates, ran = [threading.Event() for _ in range(4)], threading.Event()
+        for gate in gates:
+            threads.run(lambda gate=gate: gate.wait(PATIENCE_S))  # type: ignore[misc]
+        threads.run(ran.set)
+
+        def relieved() -> bool:
+            threads.relieve()
+            return ran.is_set()
+
+        wait_until(relieved)
+        for gate in gates:
+            gate.set()
+        threads.close()
+
+    def test_jobs_end_before_close_does_and_run_at_once_afterwards(self) -> None:
+        threads, ran = SamplingThreads(2), list[int]()
+        for i in range(100):
+            threads.run(lambda i=i: ran.append(i))  # type: ignore[misc]
+        threads.close()
+        assert sorted(ran) == list(range(100))
+        threads.run(lambda: ran.append(-1))
+        assert ran[-1] == -1
+
+    def test_no_more_threads_than_allowed(self) -> None:
+        threads, gate = SamplingThreads(3), threading.Event()
+        for _ in range(20):
+            threads.run(lambda: gate.wait(PATIENCE_S))
+        before = time.perf_counter()
+        while time.perf_counter() < before + 0.1:
+            threads.relieve()
+        n = sum(thread.name == SAMPLING_THREAD_NAME for thread in threading.enumerate())
+        gate.set()
+        threads.close()
+        assert n == 3

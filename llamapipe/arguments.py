@@ -77,7 +77,8 @@ def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> li
     try:
         if isinstance(tokens, (str, bytes, bytearray, Mapping, Set)):
             raise TypeError
-        ids: list[Any] = list(tokens)
+        array = getattr(tokens, "tolist", None)  # numpy: Python's own integers at once
+        ids: list[Any] = list(tokens) if array is None or getattr(tokens, "ndim", 0) != 1 else array()
     except TypeError:
         raise TypeError(f"{name} must be a sequence of token ids, not {type(tokens).__name__}") from None
     kinds = set(map(type, ids))

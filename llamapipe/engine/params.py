@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from llamapipe.arguments import check_flag, check_float, check_int
-from llamapipe.llama.sampler import check_bias
+from llamapipe.llama.sampler import MAX_BIAS, check_bias
 from llamapipe.structured.schema import closed_objects
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _INT32_MAX = 2**31 - 1
+_MOST_CHARACTERS = 2**17  # of all texts of one option
 
 LogitsProcessor = Callable[["npt.NDArray[np.float32]"], object]
 
@@ -191,9 +193,8 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
             )
-        self._set("stop", _strings("stop", self.stop))
-        self._set("bad_words", _strings("bad_words", self.bad_words))
-        self._set("dry_sequence_breakers", _strings("dry_sequence_breakers", self.dry_sequence_breakers))
+        for name in ("stop", "bad_words", "dry_sequence_breakers"):
+            self._set(name, _strings(name, getattr(self, name)))
         self._check_processors()
         self._check_constraints()
         self._check_order()
@@ -203,24 +204,15 @@ class SamplingParams:
                 raise ValueError(
                     "allowed_token_ids is empty, so no token could be sampled; None allows every token"
                 )
-            self._set("allowed_token_ids", tuple(_token("allowed_token_ids", t) for t in allowed))
-        self._set(
-            "stop_token_ids",
-            tuple(
-                _token("stop_token_ids", t)
-                for t in _items("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
-            ),
-        )
+            self._set("allowed_token_ids", _tokens("allowed_token_ids", allowed))
+        stops = _items("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
+        self._set("stop_token_ids", _tokens("stop_token_ids", stops))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise TypeError(
                     f"logit_bias must map token ids to numbers, not be a {type(self.logit_bias).__name__}"
                 )
-            biases = {
-                _token("logit_bias", t): check_bias(f"logit_bias of token {t}", v)
-                for t, v in self.logit_bias.items()
-            }
-            self._set("logit_bias", MappingProxyType(biases))
+            self._set("logit_bias", MappingProxyType(_biases(dict(self.logit_bias))))
 
     def __hash__(self) -> int:
         biases = None if self.logit_bias is None else frozenset(self.logit_bias.items())
@@ -326,8 +318,23 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
             raise TypeError(f"{name} must hold strings, not {type(s).__name__}")
         if not s:
             raise ValueError(f"{name} holds an empty string, which is in every text; leave it out")
+    n_characters = sum(map(len, strings))
+    if n_characters > _MOST_CHARACTERS:
+        raise ValueError(f"{name} has {n_characters} characters in all; the limit is {_MOST_CHARACTERS}")
     return tuple(strings)
 
 
-def _token(name: str, value: Any) -> int:
-    return check_int(f"a token id of {name}", value, 0, _INT32_MAX)
+def _tokens(name: str, values: Sequence[Any]) -> tuple[int, ...]:
+    if set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) <= _INT32_MAX)):
+        return tuple(values)  # a check of each would take long for a whole vocabulary
+    return tuple(check_int(f"a token id of {name}", value, 0, _INT32_MAX) for value in values)
+
+
+def _biases(given: dict[Any, Any]) -> dict[int, float]:
+    tokens, values = _tokens("logit_bias", list(given)), list(given.values())
+    if not (
+        set(map(type, values)) <= {int, float}
+        and all(-MAX_BIAS <= v <= MAX_BIAS or v == -inf for v in values)
+    ):
+        values = [check_bias(f"logit_bias of token {t}", v) for t, v in zip(tokens, values, strict=True)]
+    return dict(zip(tokens, map(float, values), strict=True))

@@ -95,8 +95,12 @@ class ChatPrompts:
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
         continue_last: bool = False,
+        n_ctx: int | None = None,
     ) -> list[int]:
-        """See ``Model.tokenize_chat``. ``continue_last``: the prompt ends inside the last message."""
+        """See ``Model.tokenize_chat``. ``continue_last``: the prompt ends inside the last message.
+
+        ``n_ctx``: raises InvalidRequestError for a text of so many tokens, if its length alone shows that.
+        """
         vocab, controls = self._model.vocab, self.controls
         try:
             mark = unused_mark([messages, tools, template_args])
@@ -110,6 +114,11 @@ class ChatPrompts:
             template_args=template_args,
             change_text=lambda given: controls.marked(given, mark),
         )
+        if n_ctx is not None and len(text) >= n_ctx and (n_least := vocab.least_tokens(len(text))) >= n_ctx:
+            raise InvalidRequestError(
+                f"the conversation has {len(text)} characters, at least {n_least} tokens; n_ctx is {n_ctx} and "
+                "one must stay free: shorten it, or make the engine with a larger n_ctx"
+            )
         return tokenized(text, mark, controls, vocab.tokenize, self._added)
 
     def warn_of_control_text(self, prompt: str) -> None:

@@ -60,6 +60,7 @@ class Vocab(Owner):
         )
         self.fim_tokens: FimTokens | None = FimTokens(*fim) if min(fim) >= 0 else None
         self._written: dict[int, bytes] = {}
+        self._longest: int | None = None  # bytes of the longest token; 0: no limit is known
         self.eog_tokens: frozenset[int] = frozenset(
             t for t in range(self.n_vocab) if lib.llama_vocab_is_eog(handle, t)
         )
@@ -148,6 +149,21 @@ class Vocab(Owner):
         if add_special and self.add_bos and n > 1 and tokens[0] == tokens[1] == self.bos:
             del tokens[0]
         return tokens
+
+    def least_tokens(self, n_characters: int) -> int:
+        """A number of tokens that no text of this many characters falls below, to refuse long ones without tokenizing.
+
+        0 for vocabularies that may express any number of characters with one token, such as an unknown word.
+        """
+        if self._longest is None:
+            lib = self._native.lib
+            bounded = (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE)
+            if lib.llama_vocab_type(self.handle) in bounded:
+                special = (len(token.text.encode()) for token in self.special_tokens())
+                self._longest = max(*map(len, map(self.piece, range(self.n_vocab))), *special, 1)
+            else:
+                self._longest = 0
+        return -(-n_characters // self._longest) if self._longest else 0
 
     def detokenize(
         self, ids: Iterable[SupportsIndex], remove_special: bool = False, unparse_special: bool = False

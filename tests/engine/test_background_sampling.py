@@ -179,6 +179,28 @@ def test_a_bad_time_limit(value: object) -> None:
         lp.SamplingParams(grammar_timeout=value)  # type: ignore[arg-type]
 
 
+class TestLongPrompts:
+    """They are refused before the work that their length would take."""
+
+    @pytest.mark.parametrize("text", ["word and " * 10**6, " " * 10**7, "\N{GRINNING FACE}" * 10**6])
+    def test_texts(self, engine: lp.Engine, text: str) -> None:
+        with pytest.raises(InvalidRequestError, match=rf"{len(text)} characters, at least \d+ tokens; n_ctx"):
+            engine.generate(text)
+        with pytest.raises(InvalidRequestError, match=r"the conversation has .*at least"):
+            engine.chat(text)
+
+    def test_a_text_that_may_fit_is_tokenized(self, engine: lp.Engine) -> None:
+        with pytest.raises(InvalidRequestError, match=r"the prompt has 8.. tokens"):
+            engine.generate("a b " * 410)
+
+    @pytest.mark.parametrize(
+        "ids", [[5] * 10**6 + ["x"], (5,) * 10**6, np.full(10**6, 5), np.full(10**6, 5, object)]
+    )
+    def test_token_ids(self, engine: lp.Engine, ids: object) -> None:
+        with pytest.raises(InvalidRequestError, match=r"the prompt has 100000[01] tokens; n_ctx is 256"):
+            engine.generate(ids)  # type: ignore[call-overload]
+
+
 class TestThreads:
     def test_a_job_that_hangs_gets_a_thread_beside_it(self) -> None:
         threads = SamplingThreads(8)

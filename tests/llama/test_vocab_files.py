@@ -85,3 +85,13 @@ def test_round_trip(model: Model, name: str, cases: list[tuple[str, list[int]]])
             # Unknown words become [UNK]; the ASCII letters and digits stay, accents go.
             plain = unicodedata.normalize("NFD", text.lower())
             assert re.sub(r"\[UNK\]|[^a-z0-9]", "", joined) == re.sub(r"[^a-z0-9]", "", plain)
+
+
+def test_no_text_has_fewer_tokens_than_its_length_shows(
+    model: Model, name: str, cases: list[tuple[str, list[int]]]
+) -> None:
+    vocab = model.vocab
+    assert (vocab.least_tokens(10**6) > 0) == (VOCABULARIES[name] != "lossy")
+    longest = max((vocab.piece(token) for token in range(vocab.n_vocab)), key=len).decode(errors="replace")
+    for text in [text for text, _ in cases] + [longest * 100, " " * 500, "\n" * 500, "a" * 500]:
+        assert len(vocab.tokenize(text, add_special=False)) >= vocab.least_tokens(len(text)), text[:40]

@@ -139,7 +139,12 @@ class ChatBuilder:
             raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
         given = [tool.as_openai() for tool in tools] if tools and choice != "none" else None
         tokens = self._model.chat_prompts.tokenize(
-            messages, given, True, args, check_flag("continue_last", options.continue_last)
+            messages,
+            given,
+            True,
+            args,
+            check_flag("continue_last", options.continue_last),
+            self._request_builder.n_ctx,
         )
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 
 from llamapipe.arguments import check_tokens
 from llamapipe.engine.delivery.mailbox import Mailbox
@@ -50,7 +50,7 @@ class RequestBuilder:
 
     def __init__(self, model: Model, n_ctx: int) -> None:
         self._model = model
-        self._n_ctx = n_ctx
+        self.n_ctx = n_ctx
         self._eog = model.vocab.eog_tokens
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
@@ -66,6 +66,7 @@ class RequestBuilder:
         Raises TypeError, ValueError, InvalidRequestError; errors in a list name the prompt's index. With ``on_error``
         ``"return"``, an InvalidRequestError is in the place of its prompt instead.
         """
+        self._refuse_long_ids(prompt)
         prompts, single = split_prompts(prompt)
         if params is None or isinstance(params, SamplingParams):
             each: Sequence[SamplingParams | None] = [params] * len(prompts)
@@ -108,6 +109,7 @@ class RequestBuilder:
                 "the prompt is empty; give at least one character or token ([model.bos] starts from nothing)"
             )
         if isinstance(prompt, str):
+            self._refuse_long_text(prompt)
             self._model.chat_prompts.warn_of_control_text(prompt)
         n_vocab = self._model.n_vocab
         tokens = (
@@ -117,12 +119,37 @@ class RequestBuilder:
         )
         if not tokens:
             raise InvalidRequestError("the prompt is empty; give at least one token")
-        if len(tokens) >= self._n_ctx:
-            raise InvalidRequestError(
-                f"the prompt has {len(tokens)} tokens; n_ctx is {self._n_ctx} and one must stay free: "
-                "shorten it, or make the engine with a larger n_ctx"
-            )
+        if len(tokens) >= self.n_ctx:
+            self._refuse_ids(len(tokens))
         return Item(tokens, self._factories.sampler_factory(params))
+
+    def _refuse_long_text(self, prompt: str) -> None:
+        """Refuses a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
+        if len(prompt) < self.n_ctx:
+            return
+        n_least = self._model.vocab.least_tokens(len(prompt))
+        if n_least >= self.n_ctx:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt)} characters, at least {n_least} tokens; n_ctx is {self.n_ctx} "
+                "and one must stay free: shorten it, or make the engine with a larger n_ctx"
+            )
+
+    def _refuse_long_ids(self, prompt: Any) -> None:
+        """Refuses one sequence of too many token ids before any of them is looked at, but the first."""
+        if isinstance(prompt, (list, tuple)):
+            first = prompt[0] if prompt else None
+        elif getattr(prompt, "ndim", None) == 1:
+            first = prompt[0] if len(prompt) else None
+        else:
+            return
+        if len(prompt) >= self.n_ctx and isinstance(first, SupportsIndex):
+            self._refuse_ids(len(prompt))
+
+    def _refuse_ids(self, n: int) -> NoReturn:
+        raise InvalidRequestError(
+            f"the prompt has {n} tokens; n_ctx is {self.n_ctx} and one must stay free: "
+            "shorten it, or make the engine with a larger n_ctx"
+        )
 
     def completions(self, items: Sequence[Item | Exception], mailbox: Mailbox) -> dict[int, list[Request]]:
         """The requests of each item, by index; see ``completion``. Errors among the items are passed over."""
@@ -159,9 +186,9 @@ class RequestBuilder:
     ) -> Request:
         """A request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError."""
         longest = len(context) + max(len(c) for c in continuations) - 1
-        if longest > self._n_ctx:
+        if longest > self.n_ctx:
             raise InvalidRequestError(
-                f"{longest + 1} tokens are to be scored together; n_ctx is {self._n_ctx} and the last is not fed: "
+                f"{longest + 1} tokens are to be scored together; n_ctx is {self.n_ctx} and the last is not fed: "
                 "shorten them, or make the engine with a larger n_ctx"
             )
         targets = ContinuationTargets(context, continuations)

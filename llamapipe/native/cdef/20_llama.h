@@ -7,7 +7,7 @@ struct llama_vocab;
 struct llama_model;
 struct llama_context;
 
-enum llama_vocab_type { LLAMA_VOCAB_TYPE_NONE, ... };
+enum llama_vocab_type { LLAMA_VOCAB_TYPE_NONE, LLAMA_VOCAB_TYPE_SPM, LLAMA_VOCAB_TYPE_BPE, ... };
 enum llama_split_mode { LLAMA_SPLIT_MODE_NONE, LLAMA_SPLIT_MODE_LAYER, LLAMA_SPLIT_MODE_ROW, LLAMA_SPLIT_MODE_TENSOR, ... };
 enum llama_load_mode { LLAMA_LOAD_MODE_AUTO = -1, LLAMA_LOAD_MODE_NONE, LLAMA_LOAD_MODE_MMAP, LLAMA_LOAD_MODE_MLOCK,
                        LLAMA_LOAD_MODE_MMAP_MLOCK, ... };

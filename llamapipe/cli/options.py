@@ -143,6 +143,7 @@ SAMPLING = [
     ),
     Option("regex", str, "REGEX", "constrain the output to this regular expression"),
     Option("lark", _text_or_file, "LARK", "constrain the output to this Lark grammar; @FILE reads a file"),
+    Option("grammar_timeout", float, "SECONDS", "processor time that following a constraint may take"),
     Option("allowed_token_ids", int, "ID", "allow only these tokens (repeatable)", repeats=True),
     Option("bad_words", str, "TEXT", "never generate this text (repeatable)", repeats=True),
     Option(

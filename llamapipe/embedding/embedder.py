@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, cast, overload
 
@@ -20,6 +22,8 @@ from llamapipe.llama.model import Model
 from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
+    import asyncio
+
     import numpy.typing as npt
 
 Text: TypeAlias = "str | Sequence[int]"
@@ -125,7 +129,7 @@ class Embedder(Owner):
         single, tokens = self._checked(texts, truncate)
         bar = progress_bar(check_flag("progress", progress), len(tokens))
         try:
-            rows = self._wait(Call(tokens, bar.update if progress else None))
+            rows = self._wait(tokens, bar.update if progress else None)
         finally:
             bar.close()
         return self._result(rows, single, check_flag("normalize", normalize))
@@ -137,9 +141,7 @@ class Embedder(Owner):
         import asyncio
 
         single, tokens = await asyncio.to_thread(self._checked, texts, truncate)
-        call = Call(tokens)
-        self._worker.submit(call)
-        return self._result(await asyncio.wrap_future(call.done), single, check_flag("normalize", normalize))
+        return self._result(await self._await(tokens), single, check_flag("normalize", normalize))
 
     def _result(self, rows: list[Floats], single: bool, normalize: bool) -> Floats | list[Floats]:
         if normalize:
@@ -157,16 +159,14 @@ class Embedder(Owner):
         Raises TypeError, InvalidRequestError for a model without a rank head and for texts that are too long.
         """
         pairs = self._pairs(query, documents, truncate)
-        return _ranked(self._wait(Call(pairs)), pairs)
+        return _ranked(self._wait(pairs), pairs)
 
     async def arerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
         """``rerank`` for asyncio."""
         import asyncio
 
         pairs = await asyncio.to_thread(self._pairs, query, documents, truncate)
-        call = Call(pairs)
-        self._worker.submit(call)
-        return _ranked(await asyncio.wrap_future(call.done), pairs)
+        return _ranked(await self._await(pairs), pairs)
 
     def _pairs(self, query: str, documents: Sequence[str], truncate: bool) -> list[list[int]]:
         """The tokens of the query with each document."""
@@ -269,12 +269,37 @@ class Embedder(Owner):
             tokens = [*tokens[: self.n_ctx - n_end], *end]
         return tokens
 
-    def _wait(self, call: Call) -> list[Floats]:
+    def _wait(
+        self, texts: Sequence[list[int]], on_rows: Callable[[int], object] | None = None
+    ) -> list[Floats]:
+        answers: SimpleQueue[list[Floats] | BaseException] = SimpleQueue()
+        call = Call(texts, answers.put, on_rows)
+        try:
+            self._worker.submit(call)
+            answer = answers.get()
+        except BaseException:  # Ctrl-C: drop the texts that were not computed
+            call.cancelled = True
+            raise
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def _await(self, texts: Sequence[list[int]]) -> list[Floats]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Floats]] = loop.create_future()
+
+        def answer(given: list[Floats] | BaseException) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_settle, future, given)
+
+        call = Call(texts, answer)
         self._worker.submit(call)
         try:
-            return call.done.result()
-        except BaseException:  # Ctrl-C: drop the texts that were not computed
-            call.done.cancel()
+            return await future
+        except BaseException:
+            call.cancelled = True
             raise
 
     # ---- lifetime
@@ -328,6 +353,15 @@ def _normalized(row: Floats) -> Floats:
     length = np.linalg.norm(row, axis=-1, keepdims=True)
     made: Floats = np.divide(row, length, out=np.zeros_like(row), where=length > 0)
     return made
+
+
+def _settle(future: asyncio.Future[list[Floats]], given: list[Floats] | BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(given, BaseException):
+        future.set_exception(given)
+    else:
+        future.set_result(given)
 
 
 def _ranked(rows: list[Floats], pairs: list[list[int]]) -> list[Ranked]:

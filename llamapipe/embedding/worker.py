@@ -1,4 +1,8 @@
-"""The thread of an embedder: batches the texts of all calls, one text of each call in turn."""
+"""The thread of an embedder: batches the texts of all calls, one text of each call in turn.
+
+Callers put calls into its inbox and wait for their own answers. No lock is shared with them: an exception of a signal
+handler may interrupt a caller between any two instructions.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 from llamapipe.errors import EngineClosedError
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Row: TypeAlias = "npt.NDArray[np.float32]"
+    Answer: TypeAlias = "list[Row] | BaseException"
 
 # A batch is filled up to this number of tokens. Texts of a batch are computed as one, so the cost of attention
 # grows with the square of the batch's length.
@@ -24,10 +29,19 @@ PACK_TOKENS = 512
 
 
 class Call:
-    """The texts of one call, as tokens. ``done`` gets their rows, in the order of the texts, or an exception."""
+    """The texts of one call, as tokens. ``answer`` gets their rows, in the order of the texts, or an exception.
 
-    def __init__(self, texts: Sequence[list[int]], on_rows: Callable[[int], object] | None = None) -> None:
-        self.done: Future[list[Row]] = Future()
+    It is called once, in the embedder's thread. ``cancelled``: set by a caller that gives up.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[list[int]],
+        answer: Callable[[Answer], object],
+        on_rows: Callable[[int], object] | None = None,
+    ) -> None:
+        self.answer = answer
+        self.cancelled = False
         # Long texts first, so that texts of similar length share a batch.
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         self.waiting = deque((i, texts[i]) for i in order)
@@ -45,7 +59,8 @@ class Worker:
     def __init__(self, context: EmbeddingContext) -> None:
         self._context = context
         self._pid = os.getpid()
-        self._condition = threading.Condition()
+        self._inbox: SimpleQueue[Call | None] = SimpleQueue()  # None: look at ``_closing``
+        self._submitting = threading.Lock()  # of callers: no call is put after the last None
         self._calls: deque[Call] = deque()
         self._closing = False
         self._drain = True
@@ -64,14 +79,10 @@ class Worker:
         """Queues a call. Raises EngineClosedError."""
         if os.getpid() != self._pid:
             raise EngineClosedError("the embedder was made in another process; make one after the fork")
-        with self._condition:
+        with self._submitting:
             if self._closing:
                 raise EngineClosedError("the embedder is closed")
-            if not call.n_left:
-                call.done.set_result([])
-                return
-            self._calls.append(call)
-            self._condition.notify()
+            self._inbox.put(call)
 
     def close(self, drain: bool) -> None:
         """Ends the thread: with ``drain`` after all queued calls, otherwise after the batch being computed."""
@@ -83,10 +94,10 @@ class Worker:
 
     def close_soon(self, drain: bool = False) -> None:
         """``close`` without waiting."""
-        with self._condition:
+        with self._submitting:
             self._drain = self._drain and drain
             self._closing = True
-            self._condition.notify()
+            self._inbox.put(None)
 
     # ---- the thread
     def _run(self) -> None:
@@ -98,16 +109,20 @@ class Worker:
 
     def _next(self) -> bool:
         """Computes a batch, or waits for one. False when the thread must end."""
-        with self._condition:
-            while not self._calls and not self._closing:
+        while not self._inbox.empty() or not (self._calls or self._closing):
+            if self._inbox.empty():
                 self._context.rest()
-                self._condition.wait()
-            if self._closing and not (self._drain and self._calls):
-                left, self._calls = list(self._calls), deque()
-                for call in left:
-                    _fail(call, EngineClosedError("the embedder was closed before these texts were computed"))
-                return False
-            batch = self._batch()
+            call = self._inbox.get()
+            if call is not None and call.n_left:
+                self._calls.append(call)
+            elif call is not None:
+                call.answer([])
+        if self._closing and not (self._drain and self._calls):
+            left, self._calls = list(self._calls), deque()
+            for call in left:
+                call.answer(EngineClosedError("the embedder was closed before these texts were computed"))
+            return False
+        batch = self._batch()
         if batch:
             self._compute(batch)
         return True
@@ -118,7 +133,7 @@ class Worker:
         n = 0
         while self._calls and len(batch) < self._context.n_seq_max:
             call = self._calls[0]
-            if call.done.cancelled() or not call.waiting:
+            if call.cancelled or not call.waiting:
                 self._calls.popleft()
                 continue
             index, text = call.waiting[0]
@@ -134,19 +149,14 @@ class Worker:
         try:
             rows = self._context.compute([text for _, _, text in batch])
         except BaseException as e:
-            for call, _, _ in batch:
+            for call in {call: None for call, _, _ in batch}:
                 call.waiting.clear()
-                _fail(call, e)
+                call.answer(e)
             return
         for (call, index, _), row in zip(batch, rows, strict=True):
             call.rows[index] = row
             call.n_left -= 1
             if call.on_rows is not None:
                 call.on_rows(1)
-            if not call.n_left and call.done.set_running_or_notify_cancel():
-                call.done.set_result([one for one in call.rows if one is not None])
-
-
-def _fail(call: Call, error: BaseException) -> None:
-    if not call.done.done() and call.done.set_running_or_notify_cancel():
-        call.done.set_exception(error)
+            if not call.n_left:
+                call.answer([one for one in call.rows if one is not None])

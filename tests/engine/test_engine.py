@@ -459,7 +459,7 @@ class TestQueue:
                 n_waiting = n_waiting_threads(queue)
         second = Worker(queue.enter, "second", None)
         wait_until(lambda: n_waiting_threads(queue) == 2)
-        with queue._room:  # keeps the first from taking itself off the list
+        with queue._entering:  # keeps the first from trying again
             wait_until(lambda: perf_counter() > deadline + 0.01)
             queue.leave(["inside"])
         with contextlib.suppress(TimeoutError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from time import perf_counter
 from typing import Any
 
@@ -111,41 +111,50 @@ class TestThreads:
     def test_room_that_comes_with_the_deadline_is_taken(self) -> None:
         """Woken or out of time: which it was, the thread cannot know."""
 
-        class LastMoment(threading.Condition):
-            def wait(self, timeout: float | None = None) -> bool:
-                queue._inside.clear()
-                return False
+        class LastMoment(QueueLimit):
+            n_tried = 0
 
-        queue = QueueLimit(1)
-        queue._room = LastMoment()
+            def try_enter(self, *requests: Hashable) -> bool:
+                self.n_tried += 1
+                if self.n_tried == 4:  # after the wait
+                    self._inside.clear()
+                return super().try_enter(*requests)
+
+        queue = LastMoment(1)
         enter(queue)
-        enter(queue, perf_counter() + 1000)
-        assert queue.n == 1
+        enter(queue, perf_counter() + 0.001)
+        assert (queue.n, queue.n_tried) == (1, 4)
 
     def test_who_is_interrupted_when_woken_wakes_another(self) -> None:
         """Ctrl-C in a thread that was just told of room: it does not take it."""
         interrupted: list[threading.Thread] = []
 
-        class Interrupted(threading.Condition):
-            def wait(self, timeout: float | None = None) -> bool:
-                woken = super().wait(timeout)
+        class Interrupted(QueueLimit):
+            def try_enter(self, *requests: Hashable) -> bool:
                 if threading.current_thread() in interrupted:
                     raise KeyboardInterrupt
-                return woken
+                return super().try_enter(*requests)
 
-        queue = QueueLimit(1)
-        queue._room = Interrupted()
+        queue = Interrupted(1)
         enter(queue)
         first = Worker(enter, queue)
         wait_until(lambda: n_waiting_threads(queue) == 1)
-        interrupted.append(first)
         second = Worker(enter, queue)
         wait_until(lambda: n_waiting_threads(queue) == 2)
+        interrupted.append(first)
         leave(queue, 1)
         with pytest.raises(KeyboardInterrupt):
             first.result()
         second.result()
         assert queue.n == 1
+
+    def test_the_engine_thread_waits_for_no_caller(self) -> None:
+        """A caller that stands still with the lock of the callers, as long as it likes."""
+        queue = QueueLimit(1)
+        enter(queue)
+        with queue._entering:
+            Worker(queue.leave, list(queue._inside)).result()
+        assert queue.n == 0
 
 
 class TestTasks:

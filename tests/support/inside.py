@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
@@ -90,7 +91,7 @@ def n_decoding_of(engine: lp.Engine) -> int:
 
 def n_waiting_threads(queue: QueueLimit) -> int:
     """Threads that wait for room in the queue."""
-    return len(queue._room._waiters)  # type: ignore[attr-defined]
+    return sum(not isinstance(waiter, partial) for waiter in list(queue._waiters))
 
 
 def request_of(handle: lp.Stream | lp.AsyncStream | lp.Generation) -> Request:
@@ -137,7 +138,7 @@ def set_micro_batches(engine: lp.Engine, n: int) -> None:
 @contextmanager
 def held_locks(engine: lp.Engine) -> Iterator[None]:
     """Holds the locks that callers of the engine take, as a thread of the parent may when another one forks."""
-    with engine._engine_thread._lock, engine._queue._room:
+    with engine._engine_thread._lock, engine._queue._entering:
         yield
 
 

@@ -1,10 +1,17 @@
-"""Counts the requests that wait for a slot and lets callers wait for room."""
+"""Counts the requests that wait for a slot and lets callers wait for room.
+
+The rule of this file: the engine thread takes no lock that a caller may hold, because an exception of a signal handler
+may interrupt a caller between any two instructions. Callers enter under a lock of their own. The engine thread only
+removes requests, and wakes the callers that wait, each with something of its own.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -33,8 +40,10 @@ class QueueLimit:
         self._limit = limit
         self._inside: dict[Hashable, float] = {}  # and when they entered
         self._times = TimeCounter()
-        self._room = threading.Condition()
-        self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._entering = (
+            threading.Lock()
+        )  # of callers only; a Condition would run Python code while it is held
+        self._waiters: deque[Callable[[], object]] = deque()  # each wakes a caller that waits for room
 
     @property
     def n(self) -> int:
@@ -47,10 +56,11 @@ class QueueLimit:
 
     def try_enter(self, *requests: Hashable) -> bool:
         """Enters all requests if there is room for all; returns whether there was."""
-        with self._room:
-            if self._limit is not None and len(self._inside) + len(requests) > self._limit:
+        entered = dict.fromkeys(requests, perf_counter())
+        with self._entering:
+            if self._limit is not None and len(self._inside) + len(entered) > self._limit:
                 return False
-            self._inside.update(dict.fromkeys(requests, perf_counter()))
+            self._inside.update(entered)
             return True
 
     def enter_at_once(self, *requests: Hashable) -> None:
@@ -68,13 +78,20 @@ class QueueLimit:
 
     def enter(self, request: Hashable, deadline: float | None) -> None:
         """Waits for room for one request. Raises ExpiredError after ``deadline`` (``perf_counter`` seconds)."""
-        with self._room:
-            while self._limit is not None and len(self._inside) >= self._limit:
+        while not self.try_enter(request):
+            woken = threading.Lock()
+            woken.acquire()
+            self._waiters.append(woken.release)
+            try:
+                if self.try_enter(request):  # room may have come free before the waiter was added
+                    return
                 left_s = None if deadline is None else deadline - perf_counter()
                 if left_s is not None and left_s <= 0:
                     raise ExpiredError("no room came free in the queue within the timeout")
-                self._room.wait(left_s)
-            self._inside[request] = perf_counter()
+                woken.acquire(timeout=-1 if left_s is None else min(left_s, threading.TIMEOUT_MAX))
+            finally:
+                with suppress(ValueError):  # woken: it is off the list
+                    self._waiters.remove(woken.release)
 
     async def aenter(self, request: Hashable) -> None:
         """Waits for room for one request without blocking the event loop."""
@@ -83,28 +100,36 @@ class QueueLimit:
         loop = asyncio.get_running_loop()
         while not self.try_enter(request):
             waiter = loop.create_future()
-            with self._room:
-                self._waiters.append((loop, waiter))
-            if self.try_enter(request):  # room may have become free before the waiter was added
+            self._waiters.append(partial(loop.call_soon_threadsafe, _wake, waiter))
+            if self.try_enter(request):
                 waiter.cancel()
                 return
             await waiter
 
     def leave(self, requests: Sequence[Hashable]) -> None:
-        """Frees the room of those requests that hold any and wakes the callers that wait for it."""
-        with self._room:
-            now = perf_counter()
-            for request in requests:
-                entered = self._inside.pop(request, None)
-                if entered is not None:
-                    self._times.add(now - entered)
-            # All waiters, not one per free place: a woken waiter may be giving up, and its place would stay unused.
-            self._room.notify_all()
-            waiters = list(self._waiters)
-            self._waiters.clear()
-        for loop, waiter in waiters:
+        """Frees the room of those requests that hold any and wakes the callers that wait for it. Engine thread."""
+        now = perf_counter()
+        for request in requests:
+            entered = self._inside.pop(request, None)
+            if entered is not None:
+                self._times.add(now - entered)
+        self._wake_all()
+
+    def withdraw(self, requests: Sequence[Hashable]) -> None:
+        """``leave`` for callers whose requests may never reach the engine thread."""
+        for request in requests:
+            self._inside.pop(request, None)
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        # All waiters, not one per free place: a woken waiter may be giving up, and its place would stay unused.
+        for _ in range(len(self._waiters)):
             try:
-                loop.call_soon_threadsafe(_wake, waiter)
+                wake = self._waiters.popleft()
+            except IndexError:  # another thread took it
+                return
+            try:
+                wake()
             except RuntimeError:  # that loop is closed
                 continue
 

@@ -119,7 +119,7 @@ class Submission:
         """Ends requests, whether or not they were submitted before their caller gave up."""
         if not requests:
             return
-        self._queue.leave(requests)
+        self._queue.withdraw(requests)
         for request in requests:
             self._engine_thread.cancel_soon(request)
 

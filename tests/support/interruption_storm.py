@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import llamapipe as lp
 from llamapipe.errors import EngineClosedError, QueueFullError
@@ -36,7 +37,7 @@ class Storm:
         self.by_call: Counter[str] = Counter()
         self._rng = random.Random(seed)
         self._armed = False
-        self._longest_s: dict[str, float] = {}
+        self._mean_s: dict[str, float] = {}
         signal.signal(signal.SIGALRM, self._handle)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -45,26 +46,39 @@ class Storm:
             return
         self._armed = False
         handler = signal.getsignal(signal.SIGINT)
-        if callable(
-            handler
-        ):  # asyncio.run() has one that cancels its task: an event loop does not survive exceptions
+        if callable(handler):  # asyncio.run() has one that cancels its task
             handler(number, frame)  # type: ignore[arg-type]
 
+    def _arm(self, name: str) -> None:
+        self._armed = True
+        delay_s = self._rng.random() * self._mean_s.get(name, 0.002) * 1.1
+        signal.setitimer(signal.ITIMER_REAL, max(delay_s, 1e-6))
+
     def interrupt(self, name: str, call: Callable[[], object]) -> None:
-        """Makes a call that is interrupted at a random instant, or not at all."""
-        longest_s = self._longest_s.get(name, 0.002)
-        delay_s = max(self._rng.random() * longest_s * 1.1, 1e-6)
+        """Makes a call that is interrupted at a random instant, or not at all.
+
+        A coroutine is interrupted only while it runs: an event loop does not survive an exception in its own code.
+        """
         began = time.perf_counter()
-        try:
-            self._armed = True
-            signal.setitimer(signal.ITIMER_REAL, delay_s)
+
+        async def run(coroutine: Coroutine[Any, Any, object]) -> None:
+            self._arm(name)
             try:
-                call()
+                await coroutine
             finally:
                 self._armed = False
-            took_s = time.perf_counter() - began
-            self._longest_s[name] = 0.95 * longest_s + 0.05 * took_s  # about the mean
-        except (KeyboardInterrupt, asyncio.CancelledError):  # the second: from asyncio.run(), in a few places
+
+        try:
+            if asyncio.iscoroutinefunction(CALLS[name][1] if name in CALLS else call):
+                asyncio.run(run(call()))  # type: ignore[arg-type]
+            else:
+                self._arm(name)
+                try:
+                    call()
+                finally:
+                    self._armed = False
+            self._mean_s[name] = 0.95 * self._mean_s.get(name, 0.002) + 0.05 * (time.perf_counter() - began)
+        except (KeyboardInterrupt, asyncio.CancelledError):
             self._armed = False
             self.n += 1
             self.by_call[name] += 1
@@ -100,19 +114,13 @@ def _fork(engine: lp.Engine) -> None:
             other.next()
 
 
-def _agenerate(engine: lp.Engine) -> None:
-    async def run() -> None:
-        await engine.agenerate([_PROMPT] * 3, _PARAMS)
-
-    asyncio.run(run())
+async def _agenerate(engine: lp.Engine) -> None:
+    await engine.agenerate([_PROMPT] * 3, _PARAMS)
 
 
-def _astream(engine: lp.Engine) -> None:
-    async def run() -> None:
-        async for _ in engine.astream(_PROMPT, _PARAMS):
-            pass
-
-    asyncio.run(run())
+async def _astream(engine: lp.Engine) -> None:
+    async for _ in engine.astream(_PROMPT, _PARAMS):
+        pass
 
 
 def _iter_completed(engine: lp.Engine) -> None:

@@ -163,6 +163,16 @@ def sanitize(session: nox.Session) -> None:
 
 
 @nox.session
+def simulate(session: nox.Session) -> None:
+    """Run 100,000 seeds of the engine in virtual time, or as many as given: ``-- N FIRST_SEED``."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    _install(session, "backend=cpu")
+    session.env["PYTHONPATH"] = str(HERE / "tests")
+    with session.chdir(session.create_tmp()):
+        session.run("python", str(HERE / "tests/support/simulation.py"), *(session.posargs or ["100000"]))
+
+
+@nox.session
 def storm(session: nox.Session) -> None:
     """Install the package and interrupt 200,000 calls, or as many as given, at random instants: ``-- N SEED``."""
     session.install("numpy", "cffi", "llguidance")

@@ -88,7 +88,11 @@ class AsyncMailbox:
         self._items.append(item)
         waiter = self._waiter
         if waiter is not None and not waiter.done():  # done: cancelled, or woken already
-            waiter.set_result(None)
+            try:
+                waiter.set_result(None)
+            except Exception:  # a signal handler has cancelled it between the two lines
+                if not waiter.done():
+                    raise
 
     async def get(self) -> Any:
         """Waits for the next item."""

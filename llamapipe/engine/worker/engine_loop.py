@@ -288,7 +288,7 @@ class EngineLoop:
                     self._left_queue(scheduler.take_dequeued())
                     return
                 self._end_waiting()
-                if self._late and not scheduler.has_work:
+                if self._late:
                     inbox.run_next()
                 continue
             self._wait()

@@ -1,0 +1,197 @@
+"""The engine in virtual time: many seeds find nothing, and each of some planted bugs is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from support.simulation import simulate
+
+from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
+from llamapipe.engine.frontend.queue_limit import QueueLimit
+from llamapipe.engine.scheduler.batch_builder import BatchBuilder
+from llamapipe.engine.scheduler.batch_plan import BatchPlan
+from llamapipe.engine.scheduler.kv_cache import KvCache
+from llamapipe.engine.scheduler.request import Request, State
+from llamapipe.engine.scheduler.running import Running
+from llamapipe.engine.scheduler.scheduler import Scheduler
+from llamapipe.engine.scheduler.waiting import Waiting
+from llamapipe.engine.worker import engine_loop
+from llamapipe.engine.worker.engine_loop import EngineLoop
+from llamapipe.engine.worker.in_flight import InFlightStep, StepsInFlight
+from llamapipe.engine.worker.late_draws import LateDraws
+
+N_SEEDS = 10_000  # `nox -s simulate` runs 100,000
+N_CHUNKS = 10
+
+
+@pytest.mark.parametrize("chunk", range(N_CHUNKS))
+def test_seeds(chunk: int) -> None:
+    """A seed that fails: ``python tests/support/simulation.py 1 SEED``."""
+    n = N_SEEDS // N_CHUNKS
+    for seed in range(chunk * n, (chunk + 1) * n):
+        try:
+            simulate(seed)
+        except BaseException as e:
+            raise AssertionError(f"seed {seed}: {e!r}") from e
+
+
+def test_a_seed_replays_exactly() -> None:
+    for seed in range(50):
+        assert simulate(seed) == simulate(seed), seed
+
+
+# ---- planted bugs
+def nothing(*arguments: Any, **named: Any) -> None:
+    """Instead of a method."""
+
+
+def _park_without_removing() -> AbstractContextManager[Any]:
+    park = KvCache._park
+
+    def wrong(self: KvCache, request: Request) -> None:
+        park(self, request)
+        self.memory_ops.pop()
+
+    return patch.object(KvCache, "_park", wrong)
+
+
+def _resume_only_running() -> AbstractContextManager[Any]:
+    resume = Scheduler.resume
+
+    def wrong(self: Scheduler, request: Request) -> None:
+        if request.state is not State.WAITING:
+            resume(self, request)
+
+    return patch.object(Scheduler, "resume", wrong)
+
+
+def _draw_for_all() -> AbstractContextManager[Any]:
+    def wrong(executor: Any, launched: InFlightStep) -> list[int]:
+        plan = launched.plan
+        samplers = [
+            request.sampler or sampler
+            for request, sampler in zip(plan.requests, launched.samplers, strict=True)
+        ]
+        drawn: list[int] = executor.sample(launched.step, plan.rows, samplers)
+        for request in plan.requests:
+            request.batch_plan = plan
+        return drawn
+
+    return patch.object(engine_loop, "draw", wrong)
+
+
+def _keep_positions_when_preempted() -> AbstractContextManager[Any]:
+    preempt = Scheduler.preempt
+
+    def wrong(self: Scheduler, request: Request) -> None:
+        n_past = request.n_past
+        preempt(self, request)
+        request.n_past = min(n_past, 1)
+
+    return patch.object(Scheduler, "preempt", wrong)
+
+
+def _take_old_draws() -> AbstractContextManager[Any]:
+    take = LateDraws.take
+
+    def wrong(self: LateDraws, executor: Any, open_requests: Any) -> list[tuple[Request, int]]:
+        class Renumbered:
+            @staticmethod
+            def take_drawn() -> list[tuple[Any, int, int]]:
+                return [
+                    (sampler, self._requests.get(sampler, (None, number))[1], token + (number % 2))
+                    for sampler, number, token in executor.take_drawn()
+                ]
+
+        return take(self, Renumbered(), open_requests)  # type: ignore[arg-type]
+
+    return patch.object(LateDraws, "take", wrong)
+
+
+def _pad_as_if_nothing_were_drawn_later() -> AbstractContextManager[Any]:
+    pad = BatchBuilder._pad_gaps
+
+    def wrong(self: BatchBuilder, plan: BatchPlan, running: Running, *others: Any) -> None:
+        drawing, running.drawing = running.drawing, {}
+        pad(self, plan, running, *others)
+        running.drawing = drawing
+
+    return patch.object(BatchBuilder, "_pad_gaps", wrong)
+
+
+def _fail_everybody() -> AbstractContextManager[Any]:
+    def wrong(self: Scheduler, plan: BatchPlan, error: BaseException) -> list[Request]:
+        self.drop(plan)
+        requests = self.live()
+        for request in requests:
+            self.fail(request, error)
+        return requests[:1]
+
+    return patch.object(Scheduler, "abort", wrong)
+
+
+def _truncate_without_removing() -> AbstractContextManager[Any]:
+    truncate = KvCache.truncate
+
+    def wrong(self: KvCache, request: Request, n: int) -> None:
+        n_ops = len(self.memory_ops)
+        truncate(self, request, n)
+        del self.memory_ops[n_ops:]
+
+    return patch.object(KvCache, "truncate", wrong)
+
+
+def _forget_the_last_delivery() -> AbstractContextManager[Any]:
+    commit = Scheduler.commit
+
+    def wrong(self: Scheduler, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        taken = commit(self, plan, sampled)
+        return taken[:-1] if len(taken) > 3 else taken
+
+    return patch.object(Scheduler, "commit", wrong)
+
+
+def _count_the_stop_token() -> AbstractContextManager[Any]:
+    add_token = Scheduler._add_token
+
+    def wrong(self: Scheduler, request: Request, token: int) -> None:
+        add_token(self, request, token)
+        if request.finish_reason == "stop" and request.n_generated > 8:
+            request.tokens.append(token)
+
+    return patch.object(Scheduler, "_add_token", wrong)
+
+
+PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "cells of requests that ended are not removed": _park_without_removing,
+    "preempted requests are not resumed": _resume_only_running,
+    "tokens are drawn for requests that left their step": _draw_for_all,
+    "preempted requests keep their positions": _keep_positions_when_preempted,
+    "tokens of another draw are taken": _take_old_draws,
+    "padding begins at position 0 of a request that draws later": _pad_as_if_nothing_were_drawn_later,
+    "a failed step fails every request": _fail_everybody,
+    "trimmed cells are not removed": _truncate_without_removing,
+    "a token is not delivered": _forget_the_last_delivery,
+    "a stop token stays in the sequence": _count_the_stop_token,
+    "room in the queue is not announced": lambda: patch.object(QueueLimit, "_wake_all", nothing),
+    "followers of a prefix are forgotten": lambda: patch.object(Waiting, "release", nothing),
+    "threads are not woken": lambda: patch.object(ResultDispatcher, "add_thread", nothing),
+    "samplers are not closed": lambda: patch.object(StepsInFlight, "retire", nothing),
+    "a cancelled request gets no answer": lambda: patch.object(EngineLoop, "cancel", nothing),
+    "pauses are ignored": lambda: patch.object(Scheduler, "_pause", nothing),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    with PLANTED[bug]():
+        for seed in range(1500):
+            try:
+                simulate(seed)
+            except Exception:
+                return
+    raise AssertionError("1,500 seeds have not found it")

@@ -152,8 +152,11 @@ def main() -> None:
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--only", default="", help="inputs whose name holds this text")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each period")
+    parser.add_argument("--switch-interval", type=float, help="of the interpreter, in seconds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.switch_interval is not None:
+        sys.setswitchinterval(args.switch_interval)
     rows = []
     print(
         f"{'input':42s} {'p99.9 gap, ms':>16s} {'times':>6s} {'first, ms':>14s} {'times':>6s} {'max gap':>8s}  answer"

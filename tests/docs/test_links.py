@@ -75,6 +75,12 @@ def test_paths_named_in_the_text_exist(page: Path) -> None:
             assert list(ROOT.glob(name)), f"{name}: there is no such file"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_tests_named_in_the_text_exist(page: Path) -> None:
+    for path, name in set(re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text(encoding="utf-8"))):
+        assert re.search(rf"\bdef {name}\(", (ROOT / path).read_text(encoding="utf-8")), f"{path}::{name}"
+
+
 def test_the_architecture_page_names_every_package() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     packages = {file.parent.relative_to(ROOT).as_posix() for file in ROOT.glob("llamapipe/**/__init__.py")}

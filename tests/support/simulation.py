@@ -192,6 +192,9 @@ class SimLoop:
     def is_closed(self) -> bool:
         return self.closed
 
+    def close(self) -> None:
+        self.closed = True
+
     def call_soon_threadsafe(self, function: Callable[..., object], *arguments: object) -> None:
         if self.closed:
             raise RuntimeError("the loop is closed")
@@ -418,7 +421,7 @@ class Simulation:
             world.soon(self._jump, 0.05)
         for loop in self.loops:
             if rng.random() < 0.15:
-                world.soon(lambda loop=loop: setattr(loop, "closed", True), 0.05)
+                world.soon(loop.close, 0.05)
 
     # ---- the run
     def run(self) -> None:
@@ -451,7 +454,7 @@ class Simulation:
     def _jump(self) -> None:
         self.world.now += self.world.rng.choice((1.0, 3600.0))
 
-    def _answer(self, mailbox: Any, loop: SimLoop | None) -> Iterator[Any]:
+    def _answer(self, mailbox: Any, loop: SimLoop | None) -> Generator[Any, Any, Any]:
         """The item of a request that will be answered; None if its loop is closed."""
         if loop is None:
             return (yield self._item(mailbox))
@@ -591,7 +594,7 @@ class Simulation:
             if not self._submit(request):
                 return
             timeout_s = rng.choice((None, None, None, 0.003, 0.05))
-            item = Empty if timeout_s is None else (yield self._item(mailbox, timeout_s))
+            item: Any = Empty if timeout_s is None else (yield self._item(mailbox, timeout_s))
             if item is Empty:
                 if timeout_s is not None:
                     self._cancel(request)

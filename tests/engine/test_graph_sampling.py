@@ -323,7 +323,7 @@ SOME = [
     lp.SamplingParams(seed=7, max_tokens=N_TOKENS, min_tokens=N_TOKENS),
 ]
 FULL = [
-    lp.SamplingParams(seed=8, grammar="root ::= [a-z ]+"),
+    lp.SamplingParams(seed=8, mirostat=1),  # a grammar would draw late at times, and so change the batches
     lp.SamplingParams(seed=9, mirostat=2),
 ]
 PROMPTS = ["Once upon a time", "The dog", "A cat and", "Hello", "In the"]

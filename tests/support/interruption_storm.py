@@ -18,10 +18,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
 from llamapipe.errors import EngineClosedError, QueueFullError
+
+sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
+from support.inside import queue_of  # noqa: E402
 
 _HANG_S = 90
 _PROMPT = [310, 320, 330]
@@ -187,8 +191,8 @@ def main() -> None:
             assert not wrong, wrong
             gc.collect()
             deadline = time.monotonic() + _HANG_S
-            while (stats := engine.stats()).n_active or stats.n_queued or engine._queue.n:
-                assert time.monotonic() < deadline, (stats.n_active, stats.n_queued, engine._queue.n)
+            while (stats := engine.stats()).n_active or stats.n_queued or queue_of(engine).n:
+                assert time.monotonic() < deadline, (stats.n_active, stats.n_queued, queue_of(engine).n)
             engine.check_integrity()
             assert engine.generate(_PROMPT, _PARAMS).token_ids == expected
         gc.collect()

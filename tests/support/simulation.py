@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from queue import Empty
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +38,9 @@ from llamapipe.engine.worker import engine_loop
 from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.engine.worker.inbox import Inbox
 from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError, NoToken
-from support.fakes import FakeContext, FakeSampler, FakeSaved, continuation, next_token
+
+sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
+from support.fakes import FakeContext, FakeSampler, FakeSaved, continuation, next_token  # noqa: E402
 
 N_CTX, N_VOCAB = 48, 13
 _MOST_LOOKS = 1_000
@@ -156,7 +159,7 @@ class SimWakeList:
     def __init__(self, wake_queue: SimWakeQueue) -> None:
         self.handle = None
         self.files: list[int] = []
-        self._queue = wake_queue
+        self.sleepers = wake_queue
         self._waiters: list[SimWaiter] = []
 
     def add(self, waiters: Sequence[SimWaiter]) -> None:
@@ -166,13 +169,13 @@ class SimWakeList:
         raise AssertionError("no simulated loop has a pipe")
 
     def begin(self) -> None:
-        self._queue.add(self._waiters)
+        self.sleepers.add(self._waiters)
         self._waiters = []
-        self._queue.next()
+        self.sleepers.next()
 
     def now(self) -> None:
         self.begin()
-        self._queue.all()
+        self.sleepers.all()
 
 
 class SimLoop:
@@ -314,7 +317,7 @@ class SimExecutor(FakeContext):
         """As launches do if the woken threads take long."""
         dispatcher = getattr(self._wake, "__self__", None)
         if isinstance(dispatcher, SimWakeList):
-            dispatcher._queue.all()
+            dispatcher.sleepers.all()
 
     def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         self.world.pass_time(max(self._done_at[step] - self.world.now, 0.0))

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_PATIENCE_S = 0.005  # the longest wait, if half a step is longer
+# The wait is half a step, within these limits. With less, requests of small models would often miss a step only because
+# waking a thread takes time.
+_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.0005, 0.005
 _SHORTEST_WAIT_S = 2e-5  # SimpleQueue.get() with a shorter timeout may not end: see Inbox.run_next
 
 Sampler = SamplerChain | BackgroundSampler
@@ -73,7 +75,7 @@ class BackgroundDraws:
                 if token >= 0 and isinstance(sampler, BackgroundSampler):
                     sampler.took(token)
         if pending:
-            self._wait(pending, drawn, min(patience_s, _PATIENCE_S))
+            self._wait(pending, drawn, min(max(patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S))
             for i in pending.values():
                 drawn[i] = NoToken.LATER
         return drawn

@@ -62,10 +62,12 @@ def _with_prompt(make: Callable[[], Any]) -> Attack:
     prompts: list[Any] = []
 
     def attack(engine: lp.Engine) -> object:
-        if not prompts:
+        if not prompts:  # the first call only makes it
             prompts.append(make())
+            return None
         return engine.generate(prompts[0], lp.SamplingParams(max_tokens=8))
 
+    attack.is_lazy = True  # type: ignore[attr-defined]
     return attack
 
 

@@ -21,6 +21,8 @@ from llamapipe.engine.scheduler.running import Running
 from llamapipe.engine.scheduler.waiting import Waiting
 from llamapipe.errors import NoToken
 
+_LATER = int(NoToken.LATER)  # looked at in every step
+
 
 class Scheduler:
     """The requests of one context.
@@ -269,7 +271,7 @@ class Scheduler:
             self._last = (
                 plan  # has all decoding requests: after a change from two micro-batches it may have half
             )
-        return [pair for pair in taken if pair[1] != NoToken.LATER] if NoToken.LATER in sampled else taken
+        return [pair for pair in taken if pair[1] != _LATER] if _LATER in sampled else taken
 
     def drawn(self, request: Request, token: int) -> None:
         """Records a token that was drawn after its step (or a NoToken), for a request that ``is_drawing``."""
@@ -280,9 +282,7 @@ class Scheduler:
             )
         else:
             self._add_token(request, token)
-        if request.is_drawing:
-            return
-        if request in self._running.drawing:
+        if request in self._running.drawing and not request.is_drawing:
             self._running.take(request)
             self._running.add(request)
         elif request in self._waiting.paused:  # preempted meanwhile

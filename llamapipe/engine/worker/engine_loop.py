@@ -30,6 +30,7 @@ from llamapipe.errors import BackendError, ContextFullError, DecodeError, Invali
 from llamapipe.llama.native_pipeline import StepAbortedError
 
 _MAX_SKIPPED_WINDOWS = 7
+_LATER = int(NoToken.LATER)  # looked at in every step
 _LOOK_S = 0.02  # between two looks at draws that other threads make
 
 
@@ -377,7 +378,7 @@ class EngineLoop:
         drawn = perf_counter()
         if damaged:
             self._fail_damaged(damaged)
-        if NoToken.LATER in sampled:
+        if _LATER in sampled:
             self._late.add(plan, sampled)
         self._undelivered += scheduler.commit(plan, sampled)
         self._settle()

@@ -96,7 +96,9 @@ def test_a_bad_option_of_a_completion(client: httpx.Client, change: dict[str, An
         {"messages": [{}]},
         {"tools": [function(7, {})]},
         {"tools": [function("f", [])]},
-        {"tools": [function("f", {})], "functions": [{"name": "f"}]},
+        {"tools": [function("f", {})], "functions": [{"name": "g", "parameters": {}}]},
+        {"tools": [{}], "functions": [{}]},
+        {"tools": [function("f", {})], "tool_choice": "none", "function_call": "auto"},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": [1]}}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{"role": "user", "content": "a" * 10**6}]},
@@ -116,6 +118,13 @@ def test_a_bad_option_of_a_completion(client: httpx.Client, change: dict[str, An
 )
 def test_a_bad_option_of_a_chat(client: httpx.Client, change: dict[str, Any]) -> None:
     assert client.post("/v1/chat/completions", json={**CHAT, **change}).status_code == 400
+
+
+def test_both_names_of_one_thing_may_say_the_same(client: httpx.Client) -> None:
+    tools = {"tools": [function("f", {})], "tool_choice": "none"}
+    older = {"functions": [function("f", {})["function"]], "function_call": "none"}
+    for change in (tools, older, {**tools, **older}):
+        assert client.post("/v1/chat/completions", json={**CHAT, **change}).status_code == 200
 
 
 @pytest.mark.parametrize(

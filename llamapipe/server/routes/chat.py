@@ -72,21 +72,39 @@ def _job(call: Call, request: ChatRequest) -> ChatJob:
 
 
 def _tools(request: ChatRequest) -> tuple[Sequence[dict[str, Any]] | None, Any]:
-    """The tools and the choice among them; ``functions`` and ``function_call`` are their older names."""
+    """The tools and the choice among them; ``functions`` and ``function_call`` are their older names.
+
+    A client may send both names of one thing, as long as they say the same.
+    """
     tools, choice = request.tools, request.tool_choice
-    for name, older in (("tools", "functions"), ("tool_choice", "function_call")):
-        if getattr(request, name) is not None and getattr(request, older) is not None:
-            raise ApiError(400, f"{older} is the older name of {name}; give one of them", older)
-    if request.functions is not None and tools is None:
-        tools = [{"type": "function", "function": function} for function in request.functions]
-    if request.function_call is not None and choice is None:
+    if request.functions is not None:
+        older = [{"type": "function", "function": function} for function in request.functions]
+        if tools is not None and _signatures(tools) != _signatures(older):
+            raise ApiError(
+                400, "functions is the older name of tools, and they differ; give one of them", "functions"
+            )
+        tools = older if tools is None else tools
+    if request.function_call is not None:
         given = request.function_call
-        choice = given if isinstance(given, str) else {"type": "function", "function": given}
+        called = given if isinstance(given, str) else {"type": "function", "function": given}
+        if choice is not None and choice != called:
+            raise ApiError(
+                400,
+                "function_call is the older name of tool_choice, and they differ; give one of them",
+                "function_call",
+            )
+        choice = called
     if choice is None:
         choice = "auto" if tools else "none"
     if not tools and choice not in ("auto", "none"):
         raise ApiError(400, "tool_choice asks for a call, but there are no tools", "tool_choice")
     return tools, choice
+
+
+def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """The name and the parameters of each function among ``tools``; None stands for what is missing."""
+    functions = [tool.get("function") for tool in tools]
+    return [(f.get("name"), f.get("parameters")) if isinstance(f, dict) else (None, f) for f in functions]
 
 
 def _schema(given: ResponseFormat | None) -> Any:

@@ -46,13 +46,36 @@ RANK_HEADS = ("cls.weight", "cls.output.weight")
 
 
 @dataclass(frozen=True)
+class Stamp:
+    """The identity of a file's content, as far as the file system tells."""
+
+    path: Path
+    n_bytes: int
+    device: int
+    inode: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: Path, status: os.stat_result) -> Stamp:
+        """The stamp of the file with this status."""
+        return cls(path, status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class _File:
+    stamp: Stamp
+    head: Head
+
+
+@dataclass(frozen=True)
 class GgufInfo:
     """The facts in the head of a checked file.
 
     `n_entries` counts metadata entries, `n_parts` the files of a split model. `tokenizer` is None without a
     vocabulary. `is_vocab_only` is True for a file without tensors, `is_causal` False for models whose tokens attend to
     later ones, such as encoders. `has_rank_head`: it has the output layer of a reranker. `n_layer`, `n_embd` and
-    `n_ctx_train` are 0 if a vocabulary-only file omits them. `size_bytes` is the size of all files.
+    `n_ctx_train` are 0 if a vocabulary-only file omits them. `size_bytes` is the size of all files,
+    `stamps` their identities.
     """
 
     path: Path
@@ -70,6 +93,20 @@ class GgufInfo:
     is_vocab_only: bool
     has_rank_head: bool
     size_bytes: int
+    stamps: tuple[Stamp, ...]
+
+    def change(self) -> str | None:
+        """What happened to the files since they were checked; None if they are the same."""
+        for stamp in self.stamps:
+            try:
+                now = Stamp.of(stamp.path, stamp.path.stat())
+            except OSError as error:
+                return f"{stamp.path} cannot be read any more: {error}"
+            if now.n_bytes != stamp.n_bytes:
+                return f"{stamp.path} had {stamp.n_bytes} bytes and has {now.n_bytes} now"
+            if now != stamp:
+                return f"{stamp.path} was replaced or written to"
+        return None
 
 
 def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
@@ -79,7 +116,8 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
     and its place.
     """
     file = Path(path)
-    head = _head(file)
+    first = _open(file)
+    head = first.head
     try:
         # First, because a later part of a split model has no architecture, which would be the wrong complaint.
         n_tensors, parts = _parts(file, head)
@@ -104,14 +142,15 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
         is_vocab_only=n_tensors == 0,
         has_rank_head=any(
             tensor.name in RANK_HEADS
-            for one in (head, *(part for _, part in parts))
+            for one in (head, *(part.head for part in parts))
             for tensor in one.tensors
         ),
-        size_bytes=len(head.buffer) + sum(len(part.buffer) for _, part in parts),
+        size_bytes=len(head.buffer) + sum(len(part.head.buffer) for part in parts),
+        stamps=(first.stamp, *(part.stamp for part in parts)),
     )
 
 
-def _head(path: Path) -> Head:
+def _open(path: Path) -> _File:
     """Map a file and parse its head. Raises ModelLoadError."""
     try:
         status = path.stat()
@@ -125,6 +164,7 @@ def _head(path: Path) -> Head:
                 raise ModelLoadError(f"{path} is empty; download or convert it again")
             if first[:4] != b"GGUF":
                 raise ModelLoadError(_stranger(path, first))
+            status = os.fstat(file.fileno())  # of the file that is open, which may be another one by now
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise ModelLoadError(_missing(path)) from None
@@ -133,7 +173,7 @@ def _head(path: Path) -> Head:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     try:
-        return parse_head(buffer)
+        return _File(Stamp.of(path, status), parse_head(buffer))
     except Damage as damage:
         raise ModelLoadError(f"{path}: {damage}") from None
 
@@ -159,7 +199,7 @@ def _stranger(path: Path, first: bytes) -> str:
     return f"{path} is not a GGUF file: it begins with {first[:4]!r} instead of b'GGUF'"
 
 
-def _parts(path: Path, head: Head) -> tuple[int, list[tuple[Path, Head]]]:
+def _parts(path: Path, head: Head) -> tuple[int, list[_File]]:
     """The number of tensors in all parts, and the other parts of a split model."""
     n_parts = _split_value(head, "split.count")
     if n_parts is None or n_parts <= 1:
@@ -182,7 +222,8 @@ def _parts(path: Path, head: Head) -> tuple[int, list[tuple[Path, Head]]]:
     names = {tensor.name for tensor in head.tensors}
     for i in range(1, n_parts):
         part_path = path.with_name(f"{named[1]}-{i + 1:05d}-of-{n_parts:05d}.gguf")
-        part = _head(part_path)
+        opened = _open(part_path)
+        part = opened.head
         if _split_value(part, "split.no") != i:
             raise Damage(f"{part_path} does not say that it is part {i + 1} of the model")
         for tensor in part.tensors:
@@ -190,7 +231,7 @@ def _parts(path: Path, head: Head) -> tuple[int, list[tuple[Path, Head]]]:
                 raise Damage(f"{part_path}: the tensor {tensor.name!r} occurs in an earlier part too")
             names.add(tensor.name)
         _check_part(part_path, part)
-        parts.append((part_path, part))
+        parts.append(opened)
     return len(names), parts
 
 

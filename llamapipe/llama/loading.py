@@ -1,4 +1,4 @@
-"""Runs the native load of a model: progress reports, cancellation, and interpreter exit.
+"""Runs the native load of a model: progress reports, cancellation, files that change, and interpreter exit.
 
 llama.cpp calls back after every tensor. The callback must not raise into C, so it stores the exception and returns
 False; ``load`` raises it once llama.cpp has stopped.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,26 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any
         _current.load = outer
         _end(this)
     return handle
+
+
+@contextmanager
+def mapping_guard(module: Any, path: Path) -> Iterator[None]:
+    """Raises ModelLoadError at the end if a mapped file was truncated meanwhile, instead of ending the process."""
+    if module.lib.lp_mapping_guard_begin() < 0:
+        raise ModelLoadError(f"{path} cannot be loaded: no handler of SIGBUS can be installed")
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    finally:
+        n_missing = module.lib.lp_mapping_guard_end()
+    if n_missing:  # zeros in place of data may be the reason of the failure
+        raise ModelLoadError(
+            f"{path} was truncated while it was loaded; load it again when it is complete"
+        ) from failure
+    if failure is not None:
+        raise failure
 
 
 def _begin(this: _Load) -> None:

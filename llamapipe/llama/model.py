@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from llamapipe.arguments import check_choice, check_flag, check_float, check_int
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.llama.devices import Device, device_handles
-from llamapipe.llama.loading import Progress, load
+from llamapipe.llama.loading import Progress, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import native
 from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
+    from llamapipe.gguf.check import GgufInfo
     from llamapipe.llama.chat_prompts import ChatPrompts
 
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
@@ -86,7 +87,9 @@ class Model(Owner):
         self._given_template = None if chat_template is None else template_text(chat_template)
         from llamapipe.gguf.check import check_gguf
 
-        info = check_gguf(self.path)
+        self._native = native()
+        with mapping_guard(self._native, self.path):
+            info = check_gguf(self.path)
         if info.is_vocab_only and not self.vocab_only:
             raise ModelLoadError(
                 f"{self.path} holds a vocabulary without weights; load it with vocab_only=True to tokenize, "
@@ -95,7 +98,6 @@ class Model(Owner):
 
         self.is_causal = info.is_causal
         self.has_rank_head = info.has_rank_head
-        self._native = native()
         ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_model_params *", lib.llama_model_default_params())
         params.n_gpu_layers = n_layers
@@ -109,12 +111,24 @@ class Model(Owner):
         keep = [_device_list(ffi, devices), _split(ffi, lib, tensor_split)]
         params.devices, params.tensor_split = keep
         self.devices = _used_devices(devices, n_layers)
-        self._handle = load(self._native, self.path, params, progress)
         try:
+            self._load(info, params, progress)
             self._read_sizes()
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
+
+    def _load(self, info: GgufInfo, params: Any, progress: Progress | None) -> None:
+        failure = None
+        try:
+            with mapping_guard(self._native, self.path):
+                self._handle = load(self._native, self.path, params, progress)
+        except ModelLoadError as error:
+            failure = error
+        if change := info.change():
+            raise ModelLoadError(f"{change} while it was loaded; load it again when it is complete") from failure
+        if failure is not None:
+            raise failure
 
     def _read_sizes(self) -> None:
         lib = self._native.lib
@@ -269,7 +283,8 @@ class Model(Owner):
     @cached_property
     def chat_prompts(self) -> ChatPrompts:
         """The compiled chat templates. Raises ImportError without the extra ``chat``."""
-        from llamapipe.llama.chat_prompts import ChatPrompts
+        from llamapipe.gguf.check import GgufInfo
+    from llamapipe.llama.chat_prompts import ChatPrompts
 
         return ChatPrompts(self)
 

@@ -68,7 +68,7 @@ def function(name: Any, parameters: Any) -> dict[str, Any]:
         {"stop": ["a"] * 1025},
         {"stop": ["a" * 70_000]},
         {"dry_sequence_breakers": ["a"] * 65},
-        {"best_of": 0},
+        {"best_of": -1},
         {"logprobs": 10**6},
         {"best_of": 10**9},
         {"echo": "yes"},

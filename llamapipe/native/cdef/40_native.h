@@ -30,6 +30,11 @@ int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int 
                   bool remove_special, bool unparse_special);
 int lp_pieces(const struct llama_vocab * vocab, int32_t first, int n, char * bytes, int n_max, int32_t * ends);
 
+// ---- files that shrink while they are mapped (mapping_guard.cpp)
+// Between the two, on this thread, pages beyond the end of a mapped file read as zeros instead of ending the process.
+int lp_mapping_guard_begin(void);  // LP_ERROR if the handler of SIGBUS cannot be installed
+int lp_mapping_guard_end(void);    // how many pages were missing
+
 // ---- context (context_api.cpp): a llama_context with its logits ring and its compute threads
 typedef struct lp_context lp_context;
 // `poll`: how eagerly idle compute threads spin for the next graph, 0 to 100. `n_ring_rows`: rows to stage logits in, or 0.

@@ -59,9 +59,9 @@ class _Job:
         call.note_unused(request.unused())
         vocab = call.state.engine.model.vocab
         n = 1 if request.n is None else request.n
-        best_of = n if request.best_of is None else request.best_of
+        best_of = request.best_of or n  # OpenAI allows 0, which has no meaning of its own
         limit = call.state.settings.max_n
-        if best_of > limit and request.best_of is not None:
+        if best_of > limit and request.best_of:
             raise ApiError(400, f"best_of is {best_of}; this server's limit is {limit}", "best_of")
         if best_of < n:
             raise ApiError(400, f"best_of is {best_of} and n is {n}; best_of must not be smaller", "best_of")

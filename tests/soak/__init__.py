@@ -1,0 +1,1 @@
+"""Mixed traffic for hours, and what it leaves behind: ``python tests/soak --hours 2``."""

@@ -173,6 +173,15 @@ def simulate(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Run mixed traffic and fail if the process grows; ``-- --minutes 10 --leak 100`` must fail."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    _install(session, "backend=cpu")
+    with session.chdir(session.create_tmp()):
+        session.run("python", str(HERE / "tests/soak"), *(session.posargs or ["--hours", "2"]))
+
+
+@nox.session
 def storm(session: nox.Session) -> None:
     """Install the package and interrupt 200,000 calls, or as many as given, at random instants: ``-- N SEED``."""
     session.install("numpy", "cffi", "llguidance")

@@ -126,7 +126,9 @@ class Model(Owner):
         except ModelLoadError as error:
             failure = error
         if change := info.change():
-            raise ModelLoadError(f"{change} while it was loaded; load it again when it is complete") from failure
+            raise ModelLoadError(
+                f"{change} while it was loaded; load it again when it is complete"
+            ) from failure
         if failure is not None:
             raise failure
 
@@ -283,8 +285,7 @@ class Model(Owner):
     @cached_property
     def chat_prompts(self) -> ChatPrompts:
         """The compiled chat templates. Raises ImportError without the extra ``chat``."""
-        from llamapipe.gguf.check import GgufInfo
-    from llamapipe.llama.chat_prompts import ChatPrompts
+        from llamapipe.llama.chat_prompts import ChatPrompts
 
         return ChatPrompts(self)
 

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsFloat, SupportsIndex
 
 import numpy as np
 
@@ -256,13 +256,13 @@ class SamplerChain(Owner):
         """
         ids = check_tokens("tokens", tokens, self.n_vocab)
         if self._lib.lp_sampler_accept_grammar(self.handle, len(ids), ids) < 0:
-            raise ValueError(last_error(self._native))
+            self._refused()
 
     def accept_drawn(self, tokens: Iterable[SupportsIndex]) -> None:
         """``accept_grammar`` and ``accept`` of tokens that were drawn, and counts them. Raises ValueError."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         if self._lib.lp_sampler_accept_drawn(self.handle, len(ids), ids) < 0:
-            raise ValueError(last_error(self._native))
+            self._refused()
 
     def reset(self) -> None:
         """Forgets the accepted tokens; the generator goes on from where it is."""
@@ -298,12 +298,15 @@ class SamplerChain(Owner):
         return token
 
     def _draw(self, row: Any) -> int:
-        """A token, or a NoToken."""
+        """A token, or a NoToken. Raises MemoryError."""
         token = self._native.ffi.new("int32_t *")
         code = self._lib.lp_sampler_draw(self.handle, row, token)
         if code == self._lib.LP_ERROR_MASK:
             return NoToken.NO_ALLOWED_TOKEN
-        return int(token[0]) if code == 0 else NoToken.NO_FINITE_LOGIT
+        if code == self._lib.LP_ERROR_LOGITS:
+            return NoToken.NO_FINITE_LOGIT
+        self._checked(code)
+        return int(token[0])
 
     def ask_guide(self) -> bool:
         """Takes the guide's mask for the next draw, if there is a guide; False when it failed, with ``error`` set."""
@@ -348,7 +351,7 @@ class SamplerChain(Owner):
                     )
             token = self._draw(from_buffer("float[]", row))
             if token >= 0 and self.n_logprobs >= 0:  # of the model's row
-                self._lib.lp_sampler_note(self.handle, from_buffer("float[]", logits), token)
+                self._checked(self._lib.lp_sampler_note(self.handle, from_buffer("float[]", logits), token))
             return token
         except BaseException as e:  # also SystemExit: it is one request's, not the engine's
             self.error = _as_exception(e)
@@ -360,10 +363,14 @@ class SamplerChain(Owner):
         if token >= 0:
             try:
                 self.accept_drawn([token])
-            except ValueError as e:
+            except (ValueError, MemoryError) as e:
                 self.error = e
                 return NoToken.SAMPLER_FAILED
         return token
+
+    def _refused(self) -> NoReturn:
+        reason = last_error(self._native)
+        raise MemoryError(reason) if "bad_alloc" in reason else ValueError(reason)
 
     def _checked(self, code: int) -> SamplerChain:
         if code < 0:

@@ -144,7 +144,10 @@ class Vocab(Owner):
             ids = ffi.new("int32_t[]", n_max)
             n = lib.lp_tokenize(self.handle, data, len(data), ids, n_max, with_special, parse)
         if n < 0:
-            raise InvalidRequestError(f"the vocabulary cannot express this text ({last_error(self._native)})")
+            reason = last_error(self._native)
+            if "bad_alloc" in reason:
+                raise MemoryError(f"no memory is left to tokenize {len(data)} bytes")
+            raise InvalidRequestError(f"the vocabulary cannot express this text ({reason})")
         tokens: list[int] = ffi.unpack(ids, n) if n else []
         if add_special and self.add_bos and n > 1 and tokens[0] == tokens[1] == self.bos:
             del tokens[0]

@@ -261,13 +261,33 @@ class TestDefects:
 
     def test_no_sampler_can_be_made(self, make_desk: MakeDesk) -> None:
         def make_sampler(request: Request) -> FakeSampler:
-            raise MemoryError("no memory")
+            raise RuntimeError("a defect")
 
         desk = make_desk(n_slots=2, make_sampler=make_sampler)
         with desk.held():
             waits = self.everyone(desk)
         self.assert_told(waits)
         self.assert_dead(desk)
+
+    def test_no_memory_is_left_for_a_sampler(self, make_desk: MakeDesk) -> None:
+        """That request fails, those beside it do not."""
+        unlucky: list[Request] = []
+
+        def make_sampler(request: Request) -> FakeSampler:
+            if request in unlucky:
+                raise MemoryError("no memory")
+            return FakeSampler()
+
+        desk = make_desk(n_slots=2, make_sampler=make_sampler)
+        with desk.held():
+            calls = [desk.complete() for _ in range(4)]
+            unlucky += [calls[1].request, calls[2].request]
+        for call in calls:
+            if call.request in unlucky:
+                with pytest.raises(MemoryError, match="no memory"):
+                    call.result()
+            else:
+                call.check()
 
     def test_a_sink_raises_while_others_end_in_the_same_step(self, make_desk: MakeDesk) -> None:
         class BadSink(CompletionSink):

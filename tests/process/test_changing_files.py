@@ -25,7 +25,7 @@ def cut(path: Path) -> None:
 def replace(path: Path) -> None:
     copy = path.with_suffix(".new")
     shutil.copy(path, copy)
-    os.replace(copy, path)
+    copy.replace(path)
 
 
 def touch(path: Path) -> None:
@@ -80,7 +80,7 @@ def test_changed_while_it_is_loaded(tmp_path: Path, change: Change, what: str, u
 
 def test_removed_while_it_is_loaded(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "tiny.gguf")
-    with pytest.raises(ModelLoadError, match="cannot be read any more: .* while it was loaded"):
+    with pytest.raises(ModelLoadError, match=r"cannot be read any more: .* while it was loaded"):
         change_during_load(path, Path.unlink, True)
 
 

@@ -6,9 +6,11 @@ import ctypes
 import gc
 import os
 import statistics
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from llamapipe.native.owner import Owner
@@ -25,24 +27,41 @@ class Level:
     hours: float
     n_requests: int
     rss_mb: float
+    malloc_mb: float  # in use, as glibc's malloc counts; 0 with another one
+    n_python_blocks: int  # in use, as Python's own allocator counts
     n_descriptors: int
     n_threads: int  # of Python and of C++
     n_owners: int  # Python objects that own native memory
     n_objects: int  # Python objects that the garbage collector knows
 
 
+class _MallInfo(ctypes.Structure):
+    """``struct mallinfo2``; ``uordblks`` are bytes in use in all arenas, ``hblkhd`` those that were mapped."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
 def level(hours: float, n_requests: int) -> Level:
     """Measures this process. Garbage is collected, and glibc gives free pages back, so that samples are comparable."""
     for _ in range(3):
         gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    libc = ctypes.CDLL(None)
+    malloc_mb = 0.0
+    if hasattr(libc, "mallinfo2"):
+        libc.malloc_trim(0)
+        libc.mallinfo2.restype = _MallInfo
+        info = libc.mallinfo2()
+        malloc_mb = (info.uordblks + info.hblkhd) / 1e6
     objects = gc.get_objects()
     return Level(
         hours,
         n_requests,
         int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        malloc_mb,
+        sys.getallocatedblocks(),
         sum(1 for _ in Path("/proc/self/fd").iterdir()),
         max(threading.active_count(), sum(1 for _ in Path("/proc/self/task").iterdir())),
         sum(isinstance(each, Owner) for each in objects),
@@ -71,8 +90,8 @@ def slope(hours: Sequence[float], values: Sequence[float]) -> Slope:
         raise ValueError(f"a slope needs 3 samples or more, not {len(values)}")
     n = min(_N_BLOCKS, len(values))
     edges = [i * len(values) // n for i in range(n + 1)]
-    x = [statistics.median(hours[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
-    y = [statistics.median(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    x = [statistics.median(hours[a:b]) for a, b in pairwise(edges)]
+    y = [statistics.median(values[a:b]) for a, b in pairwise(edges)]
     line = statistics.linear_regression(x, y)
     middle = statistics.fmean(x)
     spread = sum((a - middle) ** 2 for a in x)

@@ -124,7 +124,9 @@ def _left_stream(traffic: Traffic, rng: random.Random) -> None:
 
 
 def _generation(traffic: Traffic, rng: random.Random) -> None:
-    with traffic.engine.start(traffic.prompt(rng), _single(rng, max_tokens=20, ignore_eos=True)) as generation:
+    with traffic.engine.start(
+        traffic.prompt(rng), _single(rng, max_tokens=20, ignore_eos=True)
+    ) as generation:
         generation.next()
         with generation.fork(seed=1) as other:
             other.next()
@@ -147,11 +149,19 @@ def _constrained(traffic: Traffic, rng: random.Random) -> object:
             {"regex": f"({word}|[a-c]{{2,5}})"},
             {"lark": _LARK},
             {"grammar": _GBNF},
-            {"json_schema": {"type": "object", "properties": {word: {"enum": [word, 1]}}, "required": [word]}},
+            {
+                "json_schema": {
+                    "type": "object",
+                    "properties": {word: {"enum": [word, 1]}},
+                    "required": [word],
+                }
+            },
             {"allowed_token_ids": [300, 301, rng.randrange(302, 500)]},
         )
     )
-    return traffic.engine.generate(traffic.prompt(rng), _params(rng, n=1, ignore_eos=False, min_tokens=0, **kind))
+    return traffic.engine.generate(
+        traffic.prompt(rng), _params(rng, n=1, ignore_eos=False, min_tokens=0, **kind)
+    )
 
 
 def _processor(traffic: Traffic, rng: random.Random) -> object:
@@ -205,9 +215,13 @@ def _engine(traffic: Traffic, rng: random.Random) -> None:
 
 
 def _model(traffic: Traffic, rng: random.Random) -> None:
-    with lp.Model(traffic.model.path) as model, lp.Pipeline(model, n_ctx=64, n_seq_max=2) as pipeline:
-        with pipeline.submit(lp.Batch([300, 301], [0, 0], [0, 1], [True, True])) as output:
-            assert output.logits.shape[0] == 2
+    batch = lp.Batch([300, 301], [0, 0], [0, 1], [True, True])
+    with (
+        lp.Model(traffic.model.path) as model,
+        lp.Pipeline(model, n_ctx=64, n_seq_max=2) as pipeline,
+        pipeline.submit(batch) as output,
+    ):
+        assert output.logits.shape[0] == 2
 
 
 def _embed(traffic: Traffic, rng: random.Random) -> object:

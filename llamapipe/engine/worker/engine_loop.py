@@ -334,13 +334,11 @@ class EngineLoop:
     # ---- one step
     def _launch(self, plan: BatchPlan, started: float) -> None:
         """Launches a plan that was begun at this time of ``perf_counter``. Handles its failure."""
-        if self._scheduler.has_memory_ops and not self._cells.apply(self._executor):
-            self._scheduler.drop(plan)  # a request of it lost cells: plan again
+        keeps_cells = not self._scheduler.has_memory_ops or self._cells.apply(self._executor)
+        if not keeps_cells or (not plan.repeats and not self._make_samplers(plan)):
+            self._scheduler.drop(plan)  # a request of it lost its cells or failed: plan again
             return
-        samplers: list[Any] = []
-        if not plan.repeats:
-            self._make_samplers(plan)
-            samplers = [request.sampler for request in plan.requests]
+        samplers: list[Any] = [] if plan.repeats else [request.sampler for request in plan.requests]
         planned = perf_counter()
         try:
             self.in_flight.launch(plan, samplers, planned)
@@ -351,12 +349,16 @@ class EngineLoop:
         self._plan_s += planned - started
         self._launch_s += perf_counter() - planned
 
-    def _make_samplers(self, plan: BatchPlan) -> None:
-        """Makes the missing samplers."""
+    def _make_samplers(self, plan: BatchPlan) -> bool:
+        """Makes the missing samplers. False if memory was missing for one: its request has failed."""
         for request in plan.requests:
-            if request.sampler is None:
-                assert request.sampler_factory is not None
-                request.sampler = request.sampler_factory.make(request)
+            if request.sampler is None and request.sampler_factory is not None:
+                try:
+                    request.sampler = request.sampler_factory.make(request)
+                except MemoryError as e:
+                    self._fail([request], e)
+                    return False
+        return True
 
     def _sample(self) -> None:
         """Draws the tokens of the oldest step in flight and commits them. Waits for the step if need be."""
@@ -377,7 +379,7 @@ class EngineLoop:
             record_logprobs(plan, sampled)
         drawn = perf_counter()
         if damaged:
-            self._fail_damaged(damaged)
+            self._fail(damaged, DecodeError("a logit is not finite; the model or its weights are damaged"))
         if _LATER in sampled:
             self._late.add(plan, sampled)
         self._undelivered += scheduler.commit(plan, sampled)
@@ -442,12 +444,10 @@ class EngineLoop:
                 request.sampler = None
         request.sink.finish(request)
 
-    def _fail_damaged(self, requests: Sequence[Request]) -> None:
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         for request in requests:
             if request in self.open:
-                self._scheduler.fail(
-                    request, DecodeError("a logit is not finite; the model or its weights are damaged")
-                )
+                self._scheduler.fail(request, error)
                 self._finished(request)
 
     def _failed(self, plan: BatchPlan, error: Exception) -> None:

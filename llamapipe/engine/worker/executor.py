@@ -431,7 +431,7 @@ class StepExecutor:
     def _sampling_failed(self, code: int) -> NoReturn:
         lib = self._native.lib
         if code == lib.LP_ERROR:
-            raise RuntimeError(f"sampling failed: {last_error(self._native)}")
+            raise DecodeError(f"sampling failed: {last_error(self._native)}")
         self._fail(code)
 
     def rest(self) -> None:

@@ -100,14 +100,23 @@ public:
     explicit ThreadPool(ggml_threadpool_params params, const WorkerName & name = {})
         : n_threads(params.n_threads), free_(of_cpu_backend<free_pool>("ggml_threadpool_free")),
           use_(of_cpu_backend<use_pool>("ggml_backend_cpu_set_threadpool")),
-          threads(of_cpu_backend<new_pool>("ggml_threadpool_new")(&params)) {
-        if (!threads) {
-            throw std::runtime_error("the threads could not be started");
-        }
+          threads(start(params)) {
         other_ = ggml_backend_dev_init(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), nullptr);
         if (n_threads > 1) {
             workers = name.workers();
         }
+    }
+
+    // ggml asserts that every thread starts.
+    static ggml_threadpool_t start(ggml_threadpool_params params) {
+        try {
+            if (ggml_threadpool_t started = of_cpu_backend<new_pool>("ggml_threadpool_new")(&params)) {
+                return started;
+            }
+        } catch (const std::runtime_error &) {}
+        throw std::runtime_error("its " + std::to_string(params.n_threads)
+                                 + " compute threads could not be started; give a smaller n_threads, or raise the limits of "
+                                   "threads and memory");
     }
 
     ~ThreadPool() {

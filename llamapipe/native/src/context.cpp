@@ -1,6 +1,7 @@
 // The owner of a llama_context, its logits stager and its compute threads.
 #include "context.hpp"
 
+#include "assertions.hpp"
 #include "guard.hpp"
 
 #include <stdexcept>
@@ -33,8 +34,8 @@ int Context::decode(const BatchArrays & batch) {
     // llama_batch wants a list of sequences for each token; ours have exactly one.
     const size_t n = (size_t) batch.n;
     if (n_seq_id_.size() < n) {
+        seq_id_.resize(n);  // first: if memory is missing for the other, both are resized next time
         n_seq_id_.resize(n, 1);
-        seq_id_.resize(n);
     }
     for (size_t i = 0; i < n; i++) {
         seq_id_[i] = const_cast<int32_t *>(batch.seq_ids + i);
@@ -46,9 +47,24 @@ int Context::decode(const BatchArrays & batch) {
     given.n_seq_id    = n_seq_id_.data();
     given.seq_id      = seq_id_.data();
     given.logits      = const_cast<int8_t *>(batch.outputs);
+    if (is_broken_) {
+        throw std::runtime_error("memory ran out in an earlier step, inside llama.cpp; close this engine and make another");
+    }
     threads_->apply();
     set_error("see the log llamapipe.native");
-    return (int) llama_decode(llama_.get(), given);
+    const FailedAllocationsThrow throwing;
+    try {
+        return (int) llama_decode(llama_.get(), given);
+    } catch (...) {
+        is_broken_ = throwing.happened();
+        throw;
+    }
+}
+
+Context::~Context() {
+    if (is_broken_) {
+        (void) llama_.release();  // its scheduler may point to memory that was freed
+    }
 }
 
 }  // namespace lp

@@ -25,6 +25,8 @@ public:
     // Where rows cannot be staged, the context is made without a stager. Throws std::runtime_error.
     Context(llama_model * model, const llama_context_params & params, const Options & options);
 
+    ~Context();
+
     llama_context *                       llama() const { return llama_.get(); }
     const std::shared_ptr<LogitsStager> & stager() const { return stager_; }  // null: rows stay in llama.cpp's own buffer
     ComputeThreads &                      threads() { return *threads_; }
@@ -32,7 +34,8 @@ public:
     // Why rows are not staged although a ring was asked for; null if they are, or none was.
     const char * staging_problem() const { return staging_problem_.empty() ? nullptr : staging_problem_.c_str(); }
 
-    // llama_decode of entries that are in llama.cpp's order: its code. One thread at a time.
+    // llama_decode of entries that are in llama.cpp's order: its code. One thread at a time. Where ggml has no memory left for
+    // a graph, it throws, then and from then on.
     int decode(const BatchArrays & batch);
 
 private:
@@ -45,6 +48,7 @@ private:
     std::string                          staging_problem_;
     std::vector<int32_t>                 n_seq_id_;  // scratch of `decode`
     std::vector<llama_seq_id *>          seq_id_;
+    bool                                 is_broken_ = false;
     std::unique_ptr<llama_context, Free> llama_;     // the last member, so the first to end
 };
 

@@ -1,4 +1,5 @@
 // The C entries of contexts: their life, one decode from flat arrays, rows of logits, memory operations.
+#include "assertions.hpp"
 #include "guard.hpp"
 #include "handles.hpp"
 #include "llama_internals.hpp"
@@ -10,6 +11,7 @@
 lp_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll, int64_t n_ring_rows,
                             bool samples) {
     return lp::guard((lp_context *) nullptr, [&] {
+        const lp::AssertionsThrow  throwing;
         const lp::Context::Options options = { poll, n_ring_rows, samples };
         return new lp_context{ std::make_shared<lp::Context>(model, *params, options) };
     });

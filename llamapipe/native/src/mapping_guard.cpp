@@ -60,7 +60,7 @@ int lp_mapping_guard_end(void) {
     t_n_guards--;
     if (--g_n_guards == 0) {
         struct sigaction now {};
-        // Somebody who installed a handler meanwhile keeps it.
+        // A handler that was installed meanwhile stays.
         if (sigaction(SIGBUS, nullptr, &now) == 0 && now.sa_sigaction == on_missing_page) {
             sigaction(SIGBUS, &g_previous, nullptr);
         }

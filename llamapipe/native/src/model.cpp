@@ -1,4 +1,5 @@
 // Backends, models and vocabularies: llama.cpp's calls that allocate or throw, inside the guard.
+#include "assertions.hpp"
 #include "guard.hpp"
 
 #include <algorithm>
@@ -43,6 +44,7 @@ void * tokenize_on_thread(void * data) {
 
 int lp_load_backends(const char * folder) {
     return lp::guard(LP_ERROR, [&] {
+        lp::watch_assertions();
         ggml_backend_load_all_from_path(folder);
         return (int) ggml_backend_dev_count();
     });
@@ -50,7 +52,10 @@ int lp_load_backends(const char * folder) {
 
 llama_model * lp_model_load(const char * path, const llama_model_params * params) {
     lp::set_error("llama.cpp refused the file");
-    return lp::guard((llama_model *) nullptr, [&] { return llama_model_load_from_file(path, *params); });
+    return lp::guard((llama_model *) nullptr, [&] {
+        const lp::AssertionsThrow throwing;
+        return llama_model_load_from_file(path, *params);
+    });
 }
 
 int lp_tokenize(const llama_vocab * vocab, const char * text, int n_bytes, int32_t * tokens, int n_max,

@@ -1,0 +1,28 @@
+// Failed assertions of llama.cpp and ggml as exceptions.
+#pragma once
+
+namespace lp {
+
+void watch_assertions() noexcept;
+
+// While one lives, a failed assertion on this thread throws instead of ending the process. Only where what was begun is not
+// used afterwards: loading a model, creating a context. Not while a graph is computed: its other threads would wait for ever.
+class AssertionsThrow {
+public:
+    AssertionsThrow() noexcept;
+    ~AssertionsThrow();
+    AssertionsThrow(const AssertionsThrow &)             = delete;
+    AssertionsThrow & operator=(const AssertionsThrow &) = delete;
+};
+
+// The same for an allocation that failed in ggml while a graph is built, and nothing else. May live while a graph is computed.
+class FailedAllocationsThrow {
+public:
+    FailedAllocationsThrow() noexcept;
+    ~FailedAllocationsThrow();
+    bool happened() const noexcept;  // since it was made: what computes the graph is left half changed
+    FailedAllocationsThrow(const FailedAllocationsThrow &)             = delete;
+    FailedAllocationsThrow & operator=(const FailedAllocationsThrow &) = delete;
+};
+
+}  // namespace lp

@@ -1,0 +1,37 @@
+"""The slopes of the soak test: noise is no growth, and growth is found in noise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from soak.levels import level, slope
+
+
+@pytest.mark.parametrize("per_hour", [0.0, 5.0, -5.0])
+def test_slope(per_hour: float) -> None:
+    rng = random.Random(1)
+    hours = [i / 180 for i in range(360)]  # two hours, a sample every 20 s
+    found = slope(hours, [150 + per_hour * hour + rng.gauss(0, 2) for hour in hours])
+    assert abs(found.per_hour - per_hour) < found.error < 2
+    assert found.is_above(1.0) == (per_hour > 1)
+
+
+def test_jumps_of_a_cache_are_no_growth() -> None:
+    hours = [i / 180 for i in range(360)]
+    assert not slope(hours, [150.0 + 5 * (i // 20 % 2) for i in range(360)]).is_above(1.0)
+
+
+def test_few_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 samples or more, not 2"):
+        slope([0, 1], [0, 1])
+
+
+def test_a_level_counts_what_is_held() -> None:
+    before = level(0, 0)
+    held = bytearray(50_000_000)
+    held[::4096] = b"x" * len(held[::4096])
+    with open(__file__, encoding="utf-8"):
+        after = level(0, 0)
+    assert after.n_descriptors - before.n_descriptors == 1
+    assert 45 < after.rss_mb - before.rss_mb < 60

@@ -60,7 +60,7 @@ class Worker:
         self._context = context
         self._pid = os.getpid()
         self._inbox: SimpleQueue[Call | None] = SimpleQueue()  # None: look at ``_closing``
-        self._submitting = threading.Lock()  # of callers: no call is put after the last None
+        self._submitting = threading.RLock()  # of callers: no call is put after the last None
         self._calls: deque[Call] = deque()
         self._closing = False
         self._drain = True

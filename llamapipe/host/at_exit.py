@@ -19,7 +19,7 @@ class Closable(Protocol):
         """Ends the thread and waits for it."""
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _open: set[Closable] = set()
 _registered = False
 
@@ -42,7 +42,7 @@ def forget(item: Closable) -> None:
 
 def _renew_lock() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 # Another thread may hold the lock at the fork. It does not exist in the child, so the lock would stay held there.

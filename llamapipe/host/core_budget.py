@@ -17,7 +17,7 @@ class CoreBudget:
 
     def __init__(self, n_cores: int) -> None:
         self.n_cores = n_cores
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._computing: list[BudgetMember] = []  # in the order in which they began
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ class BudgetMember:
 
 
 _budget: CoreBudget | None = None
-_making = threading.Lock()
+_making = threading.RLock()
 
 
 def process_budget() -> CoreBudget:
@@ -84,7 +84,7 @@ def process_budget() -> CoreBudget:
 def _forget_in_child() -> None:
     """The engines of the parent process do not compute here, and its locks may be held by threads that are gone."""
     global _budget, _making
-    _budget, _making = None, threading.Lock()
+    _budget, _making = None, threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -21,7 +21,7 @@ Progress = Callable[[float], object]
 
 _EXIT_WAIT_S = 10.0  # a load stops at its next tensor, far sooner unless a progress function never returns
 _current = threading.local()  # .load: the load running on this thread
-_lock = threading.Lock()
+_lock = threading.RLock()
 _running: set[_Load] = set()
 _exiting = False
 _callback: Any = None

@@ -71,7 +71,7 @@ class Model(Owner):
     ) -> None:
         self._handle: Any = None
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._children: dict[int, str] = {}
         try:
             self.path = Path(os.fsdecode(path))

@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"
 logger = logging.getLogger("llamapipe.native")
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _module: Any = None
 _LOG_BYTES = 512
 
@@ -39,7 +39,8 @@ def build_info() -> dict[str, Any]:
 def native() -> Any:
     """The cffi module with ``ffi`` and ``lib``; the first call loads the backends. Any thread.
 
-    Raises BackendError if the module is not built, was built for another processor, or finds no device.
+    Raises BackendError if the module is not built, was built for another processor, or finds no device, and in a
+    sub-interpreter.
     """
     global _module
     if _module is not None:
@@ -56,7 +57,22 @@ def missing_cpu_features(build: dict[str, Any]) -> list[str]:
     return missing_features(map(str, required)) if isinstance(required, list) and required else []
 
 
+def _is_sub_interpreter() -> bool:
+    """Whether another interpreter of this process is the main one. There callbacks from C would not reach us."""
+    for name in ("_interpreters", "_xxsubinterpreters"):  # since Python 3.13, and before
+        try:
+            module = import_module(name)
+        except ImportError:
+            continue
+        return bool(module.get_current() != module.get_main())
+    return False
+
+
 def _load() -> Any:
+    if _is_sub_interpreter():
+        raise BackendError(
+            "llamapipe does not run in a sub-interpreter; use the main interpreter, or a process"
+        )
     if missing := missing_cpu_features(build_info()):
         raise BackendError(
             f"llamapipe was built for another processor: this one lacks {', '.join(missing)}; build it here: "

@@ -115,7 +115,7 @@ class StepOutput(Owner):
     def __init__(self, pipeline: NativePipeline, native: Any, batch: Batch) -> None:
         self._pipeline = pipeline
         self._handle: _Handle | None = _Handle(native, pipeline.native.lib.lp_step_free, pipeline.context)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._rows: npt.NDArray[np.float32] | None = None
         self.n_tokens = len(batch)
         self.n_outputs = int(np.count_nonzero(batch.outputs))

@@ -37,7 +37,7 @@ class Trace:
 
     def __init__(self, pipeline: NativePipeline) -> None:
         self._pipeline = pipeline
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._spans: list[Span] = []
         self._max = 1
         self.on = False  # True while stages are recorded

@@ -86,7 +86,7 @@ def _checked(kind: str, text: Any) -> str:
 
 class _Entry:
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.factory: GuideFactory | None = None
 
 
@@ -95,7 +95,7 @@ class _Compiler:
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
 
     def factory(self, kind: str, text: str) -> GuideFactory:
@@ -191,7 +191,7 @@ def _without_ours(message: str, kind: str) -> str:
 
 
 _compilers: weakref.WeakKeyDictionary[Vocab, _Compiler] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def _compiler(vocab: Vocab, kind: str) -> _Compiler:

@@ -92,7 +92,7 @@ class ChatBuilder:
     def __init__(self, model: Model, request_builder: RequestBuilder) -> None:
         self._model = model
         self._request_builder = request_builder
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._format: ChatFormat | None = None
 
     def __repr__(self) -> str:

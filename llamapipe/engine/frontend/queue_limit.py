@@ -40,9 +40,9 @@ class QueueLimit:
         self._limit = limit
         self._inside: dict[Hashable, float] = {}  # and when they entered
         self._times = TimeCounter()
-        self._entering = (
-            threading.Lock()
-        )  # of callers only; a Condition would run Python code while it is held
+        # Of callers only. A Condition would run Python code while it is held. Reentrant, as all locks of callers: a
+        # destructor or signal handler that uses the engine may run while its thread holds the lock.
+        self._entering = threading.RLock()
         self._waiters: deque[Callable[[], object]] = deque()  # each wakes a caller that waits for room
 
     @property

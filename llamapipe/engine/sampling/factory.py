@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from threading import Lock
+from threading import RLock
 from typing import Generic, TypeVar
 
 from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
@@ -32,7 +32,7 @@ class LruCache(Generic[T]):
 
     def __init__(self, n: int = _N_KEPT) -> None:
         self._n = n
-        self._lock = Lock()
+        self._lock = RLock()
         self._values: OrderedDict[Hashable, T] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -58,7 +58,7 @@ class EngineThread:
         self._pid = os.getpid()
         _threads.add(self)
         self._inbox = loop.inbox
-        self._lock = threading.Lock()  # no request is submitted after the command that ends the loop
+        self._lock = threading.RLock()  # no request is submitted after the command that ends the loop
         self._closing = False
         self._thread = threading.Thread(target=loop.run, name=_THREAD_NAME, daemon=True)
 

@@ -163,6 +163,15 @@ def sanitize(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Make 100,000 generated calls of the public methods, and load 50,000 damaged models."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    _install(session, "backend=cpu")
+    session.env.update(LLAMAPIPE_CALLS="100000", LLAMAPIPE_MUTANTS="50000")
+    _pytest(session, default=["tests/process/test_generated_calls.py", "tests/gguf/test_gguf_fuzz.py"])
+
+
+@nox.session
 def simulate(session: nox.Session) -> None:
     """Run 100,000 seeds of the engine in virtual time, or as many as given: ``-- N FIRST_SEED``."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")

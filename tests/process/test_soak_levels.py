@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from soak.levels import level, slope
+from soak.levels import slope
+from support.run_script import run_script
 
 
 @pytest.mark.parametrize("per_hour", [0.0, 5.0, -5.0])
@@ -28,10 +29,15 @@ def test_few_samples_are_refused() -> None:
 
 
 def test_a_level_counts_what_is_held() -> None:
-    before = level(0, 0)
-    held = bytearray(50_000_000)
-    held[::4096] = b"x" * len(held[::4096])
-    with open(__file__, encoding="utf-8"):
-        after = level(0, 0)
-    assert after.n_descriptors - before.n_descriptors == 1
-    assert 45 < after.rss_mb - before.rss_mb < 60
+    program = """
+from soak.levels import level
+
+before = level(0, 0)
+held = bytearray(50_000_000)
+held[::4096] = b"x" * len(held[::4096])
+with open("/dev/null") as file:
+    after = level(0, 0)
+assert after.n_descriptors - before.n_descriptors == 1
+say(45 < after.rss_mb - before.rss_mb < 60, 45 < after.malloc_mb - before.malloc_mb < 60)
+"""
+    assert run_script(program) == "True True\n"

@@ -431,7 +431,9 @@ class StepExecutor:
     def _sampling_failed(self, code: int) -> NoReturn:
         lib = self._native.lib
         if code == lib.LP_ERROR:
-            raise DecodeError(f"sampling failed: {last_error(self._native)}")
+            reason = last_error(self._native)
+            kind = DecodeError if "bad_alloc" in reason else RuntimeError  # a defect ends the engine
+            raise kind(f"sampling failed: {reason}")
         self._fail(code)
 
     def rest(self) -> None:

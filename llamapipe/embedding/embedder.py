@@ -16,6 +16,7 @@ import numpy as np
 from llamapipe.arguments import check_flag, check_tokens
 from llamapipe.embedding.worker import Call, Worker
 from llamapipe.engine.frontend.progress import progress_bar
+from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.model import Model
@@ -54,7 +55,7 @@ class Embedder(Owner):
       ``"rank"``: for rerankers. Default: the model's own; else ``"last"`` for decoders, and ``"mean"``.
     - ``n_ctx``: maximum number of tokens of a text; default: the model's training context, at most 2048.
     - ``n_seq_max``: maximum number of texts computed together. A call may have any number of texts.
-    - ``n_threads``: compute threads; default: the cores that this process may use.
+    - ``n_threads``: compute threads; default: the cores that this process may use, and fewer while others want them.
 
     Texts of all callers are batched, and callers take turns: a long list does not keep a single text waiting. Close the
     embedder, or use ``with``, before its model.
@@ -88,7 +89,7 @@ class Embedder(Owner):
         self.n_ctx = context.n_ctx
         self.n_seq_max = context.n_seq_max
         self.n_embd = context.width
-        self._worker = Worker(context)
+        self._worker = Worker(context, tuner_of(context, is_threaded=False, is_fixed=n_threads is not None))
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
+from llamapipe.engine.worker.thread_tuner import ThreadTuner
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.embedding_context import EmbeddingContext
 
@@ -56,8 +57,9 @@ class Call:
 class Worker:
     """Owns the context from ``start`` to ``close``. Any thread, unless stated otherwise."""
 
-    def __init__(self, context: EmbeddingContext) -> None:
+    def __init__(self, context: EmbeddingContext, tuner: ThreadTuner | None = None) -> None:
         self._context = context
+        self._tuner = tuner
         self._pid = os.getpid()
         self._inbox: SimpleQueue[Call | None] = SimpleQueue()  # None: look at ``_closing``
         self._submitting = threading.RLock()  # of callers: no call is put after the last None
@@ -105,6 +107,8 @@ class Worker:
             while self._next():
                 pass
         finally:
+            if self._tuner is not None:
+                self._tuner.close()
             self._context.close()
 
     def _next(self) -> bool:
@@ -112,6 +116,8 @@ class Worker:
         while not self._inbox.empty() or not (self._calls or self._closing):
             if self._inbox.empty():
                 self._context.rest()
+                if self._tuner is not None:
+                    self._tuner.idle()
             call = self._inbox.get()
             if call is not None and call.n_left:
                 self._calls.append(call)
@@ -146,8 +152,13 @@ class Worker:
         return batch
 
     def _compute(self, batch: Sequence[tuple[Call, int, list[int]]]) -> None:
+        tuner, texts = self._tuner, [text for _, _, text in batch]
         try:
-            rows = self._context.compute([text for _, _, text in batch])
+            if tuner is not None and not tuner.member.is_computing:
+                tuner.begin()
+            rows = self._context.compute(texts)
+            if tuner is not None:
+                tuner.launched(sum(map(len, texts)))
         except BaseException as e:
             for call in {call: None for call, _, _ in batch}:
                 call.waiting.clear()

@@ -65,7 +65,7 @@ class EmbeddingContext(Owner):
                 f"use at most {model.n_ctx_train}"
             )
         self.n_seq_max = check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
-        threads = check_int("n_threads", usable_cores() if n_threads is None else n_threads, 1, 512)
+        self.n_threads = check_int("n_threads", usable_cores() if n_threads is None else n_threads, 1, 512)
         # llama.cpp measures its graph with sequences of one length, and aborts where that is not a whole number.
         self.n_batch = -(-max(self.n_ctx, _MIN_BATCH) // self.n_seq_max) * self.n_seq_max
 
@@ -73,7 +73,7 @@ class EmbeddingContext(Owner):
         params.n_ctx = -(-self.n_batch // 256) * 256
         params.n_batch = params.n_ubatch = params.n_outputs_max = self.n_batch
         params.n_seq_max = self.n_seq_max
-        params.n_threads = params.n_threads_batch = threads
+        params.n_threads = params.n_threads_batch = self.n_threads
         params.kv_unified = params.embeddings = True
         params.pooling_type = getattr(lib, f"LLAMA_POOLING_TYPE_{self.pooling.upper()}")
         # With flash attention, a text's place in its batch shows in the fourth digit of the result.
@@ -132,6 +132,19 @@ class EmbeddingContext(Owner):
             reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)
             raise BackendError(f"llama.cpp failed to compute these embeddings (code {code}: {reason})")
         return list(rows) if pooled else np.split(rows, np.cumsum(lengths)[:-1])
+
+    def set_threads(self, n_threads: int) -> None:
+        """Computes with another number of threads from the next batch on. Raises ValueError, BackendError."""
+        n = check_int("n_threads", n_threads, 1, 512)
+        if self._native.lib.lp_context_set_threads(self._handle, n, n) < 0:
+            raise BackendError(f"{n} threads cannot be used ({last_error(self._native)})")
+        self.n_threads = n
+
+    def compute_thread_ids(self) -> list[int]:
+        """The kernel's ids of the threads that compute; empty before the first batch, and where it is not Linux."""
+        ids = self._native.ffi.new("int32_t[]", 1024)
+        n: int = self._native.lib.lp_context_thread_ids(self._handle, 1024, ids)
+        return self._native.ffi.unpack(ids, max(n, 0))  # type: ignore[no-any-return]
 
     def rest(self) -> None:
         """The compute threads sleep until the next batch."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
+from support.inside import embedding_context_of
 
 import llamapipe as lp
 from llamapipe.engine.worker import thread_tuner as module
@@ -213,7 +215,8 @@ def loads(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeLo
     budget = CoreBudget(2)
     monkeypatch.setattr(module, "cpu_load", load)
     monkeypatch.setattr(module, "process_budget", lambda: budget)
-    monkeypatch.setattr("llamapipe.llama.context.usable_cores", lambda: 2)
+    for name in ("context", "embedding_context"):
+        monkeypatch.setattr(f"llamapipe.llama.{name}.usable_cores", lambda: 2)
     yield made
     assert all(load.closed for load in made)
 
@@ -252,4 +255,19 @@ def test_an_engine_reports_its_threads(tiny: lp.Model, loads: list[FakeLoad]) ->
     with lp.Engine(tiny, n_ctx=256, n_threads=1) as engine:
         engine.generate(prompts(1)[0], GREEDY)
         assert (engine.stats().n_threads, engine.stats().n_thread_changes) == (1, 0)
+    assert len(loads) == 1
+
+
+@pytest.mark.native
+def test_an_embedder_follows_the_load_as_an_engine_does(tiny: lp.Model, loads: list[FakeLoad]) -> None:
+    texts = ["the cat", "a dog", "the cat and a dog"]
+    with lp.Embedder(tiny, n_threads=1) as embedder:
+        expected = embedder.embed(texts)
+    with lp.Embedder(tiny) as embedder:
+        assert np.allclose(embedder.embed(texts), expected, atol=1e-4)
+        assert embedding_context_of(embedder).n_threads == 2
+        loads[0].delay = 1.2
+        rows = [embedder.embed(text) for text in texts * 20]
+        assert embedding_context_of(embedder).n_threads == 1
+        assert np.allclose(rows[:3], expected, atol=1e-4)
     assert len(loads) == 1

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llamapipe.engine.worker.engine_thread import EngineThread
     from llamapipe.engine.worker.executor import Executor
     from llamapipe.engine.worker.inbox import Inbox
+    from llamapipe.llama.embedding_context import EmbeddingContext
     from llamapipe.llama.native_pipeline import NativePipeline
 
 
@@ -66,6 +67,11 @@ def step_executor_of(engine: lp.Engine) -> StepExecutor:
 def pipeline_of(owner: lp.Engine | lp.Pipeline) -> NativePipeline:
     """The native pipeline of an engine, or of a public pipeline."""
     return owner._pipeline if isinstance(owner, lp.Pipeline) else step_executor_of(owner).pipeline
+
+
+def embedding_context_of(embedder: lp.Embedder) -> EmbeddingContext:
+    """The context of an embedder, which its thread owns."""
+    return embedder._worker._context
 
 
 def queue_of(engine: lp.Engine) -> QueueLimit:

@@ -1,7 +1,7 @@
-"""Watches the core time that an engine's compute threads get, and changes their number between two steps.
+"""Watches the core time that a context's compute threads get, and changes their number between two steps.
 
-Everything here runs on the engine thread. A change is noted and takes effect at the next decode, also where the
-pipeline launches on a thread of its own.
+Everything here runs on the engine's or the embedder's thread. A change is noted and takes effect at the next decode,
+also where the pipeline launches on a thread of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from llamapipe.errors import BackendError
 from llamapipe.host.core_budget import BudgetMember, process_budget
 from llamapipe.host.cpu_load import cpu_load
 from llamapipe.llama.context import Context
+from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.native_pipeline import on_gpu
 
 _DELAY_EVERY_S = 0.008  # reading the run delay of one thread takes 2 us
@@ -224,8 +225,8 @@ class ThreadTuner:
         self._computing_s = now_s
 
 
-def tuner_of(context: Context, is_threaded: bool, is_fixed: bool) -> ThreadTuner | None:
-    """What keeps an engine's number of threads right; None where a GPU computes, whose steps need few of them.
+def tuner_of(context: Context | EmbeddingContext, is_threaded: bool, is_fixed: bool) -> ThreadTuner | None:
+    """What keeps a context's number of threads right; None where a GPU computes, whose steps need few of them.
 
     ``is_threaded``: launches return before their step is computed. ``is_fixed``: the caller chose the number.
     """

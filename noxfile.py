@@ -163,8 +163,43 @@ def sanitize(session: nox.Session) -> None:
 
 
 @nox.session
+def tsan(session: nox.Session) -> None:
+    """Run the native tests of the engine, the pipeline and contexts under ThreadSanitizer (GCC, Linux)."""
+    flags = "-fsanitize=thread -fno-omit-frame-pointer -g -O1"
+    session.env.update(CFLAGS=flags, CXXFLAGS=flags, LDFLAGS="-fsanitize=thread")
+    session.install(*nox.project.dependency_groups(GROUPS, "test"))
+    _install(session, "backend=cpu")
+    suppressions = HERE / "tests" / "support" / "tsan.supp"
+    session.env["TSAN_OPTIONS"] = f"suppressions={suppressions} history_size=4 report_signal_unsafe=0"
+    session.env["LD_PRELOAD"] = _output(["cc", "-print-file-name=libtsan.so"]).strip()
+    # Its shadow memory takes terabytes of addresses, so memory cannot be limited by addresses.
+    limited = ["tests/llama/test_context.py::test_memory_that_cannot_be_had_is_an_error"]
+    limited += ["tests/llama/test_context.py::test_a_step_without_memory_fails_alone"]
+    limited += [
+        "tests/pipeline/test_pipeline.py::test_without_room_for_the_ring_the_direct_path_is_taken_with_a_warning"
+    ]
+    # Addresses as they are without randomization, which its fixed map of memory needs.
+    given = session.posargs or [str(HERE / "tests" / name) for name in ("engine", "pipeline", "llama")]
+    command = [
+        "setarch",
+        "-R",
+        "python",
+        "-m",
+        "pytest",
+        "-c",
+        str(HERE / "pyproject.toml"),
+        "--rootdir",
+        str(HERE),
+    ]
+    with session.chdir(session.create_tmp()):
+        session.run(
+            *command, "-m", "native", *(f"--deselect={name}" for name in limited), *given, external=True
+        )
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
-    """Make 100,000 generated calls of the public methods, and load 50,000 damaged models."""
+    """Make 100,000 generated calls of the public methods; load 50,000 damaged models, twice: of 7 and of all kinds."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")
     session.env.update(LLAMAPIPE_CALLS="100000", LLAMAPIPE_MUTANTS="50000")

@@ -73,7 +73,9 @@ class GgufInfo:
 
     `n_entries` counts metadata entries, `n_parts` the files of a split model. `tokenizer` is None without a
     vocabulary. `is_vocab_only` is True for a file without tensors, `is_causal` False for models whose tokens attend to
-    later ones, such as encoders. `has_rank_head`: it has the output layer of a reranker. `n_layer`, `n_embd` and
+    later ones, such as encoders. `has_rank_head`: it has the output layer of a reranker. `n_rot`: values of
+    a head that positions rotate, None if the file leaves it to llama.cpp; `has_rope_sections`: it says how several
+    kinds of positions share them. `n_layer`, `n_embd` and
     `n_ctx_train` are 0 if a vocabulary-only file omits them. `size_bytes` is the size of all files,
     `stamps` their identities.
     """
@@ -92,6 +94,8 @@ class GgufInfo:
     is_causal: bool
     is_vocab_only: bool
     has_rank_head: bool
+    n_rot: int | None
+    has_rope_sections: bool
     size_bytes: int
     stamps: tuple[Stamp, ...]
 
@@ -145,6 +149,8 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
             for one in (head, *(part.head for part in parts))
             for tensor in one.tensors
         ),
+        n_rot=shapes.n_rot,
+        has_rope_sections=shapes.has_rope_sections,
         size_bytes=len(head.buffer) + sum(len(part.head.buffer) for part in parts),
         stamps=(first.stamp, *(part.stamp for part in parts)),
     )

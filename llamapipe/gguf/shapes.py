@@ -15,7 +15,7 @@ import numpy as np
 
 from llamapipe.gguf.heads import MAX_WIDTH, check_heads
 from llamapipe.gguf.keys import Keys, text
-from llamapipe.gguf.reader import BOOL, F32, Damage, Head
+from llamapipe.gguf.reader import BOOL, F32, U32, Array, Damage, Head
 
 _MAX_LAYERS: Final = 512  # LLAMA_MAX_LAYERS
 _MAX_EXPERTS: Final = 1024  # LLAMA_MAX_EXPERTS
@@ -41,6 +41,8 @@ class Shapes:
     n_embd: int
     n_ctx_train: int
     is_causal: bool
+    n_rot: int | None
+    has_rope_sections: bool
 
 
 def check_shapes(head: Head) -> Shapes:
@@ -66,7 +68,25 @@ def check_shapes(head: Head) -> Shapes:
     keys.integer("pooling_type", 0, _POOLINGS, besides=_UNSPECIFIED)
     _check_floats(keys)
     causal = keys.get("attention.causal", BOOL)
-    return Shapes(architecture, n_layer, n_embd, n_ctx_train, causal is None or bool(causal))
+    return Shapes(
+        architecture,
+        n_layer,
+        n_embd,
+        n_ctx_train,
+        causal is None or bool(causal),
+        keys.get("rope.dimension_count", U32),
+        _has_sections(keys),
+    )
+
+
+def _has_sections(keys: Keys) -> bool:
+    """Whether one of the three kinds of positions rotates anything; llama.cpp takes one number for all of them."""
+    entry = keys.entries.get(keys.name("rope.dimension_sections"))
+    if entry is None:
+        return False
+    if isinstance(entry.value, Array):
+        return bool((entry.value.data[:3].astype(np.int64) > 0).any())
+    return isinstance(entry.value, int) and entry.value > 0
 
 
 def _check_experts(keys: Keys, head: Head, n_layer: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llamapipe.errors import ModelLoadError
-from llamapipe.native.load import drain_log
+from llamapipe.native.load import drain_log, last_error
 
 Progress = Callable[[float], object]
 
@@ -56,7 +56,7 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any
         if this.error is not None:
             raise this.error
         if handle == ffi.NULL:
-            reason = problems[0] if problems else "no reason was logged"
+            reason = problems[0] if problems else last_error(module)
             raise ModelLoadError(f"llama.cpp could not load {path}: {reason}")
     except BaseException:
         if handle != ffi.NULL:

@@ -114,6 +114,7 @@ class Model(Owner):
         try:
             self._load(info, params, progress)
             self._read_sizes()
+            self._check_rope(info)
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
@@ -147,6 +148,18 @@ class Model(Owner):
         self.n_swa: int = lib.llama_model_n_swa(self._handle)
         self.bos = self.vocab.bos
         self.eos = self.vocab.eos
+
+    def _check_rope(self, info: GgufInfo) -> None:
+        """Refuses what only the architecture's code tells: without these, a decode hangs or ends the process."""
+        lib = self._native.lib
+        kind = lib.llama_model_rope_type(self._handle)
+        if self.vocab_only or kind == lib.LLAMA_ROPE_TYPE_NONE:
+            return
+        name = f"{self.path}: {info.architecture}.rope."
+        if info.n_rot == 0 and not self.is_recurrent:
+            raise ModelLoadError(f"{name}dimension_count is 0, this architecture needs at least 2")
+        if kind & lib.LLAMA_ROPE_TYPE_MROPE and not info.has_rope_sections:
+            raise ModelLoadError(f"{name}dimension_sections is missing or zero, this architecture needs it")
 
     @classmethod
     def demo(cls) -> Model:

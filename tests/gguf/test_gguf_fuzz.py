@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import select
 import signal
@@ -10,10 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support import every_architecture
+from support.every_architecture import architectures
 from support.gguf_fuzz_worker import use
 from support.gguf_models import tiny_model, tiny_variant
 
@@ -125,6 +129,49 @@ def test_damaged_models(tmp_path: Path) -> None:
     # Most refusals are ours, with a message of our own; llama.cpp's own come through as its log says them.
     assert sum("llama.cpp could not load" in outcome.reason for outcome in outcomes) < kinds["refused"] // 3
     assert not [outcome for outcome in outcomes if "no reason was logged" in outcome.reason]
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny model of each architecture of the pinned llama.cpp, by name; made in other processes, which must live."""
+    folder = tmp_path_factory.mktemp("architectures")
+    names = architectures()
+    program = [sys.executable, str(Path(every_architecture.__file__)), str(folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    workers = [
+        subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(N_PROCESSES)
+    ]
+    with ThreadPoolExecutor(N_PROCESSES) as pool:
+        mine = [names[i::N_PROCESSES] for i in range(N_PROCESSES)]
+        done = list(pool.map(lambda worker, lot: worker.communicate("\n".join(lot))[0], workers, mine))
+    assert [worker.returncode for worker in workers] == [0] * N_PROCESSES
+    reasons = dict(zip(itertools.chain(*mine), "".join(done).splitlines(), strict=True))
+    missing = {name: reason for name, reason in reasons.items() if reason != "loads"}
+    assert len(missing) <= len(names) // 15, missing
+    return {name: folder / f"{name}.gguf" for name in names}
+
+
+def test_every_architecture(tmp_path: Path, grown: dict[str, Path]) -> None:
+    """Whole models of random sizes, and those that the loader still refuses: none ends the process."""
+    jobs = [(i, -1) for i in range(len(grown))]
+    outcomes = Runner(tmp_path, list(grown.values()), jobs).run(N_PROCESSES)
+    bad = [outcome for outcome in outcomes if outcome.kind not in ("loaded", "refused")]
+    assert not bad, f"{len(bad)} of {len(grown)}, such as {bad[:3]}"
+    # The others fail at their first step: their layers are all of one kind, or they belong to another model.
+    assert sum(outcome.kind == "loaded" for outcome in outcomes) > len(grown) // 2
+
+
+@pytest.mark.timeout(900 + N_MUTANTS // 10)
+def test_damaged_models_of_every_architecture(tmp_path: Path, grown: dict[str, Path]) -> None:
+    jobs = [(seed % len(grown), seed) for seed in range(N_MUTANTS)]
+    outcomes = Runner(tmp_path, list(grown.values()), jobs).run(N_PROCESSES)
+    names = list(grown)
+    bad = [
+        (names[outcome.index], outcome) for outcome in outcomes if outcome.kind not in ("loaded", "refused")
+    ]
+    assert not bad, f"{len(bad)} of {N_MUTANTS}, such as {bad[:3]}"
+    assert sum(outcome.kind == "loaded" for outcome in outcomes) > N_MUTANTS // 10
 
 
 def test_undamaged_models(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ class Document:
         self.entries = [entry for entry in self.entries if entry.key != key.encode()]
 
     @property
+    def architecture(self) -> str:
+        """What it says it is; llama if it does not say."""
+        value = self.entry("general.architecture").value if self.has("general.architecture") else b"llama"
+        return value.decode(errors="replace") if isinstance(value, bytes) else "llama"
+
+    @property
     def alignment(self) -> int:
         return next(
             (e.value for e in self.entries if e.key == b"general.alignment" and e.kind == 4 and e.value), 32

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
 
 from support.gguf_document import ARRAY, BLOCKS, SCALARS, STRING, Document, Entry, Span, Tensor, unpack
+from support.gguf_models import find_source
 
 HUGE = (
     0,
@@ -96,7 +99,12 @@ EXTRA_TENSORS = (
 
 
 def mutate(file: bytes, seed: int) -> tuple[bytes, str]:
-    """A damaged copy of a valid file and what was done to it; the same seed gives the same bytes."""
+    """A damaged copy of a valid file and what was done to it; the same seed gives the same bytes.
+
+    Seed -1 leaves the file as it is.
+    """
+    if seed < 0:
+        return file, "nothing"
     rng = random.Random(seed)
     if rng.random() < 0.65:
         document, done = unpack(file)[0], []
@@ -180,7 +188,7 @@ def per_layer(rng: random.Random, doc: Document) -> str:
         ("attention.head_count", "attention.head_count_kv", "feed_forward_length", "expert_used_count")
     )
     values = [rng.choice((0, 1, 2, 3, 4, 8, 64, 128)) for _ in range(rng.choice((1, 2, 2, 2, 3)))]
-    doc.put(f"llama.{name}", ARRAY, values, rng.choice((4, 5)))
+    doc.put(f"{doc.architecture}.{name}", ARRAY, values, rng.choice((4, 5)))
     return f"{name} = {values}"
 
 
@@ -205,8 +213,27 @@ def add_optional(rng: random.Random, doc: Document) -> str:
     value = _value(rng, kind)
     if name == "rope.scaling.type":
         value = rng.choice((b"none", b"linear", b"yarn", b"longrope", b"magic"))
-    doc.put(f"llama.{name}", kind, value)
+    doc.put(f"{doc.architecture}.{name}", kind, value)
     return f"{name} = {value!r:.40}"
+
+
+def change_size(rng: random.Random, doc: Document) -> str:
+    """One of the architecture's own numbers, there or not, is small: where loaders divide and assert."""
+    if rng.random() < 0.6:
+        start = doc.architecture.encode() + b"."
+        key = rng.choice([e.key.decode() for e in doc.entries if e.key.startswith(start) and e.kind == 4])
+    else:
+        key = f"{doc.architecture}.{rng.choice(known_keys())}"
+    value = rng.choice((0, 0, 0, 1, 1, 2, 3, 5, 7, 16, 63))
+    doc.put(key, 4, value)
+    return f"{key} = {value}"
+
+
+@functools.cache
+def known_keys() -> list[str]:
+    """The ends of all keys that the pinned llama.cpp reads for some architecture."""
+    text = (find_source() / "src" / "llama-arch.cpp").read_text(encoding="utf-8")
+    return re.findall(r'"%s\.([\w.]+)"', text)
 
 
 def special_id(rng: random.Random, doc: Document) -> str:
@@ -338,14 +365,14 @@ def add_tensor(rng: random.Random, doc: Document) -> str:
 def experts(rng: random.Random, doc: Document) -> str:
     """Turn the feed-forward part into experts, mostly rightly."""
     n = rng.choice((1, 2, 4))
-    doc.put("llama.expert_count", 4, n)
-    doc.put("llama.expert_used_count", 4, rng.choice((0, 1, n, n + 1)))
+    doc.put(f"{doc.architecture}.expert_count", 4, n)
+    doc.put(f"{doc.architecture}.expert_used_count", 4, rng.choice((0, 1, n, n + 1)))
     for tensor in [
         t for t in doc.tensors if b"ffn_" in t.name and b"norm" not in t.name and len(t.dims) == 2
     ]:
         tensor.name = tensor.name.replace(b".weight", b"_exps.weight")
         tensor.dims.append(n)
-    width = doc.entry("llama.embedding_length").value
+    width = doc.entry(f"{doc.architecture}.embedding_length").value
     doc.tensors += [Tensor(b"blk.%d.ffn_gate_inp.weight" % i, [width, n], 0) for i in range(2)]
     return f"{n}"
 
@@ -361,6 +388,6 @@ def add_entry(rng: random.Random, doc: Document) -> str:
 _CHOICES: dict[Callable[[random.Random, Document], str], int] = {
     change_value: 5, change_type: 2, per_layer: 2, rename_key: 1, remove_entry: 2, repeat_entry: 1, add_optional: 5,
     special_id: 2, flag: 2, tokenizer: 5, change_piece: 4, change_array: 3, shrink_vocabulary: 1, token_kinds: 1,
-    alignment: 1, split: 1, change_tensor: 4, add_tensor: 2, experts: 1, add_entry: 1,
+    alignment: 1, split: 1, change_size: 5, change_tensor: 4, add_tensor: 2, experts: 1, add_entry: 1,
 }  # fmt: skip
 _ACTIONS, _WEIGHTS = list(_CHOICES), list(_CHOICES.values())

@@ -17,6 +17,7 @@ enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_AUTO = -1, LLAMA_FLASH_ATTN_T
 enum llama_token_attr { LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_CONTROL, LLAMA_TOKEN_ATTR_USER_DEFINED,
                         LLAMA_TOKEN_ATTR_LSTRIP, LLAMA_TOKEN_ATTR_RSTRIP, ... };
 
+enum llama_rope_type { LLAMA_ROPE_TYPE_NONE = -1, LLAMA_ROPE_TYPE_NORM, LLAMA_ROPE_TYPE_MROPE, ... };
 enum llama_pooling_type { LLAMA_POOLING_TYPE_UNSPECIFIED = -1, LLAMA_POOLING_TYPE_NONE, LLAMA_POOLING_TYPE_MEAN,
                           LLAMA_POOLING_TYPE_CLS, LLAMA_POOLING_TYPE_LAST, LLAMA_POOLING_TYPE_RANK, ... };
 
@@ -67,6 +68,7 @@ int32_t llama_model_desc(const struct llama_model * model, char * buf, size_t bu
 bool llama_model_has_encoder(const struct llama_model * model);
 bool llama_model_has_decoder(const struct llama_model * model);
 bool llama_model_is_recurrent(const struct llama_model * model);
+enum llama_rope_type llama_model_rope_type(const struct llama_model * model);
 int32_t llama_model_n_swa(const struct llama_model * model);
 bool llama_model_is_hybrid(const struct llama_model * model);
 int32_t llama_model_meta_count(const struct llama_model * model);

@@ -6,25 +6,50 @@
 
 #include <cstdio>
 #include <cstring>
+#include <dlfcn.h>
+#include <execinfo.h>
 #include <new>
 #include <stdexcept>
 #include <string>
 
 namespace {
 
-thread_local int t_n_throwing = 0, t_n_allocating = 0, t_n_failed = 0;
+thread_local int t_n_throwing = 0, t_n_decoding = 0, t_n_failed = 0;
+
+std::runtime_error failed_check(const char * message) {
+    const char * file = strrchr(message, '/');
+    return std::runtime_error(std::string("a check of llama.cpp failed, ") + (file ? file + 1 : message));
+}
+
+// Whether a function of a backend's library called, which may compute with several threads.
+bool is_in_backend() {
+    void *    frames[64];
+    const int n = backtrace(frames, 64);
+    for (int i = 0; i < n; i++) {
+        Dl_info info;
+        // The backends are called libggml-cpu, libggml-cuda…; ggml-base has a prefix of ours.
+        if (dladdr(frames[i], &info) != 0 && info.dli_fname != nullptr && strstr(info.dli_fname, "libggml-")) {
+            return true;
+        }
+    }
+    return false;
+}
 
 // ggml ends the process when this returns. Its C functions can be unwound on all of our platforms.
 void on_failed_assertion(const char * message) {
     if (t_n_throwing > 0) {
-        const char * file = strrchr(message, '/');
-        throw std::runtime_error(std::string("a check of llama.cpp failed, ") + (file ? file + 1 : message));
+        throw failed_check(message);
     }
-    // ggml.c builds graphs. It says so where malloc failed, and "fatal error" also for a type that does not exist.
-    if (t_n_allocating > 0 && strstr(message, "/ggml.c:")
-        && (strstr(message, "fatal error") || strstr(message, "mem_buffer != NULL"))) {
-        t_n_failed++;
-        throw std::bad_alloc();
+    if (t_n_decoding > 0) {
+        // ggml.c builds graphs. It says so where malloc failed, and "fatal error" also for a type that does not exist.
+        if (strstr(message, "/ggml.c:") && (strstr(message, "fatal error") || strstr(message, "mem_buffer != NULL"))) {
+            t_n_failed++;
+            throw std::bad_alloc();
+        }
+        if (!is_in_backend()) {
+            t_n_failed++;
+            throw failed_check(message);
+        }
     }
     fprintf(stderr, "%s\n", message);
 }
@@ -33,19 +58,23 @@ void on_failed_assertion(const char * message) {
 
 namespace lp {
 
-void watch_assertions() noexcept { ggml_set_abort_callback(on_failed_assertion); }
+void watch_assertions() noexcept {
+    void * frame;
+    (void) backtrace(&frame, 1);  // the first call loads a library
+    ggml_set_abort_callback(on_failed_assertion);
+}
 
 AssertionsThrow::AssertionsThrow() noexcept { t_n_throwing++; }
 
 AssertionsThrow::~AssertionsThrow() { t_n_throwing--; }
 
-FailedAllocationsThrow::FailedAllocationsThrow() noexcept {
-    t_n_allocating++;
+DecodeAssertionsThrow::DecodeAssertionsThrow() noexcept {
+    t_n_decoding++;
     t_n_failed = 0;
 }
 
-bool FailedAllocationsThrow::happened() const noexcept { return t_n_failed > 0; }
+bool DecodeAssertionsThrow::happened() const noexcept { return t_n_failed > 0; }
 
-FailedAllocationsThrow::~FailedAllocationsThrow() { t_n_allocating--; }
+DecodeAssertionsThrow::~DecodeAssertionsThrow() { t_n_decoding--; }
 
 }  // namespace lp

@@ -15,14 +15,14 @@ public:
     AssertionsThrow & operator=(const AssertionsThrow &) = delete;
 };
 
-// The same for an allocation that failed in ggml while a graph is built, and nothing else. May live while a graph is computed.
-class FailedAllocationsThrow {
+// The same while a graph is built and computed, but for what a backend finds: its other threads would wait for ever.
+class DecodeAssertionsThrow {
 public:
-    FailedAllocationsThrow() noexcept;
-    ~FailedAllocationsThrow();
+    DecodeAssertionsThrow() noexcept;
+    ~DecodeAssertionsThrow();
     bool happened() const noexcept;  // since it was made: what computes the graph is left half changed
-    FailedAllocationsThrow(const FailedAllocationsThrow &)             = delete;
-    FailedAllocationsThrow & operator=(const FailedAllocationsThrow &) = delete;
+    DecodeAssertionsThrow(const DecodeAssertionsThrow &)             = delete;
+    DecodeAssertionsThrow & operator=(const DecodeAssertionsThrow &) = delete;
 };
 
 }  // namespace lp

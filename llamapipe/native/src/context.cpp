@@ -48,11 +48,11 @@ int Context::decode(const BatchArrays & batch) {
     given.seq_id      = seq_id_.data();
     given.logits      = const_cast<int8_t *>(batch.outputs);
     if (is_broken_) {
-        throw std::runtime_error("memory ran out in an earlier step, inside llama.cpp; close this engine and make another");
+        throw std::runtime_error("llama.cpp failed inside an earlier step; close this engine and make another");
     }
     threads_->apply();
     set_error("see the log llamapipe.native");
-    const FailedAllocationsThrow throwing;
+    const DecodeAssertionsThrow throwing;
     try {
         return (int) llama_decode(llama_.get(), given);
     } catch (...) {

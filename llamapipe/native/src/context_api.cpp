@@ -1,5 +1,6 @@
 // The C entries of contexts: their life, one decode from flat arrays, rows of logits, memory operations.
 #include "assertions.hpp"
+#include "faults.hpp"
 #include "guard.hpp"
 #include "handles.hpp"
 #include "llama_internals.hpp"
@@ -13,7 +14,9 @@ lp_context * lp_context_new(llama_model * model, const llama_context_params * pa
     return lp::guard((lp_context *) nullptr, [&] {
         const lp::AssertionsThrow  throwing;
         const lp::Context::Options options = { poll, n_ring_rows, samples };
-        return new lp_context{ std::make_shared<lp::Context>(model, *params, options) };
+        return lp::without_faults((lp_context *) nullptr, [&] {
+            return new lp_context{ std::make_shared<lp::Context>(model, *params, options) };
+        });
     });
 }
 

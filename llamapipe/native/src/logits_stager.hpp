@@ -10,6 +10,7 @@
 
 #include "graph_sampler.hpp"
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -73,7 +74,8 @@ private:
     bool                  in_place_ = false;   // on a CPU a tensor's memory may change until its graph runs
     bool                  first_   = false;    // no row of the graph that is being built was seen yet
     bool                  supported_ = true;
-    int                   n_graphs_ = 0, n_unknown_ = 0;
+    // Changed while a step is launched, read by callers.
+    std::atomic<int>      n_graphs_{ 0 }, n_unknown_{ 0 };
 
     std::unique_ptr<GraphSampler> sampler_;
     std::string                   sampler_problem_ = "it was not asked for";

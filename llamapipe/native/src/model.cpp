@@ -1,5 +1,6 @@
 // Backends, models and vocabularies: llama.cpp's calls that allocate or throw, inside the guard.
 #include "assertions.hpp"
+#include "faults.hpp"
 #include "guard.hpp"
 
 #include <algorithm>
@@ -54,7 +55,7 @@ llama_model * lp_model_load(const char * path, const llama_model_params * params
     lp::set_error("llama.cpp refused the file");
     return lp::guard((llama_model *) nullptr, [&] {
         const lp::AssertionsThrow throwing;
-        return llama_model_load_from_file(path, *params);
+        return lp::without_faults((llama_model *) nullptr, [&] { return llama_model_load_from_file(path, *params); });
     });
 }
 

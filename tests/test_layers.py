@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("jobs",),
     ("lm_eval", "server"),
     ("__init__",),
     ("embedding",),

@@ -1,4 +1,4 @@
-"""The ``llamapipe`` command: ``demo``, ``generate``, ``chat``, ``serve``, ``trace`` and ``doctor``.
+"""The ``llamapipe`` command: ``demo``, ``generate``, ``chat``, ``serve``, ``batch``, ``trace`` and ``doctor``.
 
 Each command is a module with its own options. ``main`` parses the command line, runs the command and turns errors into
 one message and an exit status. ``harness`` is a command of its own, ``llamapipe-lm-eval``.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 
 import llamapipe
-from llamapipe.cli import chat, demo, doctor, generate, serve, trace
+from llamapipe.cli import batch, chat, demo, doctor, generate, serve, trace
 from llamapipe.cli.options import CommandParser, UsageError
 from llamapipe.errors import LlamapipeError
 
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    for command in (demo, generate, chat, serve, trace, doctor):
+    for command in (demo, generate, chat, serve, batch, trace, doctor):
         command.add_parser(commands, common)
     return parser
 

@@ -108,14 +108,14 @@ def _rotated(keys: Keys, key: str, default: int) -> int:
 
 def _check_sections(keys: Keys, n_key: int) -> None:
     entry = keys.entries.get(keys.name("rope.dimension_sections"))
-    if (
-        entry is None
-        or entry.kind != ARRAY
-        or not isinstance(entry.value, Array)
-        or not len(entry.value.data)
-    ):
+    if entry is None:
         return
-    sections = entry.value.data.astype(np.int64)
+    if isinstance(entry.value, int):
+        sections = np.full(4, entry.value, np.int64)  # llama.cpp takes one number for all of them
+    elif isinstance(entry.value, Array) and entry.kind == ARRAY and len(entry.value.data):
+        sections = entry.value.data.astype(np.int64)
+    else:
+        return
     if sections.min() < 0 or sections.sum() > n_key:
         raise Damage(
             f"{keys.name('rope.dimension_sections')} is {sections.tolist()}, heads have {n_key} values"

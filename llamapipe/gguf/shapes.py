@@ -65,6 +65,7 @@ def check_shapes(head: Head) -> Shapes:
         keys.per_layer("feed_forward_length", n_layer)
         check_heads(keys, head, n_layer, n_embd)
         _check_experts(keys, head, n_layer)
+        keys.integer("attention.group_norm_groups", 1, MAX_WIDTH)
     keys.integer("pooling_type", 0, _POOLINGS, besides=_UNSPECIFIED)
     _check_floats(keys)
     causal = keys.get("attention.causal", BOOL)

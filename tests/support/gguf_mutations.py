@@ -14,6 +14,7 @@ from typing import Any
 from support.gguf_document import ARRAY, BLOCKS, SCALARS, STRING, Document, Entry, Span, Tensor, unpack
 from support.gguf_models import find_source
 
+MOST_BYTES = 64 * 2**20  # of tensors; a changed size may ask for more
 HUGE = (
     0,
     1,
@@ -113,7 +114,9 @@ def mutate(file: bytes, seed: int) -> tuple[bytes, str]:
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 action = rng.choices(_ACTIONS, _WEIGHTS)[0]
                 done.append(f"{action.__name__}: {action(rng, document)}")
-            return document.pack(), "; ".join(done)
+            padded = [tensor.n_bytes + document.alignment for tensor in document.tensors]
+            if sum(padded) <= MOST_BYTES:
+                return document.pack(), "; ".join(done)
     changed, spans = bytearray(file), unpack(file)[1]
     done = [_raw(rng, changed, spans) for _ in range(rng.choice((1, 1, 1, 2, 4)))]
     return bytes(changed), "; ".join(done)

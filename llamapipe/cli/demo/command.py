@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import llamapipe as lp
-from llamapipe.cli.board import Board
-from llamapipe.cli.measure import Measured, compare
+from llamapipe.cli.demo.board import Board
+from llamapipe.cli.demo.measure import Measured, compare
 from llamapipe.cli.options import UsageError
 from llamapipe.cli.terminal import Terminal
 from llamapipe.host.cores import usable_cores

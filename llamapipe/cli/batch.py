@@ -1,0 +1,156 @@
+"""``llamapipe batch``: a file of prompts, conversations or requests in, a file of results out."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import llamapipe as lp
+from llamapipe.cli.options import (
+    ENGINE,
+    MODEL,
+    MODEL_HELP,
+    SAMPLING,
+    UsageError,
+    add_options,
+    given,
+    model_path,
+)
+from llamapipe.cli.terminal import Terminal
+from llamapipe.jobs.answers import Answerer
+from llamapipe.jobs.records import count_records, format_of, read_records
+from llamapipe.jobs.results import ResultFile
+from llamapipe.jobs.run import Progress, run_job
+
+_DESCRIPTION = """\
+Answer every record of a file. Each line of IN is an object with "prompt" or "messages", and options of SamplingParams;
+or a request in OpenAI's batch format (needs the extra server); or, with --template, any columns, also those of a CSV
+file.
+OUT gets one JSON line for each record. A record that fails gets a line with "error", and the others go on.
+A job that was stopped, however that was, goes on when it is started again: every record is in OUT once."""
+_EPILOG = """\
+examples:
+  llamapipe batch prompts.jsonl -o answers.jsonl --max-tokens 64
+  llamapipe batch -m model.gguf reviews.csv -o labels.jsonl --template "Positive or negative? {text}" --temperature 0
+  llamapipe batch -m model.gguf requests.jsonl -o responses.jsonl"""
+_EVERY_S = 0.5  # the line of progress
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "batch",
+        parents=[common],
+        usage="llamapipe batch [options] IN -o OUT",
+        allow_abbrev=False,
+        help="answer a file of prompts, conversations or requests",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("input", type=Path, metavar="IN", help="a file of records: .jsonl or .csv")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="OUT", required=True, help="results, as JSON lines"
+    )
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    parser.add_argument(
+        "--template", metavar="TEXT", help="make the prompt from columns: 'Translate: {text}'"
+    )
+    parser.add_argument("--chat", action="store_true", help="send prompts as messages of a user")
+    parser.add_argument("--system", metavar="TEXT", help="begin each conversation with this; implies --chat")
+    parser.add_argument(
+        "--unordered", action="store_true", help="write results as they come, not in the order of IN"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="begin anew, without the results in OUT")
+    add_options(parser, "sampling", SAMPLING, {f.name: f.default for f in fields(lp.SamplingParams)})
+    engine_defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
+    add_options(parser, "engine", ENGINE, engine_defaults)
+    model_defaults = {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()}
+    add_options(parser, "model", MODEL, model_defaults)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status: 1 if a record failed."""
+    try:
+        params = lp.SamplingParams(**given(args, SAMPLING))
+        format_of(args.input)
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    n_records = count_records(args.input)
+    if args.output.exists() and args.output.samefile(args.input):
+        raise UsageError("IN and OUT are the same file")
+    if args.overwrite:
+        args.output.unlink(missing_ok=True)
+    results = ResultFile(args.output)
+    try:
+        path = args.model if args.model is not None else lp.demo_model_path()
+        with lp.Model(path, **given(args, MODEL)) as model, lp.Engine(model, **given(args, ENGINE)) as engine:
+            try:
+                answerer = Answerer(engine, params, args.template, args.system, args.chat)
+            except ValueError as error:
+                raise UsageError(f"--template: {error}") from error
+            shown = _Shown(n_records)
+            progress = asyncio.run(
+                run_job(
+                    read_records(args.input),
+                    answerer,
+                    results,
+                    # Enough that no slot waits for a record while others are written.
+                    n_ahead=4 * engine.n_seq_max,
+                    ordered=not args.unordered,
+                    on_progress=shown.show,
+                )
+            )
+            shown.end(progress)
+    finally:
+        results.close()
+    return 1 if progress.n_failed else 0
+
+
+class _Shown:
+    """The line of progress, and the closing one."""
+
+    def __init__(self, n_records: int) -> None:
+        self._n_records = n_records
+        self._terminal = Terminal(sys.stderr)
+        self._began_s = self._next_s = time.perf_counter()
+
+    def show(self, progress: Progress) -> None:
+        """Shows what was done, twice a second, on a terminal."""
+        now_s = time.perf_counter()
+        if not self._terminal.redraws or now_s < self._next_s:
+            return
+        self._next_s = now_s + _EVERY_S
+        seconds = max(now_s - self._began_s, 1e-9)
+        n = progress.n_done + progress.n_skipped
+        left_s = (self._n_records - n) * seconds / max(progress.n_done, 1)
+        line = f"{n:,} of {self._n_records:,}, {progress.n_tokens / seconds:,.0f} tokens/s, {_duration(left_s)} left"
+        line += f", {progress.n_failed:,} failed" if progress.n_failed else ""
+        self._terminal.write(f"\r\x1b[2K{line}")
+
+    def end(self, progress: Progress) -> None:
+        """Says what the job did."""
+        if self._terminal.redraws:
+            self._terminal.write("\r\x1b[2K")
+        seconds = max(time.perf_counter() - self._began_s, 1e-9)
+        parts = [f"{progress.n_done:,} records in {_duration(seconds)}", f"{progress.n_tokens:,} tokens"]
+        parts.append(f"{progress.n_tokens / seconds:,.0f} tokens/s")
+        if progress.n_failed:
+            parts.append(f"{progress.n_failed:,} failed")
+        if progress.n_skipped:
+            parts.append(f"{progress.n_skipped:,} were there already")
+        self._terminal.line(", ".join(parts))
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

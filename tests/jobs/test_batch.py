@@ -1,0 +1,293 @@
+"""Batch jobs: kinds of records, order, memory, bad lines, and jobs that are killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.run_script import command, environment
+
+import llamapipe as lp
+from llamapipe.jobs.answers import Answerer
+from llamapipe.jobs.records import MAX_LINE_BYTES, Record, read_records
+from llamapipe.jobs.results import ResultFile
+from llamapipe.jobs.run import Progress, run_job
+
+GREEDY = lp.SamplingParams(max_tokens=6, temperature=0.0)
+N_KILLS = int(os.environ.get("LLAMAPIPE_KILLS", "8"))
+CLI = "import sys; from llamapipe.cli import main; sys.exit(main())"
+
+
+@pytest.fixture
+def talker(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=1024, n_seq_max=4) as engine:
+        yield engine
+
+
+@pytest.fixture
+def job(talker: lp.Engine, tmp_path: Path) -> Callable[..., tuple[Progress, list[dict[str, Any]]]]:
+    """Runs the records of a text, and returns what was done and all results."""
+
+    def run(
+        text: str | bytes, name: str = "in.jsonl", **options: Any
+    ) -> tuple[Progress, list[dict[str, Any]]]:
+        given = tmp_path / name
+        given.write_bytes(text.encode() if isinstance(text, str) else text)
+        ordered = options.pop("ordered", True)
+        results = ResultFile(tmp_path / "out.jsonl")
+        try:
+            answerer = Answerer(talker, GREEDY, **options)
+            done = asyncio.run(run_job(read_records(given), answerer, results, n_ahead=16, ordered=ordered))
+        finally:
+            results.close()
+        return done, [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+
+    return run
+
+
+def lines(*records: object) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+class TestKinds:
+    def test_prompts_and_conversations(self, job: Any, talker: lp.Engine) -> None:
+        messages = [{"role": "user", "content": "Hello"}]
+        done, results = job(
+            lines(
+                {"prompt": "The cat"},
+                "A dog",
+                {"id": "x", "messages": messages},
+                {"prompt": "Once", "max_tokens": 3},
+            )
+        )
+        assert (done.n_done, done.n_failed) == (4, 0)
+        expected = [completion.text for completion in talker.generate(["The cat", "A dog"], GREEDY)]
+        assert [result["text"] for result in results[:2]] == expected
+        assert results[2]["text"] == talker.chat(messages, GREEDY).content
+        assert (results[2]["id"], results[2]["index"]) == ("x", 2)
+        assert results[3]["n_completion_tokens"] == 3
+        assert done.n_tokens == sum(result["n_completion_tokens"] for result in results)
+
+    def test_requests_are_answered_as_the_server_answers_them(self, job: Any) -> None:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6, "temperature": 0}
+        one = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        many = [
+            one,
+            one | {"custom_id": "b", "body": {"messages": 5}},
+            one | {"custom_id": "c", "url": "/v1/nowhere"},
+        ]
+        many += [one | {"custom_id": "d", "body": body | {"stream": True}}, {"custom_id": "e"}]
+        done, results = job(lines(*many))
+        assert [result["custom_id"] for result in results] == list("abcde")
+        assert [(result["response"] or {}).get("status_code") for result in results] == [
+            200,
+            400,
+            404,
+            None,
+            None,
+        ]
+        assert results[0]["response"]["body"]["choices"][0]["message"]["content"]
+        assert "whole answers" in results[3]["error"]["message"]
+        assert (done.n_done, done.n_failed, done.n_tokens) == (5, 4, 6)
+
+    def test_columns_and_a_template(self, job: Any, talker: lp.Engine) -> None:
+        text = 'id,animal,"max_tokens"\n1,cat,many\n2,"a, b",\n3,dog\n'
+        done, results = job(text, "in.csv", template="The {animal} said {{")
+        expected = talker.generate(["The cat said {", "The a, b said {"], GREEDY)
+        assert [result.get("text") for result in results] == [expected[0].text, expected[1].text, None]
+        assert [result.get("id") for result in results] == ["1", "2", None]
+        assert "2 values, the header names 3" in results[2]["error"]["message"]
+        assert done.n_failed == 1
+
+    def test_a_system_message_makes_conversations(self, job: Any, talker: lp.Engine) -> None:
+        _, results = job(lines("Hello"), system="Be brief.")
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+        assert results[0]["text"] == talker.chat(messages, GREEDY).content
+
+    def test_bad_records_fail_alone(self, job: Any) -> None:
+        bad = [
+            '{"prompt": "a"',
+            "5",
+            "[]",
+            "{}",
+            '{"prompt": "a", "messages": []}',
+            '{"prompt": "a", "max_tokns": 3}',
+        ]
+        bad += [
+            '{"prompt": "a", "temperature": -1}',
+            '{"prompt": 5}',
+            '{"prompt": ["a", "b"]}',
+            '{"prompt": []}',
+            '{"messages": [[]]}',
+            '{"messages": "hi"}',
+            '{"prompt": "\\ud800"}',
+            "[" * 5000,
+        ]
+        text = "\n\n".join(f'{line}\n"fine"' for line in bad).encode() + b'\n{"prompt": "\xff"}'
+        done, results = job(text)
+        assert (done.n_done, done.n_failed) == (2 * len(bad) + 1, len(bad) + 1)
+        assert ["error" in result for result in results] == [True, False] * len(bad) + [True]
+        assert "did you mean 'max_tokens'" in results[10]["error"]["message"]
+
+    def test_a_line_that_is_too_long(self, tmp_path: Path) -> None:
+        path = tmp_path / "long.jsonl"
+        path.write_bytes(b'"' + b"a" * (MAX_LINE_BYTES + 5) + b'"\n"b"\n')
+        first, second = read_records(path)
+        assert "longer than" in str(first.problem)
+        assert second == Record(1, {"prompt": "b"})
+
+    @pytest.mark.parametrize("template", ["{}", "{0}", "{a.b}", "{a[0]}", "{", "}"])
+    def test_bad_templates(self, talker: lp.Engine, template: str) -> None:
+        with pytest.raises(ValueError, match=r"template|brace|'[{}]'"):
+            Answerer(talker, GREEDY, template)
+
+
+class TestOrder:
+    @pytest.mark.parametrize("ordered", [True, False])
+    def test_order(self, job: Any, ordered: bool) -> None:
+        rng = random.Random(5)
+        records = [{"prompt": f"Tale {i}", "max_tokens": rng.choice((1, 40))} for i in range(60)]
+        _, results = job(lines(*records), ordered=ordered)
+        order = [result["index"] for result in results]
+        assert sorted(order) == list(range(60))
+        assert (order == list(range(60))) is ordered
+
+    def test_records_are_read_as_they_are_needed(self, talker: lp.Engine, tmp_path: Path) -> None:
+        results, n_read = ResultFile(tmp_path / "out.jsonl"), 0
+
+        def endless() -> Iterator[Record]:
+            nonlocal n_read
+            for index in range(200):
+                n_read += 1
+                assert n_read <= results.n_done + 9
+                yield Record(index, {"prompt": "a", "max_tokens": 2})
+
+        asyncio.run(run_job(endless(), Answerer(talker, GREEDY), results, n_ahead=8))
+        assert results.n_done == 200
+        results.close()
+
+
+class TestAgain:
+    def test_what_is_there_is_not_done_again(self, job: Any, tmp_path: Path) -> None:
+        records = [{"id": f"r{i}", "prompt": f"Tale {i}"} for i in range(20)]
+        _, whole = job(lines(*records))
+        out = tmp_path / "out.jsonl"
+        kept = out.read_bytes().splitlines(keepends=True)
+        out.write_bytes(b"".join(kept[:7]) + kept[7][:-9])  # killed while it wrote a line
+        done, results = job(lines(*records))
+        assert (done.n_done, done.n_skipped) == (13, 7)
+        assert [result["text"] for result in results] == [result["text"] for result in whole]
+        assert job(lines(*records))[0].n_done == 0
+
+    def test_another_input_is_refused(self, job: Any) -> None:
+        job(lines({"id": "a", "prompt": "a"}))
+        with pytest.raises(ValueError, match="the input has changed"):
+            job(lines({"id": "b", "prompt": "a"}))
+
+    def test_another_file_is_refused_and_kept(self, job: Any, tmp_path: Path) -> None:
+        (tmp_path / "out.jsonl").write_text('{"name": "precious"}\nno line end')
+        with pytest.raises(ValueError, match=r"line 1, is no result of a batch job"):
+            job(lines("a"))
+        assert (tmp_path / "out.jsonl").read_text() == '{"name": "precious"}\nno line end'
+
+    def test_one_writer(self, tmp_path: Path) -> None:
+        first = ResultFile(tmp_path / "out.jsonl")
+        with pytest.raises(BlockingIOError, match="written by another process"):
+            ResultFile(tmp_path / "out.jsonl")
+        first.close()
+        ResultFile(tmp_path / "out.jsonl").close()
+
+
+def batch(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The command, over in.jsonl."""
+    words = [
+        "batch",
+        str(folder / "in.jsonl"),
+        "-o",
+        str(folder / "out.jsonl"),
+        "--max-tokens",
+        "12",
+        *options,
+    ]
+    return subprocess.Popen(
+        command(CLI, *words), env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+class TestCommand:
+    @pytest.mark.timeout(300 + 3 * N_KILLS)
+    def test_killed_again_and_again(self, tmp_path: Path) -> None:
+        rng, n = random.Random(7), 40 * N_KILLS
+        (tmp_path / "in.jsonl").write_text(lines(*({"id": i, "prompt": f"Tale {i}"} for i in range(n))))
+        out = tmp_path / "out.jsonl"
+        for _ in range(N_KILLS):
+            # When some more results are there, so that every kill hits a job at work.
+            wanted = (out.stat().st_size if out.exists() else 0) + rng.randrange(1, 4000)
+            with batch(tmp_path, *rng.choice(([], ["--unordered"]))) as process:
+                while process.poll() is None and (not out.exists() or out.stat().st_size < wanted):
+                    pass
+                process.kill()
+        with batch(tmp_path) as process:
+            _, said = process.communicate()
+        assert process.returncode == 0, said
+        results = [json.loads(line) for line in out.read_bytes().splitlines()]
+        assert Counter(result["id"] for result in results) == Counter(range(n))
+        assert all(result["id"] == result["index"] for result in results)
+        assert "were there already" in said
+
+    def test_interrupted(self, tmp_path: Path) -> None:
+        (tmp_path / "in.jsonl").write_text(lines(*({"prompt": f"Tale {i}"} for i in range(3000))))
+        out = tmp_path / "out.jsonl"
+        with batch(tmp_path) as process:
+            while process.poll() is None and (not out.exists() or not out.stat().st_size):
+                pass
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate()
+        assert process.returncode == 130, said
+        assert out.read_bytes().endswith(b"\n")
+        assert "Traceback" not in said
+
+    def test_wrong_usage(self, tmp_path: Path) -> None:
+        (tmp_path / "in.jsonl").write_text(lines("a"))
+        for options, message in (
+            (["--template", "{"], "--template"),
+            (["--temperature", "-1"], "temperature"),
+        ):
+            with batch(tmp_path, *options) as process:
+                _, said = process.communicate()
+            assert process.returncode == 2
+            assert message in said
+        (tmp_path / "in.txt").write_text("a")
+        words = ["batch", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.jsonl")]
+        done = subprocess.run(
+            command(CLI, *words), env=environment(), text=True, capture_output=True, check=False
+        )
+        assert (done.returncode, "must end with .jsonl or .csv" in done.stderr) == (2, True)
+
+    def test_a_full_disk(self, tmp_path: Path) -> None:
+        """Files may have 2,000 bytes: the command fails, and later goes on with what fitted."""
+        (tmp_path / "in.jsonl").write_text(lines(*({"prompt": f"Tale {i}"} for i in range(50))))
+        limited = (
+            "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "
+        )
+        words = ["batch", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--max-tokens", "12"]
+        done = subprocess.run(
+            command(limited + CLI, *words), env=environment(), text=True, capture_output=True, check=False
+        )
+        assert done.returncode == 1
+        assert "File too large" in done.stderr
+        assert (tmp_path / "out.jsonl").read_bytes().endswith(b"}\n")
+        with batch(tmp_path) as process:
+            process.communicate()
+        assert process.returncode == 0
+        assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 50

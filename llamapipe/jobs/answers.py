@@ -136,8 +136,14 @@ class Answerer:
 
     async def _post(self, path: str, body: bytes) -> tuple[int, Any]:
         if self._application is None:
-            from llamapipe.server import ServerSettings, app
-
+            try:
+                from llamapipe.server.app import app
+                from llamapipe.server.settings import ServerSettings
+            except ModuleNotFoundError as error:
+                raise ImportError(
+                    f"requests in OpenAI's format need {error.name}, which is not installed: "
+                    "pip install 'llamapipe[server]'"
+                ) from None
             settings = ServerSettings(max_requests=2**31 - 1, max_body_bytes=2**31 - 1, page=False)
             self._application = app(self._engine, settings)
         begun, parts, given = 0, [], [{"type": "http.request", "body": body, "more_body": False}]

@@ -56,6 +56,23 @@ class TestKinds:
             told = told + out.token_ids + tokens_of(7, turn)
         engine.check_integrity()
 
+    def test_going_back_beyond_the_window(
+        self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, kv_unified: bool
+    ) -> None:
+        """Cells that the window has left may be missing in a copy, or after other sequences; they are computed anew."""
+        engine = make_engine(model, n_seq_max=3, n_ctx=256, kv_unified=kv_unified)
+        told = tokens_of(60, 3)
+        with engine.start(told, greedy(None)) as first:
+            assert first.next() is not None
+            with first.fork() as second:
+                assert second.next() is not None
+                engine.generate(tokens_of(200, 4), greedy(4))
+                second.trim(5)
+                engine.check_integrity()
+                found = [token.id for token in (second.next(), second.next()) if token is not None]
+                assert plain.agrees(told[:5], found)
+            engine.check_integrity()
+
     def test_prefixes_of_all_lengths(
         self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, kv_unified: bool
     ) -> None:

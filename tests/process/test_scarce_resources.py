@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.run_script import Script, run_script, run_script_with_errors
+from support.run_script import Script, command, environment, run_script, run_script_with_errors
 
 linux_only = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc, or needs /dev/full"
@@ -35,7 +38,8 @@ def attempt():
         assert new.generate("abc", PARAMS).token_ids == expected
 
 results = set()
-for n_mb in range(16, 116, 2):  # with less, glibc ends the process: a new thread gets no thread-local data
+for n_mb in range(int(sys.argv[1]), 132, 2):
+    say(n_mb)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     n_now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -50,10 +54,64 @@ for n_mb in range(16, 116, 2):  # with less, glibc ends the process: a new threa
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
     assert engine.generate("abc", PARAMS).token_ids == expected
 attempt()
-assert "BackendError" in results, results
+assert "BackendError" in results or int(sys.argv[1]) > 32, results
 say("done")
 """
-    assert run_script(program) == "done\n"
+    first, n_ended = 32, 0
+    while first < 132:
+        done = subprocess.run(
+            command(program, first), env=environment(), text=True, capture_output=True, check=False
+        )
+        limits = done.stdout.split()
+        if done.returncode == 0:
+            assert limits[-1] == "done"
+            break
+        # glibc ends the process when a new thread gets no memory for its own data, and nothing can prevent that.
+        assert "cannot allocate memory for thread-local data" in done.stderr, done.stderr
+        n_ended += 1
+        first = int(limits[-1]) + 2
+    assert n_ended <= 2, f"of 50 limits, the process ended at {n_ended}"
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")  # version 1, or:
+UNIFIED = Path("/sys/fs/cgroup")
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of this test that may have 400 MB."""
+    root = GROUPS if GROUPS.is_dir() else UNIFIED
+    group = root / f"llamapipe-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.max" if root is UNIFIED else "memory.limit_in_bytes")).write_text("400000000")
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"control groups of memory cannot be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+@linux_only
+def test_a_control_group_with_little_memory(small_group: Path) -> None:
+    """A context that cannot fit is refused before the kernel ends the process; the engine that was there works on."""
+    program = f"""{_HEAD}
+from pathlib import Path
+(Path(sys.argv[1]) / "cgroup.procs").write_text("0")
+for n_ctx in (200_000, 2_000_000):
+    try:
+        lp.Engine(model, n_ctx=n_ctx, n_seq_max=8).close()
+        say("made")
+    except LlamapipeError as error:
+        assert "0.4 GiB" in str(error), error
+    assert engine.generate("abc", PARAMS).token_ids == expected
+engine.close()
+model.close()
+Path(sys.argv[1]).with_name("cgroup.procs").write_text("0")
+say("done")
+"""
+    assert run_script(program, str(small_group)) == "done\n"
 
 
 @linux_only

@@ -15,7 +15,7 @@ from itertools import count
 from llamapipe.engine.scheduler.batch_plan import Copy, Forget, Load, MemoryOp, Remove, Save, Shift
 from llamapipe.engine.scheduler.host_store import HostStore
 from llamapipe.engine.scheduler.prefix_tree import PrefixTree
-from llamapipe.engine.scheduler.request import Request
+from llamapipe.engine.scheduler.request import Request, State
 
 MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
 _OVERHEAD_BYTES = 1024  # of a saved sequence
@@ -183,6 +183,7 @@ class KvCache:
                 found.n, found.cells, best_rank = ready, cells, rank
             if (
                 leader is not None
+                and leader.state is State.RUNNING  # a paused one waits for its caller
                 and cells.n < n
                 and n > n_pending
                 and not (self._whole_only or self._exact_multiple)

@@ -453,6 +453,7 @@ class Scheduler:
             self._running.take(request)
             self._running.paused[request] = None
             request.move(State.PAUSED)
+            self._waiting.release(request)
 
     def _leave(self, request: Request) -> None:
         """Removes a request from its list and takes its slot."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from llamapipe.engine.scheduler.request import Request
+from llamapipe.engine.scheduler.request import Request, State
 
 _MAX_COUNTED = 256  # tokens that a request may generate, as its cost; few generate all that they may
 
@@ -111,11 +111,12 @@ class Waiting:
         self._n_followers += 1
 
     def release(self, leader: Request) -> None:
-        """Makes the followers ready that have waited for these cells; all of them if the leader has no slot now."""
+        """Makes the followers ready that have waited for these cells; all of them if it computes nothing now."""
         followers = self._followers.get(leader)
         if followers is None:
             return
-        for request in [r for r, n in followers.items() if leader.slot < 0 or leader.n_past >= n]:
+        computes = leader.slot >= 0 and leader.state is State.RUNNING
+        for request in [r for r, n in followers.items() if not computes or leader.n_past >= n]:
             self.remove(request)
             self.add_ready(request)
 

@@ -186,7 +186,14 @@ class StepExecutor:
     def remove(self, seq_id: int, position: int) -> bool:
         """Removes the cells of a sequence from ``position`` on. False if it could only remove all of them."""
         self._context.claim()
-        lib = self._native.lib
+        lib, n_swa = self._native.lib, self._context.model.n_swa
+        if n_swa and position:
+            # Cells that the window has left may be missing: llama.cpp gives them to other sequences, and does not save
+            # them. So only the last token can be taken back.
+            end = self.sequence_end(seq_id)
+            if end >= n_swa and end - position > 1:
+                lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
+                return False
         removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, position, -1, 0)
         if removed > 0:
             return True

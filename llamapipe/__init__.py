@@ -21,6 +21,8 @@ from llamapipe.engine.results import (
     TopLogprob,
 )
 from llamapipe.engine.stream import AsyncStream, Stream
+from llamapipe.jobs.batch import BatchResult, batch
+from llamapipe.jobs.run import BatchSummary
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.devices import Device, devices
 from llamapipe.llama.model import Model, demo_model_path
@@ -35,6 +37,8 @@ __all__ = [
     "AsyncChatStream",
     "AsyncStream",
     "Batch",
+    "BatchResult",
+    "BatchSummary",
     "ChatChoice",
     "ChatCompletion",
     "ChatDelta",
@@ -65,6 +69,7 @@ __all__ = [
     "TopLogprob",
     "Trace",
     "__version__",
+    "batch",
     "demo_model_path",
     "devices",
     "errors",

@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
-    ("jobs",),
     ("lm_eval", "server"),
     ("__init__",),
+    ("jobs",),
     ("embedding",),
     ("engine",),
     ("engine.frontend",),

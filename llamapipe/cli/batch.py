@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import inspect
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import llamapipe as lp
@@ -17,21 +14,24 @@ from llamapipe.cli.options import (
     MODEL_HELP,
     SAMPLING,
     UsageError,
+    add_engine_options,
     add_options,
+    defaults_of,
     given,
     model_path,
 )
 from llamapipe.cli.terminal import Terminal
-from llamapipe.jobs.answers import Answerer
+from llamapipe.jobs.answers import Answerer, AnswerRequest
+from llamapipe.jobs.batch import AHEAD
+from llamapipe.jobs.output import is_complete, lines_of, open_output, remove_output
 from llamapipe.jobs.records import count_records, format_of, read_records
-from llamapipe.jobs.results import ResultFile
-from llamapipe.jobs.run import Progress, run_job
+from llamapipe.jobs.run import BatchSummary, run_job
 
 _DESCRIPTION = """\
 Answer every record of a file. Each line of IN is an object with "prompt" or "messages", and options of SamplingParams;
 or a request in OpenAI's batch format (needs the extra server); or, with --template, any columns, also those of a CSV
-file.
-OUT gets one JSON line for each record. A record that fails gets a line with "error", and the others go on.
+or Parquet file.
+OUT gets one line for each record. A record that fails gets a line with "error", and the others go on.
 A job that was stopped, however that was, goes on when it is started again: every record is in OUT once."""
 _EPILOG = """\
 examples:
@@ -55,9 +55,9 @@ def add_parser(
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("input", type=Path, metavar="IN", help="a file of records: .jsonl or .csv")
+    parser.add_argument("input", type=Path, metavar="IN", help="a file of records: .jsonl, .csv or .parquet")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="OUT", required=True, help="results, as JSON lines"
+        "-o", "--output", type=Path, metavar="OUT", required=True, help="results: .jsonl, .csv or .parquet"
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
@@ -69,11 +69,8 @@ def add_parser(
         "--unordered", action="store_true", help="write results as they come, not in the order of IN"
     )
     parser.add_argument("--overwrite", action="store_true", help="begin anew, without the results in OUT")
-    add_options(parser, "sampling", SAMPLING, {f.name: f.default for f in fields(lp.SamplingParams)})
-    engine_defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
-    add_options(parser, "engine", ENGINE, engine_defaults)
-    model_defaults = {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()}
-    add_options(parser, "model", MODEL, model_defaults)
+    add_options(parser, "sampling", SAMPLING, defaults_of(lp.SamplingParams))
+    add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -82,37 +79,52 @@ def run(args: argparse.Namespace) -> int:
     try:
         params = lp.SamplingParams(**given(args, SAMPLING))
         format_of(args.input)
+        lines = lines_of(args.output)
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
     n_records = count_records(args.input)
-    if args.output.exists() and args.output.samefile(args.input):
+    if args.input in (args.output, lines) or (args.output.exists() and args.output.samefile(args.input)):
         raise UsageError("IN and OUT are the same file")
     if args.overwrite:
-        args.output.unlink(missing_ok=True)
-    results = ResultFile(args.output)
-    try:
+        remove_output(args.output)
+    if is_complete(args.output):
+        print(f"llamapipe: {args.output} is complete already; --overwrite begins anew", file=sys.stderr)
+        return 0
+    with open_output(args.output) as results:
         path = args.model if args.model is not None else lp.demo_model_path()
         with lp.Model(path, **given(args, MODEL)) as model, lp.Engine(model, **given(args, ENGINE)) as engine:
             try:
-                answerer = Answerer(engine, params, args.template, args.system, args.chat)
+                answerer = Answerer(
+                    engine,
+                    params,
+                    args.template,
+                    args.system,
+                    args.chat,
+                    requests=lambda: _open_requests(engine),
+                )
             except ValueError as error:
                 raise UsageError(f"--template: {error}") from error
             shown = _Shown(n_records)
-            progress = asyncio.run(
-                run_job(
-                    read_records(args.input),
-                    answerer,
-                    results,
-                    # Enough that no slot waits for a record while others are written.
-                    n_ahead=4 * engine.n_seq_max,
-                    ordered=not args.unordered,
-                    on_progress=shown.show,
-                )
+            summary = run_job(
+                read_records(args.input),
+                answerer,
+                results,
+                n_ahead=AHEAD * engine.n_seq_max,
+                ordered=not args.unordered,
+                on_progress=shown.show,
             )
-            shown.end(progress)
-    finally:
-        results.close()
-    return 1 if progress.n_failed else 0
+            shown.end(summary)
+    return 1 if summary.n_failed else 0
+
+
+def _open_requests(engine: lp.Engine) -> AnswerRequest:
+    try:
+        from llamapipe.server.batch import BatchRequests
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"requests in OpenAI's format need {error.name}: pip install 'llamapipe[server]'"
+        ) from None
+    return BatchRequests(engine).answer
 
 
 class _Shown:
@@ -123,7 +135,7 @@ class _Shown:
         self._terminal = Terminal(sys.stderr)
         self._began_s = self._next_s = time.perf_counter()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: BatchSummary) -> None:
         """Shows what was done, twice a second, on a terminal."""
         now_s = time.perf_counter()
         if not self._terminal.redraws or now_s < self._next_s:
@@ -136,7 +148,7 @@ class _Shown:
         line += f", {progress.n_failed:,} failed" if progress.n_failed else ""
         self._terminal.write(f"\r\x1b[2K{line}")
 
-    def end(self, progress: Progress) -> None:
+    def end(self, progress: BatchSummary) -> None:
         """Says what the job did."""
         if self._terminal.redraws:
             self._terminal.write("\r\x1b[2K")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import sys
@@ -18,7 +17,9 @@ from llamapipe.cli.options import (
     MODEL_HELP,
     SAMPLING,
     UsageError,
+    add_engine_options,
     add_options,
+    defaults_of,
     given,
     model_path,
 )
@@ -66,12 +67,8 @@ def add_parser(
     parser.add_argument(
         "--no-thinking", action="store_true", help="switch reasoning off where the template can"
     )
-    sampling = {name: p.default for name, p in inspect.signature(lp.SamplingParams).parameters.items()}
-    add_options(parser, "sampling", SAMPLING, {**sampling, "max_tokens": None})
-    engine_defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
-    add_options(parser, "engine", ENGINE, engine_defaults)
-    model_defaults = {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()}
-    add_options(parser, "model", MODEL, model_defaults)
+    add_options(parser, "sampling", SAMPLING, {**defaults_of(lp.SamplingParams), "max_tokens": None})
+    add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 

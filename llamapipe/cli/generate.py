@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import inspect
 import json
 import os
 import sys
 import time
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,9 @@ from llamapipe.cli.options import (
     MODEL_HELP,
     SAMPLING,
     UsageError,
+    add_engine_options,
     add_options,
+    defaults_of,
     given,
     model_path,
 )
@@ -75,11 +75,8 @@ def add_parser(
         help="print one JSON object per line and prompt, in order; a failed prompt gives an error record",
     )
     parser.add_argument("--stats", action="store_true", help="tokens and times on stderr at the end")
-    add_options(parser, "sampling", SAMPLING, {f.name: f.default for f in fields(lp.SamplingParams)})
-    engine_defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
-    add_options(parser, "engine", ENGINE, engine_defaults)
-    model_defaults = {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()}
-    add_options(parser, "model", MODEL, model_defaults)
+    add_options(parser, "sampling", SAMPLING, defaults_of(lp.SamplingParams))
+    add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -176,7 +173,7 @@ def _model(path: Path, options: dict[str, Any]) -> lp.Model:
 
 def _engine(model: lp.Model, options: dict[str, Any], n_prompts: int) -> lp.Engine:
     # More slots than prompts would only cost memory.
-    default = inspect.signature(lp.Engine).parameters["n_seq_max"].default
+    default = defaults_of(lp.Engine)["n_seq_max"]
     options.setdefault("n_seq_max", min(default, n_prompts))
     try:
         return lp.Engine(model, **options)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+import llamapipe as lp
 
 
 class UsageError(Exception):
@@ -49,6 +52,7 @@ class Option:
     metavar: str
     help: str
     repeats: bool = False
+    aliases: tuple[str, ...] = ()  # llama.cpp's names, where they mean the same
 
     @property
     def flag(self) -> str:
@@ -110,9 +114,14 @@ SAMPLING = [
         _number_or_none,
         "N",
         "generate at most N tokens; 'none': until the model stops or the context is full",
+        aliases=("-n",),
     ),
     Option(
-        "temperature", float, "T", "0: always the most probable token; higher values give more varied text"
+        "temperature",
+        float,
+        "T",
+        "0: always the most probable token; higher values give more varied text",
+        aliases=("--temp",),
     ),
     Option("top_k", int, "N", "keep the N most probable tokens (0: off)"),
     Option(
@@ -132,7 +141,7 @@ SAMPLING = [
     ),
     Option("frequency_penalty", float, "X", "subtract X from a token's logit for each occurrence (0: off)"),
     Option("logit_bias", _bias, "ID=X", "add X to the logit of a token (repeatable)", repeats=True),
-    Option("seed", int, "N", "random seed; the same seed gives the same text"),
+    Option("seed", int, "N", "random seed; the same seed gives the same text", aliases=("-s",)),
     Option("stop", str, "TEXT", "stop before this text (repeatable)", repeats=True),
     Option("stop_token_ids", int, "ID", "stop at this token (repeatable)", repeats=True),
     Option("ignore_eos", bool, "", "continue after the model's end-of-generation token"),
@@ -187,21 +196,27 @@ SAMPLING = [
     Option("infill", bool, "", "fill-in-the-middle sampling: stop when an end token is likely enough"),
 ]
 ENGINE = [
-    Option("n_ctx", int, "N", "context of each request in tokens, prompt and output"),
-    Option("n_seq_max", int, "N", "requests that run at the same time"),
-    Option("n_batch", int, "N", "most tokens in one step"),
-    Option("n_ubatch", int, "N", "most tokens in one physical batch (ubatch)"),
-    Option("n_threads", int, "N", "CPU threads while one request runs"),
-    Option("n_threads_batch", int, "N", "CPU threads while several requests run, and for prompts"),
+    Option("n_ctx", int, "N", "context of each request in tokens, prompt and output", aliases=("-c",)),
+    Option("n_seq_max", int, "N", "requests that run at the same time", aliases=("-np",)),
+    Option("n_batch", int, "N", "most tokens in one step", aliases=("-b",)),
+    Option("n_ubatch", int, "N", "most tokens in one physical batch (ubatch)", aliases=("-ub",)),
+    Option("n_threads", int, "N", "CPU threads while one request runs", aliases=("-t",)),
+    Option(
+        "n_threads_batch",
+        int,
+        "N",
+        "CPU threads while several requests run, and for prompts",
+        aliases=("-tb",),
+    ),
     Option("n_cells", int, "N", "KV cells of all requests together, shared (default: n_ctx for each)"),
-    Option("type_k", str, "TYPE", "type of the keys in the KV cache, such as q8_0"),
-    Option("type_v", str, "TYPE", "type of the values in the KV cache"),
+    Option("type_k", str, "TYPE", "type of the keys in the KV cache, such as q8_0", aliases=("-ctk",)),
+    Option("type_v", str, "TYPE", "type of the values in the KV cache", aliases=("-ctv",)),
     Option("cache_bytes", int, "N", "host memory for prefixes that have no slot any more; 0: none"),
     Option("max_itl_ms", float, "MS", "cut prompts into chunks so that streams wait at most this long"),
     Option("overflow", str, "MODE", "when a context is full: stop, recompute or shift"),
     Option("n_keep", int, "N", "tokens at the start that overflow keeps"),
 ]
-MODEL = [Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all")]
+MODEL = [Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all", aliases=("-ngl",))]
 
 
 def add_options(
@@ -214,16 +229,31 @@ def add_options(
         shown = "" if option.read is bool or option.repeats or default is None else f" ({default})"
         # An option that was not given leaves no attribute, so that the library's own default holds.
         if option.read is bool:
-            group.add_argument(option.flag, action="store_true", default=argparse.SUPPRESS, help=option.help)
+            group.add_argument(
+                *option.aliases, option.flag, action="store_true", default=argparse.SUPPRESS, help=option.help
+            )
             continue
         group.add_argument(
+            *option.aliases,
             option.flag,
+            dest=option.name,
             type=option.read,
             metavar=option.metavar,
             action="append" if option.repeats else "store",
             default=argparse.SUPPRESS,
             help=option.help + shown,
         )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `Engine` and of `Model`."""
+    add_options(parser, "engine", ENGINE, defaults_of(lp.Engine))
+    add_options(parser, "model", MODEL, defaults_of(lp.Model))
+
+
+def defaults_of(call: Callable[..., Any]) -> dict[str, Any]:
+    """The defaults of a callable's arguments."""
+    return {name: one.default for name, one in inspect.signature(call).parameters.items()}
 
 
 def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import logging
 import os
 import sys
@@ -12,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
-from llamapipe.cli.options import ENGINE, MODEL, MODEL_HELP, UsageError, add_options, given, model_path
+from llamapipe.cli.options import (
+    ENGINE,
+    MODEL,
+    MODEL_HELP,
+    UsageError,
+    add_engine_options,
+    given,
+    model_path,
+)
 
 _DESCRIPTION = (
     "Serve a model over HTTP for clients of OpenAI's and Anthropic's APIs; without -m, the bundled model."
@@ -97,10 +104,7 @@ def add_parser(
         "--strict", action="store_true", help="refuse options that only a hosted service can act on"
     )
     server.add_argument("--no-page", action="store_true", help="no page at /")
-    engine_defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
-    add_options(parser, "engine", ENGINE, engine_defaults)
-    model_defaults = {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()}
-    add_options(parser, "model", MODEL, model_defaults)
+    add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 

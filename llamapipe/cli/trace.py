@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from llamapipe.cli.options import (
     Option,
     UsageError,
     add_options,
+    defaults_of,
     given,
     model_path,
 )
@@ -72,13 +72,12 @@ def add_parser(
     parser.add_argument(
         "--steps", type=int, default=_DRAWN, metavar="N", help=f"steps in the picture ({_DRAWN})"
     )
-    defaults = {name: p.default for name, p in inspect.signature(lp.Engine).parameters.items()}
-    add_options(parser, "engine", [*ENGINE, *_DEPTH], defaults)
+    add_options(parser, "engine", [*ENGINE, *_DEPTH], defaults_of(lp.Engine))
     add_options(
         parser,
         "model",
         MODEL,
-        {name: p.default for name, p in inspect.signature(lp.Model).parameters.items()},
+        defaults_of(lp.Model),
     )
     parser.set_defaults(run=run, parser=parser)
 

@@ -1,30 +1,35 @@
-"""Answers one record: a prompt, a conversation, or a request in OpenAI's batch format."""
+"""Answers one record: a prompt or a conversation."""
 
 from __future__ import annotations
 
-import asyncio
 import difflib
-import json
 import string
-from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import fields, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
 from llamapipe.jobs.records import Record
-from llamapipe.jobs.results import request_id
 
 _OPTIONS: Final = frozenset(field.name for field in fields(SamplingParams))
 _CHAT_OPTIONS: Final = frozenset(
     {"tools", "tool_choice", "parallel_tool_calls", "response_format", "template_args"}
 )
-_KEPT: Final = frozenset({"id", "prompt", "messages"})
-_Message = MutableMapping[str, Any]
-_Application = Callable[
-    [_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]
-]
+_KEPT: Final = frozenset({"id", "custom_id", "prompt", "messages"})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a record, as it is written, its generated tokens, and whether it failed."""
+
+    result: dict[str, Any]
+    n_tokens: int = 0
+    failed: bool = False
+
+
+AnswerRequest = Callable[[Record], Awaitable[Answer]]
 
 
 class Answerer:
@@ -32,7 +37,8 @@ class Answerer:
 
     ``params``: for records that do not say otherwise. ``template``: makes the prompt from a record's columns, as
     ``str.format`` does; then the columns are no options. ``system``: a system message; prompts become conversations.
-    ``chat``: prompts are messages of a user. Raises ValueError for a bad template.
+    ``chat``: prompts are messages of a user. ``requests``: called once, for the first record in OpenAI's batch format,
+    returns what answers these. Raises ValueError for a bad template.
     """
 
     def __init__(
@@ -42,28 +48,44 @@ class Answerer:
         template: str | None = None,
         system: str | None = None,
         chat: bool = False,
+        requests: Callable[[], AnswerRequest] | None = None,
     ) -> None:
         self._engine, self._params = engine, params
         self._template, self._system, self._chat = template, system, chat or system is not None
-        self._application: _Application | None = None
+        self._open_requests = requests
+        self._answer_request: AnswerRequest | None = None
         if template is not None:
             _check_template(template)
 
-    async def answer(self, record: Record) -> tuple[dict[str, Any], int, bool]:
-        """The result of a record, its generated tokens, and whether it failed. Raises EngineClosedError only."""
+    def __repr__(self) -> str:
+        return f"<Answerer template={self._template!r} chat={self._chat}>"
+
+    async def answer(self, record: Record) -> Answer:
+        """Answers a record; what goes wrong with it is its result. Raises EngineClosedError only."""
         given = record.fields
-        if record.problem is None and "custom_id" in given and self._template is None:
-            return await self._request(record)
-        start: dict[str, Any] = {"index": record.index} | ({"id": given["id"]} if "id" in given else {})
+        start = {"index": record.index} | {name: given[name] for name in ("id", "custom_id") if name in given}
         try:
             if record.problem is not None:
                 raise ValueError(record.problem)
+            if self._template is None and "custom_id" in given and ("url" in given or "body" in given):
+                return await self._request(record)
             made, n = await self._complete(given)
         except Exception as error:  # whatever it is: the other records go on
             if self._engine.closed:
                 raise
-            return start | {"error": {"type": type(error).__name__, "message": str(error)}}, 0, True
-        return start | made, n, False
+            told = {"type": type(error).__name__, "message": str(error)}
+            return Answer(start | {"error": told}, failed=True)
+        return Answer(start | made, n)
+
+    async def _request(self, record: Record) -> Answer:
+        if self._answer_request is None:
+            if self._open_requests is None:
+                raise ValueError(
+                    "requests in OpenAI's batch format need the command llamapipe batch; a record here has a prompt or "
+                    "messages"
+                )
+            self._answer_request = self._open_requests()
+        return await self._answer_request(record)
 
     async def _complete(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
         if self._template is not None:
@@ -112,72 +134,6 @@ class Answerer:
         n = sum(len(one.token_ids) for one in out.choices)
         counts = {"n_prompt_tokens": out.n_prompt_tokens, "n_completion_tokens": n}
         return made | {"finish_reason": choice.finish_reason, "seed": choice.seed} | counts, n
-
-    async def _request(self, record: Record) -> tuple[dict[str, Any], int, bool]:
-        """Answers a line of OpenAI's batch format as the server would."""
-        given = record.fields
-        result: dict[str, Any] = {"id": request_id(record.index), "custom_id": given["custom_id"]}
-        url, body = given.get("url"), given.get("body")
-        problem = None
-        if given.get("method", "POST") != "POST":
-            problem = f"method is {given['method']!r}; it must be POST"
-        elif not isinstance(url, str) or not url.startswith("/v1/") or not isinstance(body, dict):
-            problem = "a request needs a url such as /v1/chat/completions and a body"
-        elif body.get("stream"):
-            problem = "stream is true; a batch has whole answers"
-        if problem is not None:
-            error = {"code": "invalid_request", "message": problem}
-            return result | {"response": None, "error": error}, 0, True
-        status, answer = await self._post(str(url), json.dumps(body).encode())
-        usage = answer.get("usage") if isinstance(answer, dict) else None
-        n = int((usage or {}).get("completion_tokens") or (usage or {}).get("output_tokens") or 0)
-        response = {"status_code": status, "request_id": request_id(record.index), "body": answer}
-        return result | {"response": response, "error": None}, n, status >= 400
-
-    async def _post(self, path: str, body: bytes) -> tuple[int, Any]:
-        if self._application is None:
-            try:
-                from llamapipe.server.app import app
-                from llamapipe.server.settings import ServerSettings
-            except ModuleNotFoundError as error:
-                raise ImportError(
-                    f"requests in OpenAI's format need {error.name}, which is not installed: "
-                    "pip install 'llamapipe[server]'"
-                ) from None
-            settings = ServerSettings(max_requests=2**31 - 1, max_body_bytes=2**31 - 1, page=False)
-            self._application = app(self._engine, settings)
-        begun, parts, given = 0, [], [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> _Message:
-            if given:
-                return given.pop()
-            await asyncio.Event().wait()  # the client stays
-            raise AssertionError
-
-        async def send(message: _Message) -> None:
-            nonlocal begun
-            if message["type"] == "http.response.start":
-                begun = message["status"]
-            else:
-                parts.append(message.get("body", b""))
-
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-        }
-        place = {
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": headers,
-        }
-        await self._application(scope | place | {"client": None, "server": None}, receive, send)
-        return begun, json.loads(b"".join(parts))
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -1,17 +1,20 @@
-"""Reads the records of a job: JSON lines or CSV, one record at a time."""
+"""Reads the records of a job: JSON lines, CSV, Parquet or any iterable, one record at a time."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-FORMATS: Final = ("jsonl", "csv")
+from llamapipe.jobs import tables
+
+FORMATS: Final = ("jsonl", "csv", "parquet")
 # Longer lines are refused one by one: a file without line ends would otherwise be read into memory whole.
 MAX_LINE_BYTES: Final = 64 * 2**20
+_CHUNK_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True)
@@ -33,23 +36,49 @@ def format_of(path: Path) -> str:
     ending = path.suffix.lower().removeprefix(".")
     ending = {"ndjson": "jsonl", "json": "jsonl"}.get(ending, ending)
     if ending not in FORMATS:
-        raise ValueError(f"{path} has an unknown format; the name must end with .jsonl or .csv")
+        raise ValueError(f"{path} has an unknown format; the name must end with .jsonl, .csv or .parquet")
     return ending
 
 
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a file, in its order. Blank lines do not count.
 
-    Raises OSError, and ValueError for a CSV file that has no header or is not UTF-8.
+    Raises OSError, ImportError if the format needs an extra, and ValueError for a CSV file that has no header or is not
+    UTF-8, or a file that is no Parquet.
     """
-    return _csv_records(path) if format_of(path) == "csv" else _json_records(path)
+    match format_of(path):
+        case "csv":
+            return _csv_records(path)
+        case "parquet":
+            return (Record(index, row) for index, row in enumerate(tables.read_parquet(path)))
+        case _:
+            return _json_records(path)
+
+
+def records_of(items: Iterable[object]) -> Iterator[Record]:
+    """The records of what a caller gives: texts, lists of token ids, or mappings with the fields of a JSON line."""
+    for index, item in enumerate(items):
+        if isinstance(item, (str, list)):
+            yield Record(index, {"prompt": item})
+        elif isinstance(item, Mapping):
+            yield Record(index, dict(item))
+        else:
+            problem = f"a record must be a text, a list of token ids or a mapping, not {type(item).__name__}"
+            yield Record(index, {}, problem)
 
 
 def count_records(path: Path) -> int:
-    """About how many records a file has; exact for JSON lines."""
+    """About how many records a file has: its lines, for JSON lines and CSV."""
+    kind = format_of(path)
+    if kind == "parquet":
+        return tables.count_parquet(path)
+    n, last = 0, b"\n"
     with path.open("rb") as file:
-        n = sum(1 for line in file if line.strip())
-    return max(n - 1, 0) if format_of(path) == "csv" else n
+        while chunk := file.read(_CHUNK_BYTES):
+            n += chunk.count(b"\n")
+            last = chunk
+    n += not last.endswith(b"\n")
+    return max(n - 1, 0) if kind == "csv" else n
 
 
 def _json_records(path: Path) -> Iterator[Record]:

@@ -93,9 +93,8 @@ class ResultFile:
         """The index and id of the record in a line."""
         try:
             value = json.loads(line)
-            if "custom_id" in value:
-                return int(value["id"].removeprefix(_ID)), value["custom_id"]
-            return int(value["index"]), value.get("id")
+            index = value["index"] if "index" in value else value["id"].removeprefix(_ID)
+            return int(index), value.get("custom_id", value.get("id"))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(
                 f"{self.path}, line {number}, is no result of a batch job; give another output file"

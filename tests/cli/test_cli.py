@@ -87,8 +87,9 @@ class TestUsage:
     def test_help_of_generate_names_every_option_with_its_default(self, tmp_path: Path) -> None:
         text = ok("generate", "--help", cwd=tmp_path, variables={"COLUMNS": "200"})
         for option in [*SAMPLING, *ENGINE, *MODEL]:
-            assert f"  {option.flag}" in text
-        assert re.search(rf"--temperature T +.*\({lp.SamplingParams().temperature}\)$", text, re.MULTILINE)
+            assert re.search(rf"^  .*{option.flag}( |$)", text, re.MULTILINE), option.flag
+            assert all(f" {alias} " in text for alias in option.aliases)
+        assert re.search(rf"--temperature T\s+.*\({lp.SamplingParams().temperature}\)$", text, re.MULTILINE)
 
     @pytest.mark.parametrize(
         "arguments",

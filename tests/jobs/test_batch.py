@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import random
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as parquet
 import pytest
+from support.control import wait_until
 from support.run_script import command, environment
 
 import llamapipe as lp
 from llamapipe.jobs.answers import Answerer
-from llamapipe.jobs.records import MAX_LINE_BYTES, Record, read_records
+from llamapipe.jobs.records import MAX_LINE_BYTES, Record, count_records, read_records
 from llamapipe.jobs.results import ResultFile
-from llamapipe.jobs.run import Progress, run_job
+from llamapipe.jobs.run import BatchSummary, run_job
+from llamapipe.server.batch import BatchRequests
 
 GREEDY = lp.SamplingParams(max_tokens=6, temperature=0.0)
 N_KILLS = int(os.environ.get("LLAMAPIPE_KILLS", "8"))
@@ -34,19 +41,19 @@ def talker(demo: lp.Model) -> Iterator[lp.Engine]:
 
 
 @pytest.fixture
-def job(talker: lp.Engine, tmp_path: Path) -> Callable[..., tuple[Progress, list[dict[str, Any]]]]:
+def job(talker: lp.Engine, tmp_path: Path) -> Callable[..., tuple[BatchSummary, list[dict[str, Any]]]]:
     """Runs the records of a text, and returns what was done and all results."""
 
     def run(
         text: str | bytes, name: str = "in.jsonl", **options: Any
-    ) -> tuple[Progress, list[dict[str, Any]]]:
+    ) -> tuple[BatchSummary, list[dict[str, Any]]]:
         given = tmp_path / name
         given.write_bytes(text.encode() if isinstance(text, str) else text)
         ordered = options.pop("ordered", True)
         results = ResultFile(tmp_path / "out.jsonl")
         try:
-            answerer = Answerer(talker, GREEDY, **options)
-            done = asyncio.run(run_job(read_records(given), answerer, results, n_ahead=16, ordered=ordered))
+            answerer = Answerer(talker, GREEDY, requests=lambda: BatchRequests(talker).answer, **options)
+            done = run_job(read_records(given), answerer, results, n_ahead=16, ordered=ordered)
         finally:
             results.close()
         return done, [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
@@ -80,12 +87,12 @@ class TestKinds:
     def test_requests_are_answered_as_the_server_answers_them(self, job: Any) -> None:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6, "temperature": 0}
         one = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-        many = [
+        many: list[dict[str, Any]] = [
             one,
             one | {"custom_id": "b", "body": {"messages": 5}},
             one | {"custom_id": "c", "url": "/v1/nowhere"},
         ]
-        many += [one | {"custom_id": "d", "body": body | {"stream": True}}, {"custom_id": "e"}]
+        many += [one | {"custom_id": "d", "body": body | {"stream": True}}, {"custom_id": "e", "url": 5}]
         done, results = job(lines(*many))
         assert [result["custom_id"] for result in results] == list("abcde")
         assert [(result["response"] or {}).get("status_code") for result in results] == [
@@ -107,6 +114,15 @@ class TestKinds:
         assert [result.get("id") for result in results] == ["1", "2", None]
         assert "2 values, the header names 3" in results[2]["error"]["message"]
         assert done.n_failed == 1
+
+    def test_columns_with_the_names_of_requests(self, job: Any) -> None:
+        text = "id,custom_id,animal\n1,a,cat\n2,b,dog\n"
+        _, results = job(text, "in.csv", template="The {animal}")
+        assert [(one["index"], one["id"], one["custom_id"]) for one in results] == [
+            (0, "1", "a"),
+            (1, "2", "b"),
+        ]
+        assert job(text, "in.csv", template="The {animal}")[0].n_done == 0
 
     def test_a_system_message_makes_conversations(self, job: Any, talker: lp.Engine) -> None:
         _, results = job(lines("Hello"), system="Be brief.")
@@ -171,7 +187,7 @@ class TestOrder:
                 assert n_read <= results.n_done + 9
                 yield Record(index, {"prompt": "a", "max_tokens": 2})
 
-        asyncio.run(run_job(endless(), Answerer(talker, GREEDY), results, n_ahead=8))
+        run_job(endless(), Answerer(talker, GREEDY), results, n_ahead=8)
         assert results.n_done == 200
         results.close()
 
@@ -271,7 +287,7 @@ class TestCommand:
         done = subprocess.run(
             command(CLI, *words), env=environment(), text=True, capture_output=True, check=False
         )
-        assert (done.returncode, "must end with .jsonl or .csv" in done.stderr) == (2, True)
+        assert (done.returncode, "must end with .jsonl, .csv or .parquet" in done.stderr) == (2, True)
 
     def test_a_full_disk(self, tmp_path: Path) -> None:
         """Files may have 2,000 bytes: the command fails, and later goes on with what fitted."""
@@ -291,3 +307,130 @@ class TestCommand:
             process.communicate()
         assert process.returncode == 0
         assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 50
+
+
+class TestPython:
+    def test_results_of_any_iterable(self, talker: lp.Engine) -> None:
+        ids = talker.model.tokenize("Once")
+        records: list[Any] = ["The cat", ids, {"prompt": "A", "max_tokens": 2, "id": 7}, 5, {"animal": "dog"}]
+        results = list(lp.batch(iter(records), talker, GREEDY))
+        assert [result["index"] for result in results] == list(range(5))
+        assert results[0]["text"] == talker.generate("The cat", GREEDY).text
+        assert results[1]["text"] == talker.generate(ids, GREEDY).text
+        assert (results[2]["id"], results[2]["n_completion_tokens"]) == (7, 2)
+        assert "not int" in results[3]["error"]["message"]
+        assert "either a prompt or messages" in results[4]["error"]["message"]
+        (named,) = lp.batch([{"custom_id": "a", "url": "/v1/completions", "body": {}}], talker)
+        assert "llamapipe batch" in named["error"]["message"]
+
+    def test_few_are_ahead_and_closing_cancels_them(self, talker: lp.Engine) -> None:
+        n_read = 0
+
+        def endless() -> Iterator[str]:
+            nonlocal n_read
+            while True:
+                n_read += 1
+                yield "Once upon a time"
+
+        results = lp.batch(endless(), talker, lp.SamplingParams(max_tokens=400, ignore_eos=True))
+        assert n_read == 0
+        next(results)
+        assert n_read == 16
+        results.close()  # type: ignore[attr-defined]
+        wait_until(lambda: talker.stats().n_active == talker.stats().n_queued == 0)
+
+    def test_a_reader_that_fails(self, talker: lp.Engine) -> None:
+        def broken() -> Iterator[str]:
+            yield from ["a", "b"]
+            raise OSError("the disk is gone")
+
+        with pytest.raises(OSError, match="the disk is gone"):
+            list(lp.batch(broken(), talker, GREEDY))
+        wait_until(lambda: talker.stats().n_active == talker.stats().n_queued == 0)
+
+    def test_a_closed_engine(self, demo: lp.Model) -> None:
+        with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
+            results = lp.batch(["a"] * 100, engine, GREEDY)
+            next(results)
+        with pytest.raises(lp.errors.EngineClosedError):
+            list(results)
+
+    def test_inside_a_running_event_loop(self, talker: lp.Engine) -> None:
+        """As in a notebook."""
+
+        async def cell() -> list[lp.BatchResult]:
+            return list(lp.batch(["a", "b"], talker, GREEDY))
+
+        assert len(asyncio.run(cell())) == 2
+
+    def test_a_file_in_and_a_file_out(self, talker: lp.Engine, tmp_path: Path) -> None:
+        given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        given.write_text(lines("a", {"prompt": 5}, "b"))
+        summary = lp.batch(given, talker, GREEDY, output=out)
+        assert (summary.n_done, summary.n_failed, summary.n_skipped) == (3, 1, 0)
+        again = lp.batch(["a", {"prompt": "b"}, "b", "c"], talker, GREEDY, output=str(out))
+        assert (again.n_done, again.n_skipped) == (1, 3)
+
+    @pytest.mark.parametrize(
+        ("records", "message"), [("text", "one str"), (Path("a.txt"), "must end with"), (5, "not iterable")]
+    )
+    def test_wrong_records(self, talker: lp.Engine, records: Any, message: str) -> None:
+        with pytest.raises((TypeError, ValueError), match=message):
+            list(lp.batch(records, talker))
+
+
+class TestTables:
+    @pytest.mark.parametrize("ending", ["csv", "parquet"])
+    def test_tables_in_and_out(self, talker: lp.Engine, tmp_path: Path, ending: str) -> None:
+        given, out = tmp_path / f"in.{ending}", tmp_path / f"out.{ending}"
+        rows = [{"id": i, "animal": name} for i, name in enumerate(["cat", "d\nog", "", "fox"] * 700)]
+        if ending == "csv":
+            with given.open("w", newline="") as file:
+                writer = csv.DictWriter(file, ["id", "animal"])
+                writer.writeheader()
+                writer.writerows(rows)
+        else:
+            parquet.write_table(arrow.Table.from_pylist(rows), given)
+        assert count_records(given) >= len(rows)
+        params = lp.SamplingParams(max_tokens=1, temperature=0.0)
+        summary = lp.batch(given, talker, params, output=out, template="The {animal}")
+        assert (summary.n_done, summary.n_failed) == (2800, 0)
+        table = arrow_csv.read_csv(out) if ending == "csv" else parquet.read_table(out)
+        results = table.to_pylist()
+        assert [result["index"] for result in results] == list(range(2800))
+        assert [int(result["id"]) for result in results] == list(range(2800))
+        assert results[0]["text"] == talker.generate("The cat", params).text
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == [out.name]
+        with pytest.raises(FileExistsError, match="complete already"):
+            lp.batch(given, talker, params, output=out, template="The {animal}")
+
+    def test_a_table_appears_at_the_end(self, talker: lp.Engine, tmp_path: Path) -> None:
+        out = tmp_path / "out.parquet"
+
+        def stopped() -> Iterator[str]:
+            for i in range(40):
+                yield f"Tale {i}"
+            raise OSError("stopped")
+
+        with pytest.raises(OSError, match="stopped"):
+            lp.batch(stopped(), talker, GREEDY, output=out)
+        assert not out.exists()
+        n_there = len((tmp_path / "out.parquet.jsonl").read_bytes().splitlines())
+        summary = lp.batch([f"Tale {i}" for i in range(40)], talker, GREEDY, output=out)
+        assert (summary.n_skipped, summary.n_done) == (n_there, 40 - n_there)
+        assert parquet.read_table(out).num_rows == 40
+
+    def test_what_is_no_table(self, talker: lp.Engine, tmp_path: Path) -> None:
+        (tmp_path / "in.parquet").write_text("no table")
+        with pytest.raises(ValueError, match="cannot be read as Parquet"):
+            list(lp.batch(tmp_path / "in.parquet", talker))
+
+    def test_without_pyarrow(
+        self, talker: lp.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(ImportError, match=r"llamapipe\[parquet\]"):
+            list(lp.batch(tmp_path / "in.parquet", talker))
+        with pytest.raises(ImportError, match=r"llamapipe\[parquet\]"):
+            lp.batch(["a"], talker, output=tmp_path / "out.parquet")
+        assert not list(tmp_path.iterdir())

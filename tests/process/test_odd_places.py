@@ -1,4 +1,4 @@
-"""Calls from places that nobody plans for: destructors, callbacks, signal handlers, other interpreters."""
+"""Calls from unusual places: destructors, callbacks, signal handlers, other interpreters."""
 
 from __future__ import annotations
 

@@ -186,23 +186,28 @@ class StepExecutor:
     def remove(self, seq_id: int, position: int) -> bool:
         """Removes the cells of a sequence from ``position`` on. False if it could only remove all of them."""
         self._context.claim()
-        lib, n_swa = self._native.lib, self._context.model.n_swa
-        if n_swa and position:
-            # Cells that the window has left may be missing: llama.cpp gives them to other sequences, and does not save
-            # them. So only the last token can be taken back.
-            end = self.sequence_end(seq_id)
-            if end >= n_swa and end - position > 1:
-                lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
-                return False
-        removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, position, -1, 0)
-        if removed > 0:
-            return True
-        if removed < 0:
-            raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
-        lib.lp_memory(
-            self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0
-        )  # recurrent models keep no history to go back to
+        lib = self._native.lib
+        if not self._left_by_window(seq_id, position):
+            removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, position, -1, 0)
+            if removed > 0:
+                return True
+            if removed < 0:
+                raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
+        # Recurrent models keep no history to go back to.
+        lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
         return False
+
+    def _left_by_window(self, seq_id: int, position: int) -> bool:
+        """Whether a sliding window may lack cells that the positions before ``position`` need.
+
+        llama.cpp gives cells that the window has left to other sequences, and does not save them. So only the last
+        token can be taken back.
+        """
+        n_swa = self._context.model.n_swa
+        if not (n_swa and position):
+            return False
+        end = self.sequence_end(seq_id)
+        return end >= n_swa and end - position > 1
 
     def shift(self, seq_id: int, begin: int, end: int) -> bool:
         """Removes positions from ``begin`` to before ``end``. The next step rotates the keys of those after them."""

@@ -23,7 +23,8 @@ template <typename Result, typename Body> Result without_faults(Result failed, B
         mine.result = guard(mine.failed, mine.body);
     };
     if (const char * fault = run_until_fault(run, &work)) {
-        throw std::runtime_error(std::string("llama.cpp ") + fault + "; the memory that it took meanwhile is lost");
+        throw std::runtime_error(std::string("llama.cpp ") + fault + ": the file does not fit its architecture, convert the model again; "
+                                 "the memory that was taken meanwhile is lost");
     }
     return work.result;
 }

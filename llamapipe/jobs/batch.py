@@ -1,0 +1,132 @@
+"""``llamapipe.batch``: a job over any iterable, or over a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from pathlib import Path
+from typing import TypedDict, cast, overload
+
+from llamapipe.engine.engine import Engine
+from llamapipe.engine.frontend.progress import progress_bar
+from llamapipe.engine.params import SamplingParams
+from llamapipe.jobs.answers import Answerer
+from llamapipe.jobs.output import open_output
+from llamapipe.jobs.records import Record, count_records, read_records, records_of
+from llamapipe.jobs.run import BatchSummary, answers, run_job
+
+# What is in flight for each slot: enough that none waits for a record while results are taken.
+AHEAD = 4
+
+
+class BatchResult(TypedDict, total=False):
+    """The result of one record. ``error`` is there if it failed, else ``text`` (``texts``, if ``n`` is above 1)."""
+
+    index: int
+    id: object
+    custom_id: object
+    text: str
+    texts: list[str]
+    reasoning: str
+    tool_calls: list[dict[str, object]]
+    finish_reason: str
+    seed: int
+    n_prompt_tokens: int
+    n_completion_tokens: int
+    error: dict[str, str]
+
+
+BatchRecord = str | list[int] | Mapping[str, object]
+
+
+@overload
+def batch(
+    records: Iterable[BatchRecord] | os.PathLike[str],
+    engine: Engine,
+    params: SamplingParams | None = None,
+    *,
+    output: None = None,
+    template: str | None = None,
+    system: str | None = None,
+    chat: bool = False,
+    ordered: bool = True,
+    progress: bool = False,
+) -> Iterator[BatchResult]: ...
+@overload
+def batch(
+    records: Iterable[BatchRecord] | os.PathLike[str],
+    engine: Engine,
+    params: SamplingParams | None = None,
+    *,
+    output: str | os.PathLike[str],
+    template: str | None = None,
+    system: str | None = None,
+    chat: bool = False,
+    ordered: bool = True,
+    progress: bool = False,
+) -> BatchSummary: ...
+def batch(
+    records: Iterable[BatchRecord] | os.PathLike[str],
+    engine: Engine,
+    params: SamplingParams | None = None,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    template: str | None = None,
+    system: str | None = None,
+    chat: bool = False,
+    ordered: bool = True,
+    progress: bool = False,
+) -> Iterator[BatchResult] | BatchSummary:
+    """Answer every record, many at a time. Use it for jobs that are too long for a list of prompts.
+
+    ``records``: texts, lists of token ids, mappings such as ``{"prompt": ..., "max_tokens": 8}`` or ``{"messages":
+    ...}``; or the ``Path`` of a .jsonl, .csv or .parquet file. They are read as they are needed, in the calling thread.
+    ``template``: makes the prompt from a mapping's values, ``"Translate: {text}"``. ``system``: begins each
+    conversation with this; ``chat``: prompts are messages of a user. A record that fails gives a result with ``error``.
+
+    Without ``output``: an iterator of results, in the order of the records, or as they are done if not ``ordered``.
+    At most four records for each of the engine's slots are in flight or wait to be taken. Closing the iterator cancels
+    them.
+
+    With ``output``: runs the job to its end, writes .jsonl, .csv or .parquet, and returns the counts. A job that was
+    stopped goes on when the same call is made again: every record is written once.
+
+    Blocks the calling thread; several jobs may share an engine. Raises ValueError and TypeError for wrong arguments,
+    OSError, ImportError if the format needs an extra, EngineClosedError.
+    """
+    if isinstance(records, (str, bytes)):
+        raise TypeError(
+            f"records is one {type(records).__name__}; give a list of records, or the Path of a file"
+        )
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
+    answerer = Answerer(engine, params or SamplingParams(), template, system, chat)
+    if isinstance(records, os.PathLike):
+        path = Path(records)
+        found, total = read_records(path), count_records(path) if progress else None
+    else:
+        found, total = records_of(records), len(records) if isinstance(records, Sized) else None
+    bar = progress_bar(progress, total)
+    n_ahead = AHEAD * engine.n_seq_max
+    if output is None:
+
+        def results() -> Iterator[BatchResult]:
+            try:
+                for _, answer in answers(found, answerer, n_ahead=n_ahead, ordered=ordered):
+                    bar.update()
+                    yield cast(BatchResult, answer.result)
+            finally:
+                bar.close()
+
+        return results()
+
+    def counted() -> Iterator[Record]:
+        for record in found:
+            yield record
+            bar.update()
+
+    try:
+        with open_output(Path(output)) as file:
+            return run_job(counted(), answerer, file, n_ahead=n_ahead, ordered=ordered)
+    finally:
+        bar.close()

@@ -1,0 +1,89 @@
+"""Answers requests in OpenAI's batch format with the server's application, in process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+from llamapipe.engine.engine import Engine
+from llamapipe.jobs.answers import Answer
+from llamapipe.jobs.records import Record
+from llamapipe.jobs.results import request_id
+from llamapipe.server.app import app
+from llamapipe.server.settings import ServerSettings
+
+_Message = MutableMapping[str, Any]
+_NO_LIMIT = 2**31 - 1  # requests and bytes: the job has its own bound
+
+
+class BatchRequests:
+    """Gives each record the answer that ``llamapipe serve`` would give; for one event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._application = app(
+            engine, ServerSettings(max_requests=_NO_LIMIT, max_body_bytes=_NO_LIMIT, page=False)
+        )
+
+    def __repr__(self) -> str:
+        return "<BatchRequests>"
+
+    async def answer(self, record: Record) -> Answer:
+        """The result of a record that has ``custom_id``, in OpenAI's format."""
+        given = record.fields
+        url, body = given.get("url"), given.get("body")
+        result: dict[str, Any] = {"id": request_id(record.index), "custom_id": given["custom_id"]}
+        problem = None
+        if given.get("method", "POST") != "POST":
+            problem = f"method is {given['method']!r}; it must be POST"
+        elif not isinstance(url, str) or not url.startswith("/v1/") or not isinstance(body, dict):
+            problem = "a request needs a url such as /v1/chat/completions and a body"
+        elif body.get("stream"):
+            problem = "stream is true; a batch has whole answers"
+        if problem is not None:
+            error = {"code": "invalid_request", "message": problem}
+            return Answer(result | {"response": None, "error": error}, failed=True)
+        status, answer = await self._post(str(url), json.dumps(body).encode())
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        n = int((usage or {}).get("completion_tokens") or (usage or {}).get("output_tokens") or 0)
+        response = {"status_code": status, "request_id": request_id(record.index), "body": answer}
+        return Answer(result | {"response": response, "error": None}, n, status >= 400)
+
+    async def _post(self, path: str, body: bytes) -> tuple[int, Any]:
+        """The status and the JSON body of an answer."""
+        status, parts = 0, []
+        requests: list[_Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> _Message:
+            if requests:
+                return requests.pop()
+            await asyncio.Event().wait()  # the client stays
+            raise AssertionError
+
+        async def send(message: _Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                parts.append(message.get("body", b""))
+
+        scope: _Message = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ],
+            "client": None,
+            "server": None,
+        }
+        await self._application(scope, receive, send)
+        return status, json.loads(b"".join(parts))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
-    ("lm_eval", "server"),
+    ("lm_eval", "server", "compat"),
     ("__init__",),
     ("jobs",),
     ("embedding",),

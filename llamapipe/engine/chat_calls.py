@@ -41,6 +41,11 @@ class ChatCalls(AsyncEngineCalls):
 
     _chat_builder: ChatBuilder
 
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the model's chat template has tool calls. Raises InvalidRequestError without a template."""
+        return self._chat_builder.chat_format().supports_tools
+
     @overload
     def chat(  # type: ignore[overload-overlap]
         self,

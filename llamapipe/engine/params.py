@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 _INT32_MAX = 2**31 - 1
 _MOST_CHARACTERS = 2**17  # of all texts of one option
 
-LogitsProcessor = Callable[["npt.NDArray[np.float32]"], object]
+LogitsProcessor = (
+    Callable[["npt.NDArray[np.float32]"], object] | Callable[[list[int], "npt.NDArray[np.float32]"], object]
+)
 
 
 @runtime_checkable
@@ -86,7 +88,8 @@ class SamplingParams:
       are at most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are not generated, in
       their tokenizations alone and after a space.
     - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, in a thread of the engine;
-      one that raises fails its own request.
+      one that raises fails its own request. One with two parameters is called with the tokens so far, those of the
+      prompt included, and the row; the list is not to be changed.
     - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict, JSON text, or a class with
       ``model_json_schema()`` such as a pydantic model, whose objects get no further properties unless it says so),
       ``regex`` and ``lark`` (with the extra ``structured``): a format that the text must match. ``grammar_timeout``:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import warnings
@@ -25,7 +26,18 @@ if TYPE_CHECKING:
 MAX_BIAS = 1e6
 
 
-Processor = Callable[["npt.NDArray[np.float32]"], object]
+# Called with a row of logits, or with the sequence's tokens and the row (``takes_tokens``).
+Processor = Callable[..., object]
+
+
+def takes_tokens(processor: Processor) -> bool:
+    """Whether a processor is called with the tokens too: it has two positional parameters without defaults."""
+    try:
+        parameters = inspect.signature(processor).parameters.values()
+    except (TypeError, ValueError):  # a builtin that does not say
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in positional and one.default is one.empty for one in parameters) == 2
 
 
 class Guide(Protocol):
@@ -73,7 +85,7 @@ class SamplerChain(Owner):
         self._pid = os.getpid()
         self._native = native()
         self._lib = self._native.lib
-        self.processors = tuple(processors)
+        self._set_processors(processors)
         self.guide = guide
         self.error: Exception | None = None  # why the last draw failed, if not because of the row
         self.finished = False  # nothing may follow the tokens accepted so far
@@ -211,10 +223,21 @@ class SamplerChain(Owner):
         if self.guide is not None and self.guide is not guide:
             self.guide.close()
         self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.NULL)
-        self.processors, self.guide = tuple(processors), guide
+        self._set_processors(processors)
+        self.guide = guide
         struct = self._change().struct
         struct.needs_row, struct.has_guide = bool(self.processors), guide is not None
         return self._configure()
+
+    def _set_processors(self, processors: Sequence[Processor]) -> None:
+        self.processors = tuple(processors)
+        self._with_tokens = tuple(map(takes_tokens, self.processors))
+        self.tokens: list[int] = []  # of the sequence, for processors; kept only if one takes them
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether a processor is called with ``tokens``."""
+        return True in self._with_tokens
 
     def set_logprobs(self, n: int) -> SamplerChain:
         """Every draw notes the log-probability of its token and of the ``n`` most probable ones."""
@@ -267,6 +290,7 @@ class SamplerChain(Owner):
     def reset(self) -> None:
         """Forgets the accepted tokens; the generator goes on from where it is."""
         self._checked(self._lib.lp_sampler_reset(self.handle))
+        self.tokens = []
 
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
         """Draws a token from logits, float32 ``(n_vocab,)``; does not accept it.
@@ -343,8 +367,11 @@ class SamplerChain(Owner):
         from_buffer = self._native.ffi.from_buffer
         try:
             row = logits.copy()
-            for processor in self.processors:
-                processor(row)
+            for processor, with_tokens in zip(self.processors, self._with_tokens, strict=True):
+                if with_tokens:
+                    processor(self.tokens, row)
+                else:
+                    processor(row)
                 if row.shape != logits.shape:
                     raise ValueError(
                         f"a logits processor made the row {row.shape}; it must stay {logits.shape}"
@@ -363,6 +390,8 @@ class SamplerChain(Owner):
         if token >= 0:
             try:
                 self.accept_drawn([token])
+                if self.keeps_tokens:
+                    self.tokens.append(token)
             except (ValueError, MemoryError) as e:
                 self.error = e
                 return NoToken.SAMPLER_FAILED

@@ -14,7 +14,7 @@ from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
 from llamapipe.engine.sampling.background import BackgroundSampler
 from llamapipe.engine.scheduler.request import Request, Sampler
 from llamapipe.errors import InvalidRequestError
-from llamapipe.llama.sampler import Guide, SamplerChain
+from llamapipe.llama.sampler import Guide, SamplerChain, takes_tokens
 from llamapipe.llama.sampling_options import Dry, SamplingOptions
 from llamapipe.llama.vocab import Vocab
 
@@ -168,8 +168,10 @@ class SamplerFactory:
         elif isinstance(sampler, SamplerChain):
             change(sampler)
 
-    def _build(self, seed: int, history: Sequence[int], generated: Sequence[int]) -> SamplerChain:
-        """A chain after a sequence: the tokens that penalties look at, and those that the constraint has to accept."""
+    def _build(
+        self, seed: int, history: Sequence[int], generated: Sequence[int], tokens: Sequence[int]
+    ) -> SamplerChain:
+        """A chain after a sequence; for the arguments see ``_accepted``."""
         guide = None if self._guide is None else self._guide()
         try:
             chain = SamplerChain(self._vocab, seed, self._options, self.params.logits_processors, guide)
@@ -178,18 +180,25 @@ class SamplerFactory:
                 guide.close()
             raise
         try:
-            self._accept(history, generated, chain)
+            self._accept(history, generated, tokens, chain)
         except BaseException:
             chain.close()
             raise
         return chain
 
-    def _accepted(self, request: Request) -> tuple[list[int], list[int]]:
-        """Copies of what a sampler has to accept: other threads may read them."""
-        generated = request.whole[request.n_prompt :] if self._is_constrained else []
-        return self.history(request.tokens), generated
+    def _accepted(self, request: Request) -> tuple[list[int], list[int], list[int]]:
+        """Tokens that penalties look at, those that the constraint has to accept, and all, for logits processors.
 
-    def _accept(self, history: Sequence[int], generated: Sequence[int], chain: SamplerChain) -> None:
+        Copies: other threads may read them.
+        """
+        generated = request.whole[request.n_prompt :] if self._is_constrained else []
+        tokens = list(request.whole) if any(map(takes_tokens, self.params.logits_processors)) else []
+        return self.history(request.tokens), generated, tokens
+
+    def _accept(
+        self, history: Sequence[int], generated: Sequence[int], tokens: Sequence[int], chain: SamplerChain
+    ) -> None:
+        chain.tokens = list(tokens)
         if history:
             chain.accept(history)
         if self.params.grammar is not None and generated:

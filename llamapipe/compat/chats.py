@@ -1,0 +1,151 @@
+"""Chats: with the model's template through ``Engine.chat``, or with a format that is known by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from llamapipe.chat.results import ToolCall, ToolCallDelta, new_call_id
+from llamapipe.compat.formats import Format
+from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
+from llamapipe.engine.engine import Engine
+from llamapipe.engine.params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def tools_of(
+    functions: Sequence[Mapping[str, Any]] | None, tools: Sequence[Mapping[str, Any]] | None
+) -> list[Mapping[str, Any]] | None:
+    """The tools of a call; ``functions`` is their older name."""
+    if functions is not None:
+        return [{"type": "function", "function": function} for function in functions]
+    return None if tools is None else list(tools)
+
+
+def choice_of(function_call: Any, tool_choice: Any) -> Any:
+    """The choice among tools; ``function_call`` is its older name."""
+    if isinstance(function_call, Mapping):
+        return {"type": "function", "function": {"name": function_call["name"]}}
+    return tool_choice if function_call is None else function_call
+
+
+def schema_of(response_format: Mapping[str, Any] | None) -> Any:
+    """The JSON schema that an answer must match; None for any text. Raises ValueError for another type."""
+    if response_format is None or response_format.get("type") == "text":
+        return None
+    kind = response_format.get("type")
+    if kind == "json_object":
+        return response_format.get("schema") or {"type": "object"}
+    if kind == "json_schema" and isinstance(given := response_format.get("json_schema"), Mapping):
+        return given["schema"]
+    raise ValueError(f"response_format is {response_format!r}; its type must be 'text' or 'json_object'")
+
+
+class ChatCall:
+    """One chat: what ``create_chat_completion`` asks for, without the form of its answer.
+
+    ``named``: a format known by name, None for the model's template. Raises ValueError for a tool that is not there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        named: Format | None,
+        messages: Messages,
+        params: SamplingParams,
+        tools: list[Mapping[str, Any]] | None,
+        tool_choice: Any,
+        template_args: Mapping[str, Any],
+    ) -> None:
+        self._engine, self._named, self._messages = engine, named, messages
+        self._tools, self._tool_choice, self._template_args = tools, tool_choice, template_args
+        self._forced: str | None = None  # the tool whose arguments are the whole answer
+        without_tools = named is not None or not engine.supports_tools
+        if tools and without_tools and isinstance(tool_choice, Mapping):
+            self._forced = str(tool_choice["function"]["name"])
+            params = replace(params, json_schema=_parameters(tools, self._forced), grammar=None)
+            self._tools = None
+        elif tools and named is not None and tool_choice not in (None, "none"):
+            raise ValueError(
+                "this chat_format has no tool calls but one that tool_choice names; use chat_format="
+                "'chatml-function-calling', or the model's own template"
+            )
+        self._params = params
+        if named is not None and named.stop:
+            given = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+            self._params = replace(params, stop=given + named.stop)
+
+    def __repr__(self) -> str:
+        return f"<ChatCall of {len(self._messages)} messages>"
+
+    def whole(self) -> ChatCompletion:
+        """The answer, when it is complete."""
+        if self._named is None:
+            done = self._engine.chat(self._messages, self._params, **self._options())
+        else:
+            text = self._engine.generate(self._prompt(), self._params)
+            first = text.choices[0]
+            choice = ChatChoice(
+                0, first.text, "", (), first.finish_reason, first.seed, first.token_ids, first.logprobs
+            )
+            done = ChatCompletion((choice,), text.n_prompt_tokens, text.n_cached_tokens, text.timings)
+        if self._forced is None:
+            return done
+        first_choice = done.choices[0]
+        call = ToolCall(new_call_id(), self._forced, _arguments(first_choice.content))
+        forced = replace(first_choice, content="", tool_calls=(call,), finish_reason="tool_calls")
+        return replace(done, choices=(forced,))
+
+    def deltas(self) -> Generator[ChatDelta]:
+        """The parts of the answer. Closing the iterator cancels it."""
+        if self._forced is None:
+            yield from self._plain_deltas()
+            return
+        call_id: str | None = new_call_id()
+        name: str | None = self._forced
+        with closing(self._plain_deltas()) as deltas:
+            for delta in deltas:
+                parts = (ToolCallDelta(0, call_id, name, delta.content),) if delta.content or call_id else ()
+                call_id = name = None
+                reason = None if delta.finish_reason is None else "tool_calls"
+                yield delta._replace(content="", tool_calls=parts, finish_reason=reason)  # type: ignore[arg-type]
+
+    def _plain_deltas(self) -> Generator[ChatDelta]:
+        if self._named is None:
+            with closing(self._engine.stream_chat(self._messages, self._params, **self._options())) as stream:
+                yield from stream
+            return
+        with closing(self._engine.stream(self._prompt(), self._params)) as stream:
+            for delta in stream:
+                yield ChatDelta(delta.text, "", (), delta.token_ids, delta.logprobs, delta.finish_reason)
+
+    def _options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"template_args": self._template_args}
+        if self._tools:
+            options |= {"tools": self._tools, "tool_choice": self._tool_choice or "auto"}
+        return options
+
+    def _prompt(self) -> list[int]:
+        assert self._named is not None
+        return self._engine.model.vocab.tokenize(self._named.render(self._messages), parse_special=True)
+
+
+def _parameters(tools: list[Mapping[str, Any]], name: str) -> Any:
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return tool["function"].get("parameters") or {"type": "object"}
+    known = ", ".join(repr(tool["function"]["name"]) for tool in tools)
+    raise ValueError(f"tool_choice names {name!r}; the tools are {known}")
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call. Text that ended early is kept under ``"_incomplete"``."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {"_incomplete": text}
+    return value if isinstance(value, dict) else {"_incomplete": text}

@@ -1,0 +1,204 @@
+"""Chat formats that llama-cpp-python knows by name: how they write a conversation as text.
+
+Use them for models whose file has no chat template. Each is what its models were trained on; where llama-cpp-python
+writes something else, or drops the system message, docs/coming-from/llama-cpp-python.md says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True)
+class Format:
+    """The text of a message of each role, with ``{}`` for its content, and the start of the answer.
+
+    ``default``: the system message of conversations without one; None: such conversations have no system part.
+    ``system`` is None if the system message is written before the first message of the user. ``stop``: ends an answer.
+    """
+
+    system: str | None
+    user: str
+    assistant: str
+    answer: str
+    default: str | None = None
+    stop: tuple[str, ...] = ()
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt. Raises ValueError for messages of other roles or without text."""
+        system = "\n".join(_content(one) for one in messages if one.get("role") == "system") or self.default
+        begun = [] if system is None or self.system is None else [self.system.replace("{}", system)]
+        parts = begun
+        before = f"{system}\n\n" if self.system is None and system else ""
+        for message in messages:
+            role = message.get("role")
+            if role == "user":
+                parts.append(self.user.replace("{}", before + _content(message)))
+                before = ""
+            elif role == "assistant":
+                parts.append(self.assistant.replace("{}", _content(message)))
+            elif role != "system":
+                raise ValueError(f"this chat format has no messages of the role {role!r}")
+        return "".join([*parts, self.answer])
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        raise ValueError("this chat format takes messages of text only")
+    return "".join(str(part["text"]) for part in parts)
+
+
+def _headed(name: str) -> str:
+    """A message of Llama 3."""
+    return f"<|start_header_id|>{name}<|end_header_id|>\n\n"
+
+
+_ASSISTANT = "You are a helpful assistant."
+_VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions."
+)
+FORMATS: Final[dict[str, Format]] = {
+    "alpaca": Format("{}\n\n", "### Instruction: {}\n\n", "### Response: {}</s>", "### Response:", ""),
+    "baichuan": Format("{}", "<reserved_102>{}", "<reserved_103>{}", "<reserved_103>"),
+    "baichuan-2": Format("{}", "<reserved_106>{}", "<reserved_107>{}", "<reserved_107>"),
+    "chatglm3": Format(
+        "<|system|>\n{}", "<|user|>\n {}", "<|assistant|>\n {}", "<|assistant|>", "", ("</s>",)
+    ),
+    "chatml": Format(
+        "<|im_start|>system\n{}<|im_end|>\n",
+        "<|im_start|>user\n{}<|im_end|>\n",
+        "<|im_start|>assistant\n{}<|im_end|>\n",
+        "<|im_start|>assistant\n",
+        "",
+        ("<|im_end|>",),
+    ),
+    "gemma": Format(
+        None,
+        "<start_of_turn>user\n{}<end_of_turn>\n",
+        "<start_of_turn>model\n{}<end_of_turn>\n",
+        "<start_of_turn>model\n",
+        stop=("<end_of_turn>\n",),
+    ),
+    "intel": Format("### System:\n{}\n", "### User:\n{}\n", "### Assistant:\n{}\n", "### Assistant:\n"),
+    "llama-3": Format(
+        _headed("system") + "{}<|eot_id|>",
+        _headed("user") + "{}<|eot_id|>",
+        _headed("assistant") + "{}<|eot_id|>",
+        _headed("assistant"),
+        stop=("<|eot_id|>",),
+    ),
+    "mistral-instruct": Format(None, "[INST] {}", " [/INST]{}</s>", " [/INST]", stop=("</s>",)),
+    "mistrallite": Format(
+        "<|system|>{}</s>", "<|prompter|>{} ", "</s>\n<|assistant|>{} ", "</s>\n<|assistant|>", ""
+    ),
+    "oasst_llama": Format(
+        "[INST] <<SYS>>\n{}\n<</SYS>>\n\n", "<|prompter|>{}</s>", "<|assistant|>{}</s>", "<|assistant|>", ""
+    ),
+    "open-orca": Format(
+        "{}<|end_of_turn|>\n",
+        "User: {}<|end_of_turn|>\n",
+        "Assistant: {}<|end_of_turn|>\n",
+        "Assistant: ",
+        stop=("User",),
+    ),
+    "openbuddy": Format("{}\n", "User: {}\n", "Assistant: {}\n", "Assistant:"),
+    "openchat": Format(
+        "{}<|end_of_turn|>",
+        "GPT4 Correct User: {}<|end_of_turn|>",
+        "GPT4 Correct Assistant: {}<|end_of_turn|>",
+        "GPT4 Correct Assistant:",
+        stop=("<|end_of_turn|>",),
+    ),
+    "phind": Format(
+        "### System Prompt\n{}\n\n", "### User Message: {}\n\n", "### Assistant: {}\n\n", "### Assistant:"
+    ),
+    "pygmalion": Format(
+        "<|system|>{}\n\n", "<|user|>\n{}\n\n", "<|model|>\n{}\n\n", "<|model|>\n", "", ("\n",)
+    ),
+    "qwen": Format(
+        "<|im_start|>system\n{}<|im_end|>\n",
+        "<|im_start|>user\n{}<|im_end|>\n",
+        "<|im_start|>assistant\n{}<|im_end|>\n",
+        "<|im_start|>assistant\n",
+        _ASSISTANT,
+        ("<|endoftext|>",),
+    ),
+    "redpajama-incite": Format("{}\n", "<human>: {}\n", "<bot>: {}\n", "<bot>:", "", ("<human>",)),
+    "saiga": Format("<s>system\n{}</s>", "<s>user\n{}</s>", "<s>bot\n{}</s>", "<s>bot"),
+    "snoozy": Format("{}\n", "### Prompt: {}\n", "### Response: {}\n", "### Response:", stop=("###",)),
+    "vicuna": Format("{} ", "USER: {} ", "ASSISTANT: {}</s>", "ASSISTANT:", _VICUNA),
+    "zephyr": Format(
+        "<|system|>\n{}</s>\n",
+        "<|user|>\n{}</s>\n",
+        "<|assistant|>\n{}</s>\n",
+        "<|assistant|>\n",
+        "",
+        ("</s>",),
+    ),
+    "llama-2": Format(None, "<s>[INST] {} [/INST]", " {} </s>", "", stop=("</s>",)),
+}
+
+# ChatML with tool calls as Hermes and Qwen models write them: the form most models that know ChatML know.
+FUNCTION_CALLING: Final = """\
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}You may call functions. Their signatures are within <tools></tools>:
+<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+</tools>
+
+Write each call as a JSON object within <tool_call></tool_call>:
+<tool_call>
+{"name": <name>, "arguments": <object>}
+</tool_call><|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% elif message.role == 'assistant' -%}
+<|im_start|>assistant
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{%- if not loop.first or message.content %}
+{% endif -%}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% elif message.role == 'tool' -%}
+<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TEMPLATES: Final = {"chatml-function-calling": FUNCTION_CALLING}
+UNSUPPORTED: Final = ("functionary", "functionary-v1", "functionary-v2")
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for a format that is not known or not supported."""
+    if name in UNSUPPORTED:
+        raise ValueError(
+            f"chat_format={name!r} is not supported; leave it out to use the model's own template"
+        )
+    if name not in FORMATS and name not in TEMPLATES:
+        known = ", ".join(sorted([*FORMATS, *TEMPLATES]))
+        raise ValueError(f"chat_format is {name!r}; it must be one of {known}")

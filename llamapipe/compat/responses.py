@@ -1,0 +1,141 @@
+"""Completions and chats as the dictionaries of OpenAI's API that llama-cpp-python returns."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from llamapipe.compat.tokenizer import LlamaTokenizer
+from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
+from llamapipe.engine.results import Delta, TokenLogprob
+
+
+def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
+    """The fields that all answers begin with."""
+    return {"id": f"{prefix}-{uuid.uuid4()}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(n_prompt: int, n_completion: int) -> dict[str, int]:
+    """The counts of tokens."""
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_completion,
+        "total_tokens": n_prompt + n_completion,
+    }
+
+
+class LogprobWriter:
+    """Writes the ``logprobs`` of a completion; ``offset``: where in the text the next token begins."""
+
+    def __init__(self, tokenizer: LlamaTokenizer, offset: int) -> None:
+        self._tokenizer = tokenizer
+        self._offset = offset
+
+    def __repr__(self) -> str:
+        return f"LogprobWriter(offset={self._offset})"
+
+    def write(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """The entries of tokens. ``first``: a token before them that has no log-probability."""
+        tokens: list[str] = []
+        offsets: list[int] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        if first is not None:
+            self._add(first, tokens, offsets)
+            logprobs.append(None)
+            tops.append(None)
+        for entry in entries:
+            self._add(entry.id, tokens, offsets)
+            logprobs.append(entry.logprob)
+            top = {self._tokenizer.decode([one.id]): one.logprob for one in reversed(entry.top)}
+            tops.append({**dict(reversed(top.items())), tokens[-1]: entry.logprob})
+        return {"tokens": tokens, "text_offset": offsets, "token_logprobs": logprobs, "top_logprobs": tops}
+
+    def _add(self, token: int, tokens: list[str], offsets: list[int]) -> None:
+        tokens.append(self._tokenizer.decode([token]))
+        offsets.append(self._offset)
+        self._offset += len(tokens[-1])
+
+
+def completion_chunks(
+    start: dict[str, Any], deltas: Iterable[Delta], writer: LogprobWriter | None
+) -> Iterator[dict[str, Any]]:
+    """The chunks of a streamed completion; the last one has a finish reason and no text."""
+    for delta in deltas:
+        logprobs = None
+        if writer is not None and delta.logprobs:
+            logprobs = writer.write(delta.logprobs)
+        if delta.text or logprobs is not None:
+            yield start | {"choices": [completion_choice(delta.text, logprobs, None)]}
+        if delta.finish_reason is not None:
+            yield start | {"choices": [completion_choice("", None, delta.finish_reason)]}
+
+
+def completion_choice(text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    """The only choice of a completion."""
+    return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": reason}
+
+
+def chat_choice(choice: ChatChoice) -> dict[str, Any]:
+    """The only choice of a chat."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.content}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        calls = [call_message(call) for call in choice.tool_calls]
+        message |= {
+            "content": choice.content or None,
+            "tool_calls": calls,
+            "function_call": calls[0]["function"],
+        }
+    logprobs = None if choice.logprobs is None else chat_logprobs(choice.logprobs)
+    return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+def chat_chunks(start: dict[str, Any], deltas: Iterable[ChatDelta]) -> Iterator[dict[str, Any]]:
+    """The chunks of a streamed chat."""
+
+    def chunk(delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+        return start | {
+            "choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
+        }
+
+    yield chunk({"role": "assistant"})
+    for one in deltas:
+        delta: dict[str, Any] = {}
+        if one.content:
+            delta["content"] = one.content
+        if one.reasoning:
+            delta["reasoning_content"] = one.reasoning
+        if one.tool_calls:
+            delta["tool_calls"] = [
+                {
+                    "index": part.index,
+                    "id": part.id,
+                    "type": "function",
+                    "function": {"name": part.name, "arguments": part.arguments},
+                }
+                for part in one.tool_calls
+            ]
+        logprobs = chat_logprobs(one.logprobs) if one.logprobs else None
+        if delta or logprobs is not None:
+            yield chunk(delta, logprobs=logprobs)
+        if one.finish_reason is not None:
+            yield chunk({}, one.finish_reason)
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The ``logprobs`` of a chat."""
+
+    def entry(piece: bytes, logprob: float) -> dict[str, Any]:
+        finite = logprob if math.isfinite(logprob) else -9999.0
+        return {"token": piece.decode("utf-8", "replace"), "bytes": list(piece), "logprob": finite}
+
+    content = [
+        entry(one.piece, one.logprob) | {"top_logprobs": [entry(t.piece, t.logprob) for t in one.top]}
+        for one in entries
+    ]
+    return {"content": content, "refusal": None}

@@ -1,0 +1,141 @@
+"""Sampling arguments of llama-cpp-python as ``SamplingParams``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llamapipe.compat.grammar import LlamaGrammar
+from llamapipe.engine.params import SamplingParams
+
+Ids = npt.NDArray[np.intc]
+Row = npt.NDArray[np.float32]
+LogitsProcessor = Callable[[Ids, Row], Row]
+StoppingCriteria = Callable[[Ids, Row], bool]
+
+
+class LogitsProcessorList(list[LogitsProcessor]):
+    """Processors that are applied one after the other."""
+
+    def __call__(self, input_ids: Ids, scores: Row) -> Row:
+        """The scores after all processors."""
+        for processor in self:
+            scores = processor(input_ids, scores)
+        return scores
+
+
+class StoppingCriteriaList(list[StoppingCriteria]):
+    """Criteria of which one is enough to stop."""
+
+    def __call__(self, input_ids: Ids, logits: Row) -> bool:
+        """Whether generation stops before the next token."""
+        return any(criterion(input_ids, logits) for criterion in self)
+
+
+class MinTokensLogitsProcessor:
+    """Forbids a token until ``min_tokens`` were generated. One object for each request."""
+
+    def __init__(self, min_tokens: int, token_eos: int) -> None:
+        self.min_tokens = min_tokens
+        self.token_eos = token_eos
+        self.prompt_tokens: int | None = None
+
+    def __call__(self, input_ids: Ids, scores: Row) -> Row:
+        """The scores, with the token forbidden if it is too early."""
+        if self.prompt_tokens is None:
+            self.prompt_tokens = len(input_ids)
+        if len(input_ids) - self.prompt_tokens < self.min_tokens:
+            scores[self.token_eos] = -np.inf
+        return scores
+
+
+def sampling_params(
+    *,
+    max_tokens: int | None,
+    seed: int | None,
+    last_n: int,
+    end: int | None,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    top_k: int = 40,
+    min_p: float = 0.05,
+    typical_p: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    repeat_penalty: float = 1.0,
+    tfs_z: float = 1.0,
+    mirostat_mode: int = 0,
+    mirostat_tau: float = 5.0,
+    mirostat_eta: float = 0.1,
+    penalize_nl: bool = True,
+    stop: str | Sequence[str] | None = (),
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    json_schema: Any = None,
+    grammar: LlamaGrammar | None = None,
+    logit_bias: Mapping[Any, float] | None = None,
+    logits_processor: LogitsProcessor | None = None,
+    stopping_criteria: StoppingCriteria | None = None,
+) -> SamplingParams:
+    """The params of a call. ``last_n``: tokens that penalties look at; ``end``: the token that ends generation.
+
+    Raises ValueError for what llama.cpp no longer has, and as ``SamplingParams``.
+    """
+    if tfs_z != 1.0:
+        raise ValueError(f"tfs_z is {tfs_z}; llama.cpp has no tail-free sampling any more, only 1.0 works")
+    if not penalize_nl:
+        raise ValueError("penalize_nl=False: llama.cpp no longer exempts line ends from penalties")
+    values: dict[str, Any] = {}
+    if grammar is not None:
+        if not isinstance(grammar, LlamaGrammar):
+            raise TypeError(
+                f"grammar must be a LlamaGrammar of llamapipe.compat, not {type(grammar).__name__}"
+            )
+        values = {"grammar": grammar.gbnf, "json_schema": grammar.json_schema}
+    elif json_schema is not None:
+        values = {"json_schema": json_schema}
+    if logits_processor is not None or stopping_criteria is not None:
+        if stopping_criteria is not None and (end is None or values):
+            reason = "a grammar" if values else "a model without an end token"
+            raise ValueError(f"stopping_criteria cannot be used with {reason}")
+        values["logits_processors"] = [_as_ours(logits_processor, stopping_criteria, end)]
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed,
+        repeat_last_n=last_n,
+        temperature=max(temperature, 0.0) if temperature >= 0 else 1.0,
+        top_p=top_p,
+        top_k=max(top_k, 0),
+        min_p=min_p,
+        typical_p=typical_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repeat_penalty=repeat_penalty,
+        mirostat=mirostat_mode,
+        mirostat_tau=mirostat_tau,
+        mirostat_eta=mirostat_eta,
+        stop=stop,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logit_bias=None if logit_bias is None else {int(k): float(v) for k, v in logit_bias.items()},
+        **values,
+    )
+
+
+def _as_ours(
+    processor: LogitsProcessor | None, criterion: StoppingCriteria | None, end: int | None
+) -> Callable[[list[int], Row], None]:
+    """A logits processor of the engine. A criterion that holds leaves only the end as the next token."""
+
+    def process(tokens: list[int], row: Row) -> None:
+        ids = np.array(tokens, np.intc)
+        if criterion is not None and criterion(ids, row):
+            row[:] = -np.inf
+            row[end] = 0.0
+        elif processor is not None and (scores := processor(ids, row)) is not row:
+            row[:] = scores
+
+    return process

@@ -1,0 +1,71 @@
+"""Text to tokens and back, in bytes, as llama-cpp-python does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llamapipe.llama.model import Model
+
+
+class LlamaTokenizer:
+    """The tokenizer of a model. Any thread."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._vocab = model.vocab
+
+    def __repr__(self) -> str:
+        return f"<LlamaTokenizer n_vocab={self._vocab.n_vocab}>"
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
+        """The tokens of UTF-8 text. Raises TypeError for a str, UnicodeDecodeError for other bytes."""
+        if not isinstance(text, bytes):
+            raise TypeError(f"text must be bytes, not {type(text).__name__}: write text.encode()")
+        return self._vocab.tokenize(text.decode(), add_special=add_bos, parse_special=special)
+
+    def detokenize(
+        self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
+    ) -> bytes:
+        """The bytes of tokens; control tokens have none unless ``special``. ``prev_tokens`` changes nothing."""
+        del prev_tokens
+        piece = self._vocab.written_piece if special else self._vocab.piece
+        text = b"".join(piece(token) for token in tokens)
+        # Vocabularies of SentencePiece begin a text with a space.
+        return text[1:] if tokens and tokens[0] == self._vocab.bos and text[:1] == b" " else text
+
+    def encode(self, text: str, add_bos: bool = True, special: bool = True) -> list[int]:
+        """The tokens of a str."""
+        return self.tokenize(text.encode("utf-8", "ignore"), add_bos, special)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without bytes that are no characters."""
+        return self.detokenize(tokens).decode("utf-8", "ignore")
+
+
+class PromptMaker:
+    """Makes the tokens of a prompt: special tokens are parsed, and a suffix asks for a gap to be filled.
+
+    ``spm_infill``: the suffix is written before the prefix.
+    """
+
+    def __init__(self, model: Model, tokenizer: LlamaTokenizer, spm_infill: bool) -> None:
+        self._vocab, self._tokenizer, self._spm = model.vocab, tokenizer, spm_infill
+        self._fim = model.vocab.fim_tokens
+
+    def __repr__(self) -> str:
+        return f"<PromptMaker fim={self._fim}>"
+
+    def tokens(self, prompt: str | Sequence[int], suffix: str | None) -> list[int]:
+        """The tokens; a prompt of tokens is taken as it is. Raises TypeError and ValueError."""
+        if suffix is None:
+            found = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            bos = self._vocab.bos
+            return [bos] if not found and bos is not None else found
+        if not isinstance(prompt, str):
+            raise TypeError("suffix needs a prompt that is a str")
+        if self._fim is None:
+            raise ValueError("suffix needs a model with tokens for filling in the middle; this one has none")
+        before = [self._fim.prefix, *self._tokenizer.encode(prompt, False, False)]
+        after = [self._fim.suffix, *self._tokenizer.encode(suffix, False, False)]
+        start = [self._vocab.bos] if self._vocab.add_bos and self._vocab.bos is not None else []
+        return start + (after + before if self._spm else before + after) + [self._fim.middle]

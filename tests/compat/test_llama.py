@@ -1,0 +1,299 @@
+"""`llamapipe.compat.Llama`: threads, options that are refused, chats, tools, embeddings, the README of the original."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from support.bert_model import bert_model
+
+import llamapipe as lp
+from llamapipe.compat import Llama, LlamaGrammar, LlamaRAMCache, options
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "UserDetail",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 8},
+                "age": {"type": "integer", "maximum": 99},
+            },
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        },
+    },
+}
+MESSAGES = [{"role": "user", "content": "Extract Jason is 25 years old"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    with Llama(lp.demo_model_path(), n_ctx=1024, verbose=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    path, _ = bert_model(tmp_path_factory.mktemp("bert") / "bert.gguf")
+    with Llama(path, embedding=True) as llm:
+        yield llm
+
+
+class TestThreads:
+    def test_eight_threads_share_one(self, llm: Any) -> None:
+        prompts = [f"Tale {i}" for i in range(64)]
+        expected = [llm(prompt, **GREEDY)["choices"][0]["text"] for prompt in prompts]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda prompt: llm(prompt, **GREEDY)["choices"][0]["text"], prompts))
+        # Batches of other shapes round differently; nearly all texts are the same.
+        assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 60
+        assert llm.engine.stats().n_requests >= 128
+
+    def test_each_thread_has_a_sequence(self, llm: Any) -> None:
+        def one(i: int) -> tuple[int, list[int]]:
+            llm.reset()
+            llm.eval(llm.tokenize(f"Tale {i}".encode()))
+            for _ in range(5):
+                llm.eval([llm.sample(temp=0.0)])
+            return llm.n_tokens, llm.input_ids.tolist()
+
+        with ThreadPoolExecutor(4) as pool:
+            for i, (n, ids) in enumerate(pool.map(one, range(12))):
+                prompt = llm.tokenize(f"Tale {i}".encode())
+                assert (n, ids[: len(prompt)]) == (len(prompt) + 5, prompt)
+
+    def test_a_stream_that_is_dropped_ends(self, llm: Any) -> None:
+        stream = llm("Once", max_tokens=900, stream=True, temperature=0.0)
+        next(stream)
+        stream.close()
+        assert llm.engine.stats().n_active == 0
+
+    def test_closing_waits_for_calls(self) -> None:
+        llm: Any = Llama(lp.demo_model_path(), n_ctx=1024)
+        stream = llm("Once", max_tokens=200, stream=True)
+        next(stream)
+        llm.close()
+        llm.close()
+        assert list(stream)[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+        with pytest.raises(lp.errors.EngineClosedError, match="closed"):
+            llm("Once")
+
+    def test_one_that_is_dropped_is_freed(self) -> None:
+        llm = Llama(lp.demo_model_path())
+        llm("a", max_tokens=1)
+        del llm
+        gc.collect()
+
+
+class TestOptions:
+    def test_the_constructor_has_all_arguments(self) -> None:
+        ours = set(inspect.signature(Llama.__init__).parameters)
+        assert len(ours - {"self", "n_seq_max", "n_cells", "template_args", "older"}) == 45
+
+    @pytest.mark.parametrize("name", list(options.REFUSED))
+    def test_what_cannot_be_honoured_is_refused(self, name: str) -> None:
+        nothing = options.REFUSED[name][0]
+        other: Any = not nothing if isinstance(nothing, bool) else 7
+        given: Any = {name: nothing}
+        with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
+            Llama(lp.demo_model_path(), **given | {name: other})
+        Llama(lp.demo_model_path(), vocab_only=True, **given).close()
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"chat_format": "nonsense"}, "must be one of"),
+            ({"chat_format": "functionary"}, "not supported"),
+            ({"split_mode": 9}, "split_mode is 9"),
+            ({"type_k": 4}, "type_k is 4"),
+            ({"pooling_type": 9}, "pooling_type is 9"),
+            ({"n_ctx": -1}, "n_ctx"),
+        ],
+    )
+    def test_bad_values(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Llama(lp.demo_model_path(), **given)
+
+    def test_unknown_options_are_errors(self) -> None:
+        with pytest.raises(TypeError, match="n_cttx"):
+            Llama(lp.demo_model_path(), n_cttx=5)
+
+    def test_what_older_programs_give(self) -> None:
+        """LangChain's ChatLlamaCpp always gives these."""
+        given: dict[str, Any] = {
+            "n_parts": -1,
+            "f16_kv": True,
+            "rope_freq_scale": 1.0,
+            "rope_freq_base": 10000.0,
+        }
+        Llama(lp.demo_model_path(), **given).close()
+        for name, other in (("f16_kv", False), ("rope_freq_scale", 0.5), ("rope_freq_base", 1e6)):
+            with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
+                Llama(lp.demo_model_path(), **given | {name: other})
+
+    def test_memory_is_that_of_one_request_when_contexts_are_large(self) -> None:
+        with Llama(lp.demo_model_path(), n_ctx=512) as small, Llama(lp.demo_model_path(), n_ctx=0) as large:
+            assert small.engine.n_ctx == 512
+            assert large.n_ctx() == large.lp_model.n_ctx_train
+        given = {"n_seq_max": 8, "n_cells": None, "n_batch": 512, "n_ubatch": 512, "flash_attn": False}
+        given |= {"n_threads": None, "n_threads_batch": None, "type_k": 8, "type_v": None}
+        made = options.engine_options(given, 32768)
+        assert (made["n_cells"], made["type_k"]) == (32768, "q8_0")
+        assert options.engine_options(given, 1024)["n_cells"] is None
+
+    @pytest.mark.parametrize(
+        "given", [{"tfs_z": 0.5}, {"stop": [5]}, {"grammar": "root ::= "}, {"top_p": -1}]
+    )
+    def test_bad_sampling(self, llm: Any, given: dict[str, Any]) -> None:
+        with pytest.raises((TypeError, ValueError)):
+            llm("a", **given)
+        with pytest.raises((TypeError, ValueError)):
+            llm.create_chat_completion(MESSAGES, **given)
+
+    def test_seeds(self) -> None:
+        def texts(seed: int) -> list[str]:
+            llm: Any
+            with Llama(lp.demo_model_path(), seed=seed) as llm:
+                return [llm("Once", max_tokens=8)["choices"][0]["text"] for _ in range(3)]
+
+        assert texts(5) == texts(5)
+        assert len(set(texts(5))) > 1
+
+    def test_pickling_loads_again(self, llm: Any) -> None:
+        again: Any = pickle.loads(pickle.dumps(llm))
+        assert again("Once", **GREEDY)["choices"] == llm("Once", **GREEDY)["choices"]
+        again.close()
+
+    def test_caches(self, llm: Any) -> None:
+        llm.set_cache(LlamaRAMCache(capacity_bytes=1 << 20))
+        llm.set_cache(None)
+        with pytest.raises(TypeError, match="LlamaRAMCache"):
+            llm.set_cache("disk")
+
+
+class TestChats:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("chat_format", [None, "chatml", "chatml-function-calling", "llama-2"])
+    def test_a_forced_tool(self, chat_format: str | None, stream: bool) -> None:
+        llm: Any
+        with Llama(lp.demo_model_path(), n_ctx=1024, chat_format=chat_format) as llm:
+            given: dict[str, Any] = {"tools": [TOOL], "max_tokens": 200, "temperature": 0.0}
+            given["tool_choice"] = {"type": "function", "function": {"name": "UserDetail"}}
+            if stream:
+                parts = list(llm.create_chat_completion(MESSAGES, stream=True, **given))
+                calls = [call for part in parts for call in part["choices"][0]["delta"].get("tool_calls", [])]
+                assert calls[0]["function"]["name"] == "UserDetail"
+                text = "".join(call["function"]["arguments"] for call in calls)
+                reason = parts[-1]["choices"][0]["finish_reason"]
+            else:
+                choice = llm.create_chat_completion(MESSAGES, **given)["choices"][0]
+                (call,) = choice["message"]["tool_calls"]
+                assert choice["message"]["content"] is None
+                text, reason = call["function"]["arguments"], choice["finish_reason"]
+            assert reason == "tool_calls"
+            assert set(json.loads(text)) == {"name", "age"}
+
+    def test_older_names(self, llm: Any) -> None:
+        answer = llm.create_chat_completion(
+            MESSAGES, functions=[TOOL["function"]], function_call={"name": "UserDetail"}, max_tokens=200
+        )
+        assert answer["choices"][0]["message"]["function_call"]["name"] == "UserDetail"
+
+    @pytest.mark.parametrize("chat_format", [None, "chatml"])
+    def test_json(self, chat_format: str | None) -> None:
+        llm: Any
+        with Llama(lp.demo_model_path(), n_ctx=1024, chat_format=chat_format) as llm:
+            schema = TOOL["function"]["parameters"]
+            kinds: list[Any] = [
+                {"response_format": {"type": "json_object", "schema": schema}},
+                {"grammar": LlamaGrammar.from_json_schema(json.dumps(schema))},
+            ]
+            for given in kinds:
+                answer = llm.create_chat_completion(MESSAGES, max_tokens=200, **given)
+                assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"name", "age"}
+
+    def test_streams_are_the_whole(self, llm: Any) -> None:
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 30, "logprobs": True, "top_logprobs": 2}
+        whole = llm.create_chat_completion(MESSAGES, **given)["choices"][0]
+        parts = [one["choices"][0] for one in llm.create_chat_completion(MESSAGES, stream=True, **given)]
+        assert parts[0]["delta"] == {"role": "assistant"}
+        assert "".join(one["delta"].get("content", "") for one in parts) == whole["message"]["content"]
+        entries = [entry for one in parts if one["logprobs"] for entry in one["logprobs"]["content"]]
+        assert [entry["token"] for entry in entries] == [e["token"] for e in whole["logprobs"]["content"]]
+        assert parts[-1]["finish_reason"] == whole["finish_reason"]
+
+    def test_openai_types(self, llm: Any) -> None:
+        answer = llm.create_chat_completion_openai_v1(MESSAGES, max_tokens=4)
+        assert answer.choices[0].message.role == "assistant"
+        chunks = list(llm.create_chat_completion_openai_v1(MESSAGES, max_tokens=4, stream=True))
+        assert chunks[-1].choices[0].finish_reason == "length"
+
+    def test_what_a_format_cannot_write(self) -> None:
+        llm: Any
+        with Llama(lp.demo_model_path(), chat_format="chatml") as llm:
+            for messages, given, message in (
+                ([{"role": "tool", "content": "x"}], {}, "role 'tool'"),
+                ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "text only"),
+                (MESSAGES, {"tools": [TOOL], "tool_choice": "auto"}, "no tool calls"),
+                (MESSAGES, {"response_format": {"type": "xml"}}, "its type must be"),
+                (MESSAGES, {"tools": [TOOL], "tool_choice": {"function": {"name": "x"}}}, "the tools are"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    llm.create_chat_completion(messages, **given)
+
+
+class TestEmbeddings:
+    def test_vectors(self, bert: Any) -> None:
+        texts = ["hello world", "goodbye"]
+        with lp.Embedder(bert.model_path) as embedder:
+            expected = embedder.embed(texts, normalize=False)
+        vectors, n = bert.embed(texts, return_count=True)
+        assert np.allclose(vectors, expected, atol=1e-4)
+        assert np.allclose(bert.embed(texts[0]), expected[0], atol=1e-4)
+        answer = bert.create_embedding(texts)
+        assert [one["index"] for one in answer["data"]] == [0, 1]
+        assert answer["usage"]["prompt_tokens"] == n
+        assert len(bert.create_embedding("hello")["data"][0]["embedding"]) == bert.n_embd()
+        assert np.linalg.norm(bert.embed("hello", normalize=True)) == pytest.approx(1, abs=1e-5)
+
+    def test_long_texts(self, bert: Any) -> None:
+        text = "hello " * 2000
+        assert len(bert.embed(text)) == bert.n_embd()
+        with pytest.raises(ValueError, match="tokens"):
+            bert.embed(text, truncate=False)
+
+    def test_without_the_option(self, llm: Any) -> None:
+        with pytest.raises(RuntimeError, match="embedding=True"):
+            llm.embed("a")
+
+
+def test_logits_processors_see_all_tokens(demo: lp.Model) -> None:
+    """Also after a sequence was changed, and in a fork."""
+    seen: list[list[int]] = []
+
+    def processor(tokens: list[int], row: Any) -> None:
+        assert row.shape == (demo.n_vocab,)
+        seen.append(list(tokens))
+
+    params = lp.SamplingParams(max_tokens=6, temperature=0.0, logits_processors=[processor], ignore_eos=True)
+    with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
+        prompt = demo.tokenize("Once")
+        done = engine.generate(prompt, params)
+        assert seen == [prompt + done.token_ids[:i] for i in range(6)]
+        seen.clear()
+        with engine.start(prompt, lp.SamplingParams(temperature=0.0, logits_processors=[processor])) as g:
+            first = [g.next().id for _ in range(3)]  # type: ignore[union-attr]
+            g.trim(len(prompt) + 1)
+            g.append(prompt)
+            g.next()
+        assert seen[-1] == prompt + first[:1] + prompt

@@ -1,4 +1,4 @@
-"""The ``llamapipe`` command: ``demo``, ``generate``, ``chat``, ``serve``, ``batch``, ``trace`` and ``doctor``.
+"""The ``llamapipe`` command.
 
 Each command is a module with its own options. ``main`` parses the command line, runs the command and turns errors into
 one message and an exit status. ``harness`` is a command of its own, ``llamapipe-lm-eval``.
@@ -15,11 +15,14 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 
 import llamapipe
-from llamapipe.cli import batch, chat, demo, doctor, generate, serve, trace
+from llamapipe.cli import batch, chat, completion, demo, embed, generate, score, serve, trace
+from llamapipe.cli.check import doctor, models
+from llamapipe.cli.measure import bench, tune
 from llamapipe.cli.options import CommandParser, UsageError
 from llamapipe.errors import LlamapipeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
+_COMMANDS = (demo, generate, chat, serve, batch, score, embed, bench, tune, trace, models, doctor, completion)
 _EPILOG = """\
 exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 output closed by its reader
 colours: on a terminal only, and not if NO_COLOR is set"""
@@ -73,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"llamapipe {llamapipe.__version__}")
+    parser.set_defaults(command_line=parser)  # for completion
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "-v", "--verbose", action="store_true", help="llama.cpp's log and Python tracebacks on stderr"
@@ -80,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    for command in (demo, generate, chat, serve, batch, trace, doctor):
+    for command in _COMMANDS:
         command.add_parser(commands, common)
     return parser
 

@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import llamapipe as lp
+from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
     SAMPLING,
+    TEXTS,
     UsageError,
     add_engine_options,
     add_options,
@@ -69,7 +71,7 @@ def add_parser(
         "--unordered", action="store_true", help="write results as they come, not in the order of IN"
     )
     parser.add_argument("--overwrite", action="store_true", help="begin anew, without the results in OUT")
-    add_options(parser, "sampling", SAMPLING, defaults_of(lp.SamplingParams))
+    add_options(parser, "sampling", [*TEXTS, *SAMPLING], defaults_of(lp.SamplingParams))
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -77,7 +79,7 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status: 1 if a record failed."""
     try:
-        params = lp.SamplingParams(**given(args, SAMPLING))
+        params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))
         format_of(args.input)
         lines = lines_of(args.output)
     except (ValueError, TypeError) as error:
@@ -90,30 +92,32 @@ def run(args: argparse.Namespace) -> int:
     if is_complete(args.output):
         print(f"llamapipe: {args.output} is complete already; --overwrite begins anew", file=sys.stderr)
         return 0
-    with open_output(args.output) as results:
-        path = args.model if args.model is not None else lp.demo_model_path()
-        with lp.Model(path, **given(args, MODEL)) as model, lp.Engine(model, **given(args, ENGINE)) as engine:
-            try:
-                answerer = Answerer(
-                    engine,
-                    params,
-                    args.template,
-                    args.system,
-                    args.chat,
-                    requests=lambda: _open_requests(engine),
-                )
-            except ValueError as error:
-                raise UsageError(f"--template: {error}") from error
-            shown = _Shown(n_records)
-            summary = run_job(
-                read_records(args.input),
-                answerer,
-                results,
-                n_ahead=AHEAD * engine.n_seq_max,
-                ordered=not args.unordered,
-                on_progress=shown.show,
+    with (
+        open_output(args.output) as results,
+        open_model(args.model, given(args, MODEL)) as model,
+        open_engine(model, given(args, ENGINE)) as engine,
+    ):
+        try:
+            answerer = Answerer(
+                engine,
+                params,
+                args.template,
+                args.system,
+                args.chat,
+                requests=lambda: _open_requests(engine),
             )
-            shown.end(summary)
+        except ValueError as error:
+            raise UsageError(f"--template: {error}") from error
+        shown = _Shown(n_records)
+        summary = run_job(
+            read_records(args.input),
+            answerer,
+            results,
+            n_ahead=AHEAD * engine.n_seq_max,
+            ordered=not args.unordered,
+            on_progress=shown.show,
+        )
+        shown.end(summary)
     return 1 if summary.n_failed else 0
 
 

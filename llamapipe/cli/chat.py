@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import llamapipe as lp
+from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
@@ -80,11 +81,10 @@ def run(args: argparse.Namespace) -> int:
         params = lp.SamplingParams(**options)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    path = args.model if args.model is not None else lp.demo_model_path()
     engine_options = {"n_seq_max": 1, **given(args, ENGINE)}
     with (
-        lp.Model(path, chat_template=args.chat_template, **given(args, MODEL)) as model,
-        lp.Engine(model, **engine_options) as engine,
+        open_model(args.model, {"chat_template": args.chat_template, **given(args, MODEL)}) as model,
+        open_engine(model, engine_options) as engine,
     ):
         conversation = Conversation(engine, params, args.system, args.no_thinking)
         if not sys.stdin.isatty():

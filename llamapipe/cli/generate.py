@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
     SAMPLING,
+    TEXTS,
     UsageError,
     add_engine_options,
     add_options,
@@ -26,6 +28,7 @@ from llamapipe.cli.options import (
     model_path,
 )
 from llamapipe.cli.terminal import Terminal
+from llamapipe.jobs.answers import logprob_records
 
 _DESCRIPTION = (
     "Continue one or more prompts. One prompt is streamed; several run concurrently and are printed in order."
@@ -36,7 +39,7 @@ examples:
   llamapipe generate -m model.gguf --temperature 0 --max-tokens 64 "The capital of France is" "2 + 2 ="
   llamapipe generate -m model.gguf --lines -f questions.txt --json > answers.jsonl
   git diff | llamapipe generate -m model.gguf -"""
-_QUICK_LOAD_S = 1.0  # shorter loads show no progress
+_N_SLOTS = defaults_of(lp.Engine)["n_seq_max"]
 
 
 def add_parser(
@@ -75,26 +78,30 @@ def add_parser(
         help="print one JSON object per line and prompt, in order; a failed prompt gives an error record",
     )
     parser.add_argument("--stats", action="store_true", help="tokens and times on stderr at the end")
-    add_options(parser, "sampling", SAMPLING, defaults_of(lp.SamplingParams))
+    add_options(parser, "sampling", [*TEXTS, *SAMPLING], defaults_of(lp.SamplingParams))
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    prompts = _prompts(args)
+    prompts = read_texts(args.prompts, args.file, args.lines)
     try:
-        params = lp.SamplingParams(**given(args, SAMPLING))
+        params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
-    path = args.model if args.model is not None else lp.demo_model_path()
+    if params.logprobs is not None and not args.json:
+        raise UsageError("--logprobs needs --json")
     start = time.perf_counter()
     with (
-        _model(path, given(args, MODEL)) as model,
-        _engine(model, given(args, ENGINE), len(prompts)) as engine,
+        open_model(args.model, given(args, MODEL)) as model,
+        # More slots than prompts would only cost memory.
+        open_engine(
+            model, {"n_seq_max": min(_N_SLOTS, len(prompts) * params.n), **given(args, ENGINE)}
+        ) as engine,
     ):
         loaded = time.perf_counter()
-        if len(prompts) == 1 and not args.json:
+        if len(prompts) == 1 and params.n == 1 and not args.json:
             _stream(engine, prompts[0], params)
             n_failed = 0
         else:
@@ -111,21 +118,19 @@ def run(args: argparse.Namespace) -> int:
     return 1 if n_failed else 0
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
-    """All prompts, in the order of the command line, files last."""
-    prompts: list[str] = []
-    for prompt in args.prompts:
-        prompts += (
-            _split(_read_stdin(), args.lines) if prompt == "-" else [_utf8(os.fsencode(prompt), "the prompt")]
-        )
-    for file in args.file:
+def read_texts(given: list[str], files: list[Path], lines: bool) -> list[str]:
+    """All texts, in the order of the command line, files last; ``-`` is standard input. Raises UsageError."""
+    texts: list[str] = []
+    for text in given:
+        texts += _split(_read_stdin(), lines) if text == "-" else [_utf8(os.fsencode(text), "the text")]
+    for file in files:
         if str(file) == "-":
-            prompts += _split(_read_stdin(), args.lines)
+            texts += _split(_read_stdin(), lines)
             continue
-        prompts += _split(_utf8(file.read_bytes(), str(file)), args.lines)
-    if not prompts:
-        raise UsageError("no prompt given; pass one as an argument, with -f FILE, or - for stdin")
-    return prompts
+        texts += _split(_utf8(file.read_bytes(), str(file)), lines)
+    if not texts:
+        raise UsageError("no text given; pass one as an argument, with -f FILE, or - for stdin")
+    return texts
 
 
 def _read_stdin() -> str:
@@ -146,41 +151,6 @@ def _split(text: str, lines: bool) -> list[str]:
     if lines:
         return [line for line in text.splitlines() if line.strip()]
     return [text.removesuffix("\n")]
-
-
-def _model(path: Path, options: dict[str, Any]) -> lp.Model:
-    terminal = Terminal(sys.stderr)
-    start = time.perf_counter()
-    shown = ""
-
-    def progress(fraction: float) -> None:
-        nonlocal shown
-        line = f"loading {fraction:.0%}"
-        if line != shown and time.perf_counter() - start > _QUICK_LOAD_S:
-            shown = line
-            terminal.write(f"\r\x1b[2K{line}")
-
-    try:
-        return lp.Model(path, **options, progress=progress if terminal.redraws else None)
-    except lp.errors.LlamapipeError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
-    finally:
-        if shown:
-            terminal.write("\r\x1b[2K")
-
-
-def _engine(model: lp.Model, options: dict[str, Any], n_prompts: int) -> lp.Engine:
-    # More slots than prompts would only cost memory.
-    default = defaults_of(lp.Engine)["n_seq_max"]
-    options.setdefault("n_seq_max", min(default, n_prompts))
-    try:
-        return lp.Engine(model, **options)
-    except lp.errors.LlamapipeError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
 
 
 def _stream(engine: lp.Engine, prompt: str, params: lp.SamplingParams) -> None:
@@ -223,7 +193,10 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
             title = " ".join(prompt.split())
             title = title if len(title) <= 70 else title[:69] + terminal.symbol("…")
             terminal.line(terminal.style(f"[{index + 1}] {terminal.text(title)}", "bold", "cyan"))
-            terminal.line(terminal.text(out.text))
+            for choice in out.choices:
+                if choice.index:
+                    terminal.line(terminal.style("---", "dim"))
+                terminal.line(terminal.text(choice.text))
             if index + 1 < len(prompts):
                 terminal.line()
     finally:
@@ -234,7 +207,7 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
 
 def _record(index: int, prompt: str, out: lp.Completion) -> dict[str, Any]:
     """The JSON record of one completion."""
-    return {
+    record = {
         "index": index,
         "prompt": prompt,
         "text": out.text,
@@ -243,3 +216,8 @@ def _record(index: int, prompt: str, out: lp.Completion) -> dict[str, Any]:
         "n_completion_tokens": out.n_completion_tokens,
         "seed": out.seed,
     }
+    if len(out.choices) > 1:
+        record["texts"] = [choice.text for choice in out.choices]
+    if out.logprobs is not None:
+        record["logprobs"] = logprob_records(out.logprobs)
+    return record

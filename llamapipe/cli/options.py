@@ -195,6 +195,11 @@ SAMPLING = [
     Option("adaptive_decay", float, "X", "decay of the running average of --adaptive-target"),
     Option("infill", bool, "", "fill-in-the-middle sampling: stop when an end token is likely enough"),
 ]
+# For commands that can show several texts and log-probabilities.
+TEXTS = [
+    Option("n", int, "N", "texts for each prompt, which is computed once"),
+    Option("logprobs", int, "N", "log-probabilities of the tokens and of the N most probable ones"),
+]
 ENGINE = [
     Option("n_ctx", int, "N", "context of each request in tokens, prompt and output", aliases=("-c",)),
     Option("n_seq_max", int, "N", "requests that run at the same time", aliases=("-np",)),

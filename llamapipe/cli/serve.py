@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
@@ -120,12 +121,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
-    path = args.model if args.model is not None else lp.demo_model_path()
     engine_options = {"max_queue": args.max_queue or 1024, **given(args, ENGINE)}
     with (
         bound_socket(args.host, args.port) as sock,
-        lp.Model(path, chat_template=args.chat_template, **given(args, MODEL)) as model,
-        lp.Engine(model, **engine_options) as engine,
+        open_model(args.model, {"chat_template": args.chat_template, **given(args, MODEL)}) as model,
+        open_engine(model, engine_options) as engine,
         nullcontext() if args.embeddings is None else lp.Embedder(args.embeddings) as embedder,
     ):
         host, port = sock.getsockname()[:2]

@@ -27,7 +27,7 @@ def model_file(
     Raises ImportError without the extra ``hub``, ValueError for a bad name, ModelLoadError if the hub or its cache has
     no such model.
     """
-    hub = _library()
+    hub = library()
     where = f"{repo_id}{f'@{revision}' if revision else ''}"
     try:
         with _bars(hub, progress):
@@ -55,7 +55,8 @@ def model_file(
         raise ModelLoadError(f"{where}: {_reason(hub, e)}") from e
 
 
-def _library() -> Any:
+def library() -> Any:
+    """huggingface_hub. Raises ImportError, which names the extra."""
     try:
         import huggingface_hub
         import huggingface_hub.constants

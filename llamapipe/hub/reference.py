@@ -60,6 +60,12 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
     return parts
 
 
+def part_of(name: str) -> tuple[str, int]:
+    """The model that a file belongs to, without ``.gguf``, and which part of it the file is, from 1."""
+    split = _SPLIT.search(name)
+    return (name.removesuffix(".gguf"), 1) if split is None else (name[: split.start()], int(split.group(1)))
+
+
 def _last(name: str) -> str:
     return name.rpartition("/")[2]
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import difflib
 import string
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.results import TokenLogprob
 from llamapipe.jobs.records import Record
 
-_OPTIONS: Final = frozenset(field.name for field in fields(SamplingParams))
+# What has no place in a result is no option of a record.
+_OPTIONS: Final = frozenset(field.name for field in fields(SamplingParams)) - {
+    "prompt_logprobs",
+    "logits_processors",
+}
 _CHAT_OPTIONS: Final = frozenset(
     {"tools", "tool_choice", "parallel_tool_calls", "response_format", "template_args"}
 )
@@ -131,9 +136,19 @@ class Answerer:
         if len(out.choices) > 1:
             texts = [one.content if chats else one.text for one in out.choices]
             made = {"texts": texts}
+        elif choice.logprobs is not None:
+            made["logprobs"] = logprob_records(choice.logprobs)
         n = sum(len(one.token_ids) for one in out.choices)
         counts = {"n_prompt_tokens": out.n_prompt_tokens, "n_completion_tokens": n}
         return made | {"finish_reason": choice.finish_reason, "seed": choice.seed} | counts, n
+
+
+def logprob_records(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """Log-probabilities of tokens, as JSON."""
+    return [
+        {"id": one.id, "text": one.text, "logprob": one.logprob, "top": {t.text: t.logprob for t in one.top}}
+        for one in entries
+    ]
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

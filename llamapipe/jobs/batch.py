@@ -29,6 +29,7 @@ class BatchResult(TypedDict, total=False):
     texts: list[str]
     reasoning: str
     tool_calls: list[dict[str, object]]
+    logprobs: list[dict[str, object]]
     finish_reason: str
     seed: int
     n_prompt_tokens: int

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -33,18 +31,20 @@ def answers(
     in the order of the records. Closing the iterator cancels what is in flight. Raises what reading a record raises,
     and EngineClosedError.
     """
+    from llamapipe.jobs.event_loop import EventLoopThread  # asyncio is loaded by what needs it
+
     left = iter(records)
     in_flight: dict[Future[Answer], Record] = {}  # in the order of the records
     done: SimpleQueue[Future[Answer]] = SimpleQueue()
     more = True
-    with _EventLoopThread() as loop:
+    with EventLoopThread() as event_loop:
         while True:
             while more and len(in_flight) < n_ahead:
                 record = next(left, None)
                 if record is None:
                     more = False
                 else:
-                    future = asyncio.run_coroutine_threadsafe(answerer.answer(record), loop)
+                    future = event_loop.start(answerer.answer(record))
                     in_flight[future] = record
                     if not ordered:
                         future.add_done_callback(done.put)
@@ -87,33 +87,3 @@ def _left(records: Iterable[Record], results: ResultFile, summary: BatchSummary)
             summary.n_skipped += 1
         else:
             yield record
-
-
-class _EventLoopThread:
-    """A thread that runs an event loop until the block ends; then what runs in it is cancelled."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="llamapipe-batch", daemon=True)
-
-    def __enter__(self) -> asyncio.AbstractEventLoop:
-        self._thread.start()
-        return self._loop
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(_cancel_others())
-        finally:
-            self._loop.close()
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

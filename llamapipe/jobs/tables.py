@@ -21,6 +21,7 @@ COLUMNS: Final = (
     "texts",
     "reasoning",
     "tool_calls",
+    "logprobs",
     "finish_reason",
     "seed",
     "n_prompt_tokens",

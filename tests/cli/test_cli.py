@@ -18,7 +18,7 @@ from support.interrupts import heed_ctrl_c
 from support.screen import Screen, run_in_terminal
 
 import llamapipe as lp
-from llamapipe.cli.options import ENGINE, MODEL, SAMPLING
+from llamapipe.cli.options import ENGINE, MODEL, SAMPLING, TEXTS
 
 PACKAGE = Path(lp.__file__).parent
 STORY = "Once upon a time, there was a little fox named Lily."
@@ -119,11 +119,33 @@ class TestUsage:
     def test_every_sampling_parameter_has_an_option(self) -> None:
         """But those whose results the command does not print, and what is a Python function."""
         fields = {field.name for field in dataclasses.fields(lp.SamplingParams)}
-        fields -= {"n", "logprobs", "prompt_logprobs", "logits_processors", "priority", "cache"}
-        assert {option.name for option in SAMPLING} == fields
+        fields -= {"prompt_logprobs", "logits_processors", "priority", "cache"}
+        assert {option.name for option in [*TEXTS, *SAMPLING]} == fields
 
 
 class TestGenerate:
+    def test_several_texts_and_log_probabilities(self, tmp_path: Path) -> None:
+        record = json.loads(
+            ok(
+                "generate",
+                "--n",
+                "3",
+                "--logprobs",
+                "2",
+                "-n",
+                "4",
+                "--ignore-eos",
+                "--json",
+                STORY,
+                cwd=tmp_path,
+            )
+        )
+        assert len(record["texts"]) == 3
+        assert record["n_completion_tokens"] == 12
+        assert [len(one["top"]) for one in record["logprobs"]] == [2] * 4
+        assert ok("generate", "--n", "3", "-n", "4", STORY, cwd=tmp_path).count("---\n") == 2
+        assert "--json" in run("generate", "--logprobs", "2", STORY, cwd=tmp_path).stderr
+
     def test_streams_one_prompt(self, tmp_path: Path) -> None:
         with subprocess.Popen(
             command("generate", "--max-tokens", "none", "--ignore-eos", "--n-ctx", "512", STORY),

@@ -129,6 +129,13 @@ class TestKinds:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
         assert results[0]["text"] == talker.chat(messages, GREEDY).content
 
+    def test_several_texts_and_log_probabilities(self, job: Any) -> None:
+        _, results = job(lines({"prompt": "a", "n": 3}, {"prompt": "a", "logprobs": 2}))
+        assert len(results[0]["texts"]) == 3
+        assert [len(one["top"]) for one in results[1]["logprobs"]] == [2] * results[1]["n_completion_tokens"]
+        _, results = job(lines("a", "a", {"prompt": "a", "prompt_logprobs": 2}))
+        assert "is no option" in results[2]["error"]["message"]
+
     def test_bad_records_fail_alone(self, job: Any) -> None:
         bad = [
             '{"prompt": "a"',

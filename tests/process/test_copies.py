@@ -21,8 +21,8 @@ def test_owners_are_not_copied(tiny: lp.Model, way: Callable[[object], object]) 
         lp.Pipeline(tiny, n_ctx=64, n_threads=1) as pipeline,
         Context(tiny, n_ctx=64, n_threads=1) as context,
         SamplerChain(tiny.vocab) as sampler,
-        engine.start([5, 6, 7]) as generation,
-        engine.stream([5, 6, 7], lp.SamplingParams(max_tokens=2)) as stream,
+        engine.start([5, 6, 7], lp.SamplingParams(ignore_eos=True)) as generation,
+        engine.stream([5, 6, 7], lp.SamplingParams(max_tokens=2, ignore_eos=True)) as stream,
         engine.cache_prefix([5] * 20) as prefix,
     ):
         step = pipeline.submit(lp.Batch.of_tokens([5, 6]))

@@ -1,7 +1,7 @@
 """The checks that `llamapipe doctor` runs in a child process, which a library for another processor would kill.
 
-``python -m llamapipe.cli.probe`` writes one JSON object a line, ``{"name": …, …}``, each as soon as it is known, so
-the parent knows which probe failed.
+``python -m llamapipe.cli.check.probe`` writes one JSON object a line, ``{"name": …, …}``, each as soon as it is known,
+so the parent knows which probe failed.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _REBUILD = (
 # The parent's search path: a source tree in the current folder must not shadow the installed package.
 _PROBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from llamapipe.cli.probe import main; sys.exit(main())"
+    "from llamapipe.cli.check.probe import main; sys.exit(main())"
 )
 
 

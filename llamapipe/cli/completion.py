@@ -1,0 +1,39 @@
+"""``llamapipe completion``: prints what a shell needs to complete commands and options."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+_DESCRIPTION = """\
+Print a script that completes commands and options in a shell. Needs the extra completion.
+
+  llamapipe completion bash > ~/.local/share/bash-completion/completions/llamapipe
+  llamapipe completion zsh > ~/.zsh/_llamapipe       # a folder of fpath"""
+_SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "completion",
+        parents=[common],
+        allow_abbrev=False,
+        help="complete commands and options in a shell",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=_SHELLS, help="bash, zsh or tcsh")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    try:
+        import shtab
+    except ImportError:
+        raise ImportError("shell completion needs shtab: pip install 'llamapipe[completion]'") from None
+    sys.stdout.write(shtab.complete(args.command_line, shell=args.shell))
+    return 0

@@ -1,0 +1,103 @@
+"""``llamapipe embed``: vectors of texts, or documents in the order of their relevance."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import llamapipe as lp
+from llamapipe.cli.loading import open_model
+from llamapipe.cli.options import MODEL, MODEL_HELP, UsageError, add_options, defaults_of, given, model_path
+from llamapipe.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DESCRIPTION = """\
+Print the embedding of each text as a JSON line, or save them as an array; with --rerank, print the texts in the order
+of their relevance for a query."""
+_EPILOG = """\
+examples:
+  llamapipe embed -m bge.gguf "a text" "another one"
+  llamapipe embed -m bge.gguf --lines -f texts.txt -o vectors.npy
+  llamapipe embed -m reranker.gguf --rerank "What is a panda?" --lines -f documents.txt"""
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "embed",
+        parents=[common],
+        usage="llamapipe embed [options] [TEXT ...]",
+        allow_abbrev=False,
+        help="embeddings of texts; reranking",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="a text; - reads standard input")
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    parser.add_argument(
+        "-f", "--file", type=Path, action="append", default=[], metavar="FILE", help="read a text from a file"
+    )
+    parser.add_argument(
+        "--lines", action="store_true", help="each line of a file or of stdin is a text of its own"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.npy", help="save float32 (texts, width) for numpy.load"
+    )
+    parser.add_argument("--rerank", metavar="QUERY", help="print the texts by their relevance for this query")
+    parser.add_argument("--pooling", metavar="NAME", help="mean, cls or last (default: the model's)")
+    parser.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
+    parser.add_argument(
+        "--truncate", action="store_true", help="cut texts that are too long; else they are errors"
+    )
+    parser.add_argument("-t", "--n-threads", type=int, metavar="N", help="compute threads")
+    add_options(parser, "model", MODEL, defaults_of(lp.Model))
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    from llamapipe.cli.generate import read_texts
+
+    texts = read_texts(args.texts, args.file, args.lines)
+    if args.output is not None and args.output.suffix != ".npy":
+        raise UsageError(f"-o {args.output}: the name must end with .npy")
+    terminal = Terminal(sys.stdout)
+    with open_model(args.model, given(args, MODEL)) as model, _embedder(model, args) as embedder:
+        if args.rerank is not None:
+            for one in embedder.rerank(args.rerank, texts, truncate=args.truncate):
+                terminal.line(f"{one.score:10.4f}  {_short(terminal, texts[one.index])}")
+            return 0
+        vectors = embedder.embed(texts, not args.no_normalize, truncate=args.truncate, progress=False)
+        if isinstance(vectors, list):
+            raise UsageError("--pooling none gives a vector for each token; choose mean, cls or last")
+        if args.output is not None:
+            import numpy as np
+
+            np.save(args.output, vectors)
+            print(f"{len(texts)} vectors of {vectors.shape[1]} in {args.output}", file=sys.stderr)
+            return 0
+        for index, vector in enumerate(vectors):
+            terminal.line(json.dumps({"index": index, "embedding": [round(float(x), 7) for x in vector]}))
+    return 0
+
+
+def _embedder(model: lp.Model, args: argparse.Namespace) -> lp.Embedder:
+    try:
+        return lp.Embedder(model, args.pooling, n_threads=args.n_threads)
+    except lp.errors.LlamapipeError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _short(terminal: Terminal, text: str) -> str:
+    words: Sequence[str] = text.split()
+    return terminal.clip(terminal.text(" ".join(words)), 12)

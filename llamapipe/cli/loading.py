@@ -1,0 +1,49 @@
+"""Opens what the commands work with: a model, with progress on a terminal if it takes long, and an engine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import llamapipe as lp
+from llamapipe.cli.options import UsageError
+from llamapipe.cli.terminal import Terminal
+
+_QUICK_LOAD_S = 1.0  # shorter loads show no progress
+
+
+def open_model(path: Path | None, options: dict[str, Any]) -> lp.Model:
+    """Loads a model; None: the bundled one. Raises UsageError for wrong options, ModelLoadError."""
+    terminal = Terminal(sys.stderr)
+    start = time.perf_counter()
+    shown = ""
+
+    def progress(fraction: float) -> None:
+        nonlocal shown
+        line = f"loading {fraction:.0%}"
+        if line != shown and time.perf_counter() - start > _QUICK_LOAD_S:
+            shown = line
+            terminal.write(f"\r\x1b[2K{line}")
+
+    try:
+        file = lp.demo_model_path() if path is None else path
+        return lp.Model(file, **options, progress=progress if terminal.redraws else None)
+    except lp.errors.LlamapipeError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    finally:
+        if shown:
+            terminal.write("\r\x1b[2K")
+
+
+def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
+    """Makes an engine. Raises UsageError for wrong options."""
+    try:
+        return lp.Engine(model, **options)
+    except lp.errors.LlamapipeError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error

@@ -1,0 +1,96 @@
+"""``llamapipe bench``: tokens a second and the time to the first token, by the number of requests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli.measure.load import Load, LoadRunner
+from llamapipe.cli.options import (
+    ENGINE,
+    MODEL,
+    MODEL_HELP,
+    UsageError,
+    add_engine_options,
+    given,
+    model_path,
+)
+from llamapipe.cli.terminal import Terminal
+
+_DESCRIPTION = """\
+Measure a model on this machine: generated tokens a second of all requests together, and the time to the first token,
+for several numbers of requests at the same time. Prompts are random tokens."""
+_BAR = 32  # characters
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "bench",
+        parents=[common],
+        usage="llamapipe bench [options]",
+        allow_abbrev=False,
+        help="tokens a second and first tokens, by the number of requests",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    parser.add_argument(
+        "--requests", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="requests at once (1,2,4,8)"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="length of a prompt (64)")
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate (64)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    add_engine_options(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    if args.prompt_tokens < 1 or args.max_tokens < 1:
+        raise UsageError("--prompt-tokens and --max-tokens must be at least 1")
+    terminal = Terminal(sys.stdout)
+    most = max(args.requests)
+    options = {"n_ctx": args.prompt_tokens + args.max_tokens, "n_seq_max": most, **given(args, ENGINE)}
+    with open_model(args.model, given(args, MODEL)) as model, open_engine(model, options) as engine:
+        if not args.json:
+            terminal.line(
+                f"{model.path.name}: prompts of {args.prompt_tokens} tokens, {args.max_tokens} generated"
+            )
+            terminal.line(terminal.style(" requests   tokens/s   first token", "dim"))
+        runner, speeds = LoadRunner(model), {}
+        for n in args.requests:
+            speed = runner.measure(engine, Load(n, args.prompt_tokens, args.max_tokens))
+            speeds[n] = speed.tokens_per_s
+            if args.json:
+                record = {"n": n, "tokens_per_s": speed.tokens_per_s, "first_token_s": speed.first_token_s}
+                terminal.line(json.dumps(record))
+            else:
+                terminal.line(f"{n:9}  {speed.tokens_per_s:9,.0f}  {1e3 * speed.first_token_s:9,.1f} ms")
+    if not args.json:
+        _draw(terminal, speeds)
+    return 0
+
+
+def _draw(terminal: Terminal, speeds: dict[int, float]) -> None:
+    """A bar for each number of requests; the longest is the fastest."""
+    terminal.line()
+    for n, tokens_per_s in speeds.items():
+        bar = terminal.symbol("█") * max(round(_BAR * tokens_per_s / max(speeds.values())), 1)
+        terminal.line(f"{n:9}  {terminal.style(bar, 'cyan')} {tokens_per_s:,.0f} tokens/s")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(one) for one in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1 or max(numbers) > 1024:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1 to 1024, as in 1,4,16")
+    return numbers

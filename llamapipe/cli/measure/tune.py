@@ -1,0 +1,132 @@
+"""``llamapipe tune``: measures threads, slots and KV types, and prints the constructor call that was fastest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import llamapipe as lp
+from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli.measure.load import Load, LoadRunner, Speed
+from llamapipe.cli.options import MODEL, MODEL_HELP, UsageError, add_options, defaults_of, given, model_path
+from llamapipe.cli.terminal import Terminal
+from llamapipe.host.cores import usable_cores
+
+_DESCRIPTION = """\
+Measure compute threads, the number of slots and the types of the KV cache for a model on this machine, and print the
+constructor call that was fastest. Run it while nothing else runs."""
+# Less is noise, and the smaller number costs less memory or leaves cores to others.
+_GAIN = 1.05
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "tune",
+        parents=[common],
+        usage="llamapipe tune [options]",
+        allow_abbrev=False,
+        help="find the fastest threads, slots and KV types",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    parser.add_argument(
+        "-c", "--n-ctx", type=int, default=1024, metavar="N", help="context of a request (1024)"
+    )
+    parser.add_argument("--slots", type=int, default=32, metavar="N", help="most slots to try (32)")
+    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="length of a prompt (64)")
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=32, metavar="N", help="tokens to generate (32)"
+    )
+    add_options(parser, "model", MODEL, defaults_of(lp.Model))
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    if args.prompt_tokens < 1 or args.max_tokens < 1 or args.slots < 1:
+        raise UsageError("--prompt-tokens, --max-tokens and --slots must be at least 1")
+    if args.prompt_tokens + args.max_tokens > args.n_ctx:
+        raise UsageError(
+            f"--n-ctx is {args.n_ctx}; prompts and output have {args.prompt_tokens + args.max_tokens}"
+        )
+    with open_model(args.model, given(args, MODEL)) as model:
+        tuning = _Tuning(model, args.n_ctx, args.prompt_tokens, args.max_tokens)
+        n_cores = usable_cores()
+        counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, n_cores) if n <= n_cores})
+        tuning.choose("n_threads", counts, n=1)
+        tuning.choose("n_threads_batch", counts, n=8)
+        tuning.choose("n_seq_max", [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= args.slots])
+        tuning.choose_types()
+        tuning.show()
+    return 0
+
+
+class _Tuning:
+    """Changes one option at a time and keeps the best value."""
+
+    def __init__(self, model: lp.Model, n_ctx: int, n_prompt: int, n_tokens: int) -> None:
+        self._model, self._n_prompt, self._n_tokens = model, n_prompt, n_tokens
+        self._options: dict[str, Any] = {"n_ctx": n_ctx}
+        self._runner = LoadRunner(model)
+        self._terminal = Terminal(sys.stdout)
+
+    def choose(self, name: str, values: Sequence[int], n: int | None = None) -> None:
+        """Measures an option with ``n`` requests at the same time; None: with as many as its value."""
+        self._title(name, "requests at once: " + ("as many" if n is None else str(n)))
+        best: tuple[int, float] | None = None
+        for value in values:
+            n_requests = value if n is None else n
+            speed = self._speed({name: value}, n_requests)
+            self._row(str(value), speed)
+            if best is None or speed.tokens_per_s > best[1] * _GAIN:
+                best = value, speed.tokens_per_s
+        assert best is not None
+        self._options[name] = best[0]
+
+    def choose_types(self) -> None:
+        """Measures the types of the KV cache at the chosen number of slots."""
+        n = self._options["n_seq_max"]
+        self._title("type_k, type_v", f"requests at once: {n}")
+        speeds = {}
+        for name in ("f16", "q8_0"):
+            try:
+                speeds[name] = self._speed({"type_k": name, "type_v": name}, n).tokens_per_s
+            except (lp.errors.LlamapipeError, ValueError) as error:
+                self._terminal.line(f"  {name:>8}  {error}")
+                continue
+            self._terminal.line(f"  {name:>8}  {speeds[name]:9,.0f} tokens/s")
+        if speeds.get("q8_0", 0) > speeds.get("f16", 0) * _GAIN:
+            self._options |= {"type_k": "q8_0", "type_v": "q8_0"}
+
+    def show(self) -> None:
+        """Prints the call."""
+        terminal = self._terminal
+        arguments = "".join(f", {name}={value!r}" for name, value in self._options.items())
+        terminal.line()
+        terminal.line(f"lp.Engine({str(self._model.path)!r}{arguments})")
+        terminal.line(
+            terminal.style(
+                "Without n_threads and n_threads_batch an engine gives up threads while other work needs the cores.",
+                "dim",
+            )
+        )
+
+    def _speed(self, change: dict[str, Any], n: int) -> Speed:
+        options = {"n_seq_max": n, **self._options, **change}
+        with open_engine(self._model, options) as engine:
+            return self._runner.measure(engine, Load(n, self._n_prompt, self._n_tokens))
+
+    def _title(self, name: str, note: str) -> None:
+        self._terminal.line(f"{name} {self._terminal.style(f'({note})', 'dim')}")
+
+    def _row(self, value: str, speed: Speed) -> None:
+        first_ms = 1e3 * speed.first_token_s
+        self._terminal.line(
+            f"  {value:>8}  {speed.tokens_per_s:9,.0f} tokens/s  first token {first_ms:,.1f} ms"
+        )

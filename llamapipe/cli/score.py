@@ -1,0 +1,92 @@
+"""``llamapipe score``: how probable continuations of a prompt are, or the perplexity of a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli.options import (
+    ENGINE,
+    MODEL,
+    MODEL_HELP,
+    UsageError,
+    add_engine_options,
+    given,
+    model_path,
+)
+from llamapipe.cli.terminal import Terminal
+
+_DESCRIPTION = """\
+Print the log-probability of each continuation of a prompt, the most probable one first; or, with -f, the perplexity of
+texts."""
+_EPILOG = """\
+examples:
+  llamapipe score "What does a cow say? A cow says" " moo" " meow"
+  llamapipe score -m model.gguf -f book.txt"""
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "score",
+        parents=[common],
+        usage="llamapipe score [options] PROMPT CONTINUATION ...",
+        allow_abbrev=False,
+        help="log-probabilities of continuations, perplexity of texts",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="a prompt and its continuations")
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    parser.add_argument(
+        "-f",
+        "--file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="print the perplexity of this file's text (repeatable)",
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help="perplexity as llama.cpp's tool has it, over windows of N tokens",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    add_engine_options(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    if bool(args.texts) == bool(args.file):
+        raise UsageError("give a prompt and its continuations, or files with -f")
+    if args.texts and len(args.texts) < 2:
+        raise UsageError("the prompt has no continuation; give one or more after it")
+    terminal = Terminal(sys.stdout)
+    with (
+        open_model(args.model, given(args, MODEL)) as model,
+        open_engine(model, given(args, ENGINE)) as engine,
+    ):
+        if args.texts:
+            prompt, *continuations = args.texts
+            scores = zip(continuations, engine.score(prompt, continuations), strict=True)
+            for text, score in sorted(scores, key=lambda pair: -pair[1].total):
+                if args.json:
+                    record = {"continuation": text, "logprob": score.total, "n_tokens": len(score.token_ids)}
+                    terminal.line(json.dumps(record | {"is_greedy": score.is_greedy}))
+                else:
+                    mark = "  greedy" if score.is_greedy else ""
+                    terminal.line(f"{score.total:10.4f}  {terminal.text(text)}{terminal.style(mark, 'dim')}")
+        for file in args.file:
+            value = engine.perplexity(file.read_text(encoding="utf-8"), args.window)
+            record = {"file": str(file), "perplexity": value}
+            terminal.line(json.dumps(record) if args.json else f"{value:10.4f}  {terminal.text(str(file))}")
+    return 0

@@ -1,0 +1,128 @@
+"""`llamapipe score`, `embed`, `bench`, `tune`, `models` and `completion`, each as a process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.bert_model import bert_model
+from support.gguf_models import tiny_model
+from support.run_script import command, environment
+from support.small_hub import small_hub
+
+import llamapipe as lp
+
+CLI = "import sys; from llamapipe.cli import main; sys.exit(main())"
+
+
+def run(*words: object, status: int = 0, env: Mapping[str, str] | None = None, text: str = "") -> str:
+    """What a command prints; on stderr if it fails."""
+    done = subprocess.run(
+        command(CLI, *map(str, words)),
+        env=environment(env),
+        input=text,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+class TestScore:
+    def test_continuations_are_ordered(self, demo: lp.Model) -> None:
+        said = run("score", "What does a cow say? A cow says", " meow", " moo", "--json")
+        records = [json.loads(line) for line in said.splitlines()]
+        assert [record["continuation"] for record in records] == [" moo", " meow"]
+        with lp.Engine(demo, n_ctx=256) as engine:
+            (score,) = engine.score("What does a cow say? A cow says", [" moo"])
+        assert records[0]["logprob"] == pytest.approx(score.total, abs=1e-3)
+        plain = run("score", "What does a cow say? A cow says", " meow", " moo").splitlines()
+        assert plain[0].endswith(" moo  greedy")
+
+    def test_perplexity(self, demo: lp.Model, tmp_path: Path) -> None:
+        text = "Once upon a time there was a fox. " * 20
+        (tmp_path / "text.txt").write_text(text)
+        record = json.loads(run("score", "-f", tmp_path / "text.txt", "-c", "128", "--json"))
+        with lp.Engine(demo, n_ctx=128) as engine:
+            assert record["perplexity"] == pytest.approx(engine.perplexity(text), rel=1e-3)
+
+    @pytest.mark.parametrize("words", [(), ("one",), ("a", "b", "-f", "x")])
+    def test_wrong_usage(self, words: tuple[str, ...]) -> None:
+        assert "llamapipe score" in run("score", *words, status=2)
+
+
+class TestEmbed:
+    def test_vectors(self, tmp_path: Path) -> None:
+        path, _ = bert_model(tmp_path / "bert.gguf")
+        with lp.Embedder(path) as embedder:
+            expected = embedder.embed(["hello world", "bye"])
+        records = [json.loads(line) for line in run("embed", "-m", path, "hello world", "bye").splitlines()]
+        assert np.allclose([record["embedding"] for record in records], expected, atol=1e-5)
+        out = tmp_path / "vectors.npy"
+        run("embed", "-m", path, "--lines", "-f", "-", "-o", out, text="hello world\nbye\n")
+        assert np.allclose(np.load(out), expected, atol=1e-5)
+        assert ".npy" in run("embed", "-m", path, "a", "-o", tmp_path / "v.txt", status=2)
+        assert "tokens" in run("embed", "-m", path, "hello " * 900, status=1)
+        run("embed", "-m", path, "hello " * 900, "--truncate")
+
+    def test_reranking(self, tmp_path: Path) -> None:
+        path, _ = bert_model(tmp_path / "rank.gguf", "rank", rank_head=True)
+        with lp.Embedder(path) as embedder:
+            expected = [one.index for one in embedder.rerank("hello", ["bye", "hello", "world"])]
+        lines = run("embed", "-m", path, "--rerank", "hello", "bye", "hello", "world").splitlines()
+        assert [["bye", "hello", "world"].index(line.split()[-1]) for line in lines] == expected
+
+
+class TestMeasures:
+    def test_bench(self) -> None:
+        options = ("--requests", "1,3", "--prompt-tokens", "8", "-n", "4")
+        records = [json.loads(line) for line in run("bench", *options, "--json").splitlines()]
+        assert [record["n"] for record in records] == [1, 3]
+        assert all(record["tokens_per_s"] > 0 and record["first_token_s"] > 0 for record in records)
+        assert run("bench", *options).count("tokens/s") == 3
+        assert "1,4,16" in run("bench", "--requests", "1,x", status=2)
+
+    def test_tune_prints_a_call_that_works(self) -> None:
+        said = run("tune", "--slots", "2", "--prompt-tokens", "8", "-n", "4", "-c", "64")
+        call = next(line for line in said.splitlines() if line.startswith("lp.Engine("))
+        with eval(call, {"lp": lp}) as engine:
+            assert engine.n_ctx == 64
+            assert engine.generate("a", lp.SamplingParams(max_tokens=2)).n_completion_tokens <= 2
+        assert "--n-ctx" in run("tune", "-c", "16", status=2)
+
+
+class TestModels:
+    def test_the_cache_is_listed(self, tmp_path: Path) -> None:
+        data = tiny_model(tmp_path / "one.gguf").read_bytes()
+        parts = {f"big-0000{i}-of-00002.gguf": data for i in (1, 2)}
+        env = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+        assert run("models", env=env) == ""
+        with small_hub({"some/model": {"m-Q8_0.gguf": data, "README.md": b"#"}, "some/split": parts}) as hub:
+            env["HF_ENDPOINT"] = hub.url
+            run("bench", "-m", "hf:some/model", "--requests", "1", "-n", "1", "--prompt-tokens", "1", env=env)
+            program = (
+                "from llamapipe.hub.download import model_file; model_file('some/split', progress=False)"
+            )
+            subprocess.run(command(program), env=environment(env), check=True)
+        records: list[Any] = [json.loads(line) for line in run("models", "--json", env=env).splitlines()]
+        names = ["hf:some/model/m-Q8_0.gguf", "hf:some/split/big-00001-of-00002.gguf"]
+        assert [record["model"] for record in records] == names
+        assert [record["size_bytes"] for record in records] == [len(data), 2 * len(data)]
+        run("score", "-m", records[0]["model"], "a", "b", env=env | {"HF_HUB_OFFLINE": "1"})
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion(shell: str, tmp_path: Path) -> None:
+    script = run("completion", shell)
+    assert "generate" in script
+    if (program := shutil.which(shell)) is not None and shell != "tcsh":
+        (tmp_path / "script").write_text(script)
+        subprocess.run([program, "-n", str(tmp_path / "script")], check=True)

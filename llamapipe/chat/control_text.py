@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _PRIVATE = range(0xE000, 0xF8FF)  # Unicode's private use area
+_PRIVATE_TEXT = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
 _SPACE = " \t\n\v\f\r"  # C's isspace()
 _NAME = re.compile(r"\w*", re.ASCII)
 
@@ -119,7 +120,7 @@ def _cut(text: str, token: SpecialToken) -> Iterator[str | int]:
 def unused_mark(values: Any) -> Mark:
     """A mark of private-use characters that no text of a JSON value contains, literally or escaped."""
     texts = list(_texts(values))
-    used = {character for text in texts for character in text if ord(character) in _PRIVATE}
+    used = {character for text in texts if not text.isascii() for character in _PRIVATE_TEXT.findall(text)}
     escaped = "".join(text.lower() for text in texts if "\\u" in text)
     free = (
         chr(code) for code in _PRIVATE if chr(code) not in used and json.dumps(chr(code))[1:-1] not in escaped

@@ -89,8 +89,8 @@ class AsyncEngineCalls(EngineCalls):
         checked = check_choice("on_error", on_error, ON)
         items, single = await built(self._request_builder.items, prompt, params, checked)
         options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
-        make = partial(self._request_builder.completions, items)
-        return outcome_of(items, await self._submission.acollect(make, options), single)
+        makes = self._request_builder.completions(items)
+        return outcome_of(items, await self._submission.acollect(makes, options), single)
 
     @overload
     def aiter_completed(
@@ -204,8 +204,8 @@ class AsyncEngineCalls(EngineCalls):
         self._engine_thread.check_open()
         options = call_options(timeout, block)
         job = score_job(self.model, prompt, continuation)
-        make = partial(job.requests, self._request_builder)
-        return job.result(await self._submission.acollect(make, options))
+        makes = job.makes(self._request_builder)
+        return job.result(await self._submission.acollect(makes, options))
 
     @explains_keywords
     def astream(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from llamapipe.arguments import check_choice, check_flag, check_int
@@ -122,9 +121,9 @@ class EngineCalls:
         self._engine_thread.check_open()
         items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, ON))
         options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
-        make = partial(self._request_builder.completions, items)
+        makes = self._request_builder.completions(items)
         results = self._submission.collect(
-            make, options, progress_bar(check_flag("progress", progress), len(items))
+            makes, options, progress_bar(check_flag("progress", progress), len(items))
         )
         return outcome_of(items, results, single)
 
@@ -290,7 +289,7 @@ class EngineCalls:
 
         engine_thread = self._engine_thread
         try:
-            self._submission.collect(make, options, progress_bar(False, 1))
+            self._submission.collect(iter([make]), options, progress_bar(False, 1))
             n_bytes, n_needed, budget = engine_thread.ask(lambda: engine_thread.loop.kept_bytes(requests[0]))
             if n_bytes == 0:
                 raise InvalidRequestError(
@@ -425,6 +424,4 @@ class EngineCalls:
         self._engine_thread.check_open()
         options = call_options(timeout, block)
         bar = progress_bar(check_flag("progress", progress), job.n_requests)
-        return job.result(
-            self._submission.collect(partial(job.requests, self._request_builder), options, bar)
-        )
+        return job.result(self._submission.collect(job.makes(self._request_builder), options, bar))

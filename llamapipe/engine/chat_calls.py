@@ -108,9 +108,9 @@ class ChatCalls(AsyncEngineCalls):
         )
         items, single = self._chat_builder.items(messages, params, asked)
         options = call_options(timeout, block, names_prompts=not single)
-        make = partial(self._request_builder.completions, [item.item for item in items])
+        makes = self._request_builder.completions([item.item for item in items])
         bar = progress_bar(check_flag("progress", progress), len(items))
-        return _answers(items, self._submission.collect(make, options, bar), single)
+        return _answers(items, self._submission.collect(makes, options, bar), single)
 
     @explains_keywords
     def stream_chat(
@@ -197,8 +197,8 @@ class ChatCalls(AsyncEngineCalls):
         else:
             items, single = build()
         options = replace(options, names_prompts=not single)
-        make = partial(self._request_builder.completions, [item.item for item in items])
-        return _answers(items, await self._submission.acollect(make, options), single)
+        makes = self._request_builder.completions([item.item for item in items])
+        return _answers(items, await self._submission.acollect(makes, options), single)
 
     @explains_keywords
     def astream_chat(

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from llamapipe.arguments import check_choice, check_flag, check_float
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.frontend.long_work import built
-from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder
-from llamapipe.engine.frontend.submission import CallOptions, Make, OnError, OnTimeout, Pending
+from llamapipe.engine.frontend.request_builder import Item, Make, Prompt, RequestBuilder
+from llamapipe.engine.frontend.submission import CallOptions, OnError, OnTimeout, Pending
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion
 from llamapipe.engine.scheduler.request import Request

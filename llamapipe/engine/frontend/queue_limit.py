@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -44,6 +44,11 @@ class QueueLimit:
         # destructor or signal handler that uses the engine may run while its thread holds the lock.
         self._entering = threading.RLock()
         self._waiters: deque[Callable[[], object]] = deque()  # each wakes a caller that waits for room
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit."""
+        return self._limit is not None
 
     @property
     def n(self) -> int:
@@ -115,7 +120,7 @@ class QueueLimit:
                 self._times.add(now - entered)
         self._wake_all()
 
-    def withdraw(self, requests: Sequence[Hashable]) -> None:
+    def withdraw(self, requests: Collection[Hashable]) -> None:
         """``leave`` for callers whose requests may never reach the engine thread."""
         for request in requests:
             self._inside.pop(request, None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 
 from llamapipe.arguments import check_tokens
@@ -31,6 +32,12 @@ TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.in
 Prompt: TypeAlias = "str | TokenIds"
 
 
+Groups: TypeAlias = (
+    "Mapping[int, Sequence[Request]]"  # the requests that are answered together with (index, result)
+)
+Make: TypeAlias = "Callable[[Mailbox], Groups]"
+
+PORTION = 256  # requests of a long list that are made and submitted together
 _MOST_BYTES = 8  # tokens whose bytes may end with half a character
 
 
@@ -151,13 +158,23 @@ class RequestBuilder:
             "shorten it, or make the engine with a larger n_ctx"
         )
 
-    def completions(self, items: Sequence[Item | Exception], mailbox: Mailbox) -> dict[int, list[Request]]:
-        """The requests of each item, by index; see ``completion``. Errors among the items are passed over."""
-        return {
-            index: self.completion(item, mailbox, index)
-            for index, item in enumerate(items)
-            if not isinstance(item, Exception)
-        }
+    def completions(self, items: Sequence[Item | Exception]) -> Iterator[Make]:
+        """Functions that make the requests of a portion of the items each. Errors among the items are passed over."""
+        portion: dict[int, Item] = {}
+        n = 0
+        for index, item in enumerate(items):
+            if isinstance(item, Exception):
+                continue
+            portion[index] = item
+            n += item.sampler_factory.params.n
+            if n >= PORTION:
+                yield partial(self._completions, portion)
+                portion, n = {}, 0
+        if portion:
+            yield partial(self._completions, portion)
+
+    def _completions(self, items: Mapping[int, Item], mailbox: Mailbox) -> dict[int, list[Request]]:
+        return {index: self.completion(item, mailbox, index) for index, item in items.items()}
 
     def one_completion(self, item: Item, index: int, mailbox: Mailbox) -> dict[int, list[Request]]:
         """``completions`` for the item at ``index``."""
@@ -185,18 +202,22 @@ class RequestBuilder:
         self, context: Sequence[int], continuations: Sequence[Sequence[int]], mailbox: Mailbox, index: int
     ) -> Request:
         """A request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError."""
-        longest = len(context) + max(len(c) for c in continuations) - 1
-        if longest > self.n_ctx:
-            raise InvalidRequestError(
-                f"{longest + 1} tokens are to be scored together; n_ctx is {self.n_ctx} and the last is not fed: "
-                "shorten them, or make the engine with a larger n_ctx"
-            )
+        self.check_scores(context, continuations)
         targets = ContinuationTargets(context, continuations)
         request = Request(targets.first(), max_tokens=0)
         request.logprob_targets = targets
         request.caller = mailbox
         request.sink = ScoreSink(mailbox, index)
         return request
+
+    def check_scores(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
+        """Raises InvalidRequestError for texts that are too long to be scored."""
+        longest = len(context) + max(map(len, continuations)) - 1
+        if longest > self.n_ctx:
+            raise InvalidRequestError(
+                f"{longest + 1} tokens are to be scored together; n_ctx is {self.n_ctx} and the last is not fed: "
+                "shorten them, or make the engine with a larger n_ctx"
+            )
 
     def stream(self, item: Item, mailbox: Mailbox, n_ahead: int) -> Request:
         """A request answered with deltas, at most ``n_ahead`` tokens ahead of its reader.

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.engine.delivery.mailbox import Mailbox
-from llamapipe.engine.frontend.request_builder import Prompt, RequestBuilder, TokenIds, named, split_prompts
+from llamapipe.engine.frontend.request_builder import (
+    PORTION,
+    Groups,
+    Make,
+    Prompt,
+    RequestBuilder,
+    TokenIds,
+    named,
+    split_prompts,
+)
 from llamapipe.engine.results import Score
 from llamapipe.engine.scheduler.logprob_targets import TokenScore
-from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
 
@@ -37,12 +46,22 @@ class ScoreJob(Generic[T]):
         """Contexts, each of which is computed once."""
         return len(self._groups)
 
-    def requests(self, request_builder: RequestBuilder, mailbox: Mailbox) -> dict[int, list[Request]]:
-        """One request for each context, by index. Raises InvalidRequestError."""
-        return {
-            index: [request_builder.scores(context, [self._pairs[i][1] for i in members], mailbox, index)]
+    def makes(self, request_builder: RequestBuilder) -> Iterator[Make]:
+        """Functions that make the requests of a portion of the contexts each. Raises InvalidRequestError at once."""
+        jobs = [
+            (index, context, [self._pairs[i][1] for i in members])
             for index, (context, members) in enumerate(self._groups.items())
-        }
+        ]
+        for _, context, continuations in jobs:
+            request_builder.check_scores(context, continuations)
+
+        def make(portion: Sequence[tuple[int, Sequence[int], list[list[int]]]], mailbox: Mailbox) -> Groups:
+            return {
+                index: [request_builder.scores(context, continuations, mailbox, index)]
+                for index, context, continuations in portion
+            }
+
+        return (partial(make, jobs[i : i + PORTION]) for i in range(0, len(jobs), PORTION))
 
     def result(self, answers: Mapping[int, list[list[TokenScore]]]) -> T:
         """The scores in the shape of the call, from the answers of the requests."""

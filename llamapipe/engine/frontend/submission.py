@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty
@@ -18,7 +18,7 @@ from llamapipe.engine.delivery.mailbox import AsyncMailbox, Mailbox, ThreadMailb
 from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.frontend.progress import Progress
 from llamapipe.engine.frontend.queue_limit import ExpiredError, QueueLimit
-from llamapipe.engine.frontend.request_builder import named
+from llamapipe.engine.frontend.request_builder import PORTION, Groups, Make, named
 from llamapipe.engine.results import Completion
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     import asyncio
 
 T = TypeVar("T")
-Groups = Mapping[int, Sequence[Request]]  # the requests that are answered together with (index, result)
-Make = Callable[[Mailbox], Groups]
 OnError = Literal["raise", "return"]
 OnTimeout = Literal["raise", "return"]
+
+# A list of 20,000 prompts used to be submitted at once. Python's garbage collector then looked at hundreds of thousands
+# of objects again and again, for up to 0.2 s, while no thread ran.
+_N_AHEAD = (
+    2 * PORTION
+)  # groups of a long list without a result: another portion is submitted when there are fewer
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Submission:
         self._engine_thread.submit(*unsubmitted)
         unsubmitted.clear()
 
-    def cancel(self, requests: Sequence[Request]) -> None:
+    def cancel(self, requests: Collection[Request]) -> None:
         """Ends requests, whether or not they were submitted before their caller gave up."""
         if not requests:
             return
@@ -129,9 +133,24 @@ class Submission:
             raise expired
         pending.timed_out = True
         self.cancel(pending.requests)
-        if pending.unsubmitted:  # they end at once, without a token
+        self._submit_cancelled(pending)
+
+    def _submit_cancelled(self, pending: Pending[T]) -> None:
+        """Submits what was not submitted before the deadline; it ends at once, without a token."""
+        if pending.unsubmitted:
+            self.cancel(pending.unsubmitted)
             self._engine_thread.submit(*pending.unsubmitted)
             pending.unsubmitted.clear()
+
+    def _together(self, makes: Iterator[Make], options: CallOptions) -> Iterator[Make]:
+        """One function for all requests if the queue must have room for all of them, or else none of them runs."""
+        if options.block or not self._queue.is_limited:
+            return makes
+
+        def make(mailbox: Mailbox) -> Groups:
+            return {index: requests for make in makes for index, requests in make(mailbox).items()}
+
+        return iter([make])
 
     # ---- threads
     def submit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
@@ -155,21 +174,21 @@ class Submission:
             self.cancel([request])
             raise
 
-    def collect(self, make: Make, options: CallOptions, bar: Progress) -> dict[int, Any]:
-        """The results of the requests that ``make`` returns, by index.
+    def collect(self, makes: Iterator[Make], options: CallOptions, bar: Progress) -> dict[int, Any]:
+        """The results of the requests that ``makes`` return, by index. A long list is submitted in portions.
 
         Ctrl-C and any error cancel all of them. Raises the error of a request, TimeoutError, QueueFullError.
         """
         pending = Pending[Any](options)
         try:
-            return dict(self.iterate(iter([make]), 1, pending, bar))
+            return dict(self.iterate(self._together(makes, options), _N_AHEAD, pending, bar))
         finally:
             bar.close()
 
     def iterate(
         self, makes: Iterator[Make], n_ahead: int, pending: Pending[T], bar: Progress
     ) -> Iterator[tuple[int, T | Exception]]:
-        """Each result with its index, as requests finish; at most ``n_ahead`` groups, or one ``make``, are submitted.
+        """Each result with its index, as requests finish. While fewer than ``n_ahead`` groups have none, more are made.
 
         Closing the iterator, Ctrl-C and any error cancel what is left.
         """
@@ -179,12 +198,15 @@ class Submission:
             exhausted = False
             while True:
                 try:
-                    while not exhausted and not pending.timed_out and len(pending.groups) < n_ahead:
+                    while not exhausted and len(pending.groups) < n_ahead:
                         make = next(makes, None)
                         if make is None:
                             exhausted = True
                             break
                         pending.add(make(mailbox))
+                        if pending.timed_out:
+                            self._submit_cancelled(pending)
+                            continue
                         self._engine_thread.loop.inbox.single_caller = single_caller()
                         for request in self._entering(pending.unsubmitted, options.block):
                             self._queue.enter(request, options.deadline)
@@ -193,7 +215,7 @@ class Submission:
                     while pending.ready:
                         yield pending.ready.popleft()
                     if not pending.groups:
-                        if exhausted or pending.timed_out:
+                        if exhausted:
                             return
                         continue
                     item = self._next(mailbox, pending)
@@ -228,27 +250,37 @@ class Submission:
             self.cancel(requests)
             raise
 
-    async def acollect(self, make: Make, options: CallOptions) -> dict[int, Any]:
+    async def acollect(self, makes: Iterator[Make], options: CallOptions) -> dict[int, Any]:
         """``collect`` for asyncio; cancelling the task cancels the requests."""
         import asyncio
 
         mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
         pending = Pending[Any](options)
         results: dict[int, Any] = {}
+        makes = self._together(makes, options)
+        exhausted = False
         try:
-            pending.add(make(mailbox))
-            mailbox.requests += pending.requests
-            self._engine_thread.loop.inbox.single_caller = False
             while True:
                 try:
-                    for request in self._entering(pending.unsubmitted, options.block):
-                        await _in_time(partial(self._queue.aenter, request), options)
-                    while pending.groups:
-                        item = await (mailbox.get() if pending.timed_out else _in_time(mailbox.get, options))
-                        index, results[index], failed = pending.read(item)
-                        self.cancel(failed)
-                        del pending.groups[index]
-                    return results
+                    while not exhausted and len(pending.groups) < _N_AHEAD:
+                        make = next(makes, None)
+                        if make is None:
+                            exhausted = True
+                            break
+                        pending.add(make(mailbox))
+                        mailbox.requests = pending.requests
+                        if pending.timed_out:
+                            self._submit_cancelled(pending)
+                            continue
+                        self._engine_thread.loop.inbox.single_caller = False
+                        for request in self._entering(pending.unsubmitted, options.block):
+                            await _in_time(partial(self._queue.aenter, request), options)
+                    if not pending.groups:
+                        return results
+                    item = await (mailbox.get() if pending.timed_out else _in_time(mailbox.get, options))
+                    index, results[index], failed = pending.read(item)
+                    self.cancel(failed)
+                    del pending.groups[index]
                 except ExpiredError as expired:
                     self._stop(pending, expired)
         finally:

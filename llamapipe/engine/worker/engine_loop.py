@@ -30,6 +30,9 @@ from llamapipe.errors import BackendError, ContextFullError, DecodeError, Invali
 from llamapipe.llama.native_pipeline import StepAbortedError
 
 _MAX_SKIPPED_WINDOWS = 7
+_MAX_COMMANDS = (
+    512  # between two steps: if thousands of tasks are cancelled at once, other requests go on meanwhile
+)
 _LATER = int(NoToken.LATER)  # looked at in every step
 _LOOK_S = 0.02  # between two looks at draws that other threads make
 
@@ -241,22 +244,19 @@ class EngineLoop:
             self._executor.close()
 
     def _loop(self) -> None:
-        scheduler, inbox, dispatcher, steps = (
-            self._scheduler,
-            self.inbox,
-            self.dispatcher,
-            self.in_flight.steps,
-        )
+        scheduler, inbox = self._scheduler, self.inbox
+        dispatcher, steps = self.dispatcher, self.in_flight.steps
         started = perf_counter()
         while True:
-            while not inbox.empty():
+            for _ in range(_MAX_COMMANDS):
+                if inbox.empty():
+                    break
                 inbox.run_next()
             if dispatcher.pending:  # a caller that cancelled need not wait for a step
                 self._flush()
             if scheduler.has_memory_ops:
-                self._cells.apply(
-                    self._executor
-                )  # before the plan: what cannot be removed in part is computed again
+                # Before the plan: what cannot be removed in part is computed again.
+                self._cells.apply(self._executor)
             # After a change from two micro-batches to one, a step may be in flight that has to be sampled first.
             plan = scheduler.plan() if len(steps) < scheduler.max_in_flight else None
             if scheduler.dequeued:

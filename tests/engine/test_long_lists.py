@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.inside import loop_of
 
 import llamapipe as lp
 from llamapipe.engine.frontend.request_builder import PORTION
@@ -38,7 +39,7 @@ def generate(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def queue_lengths(engine: lp.Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many requests the scheduler had after each command that added some."""
     lengths: list[int] = []
-    loop = engine._engine_thread.loop
+    loop = loop_of(engine)
     add = loop.add
 
     def noting(*requests: object) -> None:

@@ -97,6 +97,23 @@ def examples(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Make the documentation's pages, in build/docs; warnings are errors. ``-- --links`` asks other hosts, too."""
+    session.install(*nox.project.dependency_groups(GROUPS, "docs"))
+    _install(session, extra="server")
+    made = HERE / "build" / "docs"
+    shutil.rmtree(made, ignore_errors=True)
+    cache = str(Path(session.create_tmp()).resolve() / "doctrees")
+    options = ["-W", "--keep-going", "-q", "-E", "-d", cache, str(HERE / "docs")]
+    with session.chdir(session.create_tmp()):  # away from the clone, whose package has no libraries
+        session.run("sphinx-build", *options, str(made))
+        session.run("python", str(HERE / "tools" / "check_site.py"), str(made))
+        if "--links" in session.posargs:
+            session.run("sphinx-build", "-b", "linkcheck", *options, str(made.with_name("links")))
+    session.log(f"{made / 'index.html'}")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, by ruff."""
     session.install(*nox.project.dependency_groups(GROUPS, "lint"))

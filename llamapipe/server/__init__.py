@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llamapipe.server.app import app
+    from llamapipe.server.application import app
     from llamapipe.server.run import bound_socket, run_server, serve
     from llamapipe.server.settings import ServerSettings
 
 __all__ = ["ServerSettings", "app", "bound_socket", "run_server", "serve"]
 _HOMES = {
     "ServerSettings": "settings",
-    "app": "app",
+    "app": "application",
     "bound_socket": "run",
     "run_server": "run",
     "serve": "run",

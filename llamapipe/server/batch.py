@@ -11,7 +11,7 @@ from llamapipe.engine.engine import Engine
 from llamapipe.jobs.answers import Answer
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import request_id
-from llamapipe.server.app import app
+from llamapipe.server.application import app
 from llamapipe.server.settings import ServerSettings
 
 _Message = MutableMapping[str, Any]

@@ -15,7 +15,7 @@ import uvicorn
 
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
-from llamapipe.server.app import app
+from llamapipe.server.application import app
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 

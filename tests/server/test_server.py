@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from support.gguf_models import infilling_model
 
 import llamapipe as lp
+from llamapipe import server as package
 from llamapipe.server import ServerSettings, serve
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -361,3 +363,8 @@ class TestClientsThatLeave:
             closing = pool.submit(server.close)
             assert list(lines)[-2] == "data: [DONE]"
             closing.result()
+
+
+def test_its_public_names_are_no_modules() -> None:
+    # `app` was one, as soon as another name had been imported: the module of the same name.
+    assert not [name for name in package.__all__ if isinstance(getattr(package, name), ModuleType)]

@@ -1,0 +1,32 @@
+"""The API reference has every public name; `nox -s docs` checks the pages that Sphinx makes of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import llamapipe
+import llamapipe.compat
+import llamapipe.server
+
+ROOT = Path(__file__).parents[2]
+DIRECTIVE = re.compile(r"^\.\. (?:py:|auto)(?:class|function|module|data|exception):: ([\w.]+)", re.MULTILINE)
+PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
+DESCRIBED = [name for page in PAGES for name in DIRECTIVE.findall(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("package", [llamapipe, llamapipe.compat, llamapipe.server], ids=lambda m: m.__name__)
+def test_every_public_name_is_on_a_page(package: ModuleType) -> None:
+    assert not {f"{package.__name__}.{name}" for name in package.__all__} - set(DESCRIBED)
+
+
+def test_no_name_is_there_twice() -> None:
+    assert len(DESCRIBED) == len(set(DESCRIBED)) > 40
+
+
+def test_every_page_of_the_reference_is_in_its_table() -> None:
+    table = (ROOT / "docs" / "reference" / "README.md").read_text(encoding="utf-8")
+    assert not [page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in table]

@@ -98,4 +98,8 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         }
         new = {file for file in targets if file.suffix == ".md" and file.exists()} - known
     pages = {page for page in PAGES if (ROOT / "docs") in page.parents}
-    assert not names(sorted(pages - known))
+    # The site shows a page from outside its folder in place of these, which only link to it.
+    places = {
+        page for page in pages - known if page.stat().st_size < 150 and len(LINK.findall(prose(page))) == 1
+    }
+    assert not names(sorted(pages - known - places))

@@ -28,7 +28,7 @@ def test_the_two_commands_are_on_the_first_screen() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert README.count("\n") <= 180
+    assert README.count("\n") <= 100
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,5 @@ def test_programs_run_as_they_stand(program: Program, tmp_path: Path) -> None:
 def test_every_python_block_is_run() -> None:
     n_blocks = sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
     assert len(PROGRAMS) == n_blocks
-    assert README.count("```python") >= 5
+    assert README.count("```python") >= 1
+    assert (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8").count("```python") >= 8

@@ -73,6 +73,8 @@ html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_copy_source = False
 html_show_sourcelink = False
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
 html_theme_options = {"navigation_with_keys": True}
 
 

@@ -8,6 +8,7 @@ Needs the package that the pages describe. Exit status 1 if something is missing
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -81,12 +82,20 @@ def main(folder: Path) -> int:
     ids = {name for file, page in pages.items() if file.name not in MADE_BY_SPHINX for name in page.ids}
     names = public_names()
     missing = [name for name in names if name not in ids and f"module-{name}" not in ids]
+    odd = [
+        file.name
+        for file in pages
+        if file.parent.name == "reference"
+        and re.search(r"<blockquote|problematic", file.read_text(encoding="utf-8"))
+    ]
     for text in broken:
         print("leads nowhere:", text)
+    for text in odd:
+        print("holds an indented paragraph, code without '::', or markup that was not understood:", text)
     for text in missing:
         print("not in the reference:", text)
     print(f"{len(pages)} pages, {len(names)} public names")
-    return int(bool(broken or missing or not pages))
+    return int(bool(broken or odd or missing or not pages))
 
 
 if __name__ == "__main__":

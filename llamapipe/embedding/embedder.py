@@ -44,7 +44,9 @@ class Ranked:
 
 
 class Embedder(Owner):
-    """Computes embeddings with a model. Any thread, and asyncio::
+    """Computes embeddings with a model. Any thread, and asyncio.
+
+    Close it, or use ``with``::
 
         with lp.Embedder("model.gguf") as embedder:
             vectors = embedder.embed(["a text", "another one"])

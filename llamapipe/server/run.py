@@ -87,7 +87,9 @@ def run_server(
 
 
 class serve:  # noqa: N801  (used like a function: ``with serve(engine) as server``)
-    """Serves an engine from its own thread, until ``close``::
+    """Serves an engine from its own thread, until ``close``.
+
+    A ``with`` block closes it at its end::
 
         with lp.Engine("model.gguf") as engine, llamapipe.server.serve(engine, port=8000) as server:
             print(server.url)

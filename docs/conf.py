@@ -26,13 +26,21 @@ if find_spec("llamapipe") is None:
 
 import llamapipe  # noqa: E402
 
-SECTIONS = ("guides/README", "design/README", "benchmarks/README", "coming-from/README", "reference/README")
+SECTIONS = (
+    "guides/README",
+    "design/README",
+    "benchmarks/README",
+    "benchmarks/notebook/README",
+    "coming-from/README",
+    "reference/README",
+)
 OUTSIDE = {
     "changelog": "CHANGELOG.md",
     "contributing": "CONTRIBUTING.md",
     "benchmarks/programs": "benchmarks/README.md",
-    "benchmarks/notebook": "benchmarks/notebook/README.md",
 }
+for _page in (ROOT / "benchmarks" / "notebook").glob("*.md"):
+    OUTSIDE[f"benchmarks/notebook/{_page.stem}"] = f"benchmarks/notebook/{_page.name}"
 PAGE_OF = {ROOT / name: DOCS / f"{page}.md" for page, name in OUTSIDE.items()}
 PAGE_OF[ROOT / "README.md"] = DOCS / "index.md"
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
@@ -123,7 +131,9 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
             text += _toctree(_targets(part, page.parent), page, caption=part.partition("\n")[0])
     elif docname in SECTIONS:
-        inside = (path for path in _targets(text, page.parent) if path.parent == page.parent)
+        # Pages of its folder, and the first page of a folder inside.
+        first = set(page.parent.glob("*/README.md"))
+        inside = (path for path in _targets(text, page.parent) if path.parent == page.parent or path in first)
         text += _toctree(inside, page)
     source[0] = text
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +34,8 @@ SECTIONS = (
     "coming-from/README",
     "reference/README",
 )
+# Pages that the navigation has at the end of another's, though that one does not link to them.
+ALSO = {"index": "release", "guides/README": "guides/integrations"}
 OUTSIDE = {
     "changelog": "CHANGELOG.md",
     "contributing": "CONTRIBUTING.md",
@@ -95,7 +97,7 @@ def _targets(text: str, folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _toctree(pages: Iterator[Path], page: Path, caption: str = "") -> str:
+def _toctree(pages: Sequence[Path], page: Path, caption: str = "") -> str:
     """A hidden table of contents of pages: the navigation at the side."""
     names = dict.fromkeys(path.relative_to(DOCS).with_suffix("").as_posix() for path in pages)
     names.pop(page.relative_to(DOCS).with_suffix("").as_posix(), None)
@@ -127,14 +129,17 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         app.env.note_dependency(str(outside))
         source[0], folder = outside.read_text(encoding="utf-8"), outside.parent
     text = _moved(source[0], folder, page)
+    also = DOCS / f"{ALSO.get(docname, docname)}.md"
     if docname == "index":
-        for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-            text += _toctree(_targets(part, page.parent), page, caption=part.partition("\n")[0])
+        parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+        for part in parts:
+            pages = [*_targets(part, page.parent), *([also] if part is parts[-1] and also.is_file() else [])]
+            text += _toctree(pages, page, caption=part.partition("\n")[0])
     elif docname in SECTIONS:
         # Pages of its folder, and the first page of a folder inside.
         first = set(page.parent.glob("*/README.md"))
         inside = (path for path in _targets(text, page.parent) if path.parent == page.parent or path in first)
-        text += _toctree(inside, page)
+        text += _toctree([*inside, *([also] if also.is_file() else [])], page)
     source[0] = text
 
 

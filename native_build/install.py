@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from native_build.accelerators import Accelerator, find_accelerators
+from native_build.archives import source_date
 from native_build.cpu_features import required_features
 from native_build.errors import BuildError
 from native_build.libraries import Libraries, build_libraries
+from native_build.licences import llama_cpp_licence
 from native_build.module import build_module, check_cffi, file_name
 from native_build.options import BuildOptions
 from native_build.paths import cache_dir
@@ -63,12 +65,14 @@ def _build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> N
     files = [path for built in libraries.folders for path in built.iterdir() if path.name != MANIFEST]
     for path in files:
         _replace(path, folder / path.name)
-    _replace(recipe.source.path / "LICENSE", folder / "LICENSE.llama.cpp")
     _replace(module, target / file_name())
     with tempfile.TemporaryDirectory() as scratch:
         about = Path(scratch) / "build.json"
         about.write_text(json.dumps(_facts(recipe, libraries), indent=1) + "\n", encoding="utf-8")
         _replace(about, folder / about.name)
+        licence = Path(scratch) / "LICENSE.llama.cpp"
+        licence.write_text(llama_cpp_licence(recipe.source.path), encoding="utf-8")
+        _replace(licence, folder / licence.name)
     kept = {"build.json", "LICENSE.llama.cpp", *(path.name for path in files)}
     for path in folder.iterdir():
         if (
@@ -98,6 +102,7 @@ def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
     """Facts about the build, for ``llamapipe doctor`` and for the package's check before it loads the library."""
     return {
         "llama_cpp_commit": recipe.source.commit,
+        "llama_cpp_identity": recipe.source.identity,
         "llama_cpp_source": recipe.source.description,
         "backends": list(recipe.options.backends),
         "compiler": recipe.compilers.version,
@@ -115,8 +120,7 @@ def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
         "openmp": libraries.openmp,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "key": recipe.key,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(source_date())),
     }
 
 

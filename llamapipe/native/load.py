@@ -1,6 +1,7 @@
 """Loads the native module and its backends, and passes native log records to ``logging``.
 
-The module lies beside this file; backends are loaded from our own folder only, never from one of another llama.cpp.
+The module lies beside this file. Backends are loaded from our own folder and from those of our packages
+(``llamapipe-cuda``, ``llamapipe-vulkan``) only, never from one of another llama.cpp.
 Importing this file does nothing: the first object that needs llama.cpp calls ``native()``.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llamapipe.errors import BackendError
+from llamapipe.native.backend_packages import BackendPackage, usable
 from llamapipe.native.cpu_features import missing_features
 
 _PACKAGE = Path(__file__).parents[1]
@@ -22,6 +24,7 @@ logger = logging.getLogger("llamapipe.native")
 
 _lock = threading.RLock()
 _module: Any = None
+_not_loaded: dict[str, str] = {}
 _LOG_BYTES = 512
 
 
@@ -39,8 +42,8 @@ def build_info() -> dict[str, Any]:
 def native() -> Any:
     """The cffi module with ``ffi`` and ``lib``; the first call loads the backends. Any thread.
 
-    Raises BackendError if the module is not built, was built for another processor, or finds no device, and in a
-    sub-interpreter.
+    Raises BackendError if the module is not built, was built for another processor, or finds no device, if a package
+    with a backend belongs to another llama.cpp, and in a sub-interpreter.
     """
     global _module
     if _module is not None:
@@ -49,6 +52,11 @@ def native() -> Any:
         if _module is None:
             _module = _load()
     return _module
+
+
+def backends_not_loaded() -> dict[str, str]:
+    """Backends of installed packages that could not be loaded on this machine, and why. After ``native()``."""
+    return dict(_not_loaded)
 
 
 def missing_cpu_features(build: dict[str, Any]) -> list[str]:
@@ -73,7 +81,9 @@ def _load() -> Any:
         raise BackendError(
             "llamapipe does not run in a sub-interpreter; use the main interpreter, or a process"
         )
-    if missing := missing_cpu_features(build_info()):
+    build = build_info()
+    packages = usable(build)
+    if missing := missing_cpu_features(build):
         raise BackendError(
             f"llamapipe was built for another processor: this one lacks {', '.join(missing)}; build it here: "
             "`pip install --no-cache-dir --force-reinstall llamapipe` (without the option, pip may take the same wheel "
@@ -98,6 +108,8 @@ def _load() -> Any:
     # Without a handler, logging would write warnings to the terminal.
     logger.addHandler(logging.NullHandler())
     lib.lp_log_start()
+    for package in packages:
+        _load_package(_native, package)
     n_devices = lib.lp_load_backends(str(LIB_DIR).encode())
     drain_log(_native)
     if n_devices <= 0:
@@ -105,6 +117,16 @@ def _load() -> Any:
             f"no backend could be loaded from {LIB_DIR}; rebuild: `python build_native.py --backend cpu --clean`"
         )
     return _native
+
+
+def _load_package(module: Any, package: BackendPackage) -> None:
+    """Register a package's backend. On a machine without its driver, the log and ``llamapipe doctor`` say so."""
+    if module.lib.lp_load_backend(str(package.module).encode()):
+        drain_log(module)
+        return
+    reason = "; ".join(drain_log(module)) or last_error(module)
+    _not_loaded[package.backend] = reason
+    logger.warning("the backend of %s %s is not used: %s", package.name, package.version, reason)
 
 
 def _shadowed() -> Path | None:

@@ -19,6 +19,7 @@ import llamapipe as lp
 from llamapipe.cli.terminal import Terminal
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores, has_run_delay
+from llamapipe.native.backend_packages import installed
 from llamapipe.native.load import build_info, missing_cpu_features
 
 _PROBE_LIMIT_S = 120
@@ -27,6 +28,11 @@ _REBUILD = (
     "build it on this machine: `pip install --force-reinstall --no-cache-dir .` in a clone, "
     "or `python build_native.py --backend cpu --clean` in the source tree"
 )
+_DRIVERS = {
+    "cuda": "install NVIDIA's driver; `nvidia-smi` lists its devices",
+    "vulkan": "install the Vulkan loader and the GPU's driver (on Debian: libvulkan1, mesa-vulkan-drivers); "
+    "`vulkaninfo --summary` lists devices; a software device is used only with GGML_VK_VISIBLE_DEVICES=0",
+}
 # The parent's search path: a source tree in the current folder must not shadow the installed package.
 _PROBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     build = build_info()
     results = _probe()
-    findings = [*_versions(), *_build(build), *_probed(results)]
+    findings = [*_versions(), *_build(build), *_packages(build, results), *_probed(results)]
     ok = all(finding.ok for finding in findings)
     if args.json:
         report = {
@@ -132,6 +138,25 @@ def _cpu_features(build: dict[str, Any]) -> Finding:
         return Finding("CPU features", True, "chosen when the library is loaded")
     required = build.get("cpu_features") or ["not recorded"]
     return Finding("CPU features", True, " ".join(map(str, required)))
+
+
+def _packages(build: dict[str, Any], results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+    """Installed packages with a backend each, and whether they are used."""
+    native = results.get("native module", {})
+    devices = results.get("devices", {}).get("devices")
+    for package in installed():
+        name, about = package.name, f"{package.version}, llama.cpp {package.commit}, in {package.folder}"
+        if package.backend in build.get("backends", ()):
+            yield Finding(name, True, f"{about}; not used: this build has the backend itself")
+        elif problem := package.problem(build):
+            detail, _, fix = problem.partition("; ")
+            yield Finding(name, False, detail, fix)
+        elif reason := native.get("not_loaded", {}).get(package.backend):
+            yield Finding(name, False, f"{about}; not loaded: {reason}", _DRIVERS[package.backend])
+        elif devices is not None and not any(one["backend"].lower() == package.backend for one in devices):
+            yield Finding(name, False, f"{about}; loaded, but finds no device", _DRIVERS[package.backend])
+        else:
+            yield Finding(name, True, about)
 
 
 def _probe() -> dict[str, dict[str, Any]]:

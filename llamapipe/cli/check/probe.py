@@ -16,10 +16,11 @@ from typing import Any
 
 def native() -> dict[str, Any]:
     """Load the native module and the backends."""
+    from llamapipe.native.load import backends_not_loaded
     from llamapipe.native.load import native as load
 
     module = load()
-    return {"file": module.__file__}
+    return {"file": module.__file__, "not_loaded": backends_not_loaded()}
 
 
 def devices() -> dict[str, Any]:

@@ -23,6 +23,7 @@ int          lp_log_next(char * text, int n_bytes, int * level);  // the oldest 
 
 // ---- backends, model, vocabulary (model.cpp)
 int                  lp_load_backends(const char * folder);  // number of devices known afterwards
+bool                 lp_load_backend(const char * path);      // one backend module; the log says why it was refused
 struct llama_model * lp_model_load(const char * path, const struct llama_model_params * params);
 int lp_tokenize(const struct llama_vocab * vocab, const char * text, int n_bytes, int32_t * tokens, int n_max,
                 bool add_special, bool parse_special);

@@ -51,6 +51,14 @@ int lp_load_backends(const char * folder) {
     });
 }
 
+bool lp_load_backend(const char * path) {
+    lp::set_error("llama.cpp refused the module");
+    return lp::guard(false, [&] {
+        lp::watch_assertions();
+        return ggml_backend_load(path) != nullptr;
+    });
+}
+
 llama_model * lp_model_load(const char * path, const llama_model_params * params) {
     lp::set_error("llama.cpp refused the file");
     return lp::guard((llama_model *) nullptr, [&] {

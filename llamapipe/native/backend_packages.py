@@ -1,0 +1,103 @@
+"""Installed packages with one more backend: ``llamapipe-cuda`` and ``llamapipe-vulkan``.
+
+Such a package is a folder with a backend module of llama.cpp and a record of its build. It is found by its name and
+never imported. A backend module shares structs with the core libraries, so both must be of one llama.cpp: another one
+would overwrite memory, not fail.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llamapipe.errors import BackendError
+
+NAMES = ("cuda", "vulkan")
+
+
+@dataclass(frozen=True)
+class BackendPackage:
+    """An installed package; ``build`` is its record (version, commit, identity of the source)."""
+
+    backend: str
+    folder: Path
+    build: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name to give to pip."""
+        return f"llamapipe-{self.backend}"
+
+    @property
+    def version(self) -> str:
+        """Its version, which is that of the llamapipe that it belongs to."""
+        return str(self.build.get("version", "?"))
+
+    @property
+    def module(self) -> Path:
+        """The backend module, in the package's own folder."""
+        return self.folder / "lib" / f"libggml-{self.backend}.so"
+
+    @property
+    def commit(self) -> str:
+        """The commit of llama.cpp that it was built from, shortened."""
+        return str(self.build.get("llama_cpp_commit", "unknown"))[:9]
+
+    def problem(self, core: Mapping[str, Any]) -> str:
+        """Why it cannot be used with a core of this record, with the fix; empty if it can."""
+        again = f"pip install --force-reinstall {self.name}=={self.version}"
+        if not self.build or not self.module.is_file():
+            return f"{self.name} in {self.folder} is damaged; install it again: `{again}`"
+        wanted, found = core.get("llama_cpp_identity"), self.build.get("llama_cpp_identity")
+        if wanted is not None and wanted == found:
+            return ""
+        return (
+            f"{self.name} {self.version} in {self.folder} is for another llama.cpp: it has {_source(self.build)}, "
+            f"llamapipe has {_source(core)}; install both in one version: `pip install --upgrade "
+            f"'llamapipe[{self.backend}]'`, or, for a llamapipe that you built, `pip uninstall {self.name}` and build "
+            f"the backend with it: `pip install . -C backend={self.backend}`"
+        )
+
+
+def installed() -> list[BackendPackage]:
+    """The packages on Python's search path, without those whose backend llama.cpp cannot load on this system."""
+    if sys.platform == "win32":
+        return []
+    found = (_find(backend) for backend in NAMES)
+    return [package for package in found if package is not None]
+
+
+def usable(core: Mapping[str, Any]) -> list[BackendPackage]:
+    """The packages to load beside a core of this record, without those whose backend the core's folder has itself.
+
+    Raises BackendError if one belongs to another llama.cpp or is damaged.
+    """
+    packages = [package for package in installed() if package.backend not in core.get("backends", ())]
+    for package in packages:
+        if problem := package.problem(core):
+            raise BackendError(problem)
+    return packages
+
+
+def _find(backend: str) -> BackendPackage | None:
+    spec = find_spec(f"llamapipe_{backend}")  # of a top-level name: nothing is imported
+    if spec is None or spec.origin is None:  # without an __init__.py it is some folder of this name
+        return None
+    folder = Path(spec.origin).parent
+    try:
+        build = json.loads((folder / "build.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        build = {}
+    return BackendPackage(backend, folder, build if isinstance(build, dict) else {})
+
+
+def _source(build: Mapping[str, Any]) -> str:
+    commit = str(build.get("llama_cpp_commit", "unknown"))[:9]
+    identity = str(build.get("llama_cpp_identity", "not recorded"))
+    kind, _, digest = identity.partition(":")
+    return f"commit {commit} ({kind} {digest[:12]})" if digest else f"commit {commit} ({identity})"

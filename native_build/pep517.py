@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from setuptools import build_meta
 
+from native_build.archives import rewrite_sdist
 from native_build.errors import BuildError
 from native_build.options import BuildOptions, with_settings
 from native_build.toolchain import package_requirements
@@ -92,6 +94,8 @@ def build_editable(
 
 
 def build_sdist(sdist_directory: str, config_settings: Settings | None = None) -> str:
-    """Pack the sources."""
+    """Pack the sources; equal sources give an equal archive (see ``archives.py``)."""
     with _settings(config_settings) as rest:
-        return build_meta.build_sdist(sdist_directory, rest)
+        name: str = build_meta.build_sdist(sdist_directory, rest)
+        rewrite_sdist(Path(sdist_directory) / name)
+        return name

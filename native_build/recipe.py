@@ -20,7 +20,14 @@ VERSION = 1
 # Other bindings ship libllama.so.0 and libggml-base.so.0 too, and the dynamic loader loads only one library of each
 # name into a process, so llamapipe's have other names. Backend modules are opened by path and keep llama.cpp's names,
 # because its loader searches for these.
-INJECTED = 'set(CMAKE_SHARED_LIBRARY_PREFIX "libllamapipe-")\n'
+_NAMES = 'set(CMAKE_SHARED_LIBRARY_PREFIX "libllamapipe-")\n'
+# llama.cpp's assertions contain the path of their file. Libraries for other machines must not depend on the folder that
+# they were built in. Builds for this machine keep the paths, for debuggers.
+_PATHS = """foreach(pair "${CMAKE_SOURCE_DIR}=llama.cpp" "${CMAKE_BINARY_DIR}=build")
+  add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-ffile-prefix-map=${pair}>")
+  add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${pair}>")
+endforeach()
+"""
 # Environment variables with compiler flags. CMake reads the last three by itself.
 _VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT")
 _LEFT_OUT = ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP", "UI")
@@ -72,6 +79,11 @@ class Recipe:
         )
 
     @property
+    def injected(self) -> str:
+        """The CMake code that is run inside llama.cpp's build."""
+        return _NAMES + (_PATHS if self.options.all_variants else "")
+
+    @property
     def key(self) -> str:
         """Equal for builds whose results are interchangeable."""
         return key_of({**self._parts(), "source": self.source.identity})
@@ -88,7 +100,7 @@ class Recipe:
     def _parts(self) -> dict[str, object]:
         return {
             "version": VERSION,
-            "injected": INJECTED,
+            "injected": self.injected,
             "arguments": self.cmake_arguments,
             "compilers": self.compilers.version,
             "instructions": self.compilers.native_identity if self.tuning else "",

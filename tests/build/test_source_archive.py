@@ -74,6 +74,51 @@ def test_it_holds_nothing_that_was_built(unpacked: Path) -> None:
     assert not [name for name in names if name.endswith(built) or "native/lib" in name]
 
 
+def copied_as_clone(unpacked: Path, folder: Path, private: bool = False) -> Path:
+    """The sources as a clone has them, without what packing added; ``private``: with other modes and dates."""
+    left_out = shutil.ignore_patterns(
+        "PKG-INFO", "setup.cfg", "*.egg-info", "lib", "_native*.so", "__pycache__"
+    )
+    source = Path(shutil.copytree(unpacked, folder, ignore=left_out))
+    if private:
+        for path in source.rglob("*"):
+            path.chmod(path.stat().st_mode & 0o700)
+            os.utime(path, (86400, 86400))
+    return source
+
+
+def test_two_archives_of_the_same_sources_are_the_same(
+    unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    program = "import sys; from native_build.pep517 import build_sdist; build_sdist(sys.argv[1])"
+    found = []
+    for name in ("one", "two"):
+        source = copied_as_clone(unpacked, tmp_path / name / "tree", private=name == "two")
+        run([sys.executable, "-c", program, str(tmp_path / name)], source)
+        found.append(next((tmp_path / name).glob("*.tar.gz")).read_bytes())
+    assert found[0] == found[1]
+
+
+@pytest.mark.timeout(1800)  # compiles llama.cpp if it is not in the cache
+def test_a_wheel_is_built_from_it_away_from_the_clone(unpacked: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("cffi") is None or importlib.util.find_spec("pip") is None:
+        pytest.skip("a build without isolation needs cffi and pip")
+    source = copied_as_clone(unpacked, tmp_path / "source")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    run([*command, "--wheel-dir", str(tmp_path), str(source)], tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "site")], tmp_path)
+    program = (
+        "import llamapipe as lp; print(lp.__file__)\n"
+        "with lp.Model.demo() as model, lp.Engine(model) as engine:\n"
+        "    print(engine.generate('Once', lp.SamplingParams(max_tokens=4)).finish_reason)"
+    )
+    environment = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+    out = run([sys.executable, "-c", environment + program], tmp_path).splitlines()
+    assert out == [str(tmp_path / "site" / "llamapipe" / "__init__.py"), "length"]
+
+
 def test_all_tests_can_be_collected_from_it(unpacked: Path) -> None:
     out = run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"], unpacked

@@ -1,0 +1,69 @@
+"""The interpreters on PATH that llamapipe supports: ``python -m native_build.wheels.interpreters`` lists them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+MIN_VERSION = (3, 10)
+_NAME = re.compile(r"python3(\.\d+t?)?$")
+_ASK = (
+    "import json, sys, sysconfig; print(json.dumps([sys.executable, list(sys.version_info[:3]), "
+    "bool(sysconfig.get_config_var('Py_GIL_DISABLED')), sys.implementation.name]))"
+)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that runs."""
+
+    path: str
+    version: tuple[int, int, int]
+    free_threaded: bool
+
+    @property
+    def name(self) -> str:
+        """``3.14`` or ``3.14t``."""
+        return f"{self.version[0]}.{self.version[1]}{'t' if self.free_threaded else ''}"
+
+
+def find_interpreters(folders: Iterable[str] | None = None) -> list[Interpreter]:
+    """The newest CPython of each minor version in ``folders`` (those of PATH by default), oldest version first."""
+    folders = os.environ.get("PATH", "").split(os.pathsep) if folders is None else folders
+    found: dict[str, Interpreter] = {}
+    for folder in folders:
+        try:
+            paths = sorted(path for path in Path(folder or ".").iterdir() if _NAME.match(path.name))
+        except OSError:
+            continue
+        for path in paths:
+            interpreter = ask(str(path))
+            if interpreter is None or interpreter.version[:2] < MIN_VERSION:
+                continue
+            other = found.get(interpreter.name)
+            if other is None or other.version < interpreter.version:
+                found[interpreter.name] = interpreter
+    return sorted(found.values(), key=lambda one: (one.version[:2], one.free_threaded))
+
+
+def ask(path: str) -> Interpreter | None:
+    """What a program says of itself; None if it does not run (a version manager's stand-in) or is no CPython."""
+    try:
+        done = subprocess.run([path, "-c", _ASK], capture_output=True, text=True, check=False, timeout=60)
+        executable, version, free_threaded, implementation = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    if implementation != "cpython":
+        return None
+    return Interpreter(executable, (version[0], version[1], version[2]), free_threaded)
+
+
+if __name__ == "__main__":
+    for one in find_interpreters():
+        sys.stdout.write(f"{one.name}\t{one.path}\n")

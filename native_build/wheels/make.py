@@ -1,0 +1,113 @@
+"""Builds what is released: ``python -m native_build.wheels.make FOLDER [--backend vulkan] [--sdist]``.
+
+Into FOLDER: the wheel for every Python with the GIL, one for each free-threaded Python on PATH, and the wheels of the
+backends that were asked for. With ``--sdist`` also the source archive, which the wheels are then built from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from native_build.cli import say
+from native_build.errors import BuildError
+from native_build.options import BuildOptions
+from native_build.paths import PROJECT
+from native_build.wheels.backend import KINDS, build_backend_wheel
+from native_build.wheels.interpreters import Interpreter, find_interpreters
+from native_build.wheels.repair import repair
+
+# cffi takes no free-threaded Python before this one.
+FREE_THREADED_SINCE = (3, 14)
+
+
+def make(folder: Path, options: BuildOptions, sdist: bool = False) -> list[Path]:
+    """Build everything; the paths of the files. Raises BuildError."""
+    made = []
+    with tempfile.TemporaryDirectory(prefix="llamapipe-make-") as name:
+        scratch = Path(name)
+        source = PROJECT
+        if sdist:
+            _build(sys.executable, PROJECT, scratch / "sdist", "--sdist")
+            archive = next((scratch / "sdist").glob("*.tar.gz"))
+            made.append(_place(archive, folder))
+            _run(["tar", "-xzf", str(archive), "-C", str(scratch)], "unpacking the source archive")
+            source = scratch / archive.name.removesuffix(".tar.gz")
+        made.append(_wheel(sys.executable, source, scratch / "stable", folder))
+        for interpreter in filter(_needs_its_own, find_interpreters()):
+            say(f"the wheel for Python {interpreter.name}")
+            python = _environment(interpreter, scratch / interpreter.name)
+            made.append(_wheel(python, source, scratch / f"wheel-{interpreter.name}", folder))
+        for backend in options.accelerators:
+            one = BuildOptions(
+                backends=(backend,), all_variants=True, cuda_architectures=options.cuda_architectures
+            )
+            made.append(repair(build_backend_wheel(one, scratch / backend, say), folder))
+    return made
+
+
+def _needs_its_own(interpreter: Interpreter) -> bool:
+    if not interpreter.free_threaded:
+        return False
+    if interpreter.version[:2] < FREE_THREADED_SINCE:
+        say(f"no wheel for Python {interpreter.name}: cffi does not support it")
+        return False
+    return True
+
+
+def _environment(interpreter: Interpreter, folder: Path) -> str:
+    _run([interpreter.path, "-m", "venv", str(folder)], f"an environment of Python {interpreter.name}")
+    python = str(folder / "bin" / "python")
+    _run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip", "build"], "installing `build`")
+    return python
+
+
+def _wheel(python: str, source: Path, scratch: Path, folder: Path) -> Path:
+    _build(python, source, scratch, "--wheel", "--config-setting=all-variants=on")
+    return repair(next(scratch.glob("*.whl")), folder)
+
+
+def _build(python: str, source: Path, target: Path, *options: str) -> None:
+    command = [python, "-m", "build", *options, "--outdir", str(target), str(source)]
+    _run(command, f"python -m build {options[0]}")
+
+
+def _place(path: Path, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(path, folder / path.name))
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, check=False)
+    if done.returncode != 0:
+        last = "\n    ".join(done.stdout.strip().splitlines()[-12:])
+        raise BuildError(f"{what} failed:\n    {last}", "correct it and run the same command again")
+
+
+def main() -> int:
+    """Build and list the files."""
+    parser = argparse.ArgumentParser(prog="python -m native_build.wheels.make", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--backend", action="append", default=[], choices=sorted(KINDS))
+    parser.add_argument("--cuda-architectures", default="", metavar="LIST")
+    parser.add_argument("--sdist", action="store_true")
+    given = parser.parse_args()
+    try:
+        options = BuildOptions(
+            backends=tuple(given.backend), all_variants=True, cuda_architectures=given.cuda_architectures
+        )
+        for path in make(given.folder.resolve(), options, given.sdist):
+            print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

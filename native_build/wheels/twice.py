@@ -1,0 +1,61 @@
+"""Builds everything twice and compares: ``python -m native_build.wheels.twice FOLDER [options of make]``.
+
+The second build differs from the first in all that must not matter: it starts from the unpacked source archive, in
+another folder, with an empty cache, another umask and another time zone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+from native_build.paths import PROJECT, cache_dir
+from native_build.wheels.compare import compare
+
+
+def unpack_as_clone(archive: Path, folder: Path) -> Path:
+    """Unpack a source archive without the files that packing added; the folder of the sources."""
+    with tarfile.open(archive) as packed:
+        if hasattr(tarfile, "data_filter"):
+            packed.extractall(folder, filter="data")
+        else:
+            packed.extractall(folder)
+    source = folder / archive.name.removesuffix(".tar.gz")
+    for name in ("PKG-INFO", "setup.cfg"):
+        (source / name).unlink()
+    shutil.rmtree(source / "llamapipe.egg-info")
+    return source
+
+
+def main() -> int:
+    """Build, build again, compare; status 1 if they differ."""
+    folder, options = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    shutil.rmtree(folder, ignore_errors=True)
+    first, second = folder / "first", folder / "second"
+    make = [sys.executable, "-m", "native_build.wheels.make"]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    subprocess.run([*make, str(first), "--sdist", *options], check=True, env=environment, cwd=PROJECT)
+
+    source = unpack_as_clone(next(first.glob("*.tar.gz")), folder / "elsewhere")
+    cache = folder / "cache"
+    for name in ("source", "vulkan-headers"):  # inputs, which need not be fetched again
+        if (cache_dir() / name).is_dir():
+            shutil.copytree(cache_dir() / name, cache / name)
+    environment.update(PYTHONPATH=str(source), LLAMAPIPE_CACHE_DIR=str(cache), TZ="Pacific/Kiritimati")
+    os.umask(0o077)
+    subprocess.run([*make, str(second), "--sdist", *options], check=True, env=environment, cwd=source)
+
+    found = compare(first, second)
+    for line in found:
+        print(line)
+    for path in sorted(first.iterdir()):
+        print(f"{'differs' if any(path.name in line for line in found) else 'equal'}: {path.name}")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

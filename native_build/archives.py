@@ -38,7 +38,7 @@ def write_wheel(tree: Path, target: Path) -> Path:
     names = sorted(path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file())
     # The specification asks for the metadata at the end, so that it can be read without the rest.
     names.sort(key=lambda name: name.startswith(f"{info.name}/"))
-    lines = []
+    lines, date = [], source_date()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in names:
             if name == record:
@@ -46,9 +46,9 @@ def write_wheel(tree: Path, target: Path) -> Path:
             data = (tree / name).read_bytes()
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             lines.append(f"{name},sha256={digest},{len(data)}\n")
-            archive.writestr(_zip_entry(name), data, zipfile.ZIP_DEFLATED)
+            archive.writestr(_zip_entry(name, date), data, zipfile.ZIP_DEFLATED)
         lines.append(f"{record},,\n")
-        archive.writestr(_zip_entry(record), "".join(lines), zipfile.ZIP_DEFLATED)
+        archive.writestr(_zip_entry(record, date), "".join(lines), zipfile.ZIP_DEFLATED)
     return target
 
 
@@ -73,8 +73,8 @@ def rewrite_sdist(path: Path) -> None:
     path.write_bytes(packed.getvalue())
 
 
-def _zip_entry(name: str) -> zipfile.ZipInfo:
-    entry = zipfile.ZipInfo(name, time.gmtime(max(source_date(), _ZIP_EPOCH))[:6])
+def _zip_entry(name: str, date: int) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name, time.gmtime(max(date, _ZIP_EPOCH))[:6])
     entry.create_system = 3  # Unix, wherever it is written
     entry.external_attr = (0o100755 if ".so" in Path(name).suffixes else 0o100644) << 16
     return entry

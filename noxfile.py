@@ -308,8 +308,8 @@ def _try_wheels(session: nox.Session, folder: Path) -> None:
     for path in wheels:
         if path not in backends:
             _release_step(session, "trial", str(path))
-            if here:
-                _release_step(session, "trial", str(path), *map(str, here))
+            if here:  # once: nothing in these wheels depends on Python
+                _release_step(session, "trial", "--newest", str(path), *map(str, here))
 
 
 def _can_try(session: nox.Session, backend: str) -> bool:

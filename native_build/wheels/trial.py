@@ -72,6 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m native_build.wheels.trial")
     parser.add_argument("wheels", nargs="+", type=Path)
     parser.add_argument("--interpreter", action="append", metavar="PATH", help="only these; default: PATH's")
+    parser.add_argument("--newest", action="store_true", help="only the newest of them")
     given = parser.parse_args()
     wheels = [path.resolve() for path in given.wheels]
     backends = [
@@ -80,6 +81,8 @@ def main() -> int:
     named = [ask(path) for path in given.interpreter or ()]
     candidates = find_interpreters() if given.interpreter is None else [one for one in named if one]
     interpreters = [one for one in candidates if all(fits(wheel, one) for wheel in wheels)]
+    if given.newest:
+        del interpreters[:-1]
     texts, failed = {}, not interpreters
     for interpreter in interpreters:
         start = time.monotonic()

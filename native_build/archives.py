@@ -1,4 +1,4 @@
-"""Writes wheels and source archives so that equal contents give equal files, whoever packs them, where and when."""
+"""Writes wheels and source archives: equal contents give equal files, for every user, in every folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """llamapipe: GGUF models through llama.cpp, in process, for many callers at once."""
 
-from llamapipe import errors
+from llamapipe import errors, telemetry
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.chat.tools import Tool
 from llamapipe.embedding.embedder import Embedder, Ranked
@@ -73,6 +73,7 @@ __all__ = [
     "demo_model_path",
     "devices",
     "errors",
+    "telemetry",
 ]
 
 

@@ -15,7 +15,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("lm_eval", "server", "compat"),
     ("__init__",),
-    ("jobs",),
+    ("jobs", "telemetry"),
     ("embedding",),
     ("engine",),
     ("engine.frontend",),

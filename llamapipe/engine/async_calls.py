@@ -202,7 +202,7 @@ class AsyncEngineCalls(EngineCalls):
     ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
         """``score`` for asyncio. Cancelling the task cancels its requests."""
         self._engine_thread.check_open()
-        options = call_options(timeout, block)
+        options = call_options(timeout, block, operation="score")
         job = score_job(self.model, prompt, continuation)
         makes = job.makes(self._request_builder)
         return job.result(await self._submission.acollect(makes, options))
@@ -228,6 +228,9 @@ class AsyncEngineCalls(EngineCalls):
             mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
             request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
             mailbox.requests.append(request)
+            observer = self._submission.observer
+            if observer is not None:
+                stream.observed = observer.begin([request], options.operation)
             return request, mailbox
 
         submit = partial(self._submission.asubmit, block=options.block)

@@ -217,7 +217,14 @@ class EngineCalls:
         request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
         stream = Stream(self._engine_thread, request, mailbox, options.deadline)
         stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
-        self._submission.submit(request, block=options.block, deadline=options.deadline)
+        observer = self._submission.observer
+        if observer is not None:
+            stream.observed = observer.begin([request], options.operation)
+        try:
+            self._submission.submit(request, block=options.block, deadline=options.deadline)
+        except BaseException as e:
+            stream.observed_end(e)
+            raise
         return stream
 
     @explains_keywords
@@ -274,7 +281,7 @@ class EngineCalls:
         than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
         """
         self._engine_thread.check_open()
-        options = call_options(timeout, True)
+        options = call_options(timeout, True, operation="cache_prefix")
         tokens = self._request_builder.item(prompt, None).tokens
         if len(tokens) < MIN_PREFIX:
             raise InvalidRequestError(
@@ -422,6 +429,6 @@ class EngineCalls:
 
     def _score(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
         self._engine_thread.check_open()
-        options = call_options(timeout, block)
+        options = call_options(timeout, block, operation="score")
         bar = progress_bar(check_flag("progress", progress), job.n_requests)
         return job.result(self._submission.collect(job.makes(self._request_builder), options, bar))

@@ -107,7 +107,7 @@ class ChatCalls(AsyncEngineCalls):
             tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
         )
         items, single = self._chat_builder.items(messages, params, asked)
-        options = call_options(timeout, block, names_prompts=not single)
+        options = call_options(timeout, block, names_prompts=not single, operation="chat")
         makes = self._request_builder.completions([item.item for item in items])
         bar = progress_bar(check_flag("progress", progress), len(items))
         return _answers(items, self._submission.collect(makes, options, bar), single)
@@ -133,7 +133,7 @@ class ChatCalls(AsyncEngineCalls):
             tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
         )
         item = self._chat_builder.item(messages, params, asked)
-        options = call_options(timeout, block)
+        options = call_options(timeout, block, operation="chat")
         return ChatStream(self._open_stream(item.item, options), item.delta_parser())
 
     @overload
@@ -188,7 +188,7 @@ class ChatCalls(AsyncEngineCalls):
         asked = ChatOptions(
             tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
         )
-        options = call_options(timeout, block)
+        options = call_options(timeout, block, operation="chat")
         build = partial(self._chat_builder.items, messages, params, asked)
         if is_long_chat(messages, params, asked):
             import asyncio
@@ -224,7 +224,7 @@ class ChatCalls(AsyncEngineCalls):
         asked = ChatOptions(
             tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
         )
-        options = call_options(timeout, block)
+        options = call_options(timeout, block, operation="chat")
         build = partial(self._chat_builder.item, messages, params, asked)
         open_stream = partial(self._open_astream, options=options)
         return AsyncChatStream(build if is_long_chat(messages, params, asked) else build(), open_stream)

@@ -16,6 +16,7 @@ from llamapipe.arguments import check_choice, check_flag, check_float, check_int
 from llamapipe.engine.cache import cache_of
 from llamapipe.engine.chat_calls import ChatCalls
 from llamapipe.engine.frontend.chat_builder import ChatBuilder
+from llamapipe.engine.frontend.observer import RequestObserver
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.frontend.request_builder import RequestBuilder
 from llamapipe.engine.frontend.snapshot import Layout
@@ -184,7 +185,7 @@ class Engine(ChatCalls, Owner):
             self._chat_builder = ChatBuilder(model, self._request_builder)
             tuner = tuner_of(context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch))
             executor = StepExecutor(pipeline, tuner)
-            loop = EngineLoop(scheduler, executor, window_us * 1e-6, self._queue.leave)
+            loop = EngineLoop(scheduler, executor, window_us * 1e-6, self._queue.left)
             engine_thread = EngineThread(loop)
             undo.callback(engine_thread.close, drain=False)
             self._engine_thread = engine_thread
@@ -232,6 +233,8 @@ class Engine(ChatCalls, Owner):
         """
         was_open = not self.closed
         self._engine_thread.close(check_flag("drain", drain))
+        if self._submission.observer is not None:
+            self._submission.observer.close()
         if was_open and self._trace_path is not None and not self._engine_thread.in_child():
             self.trace.save(self._trace_path)
         if self._owns_model:
@@ -258,6 +261,10 @@ class Engine(ChatCalls, Owner):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose(drain=kind is None)
+
+    def _observe(self, observer: RequestObserver | None) -> None:
+        """Tells an observer of all requests to come; None: tell nobody."""
+        self._submission.observer = observer
 
     def _layout(self) -> Layout:
         return Layout(self.model.fingerprint, *self._types)

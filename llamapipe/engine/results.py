@@ -17,10 +17,14 @@ _MOST_CHARACTERS = 60  # of a text in a repr
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds from the submission to the first token (None if there was none), and to the end."""
+    """Seconds from the submission to the first token (None if there was none), and to the end.
+
+    ``queue_s``: seconds until it had a slot, None without a first token. The prompt is computed between the two.
+    """
 
     first_token_s: float | None
     total_s: float
+    queue_s: float | None = None
 
 
 class _IdLogprob(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.delivery.sink import Failure
+from llamapipe.engine.frontend.observer import ObservedRequest
 from llamapipe.engine.results import Delta
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.worker.engine_thread import EngineThread
@@ -23,6 +24,7 @@ class _Reader(Owner):
     """The part both kinds of stream share: the budget for further tokens, the end, cancelling."""
 
     engine: object = None  # kept alive by its streams
+    observed: ObservedRequest | None = None
 
     def __init__(self, engine_thread: EngineThread, request: Request, deadline: float | None) -> None:
         self._engine_thread = engine_thread
@@ -42,10 +44,13 @@ class _Reader(Owner):
     def _read(self, item: Any) -> Delta:
         if isinstance(item, Failure):
             self._done = True
+            self.observed_end(item.error)
             raise item.error
         delta: Delta = item
         if delta.finish_reason is not None:
             self._done = True
+            if self.observed is not None:
+                self.observed_end()
         request = self._request
         request.token_budget += len(delta.token_ids)
         # A command to the engine thread for every token would be expensive: half a buffer at once is enough.
@@ -64,8 +69,16 @@ class _Reader(Owner):
         return max(self._deadline - perf_counter(), 0.0)
 
     def _expired(self) -> TimeoutError:
+        error = TimeoutError("the request did not finish within its timeout and was cancelled")
+        self.observed_end(error)
         self.cancel()
-        return TimeoutError("the request did not finish within its timeout and was cancelled")
+        return error
+
+    def observed_end(self, error: BaseException | None = None) -> None:
+        """Tells the observer, if there is one and it does not know it yet."""
+        observed, self.observed = self.observed, None
+        if observed is not None:
+            observed.end(error)
 
     def cancel(self) -> None:
         """Ends the request within a step; the stream then ends too. Any thread; a second call does nothing."""
@@ -73,10 +86,14 @@ class _Reader(Owner):
         if not request.cancelled and request.state is not State.FINISHED:
             self._engine_thread.cancel_soon(request)
         self._done = True  # last: a caller that is interrupted before this line can cancel again
+        self.observed_end()
 
     def __del__(self) -> None:
         # Dropped before its end: the rest can no longer be read. This takes no lock, so any thread may collect it.
         if not getattr(self, "_done", True):
+            observed, self.observed = self.observed, None
+            if observed is not None:
+                observed.drop()
             self.cancel()
 
 
@@ -108,7 +125,8 @@ class Stream(_Reader):
             item = self._mailbox.get(timeout=left_s)
         except Empty:
             raise self._expired() from None
-        except BaseException:  # Ctrl-C while waiting
+        except BaseException as e:  # Ctrl-C while waiting
+            self.observed_end(e)
             self.cancel()
             raise
         return self._read(item)
@@ -162,7 +180,8 @@ class AsyncStream(_Reader):
                 item = await self._next_in_time()
             else:
                 item = await self._mailbox.get()
-        except BaseException:
+        except BaseException as e:
+            self.observed_end(e)
             self.cancel()
             raise
         return self._read(item)

@@ -93,6 +93,7 @@ class Choices:
         "_n_cached",
         "_n_left",
         "_prompt_targets",
+        "_queue_s",
         "_started_at",
         "mailbox",
     )
@@ -108,12 +109,15 @@ class Choices:
         self._n_left = n
         self._n_cached: int | None = None
         self._first_at: float | None = None
+        self._queue_s: float | None = None
         self._failed = False
 
-    def note_first_token(self) -> None:
+    def note_first_token(self, request: Request) -> None:
         """A choice has its first token."""
         if self._first_at is None:
             self._first_at = perf_counter()
+            left_queue_at = request.left_queue_at
+            self._queue_s = None if left_queue_at is None else max(left_queue_at - self._started_at, 0.0)
 
     def fail(self, error: BaseException) -> None:
         """A choice failed."""
@@ -132,7 +136,7 @@ class Choices:
         if self._n_left or self._failed:
             return
         first_s = None if self._first_at is None else self._first_at - self._started_at
-        timings = Timings(first_s, perf_counter() - self._started_at)
+        timings = Timings(first_s, perf_counter() - self._started_at, self._queue_s)
         prompt = None
         if self._prompt_targets is not None:
             ids = request.whole[: request.n_prompt]
@@ -163,7 +167,7 @@ class CompletionSink(Sink):
         """Searches for stop strings; if there are none, the text is made at the end."""
         if not self._has_token:
             self._has_token = True
-            self._choices.note_first_token()
+            self._choices.note_first_token(request)
         if request.wants_logprobs:
             self._logprobs.append(token_logprob(request, token, self._piece))
         if not self._stops:

@@ -29,6 +29,7 @@ def call_options(
     on_error: OnError = "raise",
     on_timeout: OnTimeout = "raise",
     names_prompts: bool = False,
+    operation: str = "text_completion",
 ) -> CallOptions:
     """Checked options of a call, whose time starts now."""
     deadline = None
@@ -36,7 +37,9 @@ def call_options(
         seconds = min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)
         deadline = perf_counter() + seconds
     check_choice("on_timeout", on_timeout, ON)
-    return CallOptions(check_flag("block", block), timeout, deadline, on_error, on_timeout, names_prompts)
+    return CallOptions(
+        check_flag("block", block), timeout, deadline, on_error, on_timeout, names_prompts, operation
+    )
 
 
 def outcome_of(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from llamapipe.engine.results import TimeHistogram
+    from llamapipe.engine.scheduler.request import Request
 
 
 class ExpiredError(TimeoutError):
@@ -119,6 +120,14 @@ class QueueLimit:
             if entered is not None:
                 self._times.add(now - entered)
         self._wake_all()
+
+    def left(self, requests: Sequence[Request]) -> None:
+        """Notes on requests when they got their first slot, or ended without; ``leave``. Engine thread."""
+        now = perf_counter()
+        for request in requests:
+            if request.left_queue_at is None:  # a preempted request comes again
+                request.left_queue_at = now
+        self.leave(requests)
 
     def withdraw(self, requests: Collection[Hashable]) -> None:
         """``leave`` for callers whose requests may never reach the engine thread."""

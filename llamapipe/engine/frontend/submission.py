@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, Mailbox, ThreadMailbox
 from llamapipe.engine.delivery.sink import Failure
+from llamapipe.engine.frontend.observer import ObservedRequest, RequestObserver
 from llamapipe.engine.frontend.progress import Progress
 from llamapipe.engine.frontend.queue_limit import ExpiredError, QueueLimit
 from llamapipe.engine.frontend.request_builder import PORTION, Groups, Make, named
 from llamapipe.engine.results import Completion
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
+from llamapipe.errors import EngineClosedError, QueueFullError
 
 if TYPE_CHECKING:
     import asyncio
@@ -41,7 +44,8 @@ _N_AHEAD = (
 class CallOptions:
     """How a call waits, and what it does with failures.
 
-    ``deadline``: a time of ``perf_counter``. ``names_prompts``: errors name the index of their prompt.
+    ``deadline``: a time of ``perf_counter``. ``names_prompts``: errors name the index of their prompt. ``operation``:
+    what observers call it.
     """
 
     block: bool = True
@@ -50,6 +54,7 @@ class CallOptions:
     on_error: OnError = "raise"
     on_timeout: OnTimeout = "raise"
     names_prompts: bool = False
+    operation: str = "text_completion"
 
     def expired(self) -> ExpiredError:
         """The error for a call whose deadline passed."""
@@ -61,6 +66,8 @@ class Pending(Generic[T]):
 
     def __init__(self, options: CallOptions) -> None:
         self.options = options
+        self.observer: RequestObserver | None = None
+        self._observed: dict[int, ObservedRequest] = {}
         self.groups: dict[int, Sequence[Request]] = {}
         self.unsubmitted: deque[Request] = deque()
         self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
@@ -69,8 +76,10 @@ class Pending(Generic[T]):
     def add(self, groups: Groups) -> None:
         """Requests that are to be submitted."""
         self.groups.update(groups)
-        for requests in groups.values():
+        for index, requests in groups.items():
             self.unsubmitted += requests
+            if self.observer is not None:
+                self._observed[index] = self.observer.begin(requests, self.options.operation)
 
     @property
     def requests(self) -> list[Request]:
@@ -84,6 +93,9 @@ class Pending(Generic[T]):
         """
         index, result = item
         requests = self.groups[index]
+        if self._observed:
+            error = result.error if isinstance(result, Failure) else None
+            self._observed.pop(index).end(error, timed_out=self.timed_out)
         if isinstance(result, Failure):
             result = named(result.error, index) if self.options.names_prompts else result.error
             if self.options.on_error == "raise" or not isinstance(result, Exception):
@@ -94,6 +106,13 @@ class Pending(Generic[T]):
                 result = _timed_out(result)
         return index, result, requests
 
+    def give_up(self, error: BaseException | None) -> None:
+        """The call ends without the other results, by this error if there is one."""
+        if not isinstance(error, (TimeoutError, QueueFullError, EngineClosedError)):
+            error = None  # Ctrl-C, or the error of another request
+        while self._observed:
+            self._observed.popitem()[1].end(error)
+
 
 class Submission:
     """Brings requests to the engine loop and their results back. Any thread."""
@@ -101,6 +120,7 @@ class Submission:
     def __init__(self, engine_thread: EngineThread, queue: QueueLimit) -> None:
         self._engine_thread = engine_thread
         self._queue = queue
+        self.observer: RequestObserver | None = None
 
     def _entering(self, unsubmitted: deque[Request], block: bool) -> Iterator[Request]:
         """Submits all requests together if the queue has room for them.
@@ -126,6 +146,12 @@ class Submission:
         self._queue.withdraw(requests)
         for request in requests:
             self._engine_thread.cancel_soon(request)
+
+    def _end(self, pending: Pending[T]) -> None:
+        """The call ends, by an error or because its caller gives up: what has no result is cancelled."""
+        if pending.groups:
+            self.cancel(pending.requests)
+            pending.give_up(sys.exc_info()[1])
 
     def _stop(self, pending: Pending[T], expired: ExpiredError) -> None:
         """After the deadline: ends the requests, so that what they generated arrives within a step, or raises."""
@@ -194,6 +220,7 @@ class Submission:
         """
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         options = pending.options
+        pending.observer = self.observer
         try:
             exhausted = False
             while True:
@@ -228,8 +255,7 @@ class Submission:
                 bar.update()
                 yield index, result
         finally:
-            if pending.groups:
-                self.cancel(pending.requests)
+            self._end(pending)
 
     def _next(self, mailbox: ThreadMailbox, pending: Pending[T]) -> Any:
         if pending.timed_out:  # what is cancelled arrives within a step
@@ -256,6 +282,7 @@ class Submission:
 
         mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
         pending = Pending[Any](options)
+        pending.observer = self.observer
         results: dict[int, Any] = {}
         makes = self._together(makes, options)
         exhausted = False
@@ -284,8 +311,7 @@ class Submission:
                 except ExpiredError as expired:
                     self._stop(pending, expired)
         finally:
-            if pending.groups:
-                self.cancel(pending.requests)
+            self._end(pending)
 
     async def aiterate(
         self, makes: AsyncIterator[Make], n_ahead: int, pending: Pending[T]
@@ -294,6 +320,7 @@ class Submission:
         import asyncio
 
         mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
+        pending.observer = self.observer
         room = asyncio.Semaphore(n_ahead)
         submitting = asyncio.ensure_future(self._submit_all(makes, mailbox, room, pending))
         submitting.add_done_callback(mailbox.receive)  # wakes the reader below
@@ -314,7 +341,7 @@ class Submission:
         finally:
             submitting.cancel()
             await asyncio.wait([submitting])
-            self.cancel(pending.requests)
+            self._end(pending)
 
     async def _submit_all(
         self, makes: AsyncIterator[Make], mailbox: AsyncMailbox, room: asyncio.Semaphore, pending: Pending[T]

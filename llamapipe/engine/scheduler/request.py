@@ -126,6 +126,7 @@ class Request:
         "keeps_cells",
         "last_logprob",
         "leader",
+        "left_queue_at",
         "logprob_targets",
         "max_tokens",
         "n_cached",
@@ -182,6 +183,7 @@ class Request:
         self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
         self.cells: Cells | None = None  # while it has a slot
         self.saved_cells: Cells | None = None  # while it is preempted, or keeps its cells
+        self.left_queue_at: float | None = None  # when it got its first slot, or ended without
         self.leader: Request | None = None  # the request that computes its prefix, while it waits for that
         self.logprob_targets: LogprobTargets | None = None  # which of its own tokens are scored
         self.wants_logprobs = False  # whether each generated token comes with log-probabilities

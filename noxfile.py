@@ -60,7 +60,7 @@ def lm_eval(session: nox.Session) -> None:
     """Install the package with lm-evaluation-harness and run the tests, and the program of its page, that need it."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "lm-eval[api]")
     _install(session, "backend=cpu", extra="lm-eval")
-    _pytest(session, "-m", "lm_eval", default=["tests/lm_eval_harness", "tests/docs"])
+    _pytest(session, "-m", "lm_eval", default=["tests/lm_eval_harness", "tests/docs", "tests/examples"])
 
 
 @nox.session
@@ -112,6 +112,14 @@ def docs(session: nox.Session) -> None:
         if "--links" in session.posargs:
             session.run("sphinx-build", "-b", "linkcheck", *options, str(made.with_name("links")))
     session.log(f"{made / 'index.html'}")
+
+
+@nox.session
+def integrations(session: nox.Session) -> None:
+    """Run, and check the types of, the programs in examples/ that need LlamaIndex, DSPy or lm-evaluation-harness."""
+    session.install(*nox.project.dependency_groups(GROUPS, "integrations"))
+    _install(session)
+    _pytest(session, "-m", "integrations", default=["tests/examples"])
 
 
 @nox.session

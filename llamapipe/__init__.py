@@ -77,6 +77,13 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> object:
+    """Raises AttributeError with the nearest public name."""
+    from llamapipe.arguments import unknown_attribute
+
+    raise unknown_attribute("llamapipe", name, __all__)
+
+
 def __dir__() -> list[str]:
     """The public names, for completion in an editor or notebook."""
     return list(__all__)

@@ -7,11 +7,14 @@ limit.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Set
-from typing import Any, SupportsFloat, SupportsIndex
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import wraps
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 _BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
 
 
@@ -64,8 +67,70 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
         raise TypeError(f"{name} must be a str, not {type(value).__name__}")
     known = list(choices)
     if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}")
+        hint = did_you_mean(value, known)
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}{hint}")
     return value
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a wrong one was probably meant to be: similar, or one that it begins."""
+    from difflib import get_close_matches
+
+    names = sorted(known)
+    close = get_close_matches(name, names, 1)
+    longer = [one for one in names if len(name) > 2 and one.startswith(name)]
+    return close[0] if close else min(longer, key=len, default=None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest one, or nothing."""
+    near = nearest(name, known)
+    return "" if near is None else f"; did you mean {near}?"
+
+
+def unknown_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error for an attribute that is not there, with the nearest one."""
+    public = [one for one in known if not one.startswith("_")]
+    # With a name and no object, Python's traceback adds no suggestion of its own.
+    return AttributeError(f"{owner} has no attribute {name!r}{did_you_mean(name, public)}", name=name)
+
+
+def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Callable[[F], F]:
+    """A decorator: the TypeError for an unknown keyword names the nearest one, or where the option belongs.
+
+    ``elsewhere``: for other classes, the names of their options.
+    """
+
+    def decorate(function: F) -> F:
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        known = frozenset(names) - {"self", "cls"}
+        shown = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+        @wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if not keywords.keys() <= known:
+                raise TypeError(wrong_option(shown, min(keywords.keys() - known), known, elsewhere or {}))
+            return function(*arguments, **keywords)
+
+        return cast(F, call)
+
+    return decorate
+
+
+def explains_fields(cls: C) -> C:
+    """``explains_options`` for the constructor of a dataclass."""
+    cls.__init__ = explains_options()(cls.__init__)
+    return cls
+
+
+def wrong_option(name: str, wrong: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]]) -> str:
+    """The message about an unknown option of a function."""
+    for owner, names in elsewhere.items():
+        if wrong in names:
+            return f"{name}() has no option {wrong!r}: it is an option of {owner}"
+    hint = did_you_mean(wrong, known) or f"; it has: {', '.join(sorted(known))}"
+    return f"{name}() has no option {wrong!r}{hint}"
 
 
 def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> list[int]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
+from llamapipe.arguments import did_you_mean, nearest
 from llamapipe.errors import InvalidRequestError
 
 Message = dict[str, Any]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _EXAMPLE = 'engine.chat([{"role": "user", "content": "Hello"}])'
 
 
@@ -43,16 +47,27 @@ def _checked(index: int, message: object) -> Message:
         )
     made: Message = plain(place, dict(message))
     role = made.get("role")
+    if "role" not in made:
+        raise InvalidRequestError(f"{place} has no role{_misspelt('role', made)}")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise InvalidRequestError(f"{place} has the role {role!r}; it must be a name such as 'user'")
+    # Templates may have roles of their own, but hardly one that differs from the usual ones by a letter.
+    if role not in _ROLES and (near := get_close_matches(role, _ROLES, 1, 0.8)):
+        raise InvalidRequestError(f"{place} has the role {role!r}; did you mean {near[0]}?")
     if "content" not in made and "tool_calls" not in made:
-        raise InvalidRequestError(f"{place} has no content")
+        raise InvalidRequestError(f"{place} has no content{_misspelt('content', made)}")
     made["content"] = _text(place, made.get("content"))
     if made.get("tool_calls") is None:
         made.pop("tool_calls", None)
     else:
         made["tool_calls"] = _calls(place, made["tool_calls"])
     return made
+
+
+def _misspelt(field: str, given: Mapping[str, Any]) -> str:
+    """The end of a message about a missing field: the field that was probably meant to be it."""
+    wrong = next((key for key in given if nearest(str(key), [field]) is not None), None)
+    return "" if wrong is None else f"; is {wrong!r} meant to be {field!r}?"
 
 
 def _text(place: str, content: Any) -> str:
@@ -70,9 +85,14 @@ def _text(place: str, content: Any) -> str:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+        if kind not in _TEXT_PARTS:
+            hint = did_you_mean(str(kind), _TEXT_PARTS)
             raise InvalidRequestError(
-                f"{place}: part {i} of the content has the type {kind!r}; only text is supported"
+                f"{place}: part {i} of the content has the type {kind!r}; only text is supported{hint}"
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"{place}: part {i} of the content has no text{_misspelt('text', part)}"
             )
         texts.append(part["text"])
     return "".join(texts)

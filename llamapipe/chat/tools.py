@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llamapipe.arguments import did_you_mean
 from llamapipe.chat.function_schema import described, named, parameters_schema
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import schema_object
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _CHOICES = ("auto", "none", "required")
+_TOOL_KEYS = frozenset({"type", "function"})
+_FUNCTION_KEYS = frozenset({"name", "description", "parameters", "strict"})
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
     if name not in names:
         raise InvalidRequestError(
             f"tool_choice names {name!r}; the tools are {', '.join(map(repr, names)) or 'none'}"
+            f"{did_you_mean(name, [*names, *_CHOICES])}"
         )
     return name
 
@@ -129,10 +133,10 @@ def _from_dict(one: Mapping[str, Any]) -> Tool:
     function = one.get("function")
     if one.get("type") != "function" or not isinstance(function, Mapping):
         raise InvalidRequestError('a tool must be {"type": "function", "function": {"name": …}}')
-    unknown = [*(one.keys() - {"type", "function"})]
-    unknown += function.keys() - {"name", "description", "parameters", "strict"}
-    if unknown:
-        raise InvalidRequestError(f"unknown key {min(unknown)!r} in a tool")
+    for given, known in ((one, _TOOL_KEYS), (function, _FUNCTION_KEYS)):
+        if unknown := given.keys() - known:
+            wrong = min(unknown)
+            raise InvalidRequestError(f"unknown key {wrong!r} in a tool{did_you_mean(wrong, known)}")
     if "name" not in function:
         raise InvalidRequestError("a tool needs a name")
     description = function.get("description")

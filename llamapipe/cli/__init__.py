@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
+from typing import NoReturn
 
 import llamapipe
+from llamapipe.arguments import did_you_mean
 from llamapipe.cli import batch, chat, completion, demo, embed, generate, score, serve, trace
 from llamapipe.cli.check import doctor, models
 from llamapipe.cli.measure import bench, tune
@@ -68,8 +71,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """The parser of the program, whose message about an unknown command names the nearest one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and exits."""
+        found = re.search(r"invalid choice: '([^']*)'", message)
+        if found is not None:
+            names = [command.__name__.rpartition(".")[2] for command in _COMMANDS]
+            near = did_you_mean(found[1], names) or f"; the commands are {', '.join(names)}"
+            message = f"there is no command {found[1]!r}{near}"
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_USAGE, f"llamapipe: {message} (see llamapipe --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="llamapipe",
         description="GGUF models through llama.cpp, in process, for many callers at once.",
         epilog=_EPILOG,

@@ -57,6 +57,13 @@ def add_parser(
     parser.add_argument(
         "--truncate", action="store_true", help="cut texts that are too long; else they are errors"
     )
+    parser.add_argument(
+        "-c",
+        "--n-ctx",
+        type=int,
+        metavar="N",
+        help="longest text in tokens (default: the model's, at most 2048)",
+    )
     parser.add_argument("-t", "--n-threads", type=int, metavar="N", help="compute threads")
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
     parser.set_defaults(run=run, parser=parser)
@@ -91,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _embedder(model: lp.Model, args: argparse.Namespace) -> lp.Embedder:
     try:
-        return lp.Embedder(model, args.pooling, n_threads=args.n_threads)
+        return lp.Embedder(model, args.pooling, args.n_ctx, n_threads=args.n_threads)
     except lp.errors.LlamapipeError:
         raise
     except (ValueError, TypeError) as error:

@@ -6,14 +6,45 @@ Options have the names of the arguments, with dashes for underscores.
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import llamapipe as lp
+from llamapipe.arguments import nearest
+
+_SEVERAL_LETTERS = re.compile(r"-[A-Za-z]{2,}")
+# Options of llama.cpp's programs that have another name here.
+_OF_LLAMA_CPP = {
+    "--predict": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "--ctx-size": "--n-ctx",
+    "--threads": "--n-threads",
+    "--threads-batch": "--n-threads-batch",
+    "--batch-size": "--n-batch",
+    "--ubatch-size": "--n-ubatch",
+    "--parallel": "--n-seq-max",
+    "--gpu-layers": "--n-gpu-layers",
+    "--cache-type-k": "--type-k",
+    "--cache-type-v": "--type-v",
+    "--keep": "--n-keep",
+    "--reverse-prompt": "--stop",
+    "--samplers": "--sampler-order",
+    "--grammar-file": "--grammar @FILE",
+    "--json-schema-file": "--json-schema @FILE",
+    "-r": "--stop",
+    "-hf": "-m hf:OWNER/REPO/FILE",
+    "-hfr": "-m hf:OWNER/REPO/FILE",
+    "--hf-repo": "-m hf:OWNER/REPO/FILE",
+    "-p": "the prompt as an argument without an option",
+    "--prompt": "the prompt as an argument without an option",
+    "-fa": "flash attention where the backend supports it, without an option",
+    "--flash-attn": "flash attention where the backend supports it, without an option",
+}
 
 
 class UsageError(Exception):
@@ -29,17 +60,31 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse `args`; arguments that the subcommand does not know are an error."""
+        self._refuse_joined(sys.argv[1:] if args is None else args)
         values, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._reject(unknown)
         return values, unknown
 
+    def _refuse_joined(self, args: Sequence[str]) -> None:
+        """Refuses short options of llama.cpp that we lack: argparse would read ``-fa on`` as ``-f a``."""
+        for text in args:
+            if text == "--":
+                return
+            if _SEVERAL_LETTERS.fullmatch(text) and text not in self._option_string_actions:
+                self._reject([text])
+
     def _reject(self, unknown: Sequence[str]) -> NoReturn:
         message = f"unrecognized arguments: {' '.join(unknown)}"
         wrong = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
         if wrong is not None:
-            near = difflib.get_close_matches(wrong, self._option_string_actions, n=1)
-            message += f"; did you mean {near[0]}?" if near else ""
+            known = self._option_string_actions
+            ours = _OF_LLAMA_CPP.get(wrong)
+            if ours is not None and (not ours.startswith("-") or ours in known or " " in ours):
+                message += f"; llamapipe has {ours}"
+            elif wrong.startswith("--"):
+                near = nearest(wrong[2:], [name[2:] for name in known if name.startswith("--")])
+                message += "" if near is None else f"; did you mean --{near}?"
         self.error(f"{message} (see {self.prog} --help)")
 
 
@@ -62,7 +107,7 @@ class Option:
 
 def _number_or_none(text: str) -> int | None:
     try:
-        return None if text == "none" else int(text)
+        return None if text in ("none", "-1") else int(text)  # -1 is llama.cpp's
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor 'none'") from None
 
@@ -113,7 +158,7 @@ SAMPLING = [
         "max_tokens",
         _number_or_none,
         "N",
-        "generate at most N tokens; 'none': until the model stops or the context is full",
+        "generate at most N tokens; 'none' or -1: until the model stops or the context is full",
         aliases=("-n",),
     ),
     Option(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe.arguments import nearest
 from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
@@ -167,7 +168,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:
-    """The keys of the file and of the environment."""
+    """The keys of the file and of the environment. A misspelt variable must not leave the server without keys."""
+    for name in os.environ:
+        if name.startswith("LLAMAPIPE_") and name != KEYS_VARIABLE and nearest(name, [KEYS_VARIABLE]):
+            raise UsageError(f"the variable {name} is unknown; did you mean {KEYS_VARIABLE}?")
     keys = os.environ.get(KEYS_VARIABLE, "").split(",")
     if path is not None:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -11,6 +11,7 @@ from statistics import median
 import numpy as np
 
 import llamapipe as lp
+from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
@@ -68,7 +69,9 @@ def add_parser(
         help="trace a pipeline instead of an engine: steps of N tokens, with every row read by numpy",
     )
     parser.add_argument("--requests", type=int, default=8, metavar="N", help="concurrent requests (8)")
-    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens per request (32)")
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=32, metavar="N", help="tokens per request (32)"
+    )
     parser.add_argument(
         "--steps", type=int, default=_DRAWN, metavar="N", help=f"steps in the picture ({_DRAWN})"
     )
@@ -91,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
     for path in outputs:
         if path.suffix not in (".json", ".svg"):
             raise UsageError(f"{path} is neither .json (for Perfetto) nor .svg (a picture)")
-    model = lp.Model(args.model, **given(args, MODEL)) if args.model else lp.Model.demo()
-    with model:
+    with open_model(args.model, given(args, MODEL)) as model:
         trace, title = _read_rows(model, args) if args.rows else _generate(model, args)
         spans = trace.spans()
         last = max((span.step for span in spans), default=0)
@@ -112,7 +114,7 @@ def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str]
     prompts = [f"{_PROMPT} {name}" for name in _names(args.requests)]
     options = given(args, [*ENGINE, *_DEPTH])
     options.setdefault("n_seq_max", min(args.requests, 64))
-    with lp.Engine(model, **options) as engine:
+    with open_engine(model, options) as engine:
         _stream(engine, prompts, params)  # warm up, so that the picture shows no start-up
         engine.trace.start()
         _stream(engine, prompts, params)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, TypeAlias, cast, overload
 
 import numpy as np
 
-from llamapipe.arguments import check_flag, check_tokens
+from llamapipe.arguments import check_flag, check_tokens, explains_options
 from llamapipe.embedding.worker import Call, Worker
 from llamapipe.engine.frontend.progress import progress_bar
 from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.llama.embedding_context import EmbeddingContext
-from llamapipe.llama.model import Model
+from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Embedder(Owner):
     embeddings, BackendError if memory runs out.
     """
 
+    @explains_options({"Model": MODEL_OPTIONS})
     def __init__(
         self,
         model: Model | str | os.PathLike[str],

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal, overload
 
-from llamapipe.arguments import check_choice, check_int
+from llamapipe.arguments import check_choice, check_int, explains_options
 from llamapipe.engine.calls import EngineCalls
 from llamapipe.engine.delivery.mailbox import AsyncMailbox
 from llamapipe.engine.frontend.call_options import ON, amakes_of, call_options, outcome_of
@@ -192,6 +192,7 @@ class AsyncEngineCalls(EngineCalls):
         block: bool = True,
     ) -> list[Score | list[Score]]: ...
 
+    @explains_options()
     async def ascore(
         self,
         prompt: Prompt | Sequence[Prompt],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, Literal, TypeVar, overload
 
-from llamapipe.arguments import check_choice, check_flag, check_int
+from llamapipe.arguments import check_choice, check_flag, check_int, explains_options
 from llamapipe.engine.cache import MIN_PREFIX
 from llamapipe.engine.cached_prefix import CachedPrefix
 from llamapipe.engine.delivery.mailbox import Mailbox, ThreadMailbox
@@ -248,6 +248,7 @@ class EngineCalls:
         generation.engine = self
         return generation
 
+    @explains_keywords
     def restore(self, snapshot: bytes, params: SamplingParams | None = None) -> Generation:
         """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
 
@@ -271,6 +272,7 @@ class EngineCalls:
         engine_thread.call(engine_thread.loop.restore, request, found.n_cells, found.state)
         return generation
 
+    @explains_options()
     def cache_prefix(self, prompt: Prompt, *, timeout: float | None = None) -> CachedPrefix:
         """Computes a prompt and keeps its KV cells in host memory until they are released.
 
@@ -354,6 +356,7 @@ class EngineCalls:
         progress: bool = False,
     ) -> list[Score | list[Score]]: ...
 
+    @explains_options()
     def score(
         self,
         prompt: Prompt | Sequence[Prompt],
@@ -390,6 +393,7 @@ class EngineCalls:
         progress: bool = False,
     ) -> list[Score]: ...
 
+    @explains_options()
     def score_tokens(
         self,
         tokens: TokenIds | Sequence[TokenIds],
@@ -404,6 +408,7 @@ class EngineCalls:
         """
         return self._score(tokens_job(self.model, tokens), timeout, block, progress)
 
+    @explains_options()
     def perplexity(
         self,
         text: str | TokenIds,

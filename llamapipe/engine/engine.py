@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from llamapipe.arguments import check_choice, check_flag, check_float, check_int
+from llamapipe.arguments import check_choice, check_flag, check_float, check_int, explains_options
 from llamapipe.engine.cache import cache_of
 from llamapipe.engine.chat_calls import ChatCalls
 from llamapipe.engine.frontend.chat_builder import ChatBuilder
@@ -32,7 +32,7 @@ from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.host.memory import free_memory
 from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import kv_bytes
-from llamapipe.llama.model import Model
+from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
 from llamapipe.native.owner import Owner
 from llamapipe.pipeline.trace import Trace, check_trace_path
@@ -89,6 +89,7 @@ class Engine(ChatCalls, Owner):
     be created.
     """
 
+    @explains_options({"SamplingParams": SamplingParams.__dataclass_fields__, "Model": MODEL_OPTIONS})
     def __init__(
         self,
         model: Model | str | os.PathLike[str],

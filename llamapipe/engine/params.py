@@ -9,7 +9,7 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from llamapipe.arguments import check_flag, check_float, check_int
+from llamapipe.arguments import check_flag, check_float, check_int, did_you_mean, explains_fields
 from llamapipe.llama.sampler import MAX_BIAS, check_bias
 from llamapipe.structured.schema import closed_objects
 
@@ -61,6 +61,7 @@ _FIELDS_OF = {
 CONSTRAINTS = ("grammar", "json_schema", "regex", "lark")
 
 
+@explains_fields
 @dataclass(frozen=True)
 class SamplingParams:
     """Options of one request; frozen, usable for any number of requests and threads.
@@ -274,7 +275,10 @@ class SamplingParams:
         order = tuple(_items("sampler_order", self.sampler_order))
         for i, name in enumerate(order):
             if name not in SAMPLER_ORDER:
-                raise ValueError(f"sampler_order holds {name!r}; it may hold {', '.join(SAMPLER_ORDER)}")
+                hint = did_you_mean(str(name), SAMPLER_ORDER)
+                raise ValueError(
+                    f"sampler_order holds {name!r}; it may hold {', '.join(SAMPLER_ORDER)}{hint}"
+                )
             if name in order[:i]:
                 raise ValueError(f"sampler_order holds {name!r} twice")
         for name in SAMPLER_ORDER:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import string
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
+from llamapipe.arguments import did_you_mean
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
@@ -112,8 +112,7 @@ class Answerer:
         chats = messages is not None or self._chat
         known = _OPTIONS | (_CHAT_OPTIONS if chats else frozenset())
         if wrong := sorted(options.keys() - known):
-            near = difflib.get_close_matches(wrong[0], known, n=1)
-            raise ValueError(f"{wrong[0]!r} is no option" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(f"{wrong[0]!r} is no option{did_you_mean(wrong[0], known | _KEPT)}")
         params = replace(self._params, **{k: v for k, v in options.items() if k in _OPTIONS})
         out: Any
         if not chats:

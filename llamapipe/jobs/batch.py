@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import TypedDict, cast, overload
 
+from llamapipe.arguments import explains_options
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.frontend.progress import progress_bar
 from llamapipe.engine.params import SamplingParams
@@ -66,6 +67,7 @@ def batch(
     ordered: bool = True,
     progress: bool = False,
 ) -> BatchSummary: ...
+@explains_options()
 def batch(
     records: Iterable[BatchRecord] | os.PathLike[str],
     engine: Engine,

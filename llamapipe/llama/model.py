@@ -15,7 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from llamapipe.arguments import check_choice, check_flag, check_float, check_int
+from llamapipe.arguments import (
+    check_choice,
+    check_flag,
+    check_float,
+    check_int,
+    explains_options,
+    wrong_option,
+)
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.llama.devices import Device, device_handles
 from llamapipe.llama.loading import Progress, load, mapping_guard
@@ -27,12 +34,29 @@ if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
     from llamapipe.llama.chat_prompts import ChatPrompts
 
+# Options of ``Engine`` that other libraries have where they load a model.
+ENGINE_OPTIONS = (
+    "n_ctx",
+    "n_seq_max",
+    "n_batch",
+    "n_ubatch",
+    "n_threads",
+    "n_threads_batch",
+    "type_k",
+    "type_v",
+)
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
 def demo_model_path() -> Path:
     """Path of the bundled model, a small GGUF file inside the package."""
     return Path(__file__).parent.parent / "data" / "demo.gguf"
+
+
+# The options of ``Model``, for messages.
+MODEL_OPTIONS = frozenset(
+    "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template".split()
+)
 
 
 class Model(Owner):
@@ -55,6 +79,7 @@ class Model(Owner):
     BackendError for an unknown device.
     """
 
+    @explains_options({"Engine": ENGINE_OPTIONS})
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -192,6 +217,9 @@ class Model(Owner):
 
         for name, value in (("local_files_only", local_files_only), ("progress", progress)):
             check_flag(name, value)
+        if wrong := options.keys() - MODEL_OPTIONS:
+            known = MODEL_OPTIONS | {"filename", "revision", "local_files_only", "progress"}
+            raise TypeError(wrong_option("from_pretrained", min(wrong), known, {"Engine": ENGINE_OPTIONS}))
         texts: dict[str, object] = {"repo_id": repo_id, "filename": filename, "revision": revision}
         for name, text in texts.items():
             if not isinstance(text, str) and (text is not None or name == "repo_id"):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+
+from llamapipe.arguments import unknown_attribute
 
 
 class Owner:
-    """Cannot be copied or pickled: two owners would free the same memory."""
+    """Cannot be copied or pickled: two owners would free the same memory. A misspelt attribute's error names it."""
 
     __slots__ = ()
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError: no attribute of this name was found."""
+            if name.startswith("_") or hasattr(type(self), name):  # private, or a property that has failed
+                return object.__getattribute__(self, name)
+            raise unknown_attribute(f"{type(self).__name__!r} object", name, dir(self))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         name = type(self).__name__

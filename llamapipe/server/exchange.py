@@ -13,11 +13,12 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 
+from llamapipe.arguments import did_you_mean
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Call:
         try:
             return decoder.decode(self.raw)
         except msgspec.ValidationError as e:
-            raise _refused(str(e)) from None
+            raise _refused(str(e), decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
         except RecursionError:
@@ -214,7 +215,7 @@ class Call:
         await self.answer(msgspec.json.encode(error.body(dialect)), error.status, headers)
 
 
-def _refused(message: str) -> ApiError:
+def _refused(message: str, kind: Any) -> ApiError:
     """The error for a body that does not match the API's types."""
     place = _PLACE.search(message)
     path = place.group(1) if place else ""
@@ -223,7 +224,9 @@ def _refused(message: str) -> ApiError:
         found = pattern.search(message)
         if found:
             field = f"{path}.{found.group(1)}" if path else found.group(1)
-            return ApiError(400, f"{what} field: {field}", field, f"{what}_field")
+            known = msgspec.structs.fields(kind) if what == "unknown" and not path else ()
+            hint = did_you_mean(field, [one.encode_name for one in known])
+            return ApiError(400, f"{what} field: {field}{hint}", field, f"{what}_field")
     return ApiError(400, f"{path}: {text}" if path else text, path or None, "invalid_value")
 
 

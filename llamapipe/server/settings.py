@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llamapipe.arguments import check_flag, check_float, check_int
+from llamapipe.arguments import check_flag, check_float, check_int, explains_fields
 
 _API_KEY = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 
+@explains_fields
 @dataclass(frozen=True)
 class ServerSettings:
     """Limits and names of one server; frozen.

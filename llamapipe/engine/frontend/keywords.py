@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from llamapipe.arguments import nearest
 from llamapipe.engine.params import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,8 +33,6 @@ def _explanation(name: str, keywords: dict[str, Any], known: frozenset[str]) -> 
         options = ", ".join(f"{keyword}={keywords[keyword]!r}" for keyword in wrong)
         return f"sampling options are fields of SamplingParams: {name}(prompt, lp.SamplingParams({options}))"
     unknown = next(keyword for keyword in wrong if keyword not in _SAMPLING)
-    close = get_close_matches(unknown, sorted(known | _SAMPLING), 1)
-    hint = (
-        f"did you mean {close[0]}?" if close else f"it has: {', '.join(sorted(known - {'prompt', 'params'}))}"
-    )
+    near = nearest(unknown, known | _SAMPLING)
+    hint = f"did you mean {near}?" if near else f"it has: {', '.join(sorted(known - {'prompt', 'params'}))}"
     return f"{name}() has no option {unknown!r}; {hint}"

@@ -1,0 +1,89 @@
+"""llama.cpp's options: those that mean the same work everywhere, and no other one is taken for something else."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamapipe.cli import main
+
+# What every command that has the option calls it; `-n` and `--temp` where text is generated.
+SAME = {
+    "generate": "-n --temp -s -c -t -tb -b -ub -np -ngl -ctk -ctv",
+    "chat": "-n --temp -s -c -t -tb -b -ub -np -ngl -ctk -ctv",
+    "batch": "-n --temp -s -c -t -tb -b -ub -np -ngl -ctk -ctv",
+    "serve": "-c -t -tb -b -ub -np -ngl -ctk -ctv",
+    "score": "-c -t -tb -b -ub -np -ngl -ctk -ctv",
+    "bench": "-n -c -t -tb -b -ub -np -ngl -ctk -ctv",
+    "trace": "-n -c -t -tb -b -ub -np -ngl -ctk -ctv",
+    "tune": "-n -c -ngl",
+    "embed": "-c -t -ngl",
+}
+LONG = {
+    "-n": "--max-tokens",
+    "--temp": "--temperature",
+    "-s": "--seed",
+    "-c": "--n-ctx",
+    "-t": "--n-threads",
+    "-tb": "--n-threads-batch",
+    "-b": "--n-batch",
+    "-ub": "--n-ubatch",
+    "-np": "--n-seq-max",
+    "-ngl": "--n-gpu-layers",
+    "-ctk": "--type-k",
+    "-ctv": "--type-v",
+}
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", SAME)
+def test_short_options_mean_the_long_ones(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main([command, "--help"])
+    text = capsys.readouterr().out
+    for short in SAME[command].split():
+        line = next(line for line in text.splitlines() if line.lstrip().startswith(f"{short} "))
+        assert f" {LONG[short]} " in f"{line} ", line
+
+
+@pytest.mark.parametrize("command", ["generate", "batch"])
+def test_texts_and_logprobs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main([command, "--help"])
+    text = capsys.readouterr().out
+    assert "--n N" in text and "--logprobs N" in text
+
+
+@pytest.mark.parametrize("command", SAME)
+@pytest.mark.parametrize("option", ["-fa", "-sm", "-hf", "-cnv", "-mg", "-nkvo"])
+def test_no_other_short_option_is_read_as_two(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Argparse would read ``-fa on`` as ``-f a``, and ``-hf`` as a wish for help."""
+    assert f"unrecognized arguments: {option}" in said(capsys, command, option, "on")
+
+
+def test_options_that_have_another_name_here_say_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "llamapipe has --max-tokens" in said(capsys, "generate", "--n-predict", "3", "hello")
+    assert "llamapipe has -m hf:OWNER/REPO/FILE" in said(capsys, "chat", "-hf", "owner/repo")
+    assert "llamapipe has the prompt as an argument" in said(capsys, "generate", "-p", "hello")
+    assert "did you mean" not in said(capsys, "chat", "--n", "2")  # -n is another option
+
+
+def test_minus_one_token_is_no_limit(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "-n", "-1", "--temp", "0", "-t", "1", "-c", "64", "1, 2, 3,"]) == 0
+    assert len(capfd.readouterr().out.split(",")) > 10
+
+
+def test_a_misspelt_command_or_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "there is no command 'genrate'; did you mean generate?" in said(capsys, "genrate", "hello")
+    assert "the commands are demo, generate" in said(capsys, "frobnicate")
+    monkeypatch.setenv("LLAMAPIPE_API_KEY", "secret")
+    assert "did you mean LLAMAPIPE_API_KEYS?" in said(capsys, "serve")
+
+
+def test_wrong_engine_options_are_wrong_usage_in_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean shift?" in said(capsys, "trace", "--overflow", "shft")

@@ -1,0 +1,127 @@
+"""A misspelt name: the error says it and the nearest one that exists."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import llamapipe as lp
+from llamapipe.llama.model import ENGINE_OPTIONS, MODEL_OPTIONS
+from llamapipe.server.settings import ServerSettings
+
+PATH = lp.demo_model_path()
+
+
+@pytest.fixture(scope="module")
+def open_engine(demo: lp.Model) -> Any:
+    with lp.Engine(demo, n_ctx=256) as engine:
+        yield engine
+
+
+Engine: Any = lp.Engine
+Model: Any = lp.Model
+Params: Any = lp.SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "right"),
+    [
+        (lambda: lp.Engin, "Engin", "Engine"),
+        (lambda: lp.SamplingParam, "SamplingParam", "SamplingParams"),
+        (lambda: Engine(PATH, n_ctxx=64), "n_ctxx", "n_ctx"),
+        (lambda: Engine(PATH, n_thread=1), "n_thread", "n_threads"),
+        (lambda: Engine(PATH, temperature=1), "temperature", "an option of SamplingParams"),
+        (lambda: Engine(PATH, n_gpu_layers=1), "n_gpu_layers", "an option of Model"),
+        (lambda: Engine(PATH, type_k="q8"), "'q8'", "q8_0"),
+        (lambda: Engine(PATH, overflow="shft"), "'shft'", "shift"),
+        (lambda: Model(PATH, n_gpu_layer=1), "n_gpu_layer", "n_gpu_layers"),
+        (lambda: Model(PATH, n_ctx=64), "n_ctx", "an option of Engine"),
+        (lambda: Model.from_pretrained("a/b", local_files_onl=True), "local_files_onl", "local_files_only"),
+        (lambda: lp.Embedder(PATH, poolin="mean"), "poolin", "pooling"),  # type: ignore[call-arg]
+        (lambda: Params(max_token=3), "max_token", "max_tokens"),
+        (lambda: Params(temp=3), "temp", "temperature"),
+        (lambda: Params(sampler_order=["topk"]), "'topk'", "top_k"),
+        (lambda: ServerSettings(max_request=3), "max_request", "max_requests"),  # type: ignore[call-arg]
+        (lambda: lp.batch([], None, progres=True), "progres", "progress"),  # type: ignore[call-overload]
+    ],
+)
+def test_names_and_options(call: Callable[[], Any], wrong: str, right: str) -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError), match=wrong) as raised:
+        call()
+    assert right in str(raised.value).partition(wrong)[2]
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "right"),
+    [
+        (lambda e: e.genrate("a"), "genrate", "generate"),
+        (lambda e: e.model.tokenise("a"), "tokenise", "tokenize"),
+        (lambda e: e.stream("a").cancle(), "cancle", "cancel"),
+        (lambda e: e.generate("a", max_token=3), "max_token", "max_tokens"),
+        (lambda e: e.generate("a", on_error="retrun"), "'retrun'", "return"),
+        (lambda e: e.score("a", "b", timeot=3), "timeot", "timeout"),
+        (lambda e: e.score("a", "b", temperature=3), "temperature", "it has: "),
+        (lambda e: e.perplexity("a b", n_windw=3), "n_windw", "n_window"),
+        (lambda e: e.cache_prefix("a", timeot=3), "timeot", "timeout"),
+        (lambda e: e.chat("a", tool=[]), "tool", "tools"),
+        (lambda e: e.chat([{"rol": "user", "content": "a"}]), "'rol'", "'role'"),
+        (lambda e: e.chat([{"role": "usr", "content": "a"}]), "'usr'", "user"),
+        (lambda e: e.chat([{"role": "user", "contents": "a"}]), "'contents'", "'content'"),
+        (lambda e: e.chat([{"role": "user", "content": [{"type": "txt", "text": "a"}]}]), "'txt'", "text"),
+        (lambda e: e.chat([{"role": "user", "content": [{"type": "text", "txt": "a"}]}]), "'txt'", "'text'"),
+        (lambda e: e.chat("a", tools=[{"type": "function", "function": {"nam": "f"}}]), "'nam'", "name"),
+        (
+            lambda e: e.chat("a", tools=[lp.Tool("weather", "", {})], tool_choice="wether"),
+            "'wether'",
+            "weather",
+        ),
+        (
+            lambda e: e.chat("a", tools=[lp.Tool("weather", "", {})], tool_choice="requird"),
+            "'requird'",
+            "required",
+        ),
+    ],
+)
+def test_calls(open_engine: Any, call: Callable[[Any], Any], wrong: str, right: str) -> None:
+    pytest.importorskip("jinja2")
+    with pytest.raises((TypeError, ValueError, AttributeError), match=wrong) as raised:
+        call(open_engine)
+    assert right in str(raised.value).partition(wrong)[2]
+
+
+def test_a_batch_record(open_engine: Any) -> None:
+    (result,) = lp.batch([{"prompt": "a", "max_token": 3}], open_engine)
+    assert "'max_token' is no option; did you mean max_tokens?" in str(result["error"])
+
+
+def test_roles_of_templates_own_are_no_typos(open_engine: Any) -> None:
+    pytest.importorskip("jinja2")
+    for role in ("ipython", "function", "environment", "critic"):
+        assert open_engine.chat([{"role": role, "content": "a"}], lp.SamplingParams(max_tokens=1)).choices
+
+
+def test_options_named_in_hints_exist() -> None:
+    assert set(ENGINE_OPTIONS) <= inspect.signature(lp.Engine).parameters.keys()
+    parameters = inspect.signature(lp.Model).parameters.keys()
+    assert parameters - {"path", "progress"} == MODEL_OPTIONS
+
+
+def test_private_names_and_failing_properties_keep_their_own_errors(demo: lp.Model) -> None:
+    assert not hasattr(demo, "_repr_html_") and not hasattr(demo, "__len__")
+    half_made = lp.Stream.__new__(lp.Stream)
+    with pytest.raises(AttributeError, match="_stream"):
+        _ = lp.ChatStream.__new__(lp.ChatStream).n_cached_tokens
+    assert half_made.n_cached_tokens == 0
+
+
+def test_tab_shows_the_public_names_and_help_the_options() -> None:
+    assert dir(lp) == sorted(lp.__all__)
+    assert {"generate", "chat", "stream", "score", "stats", "close"} <= set(dir(lp.Engine))
+    for what in (lp, lp.Engine, lp.SamplingParams, lp.Model, lp.Embedder, lp.Engine.generate, lp.batch):
+        assert inspect.getdoc(what), what
+    assert list(inspect.signature(lp.Engine).parameters)[:3] == ["model", "n_ctx", "n_seq_max"]
+    assert list(inspect.signature(lp.SamplingParams).parameters)[:2] == ["max_tokens", "temperature"]
+    assert "max_tokens: 'int | None' = 256" in str(inspect.signature(lp.SamplingParams))

@@ -120,7 +120,7 @@ def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Ca
 
 def explains_fields(cls: C) -> C:
     """``explains_options`` for the constructor of a dataclass."""
-    cls.__init__ = explains_options()(cls.__init__)
+    setattr(cls, "__init__", explains_options()(vars(cls)["__init__"]))  # noqa: B010 - mypy refuses to assign it
     return cls
 
 

@@ -21,7 +21,7 @@ from llamapipe.arguments import did_you_mean
 from llamapipe.cli import batch, chat, completion, demo, embed, generate, score, serve, trace
 from llamapipe.cli.check import doctor, models
 from llamapipe.cli.measure import bench, tune
-from llamapipe.cli.options import CommandParser, UsageError
+from llamapipe.cli.options import CommandParser, HelpFormatter, UsageError
 from llamapipe.errors import LlamapipeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="llamapipe",
         description="GGUF models through llama.cpp, in process, for many callers at once.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"llamapipe {llamapipe.__version__}")
     parser.set_defaults(command_line=parser)  # for completion

@@ -15,6 +15,7 @@ from llamapipe.cli.options import (
     MODEL_HELP,
     SAMPLING,
     TEXTS,
+    HelpFormatter,
     UsageError,
     add_engine_options,
     add_options,
@@ -55,7 +56,7 @@ def add_parser(
         help="answer a file of prompts, conversations or requests",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("input", type=Path, metavar="IN", help="a file of records: .jsonl, .csv or .parquet")
     parser.add_argument(

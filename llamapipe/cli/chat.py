@@ -17,6 +17,7 @@ from llamapipe.cli.options import (
     MODEL,
     MODEL_HELP,
     SAMPLING,
+    HelpFormatter,
     UsageError,
     add_engine_options,
     add_options,
@@ -58,7 +59,7 @@ def add_parser(
         help="hold a conversation with a model",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="the system message")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from llamapipe.cli.options import HelpFormatter
+
 _DESCRIPTION = """\
 Print a script that completes commands and options in a shell. Needs the extra completion.
 
@@ -23,7 +25,7 @@ def add_parser(
         allow_abbrev=False,
         help="complete commands and options in a shell",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("shell", choices=_SHELLS, help="bash, zsh or tcsh")
     parser.set_defaults(run=run, parser=parser)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 import llamapipe as lp
 from llamapipe.cli.loading import open_model
-from llamapipe.cli.options import MODEL, MODEL_HELP, UsageError, add_options, defaults_of, given, model_path
+from llamapipe.cli.options import (
+    MODEL,
+    MODEL_HELP,
+    HelpFormatter,
+    UsageError,
+    add_options,
+    defaults_of,
+    given,
+    model_path,
+)
 from llamapipe.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -38,7 +47,7 @@ def add_parser(
         help="embeddings of texts; reranking",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="a text; - reads standard input")
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)

@@ -20,6 +20,7 @@ from llamapipe.cli.options import (
     MODEL_HELP,
     SAMPLING,
     TEXTS,
+    HelpFormatter,
     UsageError,
     add_engine_options,
     add_options,
@@ -54,7 +55,7 @@ def add_parser(
         help="continue one or more prompts",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads it from stdin"

@@ -9,6 +9,7 @@ import argparse
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,21 @@ _OF_LLAMA_CPP = {
 
 class UsageError(Exception):
     """The command line is invalid. The exit status is 2."""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps descriptions and examples as they are, and wraps paragraphs that are wider than the terminal."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = []
+        for paragraph in text.split("\n\n"):
+            lines = paragraph.splitlines()
+            is_prose = not any(line.startswith(" ") for line in lines)
+            if is_prose and any(len(line) > width for line in lines):
+                paragraphs.append(textwrap.fill(" ".join(lines), width))
+            else:
+                paragraphs.append(paragraph)
+        return super()._fill_text("\n\n".join(paragraphs), width, indent)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -12,6 +12,7 @@ from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
+    HelpFormatter,
     UsageError,
     add_engine_options,
     given,
@@ -40,7 +41,7 @@ def add_parser(
         help="log-probabilities of continuations, perplexity of texts",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="a prompt and its continuations")
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)

@@ -17,6 +17,7 @@ from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
+    HelpFormatter,
     UsageError,
     add_engine_options,
     given,
@@ -59,7 +60,7 @@ def add_parser(
         help="serve a model over HTTP",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(

@@ -16,6 +16,7 @@ from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
+    HelpFormatter,
     Option,
     UsageError,
     add_options,
@@ -51,7 +52,7 @@ def add_parser(
         help="record the timeline of an engine",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(

@@ -87,3 +87,13 @@ def test_a_misspelt_command_or_variable(
 
 def test_wrong_engine_options_are_wrong_usage_in_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean shift?" in said(capsys, "trace", "--overflow", "shft")
+
+
+@pytest.mark.parametrize("command", [*SAME, "doctor", "models", "demo"])
+def test_help_breaks_prose_between_words_at_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if len(line) > 80 and not line.startswith("  llamapipe ")]

@@ -12,6 +12,7 @@ from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
+    HelpFormatter,
     UsageError,
     add_engine_options,
     given,
@@ -36,7 +37,7 @@ def add_parser(
         allow_abbrev=False,
         help="tokens a second and first tokens, by the number of requests",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(

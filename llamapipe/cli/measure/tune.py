@@ -10,7 +10,16 @@ from typing import Any
 import llamapipe as lp
 from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.measure.load import Load, LoadRunner, Speed
-from llamapipe.cli.options import MODEL, MODEL_HELP, UsageError, add_options, defaults_of, given, model_path
+from llamapipe.cli.options import (
+    MODEL,
+    MODEL_HELP,
+    HelpFormatter,
+    UsageError,
+    add_options,
+    defaults_of,
+    given,
+    model_path,
+)
 from llamapipe.cli.terminal import Terminal
 from llamapipe.host.cores import usable_cores
 
@@ -32,7 +41,7 @@ def add_parser(
         allow_abbrev=False,
         help="find the fastest threads, slots and KV types",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(

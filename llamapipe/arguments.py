@@ -73,7 +73,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a wrong one was probably meant to be: similar, or one that it begins."""
+    """The most similar known name, else the shortest known name that begins with ``name``; None: there is none."""
     from difflib import get_close_matches
 
     names = sorted(known)
@@ -83,22 +83,22 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest one, or nothing."""
+    """A suggestion to append to a message about an unknown name: the nearest known name, or an empty text."""
     near = nearest(name, known)
     return "" if near is None else f"; did you mean {near}?"
 
 
 def unknown_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error for an attribute that is not there, with the nearest one."""
+    """An AttributeError for a missing attribute, with the nearest one."""
     public = [one for one in known if not one.startswith("_")]
     # With a name and no object, Python's traceback adds no suggestion of its own.
     return AttributeError(f"{owner} has no attribute {name!r}{did_you_mean(name, public)}", name=name)
 
 
 def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Callable[[F], F]:
-    """A decorator: the TypeError for an unknown keyword names the nearest one, or where the option belongs.
+    """A decorator. For an unknown keyword, the TypeError names the nearest option, or the class that has the option.
 
-    ``elsewhere``: for other classes, the names of their options.
+    ``elsewhere``: the names of other classes' options, by class.
     """
 
     def decorate(function: F) -> F:

@@ -1,7 +1,7 @@
 """OpenTelemetry: a span for each request of an engine. Needs the extra ``otel``.
 
-Names are those of OpenTelemetry's conventions for generative AI, which are not stable yet. Prompts and texts are not
-recorded. An engine that is not instrumented does nothing for this.
+Names follow OpenTelemetry's semantic conventions for generative AI, which are not stable yet. Prompts and outputs are
+not recorded. An engine that is not instrumented does no tracing work.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _INT64_MAX = 2**63 - 1  # integers of the protocol are signed
 
 
 def instrument(engine: Engine, tracer_provider: TracerProvider | None = None) -> None:
-    """Makes a span for each request that the engine gets from now on.
+    """Creates a span for each request that is submitted to the engine from now on.
 
-    ``tracer_provider``: default: the global one. A span belongs to the span that is current where the engine is
-    called, in threads and in asyncio tasks. It begins when the request is submitted, and ends with its last token; the
-    thread or task that reads the result writes it, so the engine never waits for an exporter. Each prompt of a list has
-    a span of its own, whatever ``n`` is.
+    ``tracer_provider``: default: the global one. A span is a child of the caller's current span, in threads and in
+    asyncio tasks. It begins when the request is submitted and ends with the last token. The thread or task that reads
+    the result ends the span, so the engine never waits for an exporter. Each prompt of a list has its own span, for any
+    ``n``.
 
-    ``generate`` and streams are ``text_completion`` spans, chats ``chat``, scores ``score``. Two events say when
-    a request got a slot (``llamapipe.prefill``) and its first token (``llamapipe.first_token``). Failed requests have
-    the status ERROR and ``error.type``. ``start`` and ``Embedder`` make none.
+    Spans of ``generate`` and streams are named ``text_completion``, of chats ``chat``, of scores ``score``. The events
+    ``llamapipe.prefill`` and ``llamapipe.first_token`` mark when a request got a slot and its first token. Spans of
+    failed requests have the status ERROR and ``error.type``. ``start`` and ``Embedder`` create no spans.
 
     Any thread. Raises ImportError without the extra ``otel``.
     """
@@ -48,7 +48,7 @@ def instrument(engine: Engine, tracer_provider: TracerProvider | None = None) ->
 
 
 def uninstrument(engine: Engine) -> None:
-    """Makes no span for the requests to come."""
+    """Creates no spans for future requests."""
     engine._observe(None)
 
 
@@ -59,7 +59,7 @@ class _Spans:
         self.trace = trace
         self._tracer = tracer
         self._model = model
-        self.dropped: deque[_RequestSpan] = deque()  # of streams that a destructor cancelled
+        self.dropped: deque[_RequestSpan] = deque()  # spans of streams that a destructor cancelled
 
     def begin(self, requests: Sequence[Request], operation: str) -> _RequestSpan:
         """Starts the span of one prompt, as a child of the caller's current span."""
@@ -109,7 +109,7 @@ class _RequestSpan:
             request.sink = sink
 
     def end(self, error: BaseException | None = None, timed_out: bool = False) -> None:
-        """Ends the span at the time at which the requests have ended, or now."""
+        """Ends the span at the time of the requests' end, or now."""
         span = self._span
         if span.is_recording():
             for name, at in (("prefill", self._prefill_at()), ("first_token", self._first_at())):
@@ -127,7 +127,7 @@ class _RequestSpan:
         span.end(self._ns(max(ends) if is_over else perf_counter()))
 
     def drop(self) -> None:
-        """Leaves the end to the next caller: a destructor may run while its thread holds a lock of OpenTelemetry."""
+        """Leaves the end to the next caller: a destructor may run while its thread holds an OpenTelemetry lock."""
         self._spans.dropped.append(self)
 
     def _results(self, cancelled: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class _RequestSpan:
 
 
 class _TimedSink:
-    """Notes when the first token comes and when the end, on the engine thread."""
+    """Records the times of the first token and of the end, on the engine thread."""
 
     __slots__ = ("_sink", "ended_at", "first_at")
 
@@ -173,5 +173,5 @@ class _TimedSink:
         self._sink.finish(request)
 
     def restart_text(self) -> None:
-        """Passes it on."""
+        """Passes the call on."""
         self._sink.restart_text()

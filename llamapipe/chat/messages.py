@@ -51,7 +51,7 @@ def _checked(index: int, message: object) -> Message:
         raise InvalidRequestError(f"{place} has no role{_misspelt('role', made)}")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise InvalidRequestError(f"{place} has the role {role!r}; it must be a name such as 'user'")
-    # Templates may have roles of their own, but hardly one that differs from the usual ones by a letter.
+    # Templates may define other roles, but a role that is one letter away from a usual one is a typing error.
     if role not in _ROLES and (near := get_close_matches(role, _ROLES, 1, 0.8)):
         raise InvalidRequestError(f"{place} has the role {role!r}; did you mean {near[0]}?")
     if "content" not in made and "tool_calls" not in made:
@@ -65,7 +65,7 @@ def _checked(index: int, message: object) -> Message:
 
 
 def _misspelt(field: str, given: Mapping[str, Any]) -> str:
-    """The end of a message about a missing field: the field that was probably meant to be it."""
+    """A suggestion to append to a message about a missing field: the given field that is probably a misspelling."""
     wrong = next((key for key in given if nearest(str(key), [field]) is not None), None)
     return "" if wrong is None else f"; is {wrong!r} meant to be {field!r}?"
 

@@ -27,8 +27,9 @@ from llamapipe.errors import LlamapipeError
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
 _COMMANDS = (demo, generate, chat, serve, batch, score, embed, bench, tune, trace, models, doctor, completion)
 _EPILOG = """\
-exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 output closed by its reader
-colours: on a terminal only, and not if NO_COLOR is set"""
+exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted, 141 the reader closed the output
+
+colours: only on a terminal, and only if NO_COLOR is not set"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """The parser of the program, whose message about an unknown command names the nearest one."""
+    """The program's parser. Its message about an unknown command suggests the nearest one."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits."""
         found = re.search(r"invalid choice: '([^']*)'", message)
         if found is not None:
             names = [command.__name__.rpartition(".")[2] for command in _COMMANDS]
-            near = did_you_mean(found[1], names) or f"; the commands are {', '.join(names)}"
+            near = did_you_mean(found[1], names) or f"; commands: {', '.join(names)}"
             message = f"there is no command {found[1]!r}{near}"
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"llamapipe: {message} (see llamapipe --help)\n")

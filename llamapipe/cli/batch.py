@@ -34,8 +34,8 @@ _DESCRIPTION = """\
 Answer every record of a file. Each line of IN is an object with "prompt" or "messages", and options of SamplingParams;
 or a request in OpenAI's batch format (needs the extra server); or, with --template, any columns, also those of a CSV
 or Parquet file.
-OUT gets one line for each record. A record that fails gets a line with "error", and the others go on.
-A job that was stopped, however that was, goes on when it is started again: every record is in OUT once."""
+OUT gets one line for each record. A record that fails gets a line with "error"; the others are not affected.
+If the job is stopped or killed, run the same command again to continue it: OUT then has every record once."""
 _EPILOG = """\
 examples:
   llamapipe batch prompts.jsonl -o answers.jsonl --max-tokens 64
@@ -53,7 +53,7 @@ def add_parser(
         parents=[common],
         usage="llamapipe batch [options] IN -o OUT",
         allow_abbrev=False,
-        help="answer a file of prompts, conversations or requests",
+        help="process a file of prompts, conversations or requests",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
@@ -66,12 +66,12 @@ def add_parser(
     parser.add_argument(
         "--template", metavar="TEXT", help="make the prompt from columns: 'Translate: {text}'"
     )
-    parser.add_argument("--chat", action="store_true", help="send prompts as messages of a user")
+    parser.add_argument("--chat", action="store_true", help="send each prompt as a user message")
     parser.add_argument("--system", metavar="TEXT", help="begin each conversation with this; implies --chat")
     parser.add_argument(
-        "--unordered", action="store_true", help="write results as they come, not in the order of IN"
+        "--unordered", action="store_true", help="write results as they finish, not in the order of IN"
     )
-    parser.add_argument("--overwrite", action="store_true", help="begin anew, without the results in OUT")
+    parser.add_argument("--overwrite", action="store_true", help="start again and discard the results in OUT")
     add_options(parser, "sampling", [*TEXTS, *SAMPLING], defaults_of(lp.SamplingParams))
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)

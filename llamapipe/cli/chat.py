@@ -27,21 +27,21 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.terminal import Terminal, WordWrap
 
-_DESCRIPTION = "Hold a conversation with a model; without -m, the bundled one. Needs the extra 'chat'."
+_DESCRIPTION = "Hold a conversation with a model. Without -m, use the bundled model. Needs the extra 'chat'."
 _EPILOG = """\
 examples:
   llamapipe chat
   llamapipe chat -m model.gguf --system "Answer in one sentence."
 
-In the conversation: /reset forgets it, /system TEXT sets the system message, /save FILE writes it as JSON, /help lists
-these, /exit ends. Ctrl-C stops an answer; Ctrl-D ends."""
+Commands in the conversation: /reset clears it, /system TEXT sets the system message, /save FILE writes the messages as
+JSON, /help lists the commands, /exit quits. Ctrl-C stops an answer; Ctrl-D quits."""
 _HELP = """\
-/reset         forget the conversation
-/system TEXT   set the system message and begin anew
+/reset         clear the conversation
+/system TEXT   set the system message and start again
 /system        remove it
 /save FILE     write the messages as JSON
 /help          show this
-/exit          end; Ctrl-D does, too
+/exit          quit, as Ctrl-D does
 A line that ends with \\ continues on the next one.
 Ctrl-C stops an answer."""
 _HISTORY_LINES = 1000
@@ -67,7 +67,7 @@ def add_parser(
         "--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template"
     )
     parser.add_argument(
-        "--no-thinking", action="store_true", help="switch reasoning off where the template can"
+        "--no-thinking", action="store_true", help="turn off reasoning, if the template supports it"
     )
     add_options(parser, "sampling", SAMPLING, {**defaults_of(lp.SamplingParams), "max_tokens": None})
     add_engine_options(parser)

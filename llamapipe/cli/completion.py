@@ -23,7 +23,7 @@ def add_parser(
         "completion",
         parents=[common],
         allow_abbrev=False,
-        help="complete commands and options in a shell",
+        help="print a completion script for a shell",
         description=_DESCRIPTION,
         formatter_class=HelpFormatter,
     )

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DESCRIPTION = """\
-Print the embedding of each text as a JSON line, or save them as an array; with --rerank, print the texts in the order
-of their relevance for a query."""
+Print the embedding of each text as a JSON line, or save all embeddings as an array. With --rerank, print the
+texts in the order of their relevance to a query."""
 _EPILOG = """\
 examples:
   llamapipe embed -m bge.gguf "a text" "another one"
@@ -44,7 +44,7 @@ def add_parser(
         parents=[common],
         usage="llamapipe embed [options] [TEXT ...]",
         allow_abbrev=False,
-        help="embeddings of texts; reranking",
+        help="embed texts, or rerank them",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
@@ -60,18 +60,18 @@ def add_parser(
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE.npy", help="save float32 (texts, width) for numpy.load"
     )
-    parser.add_argument("--rerank", metavar="QUERY", help="print the texts by their relevance for this query")
+    parser.add_argument("--rerank", metavar="QUERY", help="print the texts by their relevance to this query")
     parser.add_argument("--pooling", metavar="NAME", help="mean, cls or last (default: the model's)")
     parser.add_argument("--no-normalize", action="store_true", help="do not scale vectors to length 1")
     parser.add_argument(
-        "--truncate", action="store_true", help="cut texts that are too long; else they are errors"
+        "--truncate", action="store_true", help="truncate texts that are too long (default: they are errors)"
     )
     parser.add_argument(
         "-c",
         "--n-ctx",
         type=int,
         metavar="N",
-        help="longest text in tokens (default: the model's, at most 2048)",
+        help="maximum tokens of a text (default: the model's context, at most 2048)",
     )
     parser.add_argument("-t", "--n-threads", type=int, metavar="N", help="compute threads")
     add_options(parser, "model", MODEL, defaults_of(lp.Model))

@@ -19,7 +19,7 @@ import llamapipe as lp
 from llamapipe.arguments import nearest
 
 _SEVERAL_LETTERS = re.compile(r"-[A-Za-z]{2,}")
-# Options of llama.cpp's programs that have another name here.
+# Options of llama.cpp's programs that have another name in llamapipe.
 _OF_LLAMA_CPP = {
     "--predict": "--max-tokens",
     "--n-predict": "--max-tokens",
@@ -41,10 +41,10 @@ _OF_LLAMA_CPP = {
     "-hf": "-m hf:OWNER/REPO/FILE",
     "-hfr": "-m hf:OWNER/REPO/FILE",
     "--hf-repo": "-m hf:OWNER/REPO/FILE",
-    "-p": "the prompt as an argument without an option",
-    "--prompt": "the prompt as an argument without an option",
-    "-fa": "flash attention where the backend supports it, without an option",
-    "--flash-attn": "flash attention where the backend supports it, without an option",
+    "-p": "pass the prompt as an argument, without an option",
+    "--prompt": "pass the prompt as an argument, without an option",
+    "-fa": "flash attention is used where the backend supports it; there is no option",
+    "--flash-attn": "flash attention is used where the backend supports it; there is no option",
 }
 
 
@@ -53,7 +53,7 @@ class UsageError(Exception):
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps descriptions and examples as they are, and wraps paragraphs that are wider than the terminal."""
+    """Keeps line breaks in descriptions and examples, but wraps paragraphs that are wider than the terminal."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = []
@@ -83,7 +83,7 @@ class CommandParser(argparse.ArgumentParser):
         return values, unknown
 
     def _refuse_joined(self, args: Sequence[str]) -> None:
-        """Refuses short options of llama.cpp that we lack: argparse would read ``-fa on`` as ``-f a``."""
+        """Refuses unknown short options of several letters: argparse would read ``-fa on`` as ``-f a``."""
         for text in args:
             if text == "--":
                 return
@@ -97,7 +97,7 @@ class CommandParser(argparse.ArgumentParser):
             known = self._option_string_actions
             ours = _OF_LLAMA_CPP.get(wrong)
             if ours is not None and (not ours.startswith("-") or ours in known or " " in ours):
-                message += f"; llamapipe has {ours}"
+                message += f"; use {ours}" if ours.startswith("-") else f"; {ours}"
             elif wrong.startswith("--"):
                 near = nearest(wrong[2:], [name[2:] for name in known if name.startswith("--")])
                 message += "" if near is None else f"; did you mean --{near}?"
@@ -113,7 +113,7 @@ class Option:
     metavar: str
     help: str
     repeats: bool = False
-    aliases: tuple[str, ...] = ()  # llama.cpp's names, where they mean the same
+    aliases: tuple[str, ...] = ()  # llama.cpp's names for the same option
 
     @property
     def flag(self) -> str:
@@ -123,7 +123,7 @@ class Option:
 
 def _number_or_none(text: str) -> int | None:
     try:
-        return None if text in ("none", "-1") else int(text)  # -1 is llama.cpp's
+        return None if text in ("none", "-1") else int(text)  # -1: as in llama.cpp
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor 'none'") from None
 
@@ -155,7 +155,7 @@ MODEL_HELP = "a GGUF file, or hf:OWNER/REPO[/FILE] of the Hugging Face Hub (defa
 
 
 def model_path(text: str) -> Path:
-    """The model file that ``--model`` names; one of the hub is downloaded if need be."""
+    """The model file that ``--model`` names; one from the Hugging Face Hub is downloaded if needed."""
     from llamapipe.hub.reference import PREFIX, parse
 
     if not text.startswith(PREFIX):
@@ -202,7 +202,7 @@ SAMPLING = [
     ),
     Option("frequency_penalty", float, "X", "subtract X from a token's logit for each occurrence (0: off)"),
     Option("logit_bias", _bias, "ID=X", "add X to the logit of a token (repeatable)", repeats=True),
-    Option("seed", int, "N", "random seed; the same seed gives the same text", aliases=("-s",)),
+    Option("seed", int, "N", "random seed; the same seed gives the same output", aliases=("-s",)),
     Option("stop", str, "TEXT", "stop before this text (repeatable)", repeats=True),
     Option("stop_token_ids", int, "ID", "stop at this token (repeatable)", repeats=True),
     Option("ignore_eos", bool, "", "continue after the model's end-of-generation token"),
@@ -258,29 +258,45 @@ SAMPLING = [
 ]
 # For commands that can show several texts and log-probabilities.
 TEXTS = [
-    Option("n", int, "N", "texts for each prompt, which is computed once"),
+    Option("n", int, "N", "completions for each prompt; the prompt is computed once"),
     Option("logprobs", int, "N", "log-probabilities of the tokens and of the N most probable ones"),
 ]
 ENGINE = [
     Option("n_ctx", int, "N", "context of each request in tokens, prompt and output", aliases=("-c",)),
     Option("n_seq_max", int, "N", "requests that run at the same time", aliases=("-np",)),
-    Option("n_batch", int, "N", "most tokens in one step", aliases=("-b",)),
-    Option("n_ubatch", int, "N", "most tokens in one physical batch (ubatch)", aliases=("-ub",)),
-    Option("n_threads", int, "N", "CPU threads while one request runs", aliases=("-t",)),
+    Option("n_batch", int, "N", "maximum tokens in one step", aliases=("-b",)),
+    Option("n_ubatch", int, "N", "maximum tokens in one physical batch (ubatch)", aliases=("-ub",)),
+    Option(
+        "n_threads",
+        int,
+        "N",
+        "CPU threads while one request runs (default: adapts to the load)",
+        aliases=("-t",),
+    ),
     Option(
         "n_threads_batch",
         int,
         "N",
-        "CPU threads while several requests run, and for prompts",
+        "CPU threads for prompts, and while several requests run (default: as --n-threads)",
         aliases=("-tb",),
     ),
-    Option("n_cells", int, "N", "KV cells of all requests together, shared (default: n_ctx for each)"),
+    Option("n_cells", int, "N", "KV cells that all requests share (default: n_ctx for each request)"),
     Option("type_k", str, "TYPE", "type of the keys in the KV cache, such as q8_0", aliases=("-ctk",)),
     Option("type_v", str, "TYPE", "type of the values in the KV cache", aliases=("-ctv",)),
-    Option("cache_bytes", int, "N", "host memory for prefixes that have no slot any more; 0: none"),
-    Option("max_itl_ms", float, "MS", "cut prompts into chunks so that streams wait at most this long"),
+    Option(
+        "cache_bytes",
+        int,
+        "N",
+        "host memory for cached prefixes that have lost their slot; 0: none (default: a tenth of the free memory)",
+    ),
+    Option(
+        "max_itl_ms",
+        float,
+        "MS",
+        "compute prompts in chunks so that streams wait at most MS milliseconds between tokens",
+    ),
     Option("overflow", str, "MODE", "when a context is full: stop, recompute or shift"),
-    Option("n_keep", int, "N", "tokens at the start that overflow keeps"),
+    Option("n_keep", int, "N", "tokens at the start that --overflow keeps"),
 ]
 MODEL = [Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all", aliases=("-ngl",))]
 
@@ -292,7 +308,7 @@ def add_options(
     group = parser.add_argument_group(title)
     for option in options:
         default = defaults.get(option.name)
-        shown = "" if option.read is bool or option.repeats or default is None else f" ({default})"
+        shown = "" if option.read is bool or option.repeats or default is None else f" (default: {default})"
         # An option that was not given leaves no attribute, so that the library's own default holds.
         if option.read is bool:
             group.add_argument(

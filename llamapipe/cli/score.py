@@ -21,7 +21,7 @@ from llamapipe.cli.options import (
 from llamapipe.cli.terminal import Terminal
 
 _DESCRIPTION = """\
-Print the log-probability of each continuation of a prompt, the most probable one first; or, with -f, the perplexity of
+Print the log-probability of each continuation of a prompt, the most probable first. With -f, print the perplexity of
 texts."""
 _EPILOG = """\
 examples:
@@ -38,7 +38,7 @@ def add_parser(
         parents=[common],
         usage="llamapipe score [options] PROMPT CONTINUATION ...",
         allow_abbrev=False,
-        help="log-probabilities of continuations, perplexity of texts",
+        help="print log-probabilities of continuations, or the perplexity of texts",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
@@ -58,9 +58,9 @@ def add_parser(
         "--window",
         type=int,
         metavar="N",
-        help="perplexity as llama.cpp's tool has it, over windows of N tokens",
+        help="compute perplexity as llama.cpp's tool does, over windows of N tokens",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 

@@ -25,7 +25,7 @@ from llamapipe.cli.options import (
 )
 
 _DESCRIPTION = (
-    "Serve a model over HTTP for clients of OpenAI's and Anthropic's APIs; without -m, the bundled model."
+    "Serve a model over HTTP to clients of OpenAI's and Anthropic's APIs. Without -m, use the bundled model."
 )
 _EPILOG = """\
 examples:
@@ -33,8 +33,8 @@ examples:
   llamapipe serve -m model.gguf --n-seq-max 32 --n-ctx 8192
   llamapipe serve -m model.gguf --host 0.0.0.0 --api-key-file keys.txt
 
-SIGTERM and Ctrl-C end the server when the requests that it has are answered; the second time they are cancelled.
-There is no TLS here: put a proxy in front. docs/guides/server.md shows how."""
+After SIGTERM or Ctrl-C the server finishes running requests and exits. A second signal cancels them.
+The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md shows."""
 _SNIPPET = """\
 llamapipe serves {model} at {url}
 
@@ -44,7 +44,7 @@ llamapipe serves {model} at {url}
       model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
   print(answer.choices[0].message.content)
 
-{page}Ctrl-C ends it."""
+{page}Press Ctrl-C to stop the server."""
 KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
 
 
@@ -70,14 +70,22 @@ def add_parser(
         "--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template"
     )
     server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here (127.0.0.1)")
-    server.add_argument("--port", type=int, default=8080, metavar="N", help="0 takes a free port (8080)")
+    server.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)"
+    )
+    server.add_argument(
+        "--port",
+        type=int,
+        default=8080,
+        metavar="N",
+        help="port to listen on; 0: any free port (default: 8080)",
+    )
     server.add_argument(
         "--alias",
         action="append",
         default=[],
         metavar="NAME",
-        help="what clients call the model (repeatable)",
+        help="name of the model for clients (repeatable)",
     )
     server.add_argument(
         "--embeddings-alias", action="append", default=[], metavar="NAME", help="the same for --embeddings"
@@ -86,27 +94,41 @@ def add_parser(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"ask for one of the keys in this file, one a line; also from the variable {KEYS_VARIABLE}",
+        help=f"require an API key from this file, one key per line, or from the variable {KEYS_VARIABLE}",
     )
     server.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="pages of this origin may call ('*': all)",
+        help="allow requests from web pages of this origin; '*': all (repeatable)",
     )
-    server.add_argument("--max-requests", type=int, metavar="N", help="requests at once, more get 429 (1024)")
-    server.add_argument("--max-queue", type=int, metavar="N", help="requests that wait for a slot (1024)")
-    server.add_argument("--max-n", type=int, metavar="N", help="choices of one request (128)")
-    server.add_argument("--max-body-bytes", type=int, metavar="N", help="largest request body (16777216)")
-    server.add_argument("--timeout", type=float, metavar="S", help="seconds a request may take (no limit)")
     server.add_argument(
-        "--body-timeout", type=float, metavar="S", help="seconds in which a request's body must arrive (60)"
+        "--max-requests",
+        type=int,
+        metavar="N",
+        help="requests served at once; more are answered 429 (default: 1024)",
+    )
+    server.add_argument(
+        "--max-queue", type=int, metavar="N", help="requests that wait for a slot (default: 1024)"
+    )
+    server.add_argument("--max-n", type=int, metavar="N", help="choices of one request (default: 128)")
+    server.add_argument(
+        "--max-body-bytes", type=int, metavar="N", help="largest request body (default: 16777216)"
+    )
+    server.add_argument(
+        "--timeout", type=float, metavar="S", help="seconds a request may take (default: no limit)"
+    )
+    server.add_argument(
+        "--body-timeout",
+        type=float,
+        metavar="S",
+        help="seconds in which a request's body must arrive (default: 60)",
     )
     server.add_argument(
         "--strict", action="store_true", help="refuse options that only a hosted service can act on"
     )
-    server.add_argument("--no-page", action="store_true", help="no page at /")
+    server.add_argument("--no-page", action="store_true", help="do not serve the page at /")
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -169,7 +191,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:
-    """The keys of the file and of the environment. A misspelt variable must not leave the server without keys."""
+    """The keys of the file and of the environment. A misspelt variable is an error, not a server without keys."""
     for name in os.environ:
         if name.startswith("LLAMAPIPE_") and name != KEYS_VARIABLE and nearest(name, [KEYS_VARIABLE]):
             raise UsageError(f"the variable {name} is unknown; did you mean {KEYS_VARIABLE}?")

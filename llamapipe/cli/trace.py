@@ -27,8 +27,8 @@ from llamapipe.cli.options import (
 from llamapipe.cli.terminal import Terminal
 
 _DESCRIPTION = (
-    "Run some requests through an engine and record its timeline: as .json, which https://ui.perfetto.dev opens, or as "
-    ".svg, a picture."
+    "Run requests through an engine and record its timeline: as .json for https://ui.perfetto.dev, or as a picture, "
+    ".svg."
 )
 _EPILOG = """\
 examples:
@@ -36,7 +36,9 @@ examples:
   llamapipe trace --rows 128 --n-threads 1          # rows that numpy reads while the next step is computed
   llamapipe trace -m model.gguf --pipeline-depth 2 --requests 32 -o busy.json"""
 _PROMPT = "Once upon a time, there was a little"
-_DEPTH = [Option("pipeline_depth", int, "N", "steps in flight at once, 1 or 2 (2 on a GPU, else 1)")]
+_DEPTH = [
+    Option("pipeline_depth", int, "N", "steps in flight at once, 1 or 2 (default: 2 on a GPU, 1 on a CPU)")
+]
 _DRAWN = 6  # steps in the picture
 
 
@@ -61,7 +63,7 @@ def add_parser(
         type=Path,
         action="append",
         metavar="FILE",
-        help=".json or .svg (trace.json and trace.svg)",
+        help=".json or .svg (default: both, trace.json and trace.svg)",
     )
     parser.add_argument(
         "--rows",
@@ -69,12 +71,14 @@ def add_parser(
         metavar="N",
         help="trace a pipeline instead of an engine: steps of N tokens, with every row read by numpy",
     )
-    parser.add_argument("--requests", type=int, default=8, metavar="N", help="concurrent requests (8)")
     parser.add_argument(
-        "-n", "--max-tokens", type=int, default=32, metavar="N", help="tokens per request (32)"
+        "--requests", type=int, default=8, metavar="N", help="concurrent requests (default: 8)"
     )
     parser.add_argument(
-        "--steps", type=int, default=_DRAWN, metavar="N", help=f"steps in the picture ({_DRAWN})"
+        "-n", "--max-tokens", type=int, default=32, metavar="N", help="tokens per request (default: 32)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=_DRAWN, metavar="N", help=f"steps in the picture (default: {_DRAWN})"
     )
     add_options(parser, "engine", [*ENGINE, *_DEPTH], defaults_of(lp.Engine))
     add_options(

@@ -264,7 +264,7 @@ class Engine(ChatCalls, Owner):
         await self.aclose(drain=kind is None)
 
     def _observe(self, observer: RequestObserver | None) -> None:
-        """Tells an observer of all requests to come; None: tell nobody."""
+        """Sets the observer of future requests; None: no observer."""
         self._submission.observer = observer
 
     def _layout(self) -> Layout:

@@ -19,7 +19,7 @@ _MOST_CHARACTERS = 60  # of a text in a repr
 class Timings:
     """Seconds from the submission to the first token (None if there was none), and to the end.
 
-    ``queue_s``: seconds until it had a slot, None without a first token. The prompt is computed between the two.
+    ``queue_s``: seconds until the request got a slot; None without a first token. The prompt is computed after that.
     """
 
     first_token_s: float | None

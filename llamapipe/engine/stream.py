@@ -75,7 +75,7 @@ class _Reader(Owner):
         return error
 
     def observed_end(self, error: BaseException | None = None) -> None:
-        """Tells the observer, if there is one and it does not know it yet."""
+        """Notifies the observer of the end, once, if there is an observer."""
         observed, self.observed = self.observed, None
         if observed is not None:
             observed.end(error)

@@ -14,7 +14,7 @@ from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import TokenLogprob
 from llamapipe.jobs.records import Record
 
-# What has no place in a result is no option of a record.
+# Options that a record may set: all of SamplingParams, except those that JSON or a result cannot hold.
 _OPTIONS: Final = frozenset(field.name for field in fields(SamplingParams)) - {
     "prompt_logprobs",
     "logits_processors",
@@ -112,7 +112,7 @@ class Answerer:
         chats = messages is not None or self._chat
         known = _OPTIONS | (_CHAT_OPTIONS if chats else frozenset())
         if wrong := sorted(options.keys() - known):
-            raise ValueError(f"{wrong[0]!r} is no option{did_you_mean(wrong[0], known | _KEPT)}")
+            raise ValueError(f"{wrong[0]!r} is not an option{did_you_mean(wrong[0], known | _KEPT)}")
         params = replace(self._params, **{k: v for k, v in options.items() if k in _OPTIONS})
         out: Any
         if not chats:

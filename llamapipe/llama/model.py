@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
     from llamapipe.llama.chat_prompts import ChatPrompts
 
-# Options of ``Engine`` that other libraries have where they load a model.
+# Options of ``Engine`` that other libraries pass when they load a model.
 ENGINE_OPTIONS = (
     "n_ctx",
     "n_seq_max",
@@ -53,7 +53,7 @@ def demo_model_path() -> Path:
     return Path(__file__).parent.parent / "data" / "demo.gguf"
 
 
-# The options of ``Model``, for messages.
+# The options of ``Model``, for error messages.
 MODEL_OPTIONS = frozenset(
     "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template".split()
 )

@@ -1,8 +1,8 @@
-"""Installed packages with one more backend: ``llamapipe-cuda`` and ``llamapipe-vulkan``.
+"""Backend packages: ``llamapipe-cuda`` and ``llamapipe-vulkan`` add a backend to an installed llamapipe.
 
-Such a package is a folder with a backend module of llama.cpp and a record of its build. It is found by its name and
-never imported. A backend module shares structs with the core libraries, so both must be of one llama.cpp: another one
-would overwrite memory, not fail.
+A package is a folder with a backend module of llama.cpp and a record of its build. It is found by its name and never
+imported. A backend module shares structs with the core libraries, so both must be built from the same llama.cpp source:
+a module of another version would not fail, but corrupt memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMES = ("cuda", "vulkan")
 
 @dataclass(frozen=True)
 class BackendPackage:
-    """An installed package; ``build`` is its record (version, commit, identity of the source)."""
+    """An installed package. ``build``: the record of its build (version, commit, identity of the source)."""
 
     backend: str
     folder: Path
@@ -30,12 +30,12 @@ class BackendPackage:
 
     @property
     def name(self) -> str:
-        """The name to give to pip."""
+        """The package's name for pip."""
         return f"llamapipe-{self.backend}"
 
     @property
     def version(self) -> str:
-        """Its version, which is that of the llamapipe that it belongs to."""
+        """The version of the package and of the llamapipe that it belongs to."""
         return str(self.build.get("version", "?"))
 
     @property
@@ -49,7 +49,7 @@ class BackendPackage:
         return str(self.build.get("llama_cpp_commit", "unknown"))[:9]
 
     def problem(self, core: Mapping[str, Any]) -> str:
-        """Why it cannot be used with a core of this record, with the fix; empty if it can."""
+        """Why the package cannot be used with the core that ``core`` records, and the fix; empty if it can be used."""
         again = f"pip install --force-reinstall {self.name}=={self.version}"
         if not self.build or not self.module.is_file():
             return f"{self.name} in {self.folder} is damaged; install it again: `{again}`"
@@ -57,15 +57,15 @@ class BackendPackage:
         if wanted is not None and wanted == found:
             return ""
         return (
-            f"{self.name} {self.version} in {self.folder} is for another llama.cpp: it has {_source(self.build)}, "
-            f"llamapipe has {_source(core)}; install both in one version: `pip install --upgrade "
-            f"'llamapipe[{self.backend}]'`, or, for a llamapipe that you built, `pip uninstall {self.name}` and build "
-            f"the backend with it: `pip install . -C backend={self.backend}`"
+            f"{self.name} {self.version} in {self.folder} was built from another llama.cpp: it has "
+            f"{_source(self.build)}, llamapipe has {_source(core)}; install the same version of both: `pip "
+            f"install --upgrade 'llamapipe[{self.backend}]'`, or, if you built llamapipe, `pip uninstall {self.name}` "
+            f"and build it with the backend: `pip install . -C backend={self.backend}`"
         )
 
 
 def installed() -> list[BackendPackage]:
-    """The packages on Python's search path, without those whose backend llama.cpp cannot load on this system."""
+    """The backend packages on Python's search path. Empty on systems where llama.cpp cannot load them."""
     if sys.platform == "win32":
         return []
     found = (_find(backend) for backend in NAMES)
@@ -73,9 +73,9 @@ def installed() -> list[BackendPackage]:
 
 
 def usable(core: Mapping[str, Any]) -> list[BackendPackage]:
-    """The packages to load beside a core of this record, without those whose backend the core's folder has itself.
+    """The packages to load with the core that ``core`` records, except those whose backend the core contains.
 
-    Raises BackendError if one belongs to another llama.cpp or is damaged.
+    Raises BackendError if a package was built from another llama.cpp or is damaged.
     """
     packages = [package for package in installed() if package.backend not in core.get("backends", ())]
     for package in packages:
@@ -85,8 +85,8 @@ def usable(core: Mapping[str, Any]) -> list[BackendPackage]:
 
 
 def _find(backend: str) -> BackendPackage | None:
-    spec = find_spec(f"llamapipe_{backend}")  # of a top-level name: nothing is imported
-    if spec is None or spec.origin is None:  # without an __init__.py it is some folder of this name
+    spec = find_spec(f"llamapipe_{backend}")  # a top-level name: nothing is imported
+    if spec is None or spec.origin is None:  # without an __init__.py it is another folder with this name
         return None
     folder = Path(spec.origin).parent
     try:

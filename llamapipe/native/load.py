@@ -1,7 +1,7 @@
 """Loads the native module and its backends, and passes native log records to ``logging``.
 
-The module lies beside this file. Backends are loaded from our own folder and from those of our packages
-(``llamapipe-cuda``, ``llamapipe-vulkan``) only, never from one of another llama.cpp.
+The module is in this file's folder. Backends are loaded only from this folder and from those of backend packages
+(``llamapipe-cuda``, ``llamapipe-vulkan``), never from the folder of another llama.cpp.
 Importing this file does nothing: the first object that needs llama.cpp calls ``native()``.
 """
 
@@ -42,8 +42,8 @@ def build_info() -> dict[str, Any]:
 def native() -> Any:
     """The cffi module with ``ffi`` and ``lib``; the first call loads the backends. Any thread.
 
-    Raises BackendError if the module is not built, was built for another processor, or finds no device, if a package
-    with a backend belongs to another llama.cpp, and in a sub-interpreter.
+    Raises BackendError if the module is not built, was built for another processor, or finds no device, if a
+    backend package was built from another llama.cpp, and in a sub-interpreter.
     """
     global _module
     if _module is not None:
@@ -55,7 +55,7 @@ def native() -> Any:
 
 
 def backends_not_loaded() -> dict[str, str]:
-    """Backends of installed packages that could not be loaded on this machine, and why. After ``native()``."""
+    """Backends of installed packages that could not be loaded, with the reasons. Call it after ``native()``."""
     return dict(_not_loaded)
 
 
@@ -120,7 +120,7 @@ def _load() -> Any:
 
 
 def _load_package(module: Any, package: BackendPackage) -> None:
-    """Register a package's backend. On a machine without its driver, the log and ``llamapipe doctor`` say so."""
+    """Register a package's backend. If its driver is missing, log a warning; ``llamapipe doctor`` reports it, too."""
     if module.lib.lp_load_backend(str(package.module).encode()):
         drain_log(module)
         return

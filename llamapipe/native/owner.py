@@ -8,15 +8,15 @@ from llamapipe.arguments import unknown_attribute
 
 
 class Owner:
-    """Cannot be copied or pickled: two owners would free the same memory. A misspelt attribute's error names it."""
+    """Cannot be copied or pickled: two owners would free the same memory. A misspelt attribute raises with a hint."""
 
     __slots__ = ()
 
-    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+    if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
             """Raises AttributeError: no attribute of this name was found."""
-            if name.startswith("_") or hasattr(type(self), name):  # private, or a property that has failed
+            if name.startswith("_") or hasattr(type(self), name):  # private, or a property that raised
                 return object.__getattribute__(self, name)
             raise unknown_attribute(f"{type(self).__name__!r} object", name, dir(self))
 

@@ -60,8 +60,8 @@ def try_wheels(wheels: Sequence[Path], interpreter: Interpreter, backends: Seque
         found = {str(device["backend"]).lower() for device in report["devices"]}
         if missing := set(backends) - found:
             raise TrialError(
-                f"no device of {', '.join(sorted(missing))}; there are those of {', '.join(sorted(found))}; "
-                "on Debian, ci/setup_vulkan_debian.sh and GGML_VK_VISIBLE_DEVICES=0 give a software device of Vulkan"
+                f"no device for {', '.join(sorted(missing))}, only for {', '.join(sorted(found))}; "
+                "on Debian, ci/setup_vulkan_debian.sh and GGML_VK_VISIBLE_DEVICES=0 set up a software device for Vulkan"
             )
         if not backends:  # on a software device it would take minutes
             _run([command, "demo"], empty)
@@ -95,9 +95,9 @@ def main() -> int:
         version = ".".join(map(str, interpreter.version))
         print(f"{interpreter.name} ({version}): {time.monotonic() - start:.1f} s, {result}", flush=True)
     if not interpreters:
-        print(f"there is no interpreter that {', '.join(path.name for path in wheels)} is for")
+        print(f"no interpreter on PATH matches {', '.join(path.name for path in wheels)}")
     if len({text.splitlines()[0] for text in texts.values()}) > 1:
-        print("the texts differ")
+        print("the generated texts differ")
         failed = True
     return int(failed)
 

@@ -1,4 +1,4 @@
-"""llama.cpp's options: those that mean the same work everywhere, and no other one is taken for something else."""
+"""llama.cpp's options: those with the same meaning work in every command, and no other is read as something else."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_no_other_short_option_is_read_as_two(
 
 
 def test_options_that_have_another_name_here_say_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "llamapipe has --max-tokens" in said(capsys, "generate", "--n-predict", "3", "hello")
-    assert "llamapipe has -m hf:OWNER/REPO/FILE" in said(capsys, "chat", "-hf", "owner/repo")
-    assert "llamapipe has the prompt as an argument" in said(capsys, "generate", "-p", "hello")
+    assert "; use --max-tokens" in said(capsys, "generate", "--n-predict", "3", "hello")
+    assert "; use -m hf:OWNER/REPO/FILE" in said(capsys, "chat", "-hf", "owner/repo")
+    assert "; pass the prompt as an argument" in said(capsys, "generate", "-p", "hello")
     assert "did you mean" not in said(capsys, "chat", "--n", "2")  # -n is another option
 
 
@@ -80,7 +80,7 @@ def test_a_misspelt_command_or_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "there is no command 'genrate'; did you mean generate?" in said(capsys, "genrate", "hello")
-    assert "the commands are demo, generate" in said(capsys, "frobnicate")
+    assert "commands: demo, generate" in said(capsys, "frobnicate")
     monkeypatch.setenv("LLAMAPIPE_API_KEY", "secret")
     assert "did you mean LLAMAPIPE_API_KEYS?" in said(capsys, "serve")
 

@@ -208,7 +208,9 @@ class TestScore:
     def test_a_whole_context(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         assert len(engine.score(tokens_of(200, 1), tokens_of(57, 2)).logprobs) == 57
-        with pytest.raises(InvalidRequestError, match="258 tokens are to be scored together; n_ctx is 256"):
+        with pytest.raises(
+            InvalidRequestError, match="prompt and continuation have 258 tokens; n_ctx is 256"
+        ):
             engine.score(tokens_of(200, 1), tokens_of(58, 2))
 
     def test_bad_input(self, make_engine: MakeEngine) -> None:

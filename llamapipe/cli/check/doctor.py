@@ -141,20 +141,20 @@ def _cpu_features(build: dict[str, Any]) -> Finding:
 
 
 def _packages(build: dict[str, Any], results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Installed packages with a backend each, and whether they are used."""
+    """Installed backend packages, and whether they are used."""
     native = results.get("native module", {})
     devices = results.get("devices", {}).get("devices")
     for package in installed():
         name, about = package.name, f"{package.version}, llama.cpp {package.commit}, in {package.folder}"
         if package.backend in build.get("backends", ()):
-            yield Finding(name, True, f"{about}; not used: this build has the backend itself")
+            yield Finding(name, True, f"{about}; not used: this build contains the backend")
         elif problem := package.problem(build):
             detail, _, fix = problem.partition("; ")
             yield Finding(name, False, detail, fix)
         elif reason := native.get("not_loaded", {}).get(package.backend):
             yield Finding(name, False, f"{about}; not loaded: {reason}", _DRIVERS[package.backend])
         elif devices is not None and not any(one["backend"].lower() == package.backend for one in devices):
-            yield Finding(name, False, f"{about}; loaded, but finds no device", _DRIVERS[package.backend])
+            yield Finding(name, False, f"{about}; loaded, but found no device", _DRIVERS[package.backend])
         else:
             yield Finding(name, True, about)
 

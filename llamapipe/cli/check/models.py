@@ -18,11 +18,11 @@ def add_parser(
         "models",
         parents=[common],
         allow_abbrev=False,
-        help="list the models in the hub's cache",
+        help="list the models in the Hugging Face Hub's cache",
         description="List the GGUF files in the cache of the Hugging Face Hub, with the text that -m takes. "
         "Needs the extra hub.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -71,7 +71,7 @@ def add_parser(
         "--pace",
         type=float,
         metavar="N",
-        help=f"tokens a second shown in a column; 0: no limit ({_READING_PACE} on a terminal)",
+        help=f"tokens per second shown in a column; 0: no limit (default: {_READING_PACE} on a terminal)",
     )
     parser.add_argument(
         "--runs",

@@ -21,8 +21,8 @@ from llamapipe.cli.options import (
 from llamapipe.cli.terminal import Terminal
 
 _DESCRIPTION = """\
-Measure a model on this machine: generated tokens a second of all requests together, and the time to the first token,
-for several numbers of requests at the same time. Prompts are random tokens."""
+Measure a model on this machine: the generated tokens per second of all requests together, and the time to the first
+token, for several numbers of concurrent requests. Prompts are random tokens."""
 _BAR = 32  # characters
 
 
@@ -35,19 +35,25 @@ def add_parser(
         parents=[common],
         usage="llamapipe bench [options]",
         allow_abbrev=False,
-        help="tokens a second and first tokens, by the number of requests",
+        help="measure tokens per second and the time to the first token",
         description=_DESCRIPTION,
         formatter_class=HelpFormatter,
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
-        "--requests", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help="requests at once (1,2,4,8)"
+        "--requests",
+        type=_numbers,
+        default=(1, 2, 4, 8),
+        metavar="N,N",
+        help="numbers of concurrent requests (default: 1,2,4,8)",
     )
-    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="length of a prompt (64)")
     parser.add_argument(
-        "-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate (64)"
+        "--prompt-tokens", type=int, default=64, metavar="N", help="length of a prompt (default: 64)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate (default: 64)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 

@@ -24,8 +24,8 @@ from llamapipe.cli.terminal import Terminal
 from llamapipe.host.cores import usable_cores
 
 _DESCRIPTION = """\
-Measure compute threads, the number of slots and the types of the KV cache for a model on this machine, and print the
-constructor call that was fastest. Run it while nothing else runs."""
+Measure compute threads, the number of slots and the types of the KV cache for a model on this machine. Print the
+fastest constructor call. Run it while nothing else runs."""
 # Less is noise, and the smaller number costs less memory or leaves cores to others.
 _GAIN = 1.05
 
@@ -39,18 +39,22 @@ def add_parser(
         parents=[common],
         usage="llamapipe tune [options]",
         allow_abbrev=False,
-        help="find the fastest threads, slots and KV types",
+        help="find the fastest number of threads and slots, and KV types",
         description=_DESCRIPTION,
         formatter_class=HelpFormatter,
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
-        "-c", "--n-ctx", type=int, default=1024, metavar="N", help="context of a request (1024)"
+        "-c", "--n-ctx", type=int, default=1024, metavar="N", help="context of a request (default: 1024)"
     )
-    parser.add_argument("--slots", type=int, default=32, metavar="N", help="most slots to try (32)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="length of a prompt (64)")
     parser.add_argument(
-        "-n", "--max-tokens", type=int, default=32, metavar="N", help="tokens to generate (32)"
+        "--slots", type=int, default=32, metavar="N", help="maximum number of slots to try (default: 32)"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=64, metavar="N", help="length of a prompt (default: 64)"
+    )
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=32, metavar="N", help="tokens to generate (default: 32)"
     )
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
     parser.set_defaults(run=run, parser=parser)

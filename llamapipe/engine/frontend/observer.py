@@ -1,4 +1,4 @@
-"""What may watch requests: told on the callers' threads of a request's submission and of its end."""
+"""Interfaces for observers of requests. Callers' threads notify them of each submission and each end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class ObservedRequest(Protocol):
     """One prompt that was submitted."""
 
     def end(self, error: BaseException | None = None, timed_out: bool = False) -> None:
-        """The caller has the result, or the error, or has given up. Called once, by the thread that has it."""
+        """The caller has the result or the error, or has given up. Called once, by the caller's thread."""
 
     def drop(self) -> None:
-        """The caller has lost its stream. Called by a destructor: takes no lock."""
+        """The caller dropped its stream. Called by a destructor, so it must not take a lock."""
 
 
 class RequestObserver(Protocol):
-    """Sees every prompt of the calls of an engine. Any thread."""
+    """Observes every prompt that is submitted to an engine. Any thread."""
 
     def begin(self, requests: Sequence[Request], operation: str) -> ObservedRequest:
-        """The requests of one prompt, before they are submitted; it may replace their sinks."""
+        """Called with the requests of one prompt before they are submitted. It may replace their sinks."""
 
     def close(self) -> None:
         """The engine was closed."""

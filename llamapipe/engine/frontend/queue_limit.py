@@ -48,7 +48,7 @@ class QueueLimit:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is a limit."""
+        """Whether the queue has a limit."""
         return self._limit is not None
 
     @property
@@ -122,10 +122,10 @@ class QueueLimit:
         self._wake_all()
 
     def left(self, requests: Sequence[Request]) -> None:
-        """Notes on requests when they got their first slot, or ended without; ``leave``. Engine thread."""
+        """Records when requests got their first slot, or ended without one, then calls ``leave``. Engine thread."""
         now = perf_counter()
         for request in requests:
-            if request.left_queue_at is None:  # a preempted request comes again
+            if request.left_queue_at is None:  # a preempted request leaves the queue again
                 request.left_queue_at = now
         self.leave(requests)
 

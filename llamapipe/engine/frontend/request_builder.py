@@ -37,7 +37,7 @@ Groups: TypeAlias = (
 )
 Make: TypeAlias = "Callable[[Mailbox], Groups]"
 
-PORTION = 256  # requests of a long list that are made and submitted together
+PORTION = 256  # requests of a long list that are created and submitted together
 _MOST_BYTES = 8  # tokens whose bytes may end with half a character
 
 
@@ -159,7 +159,7 @@ class RequestBuilder:
         )
 
     def completions(self, items: Sequence[Item | Exception]) -> Iterator[Make]:
-        """Functions that make the requests of a portion of the items each. Errors among the items are passed over."""
+        """Yields functions that each create the requests of a portion of the items. Skips items that are errors."""
         portion: dict[int, Item] = {}
         n = 0
         for index, item in enumerate(items):
@@ -215,8 +215,8 @@ class RequestBuilder:
         longest = len(context) + max(map(len, continuations)) - 1
         if longest > self.n_ctx:
             raise InvalidRequestError(
-                f"{longest + 1} tokens are to be scored together; n_ctx is {self.n_ctx} and the last is not fed: "
-                "shorten them, or make the engine with a larger n_ctx"
+                f"prompt and continuation have {longest + 1} tokens; n_ctx is {self.n_ctx}, and all but the last "
+                "must fit: shorten them, or create the engine with a larger n_ctx"
             )
 
     def stream(self, item: Item, mailbox: Mailbox, n_ahead: int) -> Request:

@@ -47,7 +47,10 @@ class ScoreJob(Generic[T]):
         return len(self._groups)
 
     def makes(self, request_builder: RequestBuilder) -> Iterator[Make]:
-        """Functions that make the requests of a portion of the contexts each. Raises InvalidRequestError at once."""
+        """Returns functions, each of which creates the requests of a portion of the contexts.
+
+        Raises InvalidRequestError before any of them runs.
+        """
         jobs = [
             (index, context, [self._pairs[i][1] for i in members])
             for index, (context, members) in enumerate(self._groups.items())

@@ -33,11 +33,9 @@ T = TypeVar("T")
 OnError = Literal["raise", "return"]
 OnTimeout = Literal["raise", "return"]
 
-# A list of 20,000 prompts used to be submitted at once. Python's garbage collector then looked at hundreds of thousands
-# of objects again and again, for up to 0.2 s, while no thread ran.
-_N_AHEAD = (
-    2 * PORTION
-)  # groups of a long list without a result: another portion is submitted when there are fewer
+# Long lists are submitted in portions. When 20,000 prompts were submitted at once, the garbage collector repeatedly
+# scanned hundreds of thousands of objects, for up to 0.2 s, during which no thread ran.
+_N_AHEAD = 2 * PORTION  # if fewer groups of a long list have no result yet, the next portion is submitted
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class CallOptions:
     """How a call waits, and what it does with failures.
 
     ``deadline``: a time of ``perf_counter``. ``names_prompts``: errors name the index of their prompt. ``operation``:
-    what observers call it.
+    its name for observers.
     """
 
     block: bool = True
@@ -107,7 +105,7 @@ class Pending(Generic[T]):
         return index, result, requests
 
     def give_up(self, error: BaseException | None) -> None:
-        """The call ends without the other results, by this error if there is one."""
+        """Reports the end of all groups that have no result to the observer; ``error``: the reason, if there is one."""
         if not isinstance(error, (TimeoutError, QueueFullError, EngineClosedError)):
             error = None  # Ctrl-C, or the error of another request
         while self._observed:
@@ -148,7 +146,7 @@ class Submission:
             self._engine_thread.cancel_soon(request)
 
     def _end(self, pending: Pending[T]) -> None:
-        """The call ends, by an error or because its caller gives up: what has no result is cancelled."""
+        """Ends the call after an error, or when its caller gives up. Cancels the requests without a result."""
         if pending.groups:
             self.cancel(pending.requests)
             pending.give_up(sys.exc_info()[1])
@@ -162,14 +160,14 @@ class Submission:
         self._submit_cancelled(pending)
 
     def _submit_cancelled(self, pending: Pending[T]) -> None:
-        """Submits what was not submitted before the deadline; it ends at once, without a token."""
+        """Submits, as cancelled, the requests left at the deadline. They end at once, without a token."""
         if pending.unsubmitted:
             self.cancel(pending.unsubmitted)
             self._engine_thread.submit(*pending.unsubmitted)
             pending.unsubmitted.clear()
 
     def _together(self, makes: Iterator[Make], options: CallOptions) -> Iterator[Make]:
-        """One function for all requests if the queue must have room for all of them, or else none of them runs."""
+        """Merges the functions into one if all requests must enter the queue together, or none of them."""
         if options.block or not self._queue.is_limited:
             return makes
 
@@ -201,7 +199,7 @@ class Submission:
             raise
 
     def collect(self, makes: Iterator[Make], options: CallOptions, bar: Progress) -> dict[int, Any]:
-        """The results of the requests that ``makes`` return, by index. A long list is submitted in portions.
+        """The results, by index, of the requests that ``makes`` create. Long lists are submitted in portions.
 
         Ctrl-C and any error cancel all of them. Raises the error of a request, TimeoutError, QueueFullError.
         """
@@ -214,7 +212,7 @@ class Submission:
     def iterate(
         self, makes: Iterator[Make], n_ahead: int, pending: Pending[T], bar: Progress
     ) -> Iterator[tuple[int, T | Exception]]:
-        """Each result with its index, as requests finish. While fewer than ``n_ahead`` groups have none, more are made.
+        """Yields each result with its index, as requests finish. At most about ``n_ahead`` groups are without a result.
 
         Closing the iterator, Ctrl-C and any error cancel what is left.
         """

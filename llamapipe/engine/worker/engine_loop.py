@@ -30,9 +30,7 @@ from llamapipe.errors import BackendError, ContextFullError, DecodeError, Invali
 from llamapipe.llama.native_pipeline import StepAbortedError
 
 _MAX_SKIPPED_WINDOWS = 7
-_MAX_COMMANDS = (
-    512  # between two steps: if thousands of tasks are cancelled at once, other requests go on meanwhile
-)
+_MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of tasks are cancelled
 _LATER = int(NoToken.LATER)  # looked at in every step
 _LOOK_S = 0.02  # between two looks at draws that other threads make
 

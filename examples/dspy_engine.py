@@ -1,4 +1,4 @@
-"""DSPy: an engine as DSPy's engine, in process; typed outputs, and an evaluation whose threads share the steps."""
+"""DSPy: llamapipe as DSPy's engine, in process; typed outputs, and an evaluation whose threads share the steps."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -34,7 +34,7 @@ class LlamapipeEngine:
             stop=config.stop,
             seed=config.seed,
         )
-        wanted = config.response_format  # JSONAdapter asks for a signature's outputs as a schema
+        wanted = config.response_format  # JSONAdapter passes a signature's outputs as a schema
         schema = None if wanted is None else wanted.get("schema", {"type": "object"})
         answer = self._engine.chat(messages, params, response_format=schema)
         counts = (answer.n_prompt_tokens, answer.n_completion_tokens)

@@ -29,13 +29,13 @@ texts = [
 ]
 
 with lp.Engine(lp.demo_model_path(), n_ctx=256, n_seq_max=16) as engine:
-    # A schema allows line breaks between values, which a small model may like too much.
+    # A schema allows line breaks between values. A small model may generate too many of them.
     params = lp.SamplingParams(json_schema=Sighting, temperature=0, bad_words="\n")
     start = time.perf_counter()
     outs = engine.generate([f"{text} JSON: " for text in texts], params)
     seconds = time.perf_counter() - start
 
 sightings = [Sighting.model_validate_json(out.text) for out in outs]
-# The bundled model only guesses: true answers need a larger one.
+# The bundled model guesses. Correct answers need a larger model.
 print(f"{len(sightings)} texts, {len(sightings)} objects in {seconds:.1f} s, such as {sightings[0]!r}")
 print(dict(Counter(one.animal for one in sightings)))

@@ -21,13 +21,13 @@ class Sighting(BaseModel):
 
 
 async def main() -> None:
-    """Extracts an object from each text, all at once."""
+    """Extracts an object from each text, all concurrently."""
     texts = [f"The {animal} was {mood}." for animal in ("cow", "cat", "fox") for mood in ("hungry", "happy")]
     async with lp.Engine(lp.demo_model_path()) as engine:
         transport = httpx2.ASGITransport(app=app(engine))
         async with httpx2.AsyncClient(transport=transport) as http_client:
             openai = AsyncOpenAI(base_url="http://in-process/v1", api_key="none", http_client=http_client)
-            # The server follows the schema token by token, so that no answer has to be asked for again.
+            # The server enforces the schema for every token, so instructor never needs to retry.
             client = instructor.from_openai(openai, mode=instructor.Mode.JSON_SCHEMA)
             tasks = [
                 client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""LangChain: a chat model over an engine, in process; invoke, stream, and many prompts at once with abatch."""
+"""LangChain: a chat model over an engine, in process; invoke, stream, and concurrent prompts with abatch."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +14,7 @@ import llamapipe as lp
 
 
 class ChatLlamapipe(BaseChatModel):
-    """The chat of an engine, which all chains, threads and tasks may share."""
+    """A chat model over an engine. All chains, threads and tasks may share it."""
 
     max_tokens: int = 64
     temperature: float = 0.0
@@ -87,7 +87,7 @@ def _result(answer: lp.ChatCompletion) -> ChatResult:
 
 
 def main() -> None:
-    """Asks the same question in each way, then many questions together."""
+    """Asks one question in each way, then many questions concurrently."""
     with lp.Engine(lp.demo_model_path()) as engine:
         model = ChatLlamapipe(engine, max_tokens=24)
         whole = model.invoke("What does a cow say?")

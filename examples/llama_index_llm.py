@@ -1,4 +1,4 @@
-"""LlamaIndex: an LLM over an engine, in process; a query engine over documents, and many completions at once."""
+"""LlamaIndex: an LLM over an engine, in process; a query engine over documents, and concurrent completions."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ import llamapipe as lp
 
 
 class LlamapipeLLM(CustomLLM):
-    """The completions of an engine, which all indexes, threads and tasks may share."""
+    """An LLM over an engine. All indexes, threads and tasks may share it."""
 
     max_tokens: int = 64
     _engine: lp.Engine = PrivateAttr()
@@ -28,7 +28,7 @@ class LlamapipeLLM(CustomLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex needs to cut documents into pieces that fit."""
+        """The sizes that LlamaIndex needs to split documents into chunks that fit."""
         name = self._engine.model.path.stem
         return LLMMetadata(context_window=self._engine.n_ctx, num_output=self.max_tokens, model_name=name)
 
@@ -48,7 +48,7 @@ class LlamapipeLLM(CustomLLM):
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """The text so far, and what was added to it."""
+        """Yields the text so far, with the new text as its delta."""
 
         def parts() -> CompletionResponseGen:
             text = ""
@@ -61,12 +61,12 @@ class LlamapipeLLM(CustomLLM):
 
 
 async def ask_all(llm: LlamapipeLLM, prompts: list[str]) -> list[CompletionResponse]:
-    """All prompts at once."""
+    """Completes all prompts concurrently."""
     return list(await asyncio.gather(*(llm.acomplete(prompt) for prompt in prompts)))
 
 
 def main() -> None:
-    """Asks an index, streams, and completes several prompts together."""
+    """Queries an index, streams, and completes several prompts concurrently."""
     with lp.Engine(lp.demo_model_path()) as engine:
         llm = LlamapipeLLM(engine, max_tokens=24)
         documents = [Document(text="The fox was hungry and went to look for food. " * 3)]

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: a task of one's own, evaluated with many requests at once. Needs llamapipe[lm-eval]."""
+"""lm-evaluation-harness: a custom task, evaluated with many concurrent requests. Needs llamapipe[lm-eval]."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ SOUNDS = {"cow": "moo", "cat": "meow", "dog": "woof", "bird": "tweet"}
 
 
 def questions(**options: Any) -> dict[str, Dataset]:
-    """The task's data; a task may also name a data set or a file."""
+    """The task's data. A task may also name a data set or a file."""
     rows = [
         {
             "question": f"What does a {animal} say?",

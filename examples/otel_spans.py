@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import llamapipe as lp
 
-exporter = InMemorySpanExporter()  # a service takes an OTLPSpanExporter in a BatchSpanProcessor
+exporter = InMemorySpanExporter()  # in a service, use an OTLPSpanExporter in a BatchSpanProcessor
 provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
 trace.set_tracer_provider(provider)
@@ -17,7 +17,7 @@ tracer = trace.get_tracer("example")
 
 
 async def handle(engine: lp.Engine, n: int) -> None:
-    """One of the service's requests, which asks the model twice."""
+    """Handles one of the service's requests, which calls the model twice."""
     params = lp.SamplingParams(max_tokens=8, temperature=0)
     with tracer.start_as_current_span(f"request {n}"):
         out = await engine.agenerate(f"{n}, {n + 1},", params)

@@ -89,7 +89,9 @@ class TestUsage:
         for option in [*SAMPLING, *ENGINE, *MODEL]:
             assert re.search(rf"^  .*{option.flag}( |$)", text, re.MULTILINE), option.flag
             assert all(f" {alias} " in text for alias in option.aliases)
-        assert re.search(rf"--temperature T\s+.*\(default: {lp.SamplingParams().temperature}\)$", text, re.MULTILINE)
+        assert re.search(
+            rf"--temperature T\s+.*\(default: {lp.SamplingParams().temperature}\)$", text, re.MULTILINE
+        )
 
     @pytest.mark.parametrize(
         "arguments",

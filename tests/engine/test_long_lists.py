@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.inside import loop_of
+from support.control import Worker, held
+from support.inside import loop_of, thread_of
 
 import llamapipe as lp
 from llamapipe.engine.frontend.request_builder import PORTION
-from llamapipe.errors import InvalidRequestError, QueueFullError
+from llamapipe.errors import EngineClosedError, InvalidRequestError, QueueFullError
 
 N = 5 * PORTION + 7
 ONE = lp.SamplingParams(max_tokens=1, temperature=0)
@@ -122,3 +124,63 @@ def test_errors_keep_their_places(engine: lp.Engine) -> None:
     given = [[3] * 100 if i in bad else [3 + i % 500] for i in range(N)]
     found = engine.generate(given, ONE, on_error="return")
     assert {i for i, out in enumerate(found) if isinstance(out, Exception)} == bad
+
+
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("kind", ["generate", "score"])
+def test_closing_ends_a_list_as_a_whole(engine: lp.Engine, kind: str, drain: bool) -> None:
+    """It may not lose the results of a list because a part of it is not submitted yet."""
+    with held(engine):
+        if kind == "generate":
+            worker = Worker(engine.generate, prompts(), ONE)
+        else:
+            worker = Worker(engine.score_tokens, prompts_to_score(N))
+        while not thread_of(engine)._lists:
+            assert worker.is_alive()
+        closer = Worker(engine.close, drain)
+        while not thread_of(engine)._stopped:
+            pass
+    closer.result()
+    if kind == "generate":
+        reasons = [out.finish_reason for out in worker.result()]
+        assert len(reasons) == N and set(reasons) <= ({"length"} if drain else {"length", "cancelled"})
+    elif drain:
+        assert len(worker.result()) == N
+    else:
+        with pytest.raises(EngineClosedError):
+            worker.result()
+    assert not thread_of(engine)._lists
+
+
+def test_closing_on_the_event_loop_ends_a_list_as_a_whole(engine: lp.Engine) -> None:
+    async def main() -> list[lp.Completion]:
+        task = asyncio.ensure_future(engine.agenerate(prompts(), ONE))
+        while not thread_of(engine)._lists:
+            await asyncio.sleep(0)
+        engine.close()  # blocks the loop that the task needs
+        return await task
+
+    assert [out.finish_reason for out in asyncio.run(main())] == ["length"] * N
+
+
+def test_an_interrupted_close_leaves_no_caller_waiting(
+    engine: lp.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(engine):
+        worker = Worker(engine.generate, prompts(), ONE)
+        while not thread_of(engine)._lists:
+            assert worker.is_alive()
+        with monkeypatch.context() as patch:
+            submit = thread_of(engine).submit
+
+            def interrupt(*requests: Any, **options: Any) -> None:
+                if threading.current_thread() is threading.main_thread():
+                    raise KeyboardInterrupt
+                submit(*requests, **options)
+
+            patch.setattr(thread_of(engine), "submit", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.close()
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        worker.result()

@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from queue import Empty
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -70,6 +72,12 @@ class Pending(Generic[T]):
         self.unsubmitted: deque[Request] = deque()
         self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
         self.timed_out = False
+        # Of a long list. Closing the engine submits what is left of it, from the thread that closes.
+        self.lock = threading.RLock()
+        self.is_long = False
+        self.is_making = False
+        self.is_broken = False  # closing was interrupted meanwhile: results will be missing
+        self.has_ended = False
 
     def add(self, groups: Groups) -> None:
         """Requests that are to be submitted."""
@@ -82,7 +90,7 @@ class Pending(Generic[T]):
     @property
     def requests(self) -> list[Request]:
         """All requests without a result."""
-        return [request for requests in self.groups.values() for request in requests]
+        return [request for requests in list(self.groups.values()) for request in requests]
 
     def read(self, item: tuple[int, Any]) -> tuple[int, T | Exception, Sequence[Request]]:
         """The index and result in a mailbox item, and the requests to cancel because one of their group failed.
@@ -147,24 +155,78 @@ class Submission:
 
     def _end(self, pending: Pending[T]) -> None:
         """Ends the call after an error, or when its caller gives up. Cancels the requests without a result."""
-        if pending.groups:
-            self.cancel(pending.requests)
-            pending.give_up(sys.exc_info()[1])
+        error = sys.exc_info()[1]
+        with pending.lock:
+            pending.has_ended = True
+            self._engine_thread.end_list(pending)
+            if pending.groups:
+                self.cancel(pending.requests)
+                pending.give_up(error)
 
     def _stop(self, pending: Pending[T], expired: ExpiredError) -> None:
         """After the deadline: ends the requests, so that what they generated arrives within a step, or raises."""
         if pending.options.on_timeout == "raise":
             raise expired
-        pending.timed_out = True
-        self.cancel(pending.requests)
-        self._submit_cancelled(pending)
+        with pending.lock:
+            pending.timed_out = True
+            self.cancel(pending.requests)
+            self._submit_cancelled(pending)
 
     def _submit_cancelled(self, pending: Pending[T]) -> None:
         """Submits, as cancelled, the requests left at the deadline. They end at once, without a token."""
         if pending.unsubmitted:
             self.cancel(pending.unsubmitted)
-            self._engine_thread.submit(*pending.unsubmitted)
+            self._engine_thread.submit(*pending.unsubmitted, of_list=pending.is_long)
             pending.unsubmitted.clear()
+
+    def _make_next(self, makes: Iterator[Make], mailbox: Mailbox, pending: Pending[T]) -> bool:
+        """Makes the next requests, if there are any; submits those of a long list."""
+        with pending.lock:
+            if pending.is_broken:
+                raise EngineClosedError("the engine is closed; make another")
+            return self._make(makes, mailbox, pending)
+
+    def _make(self, makes: Iterator[Make], mailbox: Mailbox, pending: Pending[T]) -> bool:
+        pending.is_making = True
+        try:
+            make = next(makes, None)
+            if make is None:
+                return False
+            pending.add(make(mailbox))
+            if isinstance(mailbox, AsyncMailbox):
+                mailbox.requests = pending.requests
+            if pending.timed_out:
+                self._submit_cancelled(pending)
+            elif pending.is_long:
+                self._queue.try_enter(*pending.unsubmitted)  # it has no limit
+                self._engine_thread.submit(*pending.unsubmitted, of_list=True)
+                pending.unsubmitted.clear()
+            return True
+        finally:
+            pending.is_making = False
+
+    def _watched(self, makes: Iterator[Make], mailbox: Mailbox, pending: Pending[T]) -> Iterator[Make]:
+        """Has closing the engine submit the rest of a long list, as if the list had come at once."""
+        if self._queue.is_limited:  # callers wait for room, and closing refuses those that do
+            return makes
+        first = list(islice(makes, 2))
+        makes = chain(first, makes)
+        if len(first) < 2:
+            return makes
+
+        def submit_rest() -> None:
+            with pending.lock:
+                # While it is made in this thread, a signal handler closes the engine.
+                if pending.has_ended or pending.is_making or pending.is_broken:
+                    return
+                pending.is_broken = True
+                while self._make(makes, mailbox, pending):
+                    pass
+                pending.is_broken = False
+
+        pending.is_long = True
+        self._engine_thread.begin_list(pending, submit_rest)
+        return makes
 
     def _together(self, makes: Iterator[Make], options: CallOptions) -> Iterator[Make]:
         """Merges the functions into one if all requests must enter the queue together, or none of them."""
@@ -204,19 +266,28 @@ class Submission:
         Ctrl-C and any error cancel all of them. Raises the error of a request, TimeoutError, QueueFullError.
         """
         pending = Pending[Any](options)
+        pending.observer = self.observer
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         try:
-            return dict(self.iterate(self._together(makes, options), _N_AHEAD, pending, bar))
+            makes = self._watched(self._together(makes, options), mailbox, pending)
+            return dict(self.iterate(makes, _N_AHEAD, pending, bar, mailbox))
         finally:
+            self._engine_thread.end_list(pending)
             bar.close()
 
     def iterate(
-        self, makes: Iterator[Make], n_ahead: int, pending: Pending[T], bar: Progress
+        self,
+        makes: Iterator[Make],
+        n_ahead: int,
+        pending: Pending[T],
+        bar: Progress,
+        mailbox: ThreadMailbox | None = None,
     ) -> Iterator[tuple[int, T | Exception]]:
         """Yields each result with its index, as requests finish. At most about ``n_ahead`` groups are without a result.
 
         Closing the iterator, Ctrl-C and any error cancel what is left.
         """
-        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        mailbox = mailbox or ThreadMailbox(self._engine_thread.dispatcher)
         options = pending.options
         pending.observer = self.observer
         try:
@@ -224,17 +295,13 @@ class Submission:
             while True:
                 try:
                     while not exhausted and len(pending.groups) < n_ahead:
-                        make = next(makes, None)
-                        if make is None:
+                        self._engine_thread.loop.inbox.single_caller = single_caller()
+                        if not self._make_next(makes, mailbox, pending):
                             exhausted = True
                             break
-                        pending.add(make(mailbox))
-                        if pending.timed_out:
-                            self._submit_cancelled(pending)
-                            continue
-                        self._engine_thread.loop.inbox.single_caller = single_caller()
-                        for request in self._entering(pending.unsubmitted, options.block):
-                            self._queue.enter(request, options.deadline)
+                        if pending.unsubmitted:
+                            for request in self._entering(pending.unsubmitted, options.block):
+                                self._queue.enter(request, options.deadline)
                         if pending.ready:
                             break
                     while pending.ready:
@@ -282,24 +349,19 @@ class Submission:
         pending = Pending[Any](options)
         pending.observer = self.observer
         results: dict[int, Any] = {}
-        makes = self._together(makes, options)
         exhausted = False
         try:
+            makes = self._watched(self._together(makes, options), mailbox, pending)
             while True:
                 try:
                     while not exhausted and len(pending.groups) < _N_AHEAD:
-                        make = next(makes, None)
-                        if make is None:
+                        self._engine_thread.loop.inbox.single_caller = False
+                        if not self._make_next(makes, mailbox, pending):
                             exhausted = True
                             break
-                        pending.add(make(mailbox))
-                        mailbox.requests = pending.requests
-                        if pending.timed_out:
-                            self._submit_cancelled(pending)
-                            continue
-                        self._engine_thread.loop.inbox.single_caller = False
-                        for request in self._entering(pending.unsubmitted, options.block):
-                            await _in_time(partial(self._queue.aenter, request), options)
+                        if pending.unsubmitted:
+                            for request in self._entering(pending.unsubmitted, options.block):
+                                await _in_time(partial(self._queue.aenter, request), options)
                     if not pending.groups:
                         return results
                     item = await (mailbox.get() if pending.timed_out else _in_time(mailbox.get, options))

@@ -60,6 +60,8 @@ class EngineThread:
         self._inbox = loop.inbox
         self._lock = threading.RLock()  # no request is submitted after the command that ends the loop
         self._closing = False
+        self._stopped = False  # the command that ends the loop was sent, or will be now
+        self._lists: dict[object, Callable[[], None]] = {}  # lists of which a part is not submitted yet
         self._thread = threading.Thread(target=loop.run, name=_THREAD_NAME, daemon=True)
 
     def __repr__(self) -> str:
@@ -108,11 +110,28 @@ class EngineThread:
             )
 
     # ---- commands
-    def submit(self, *requests: Request) -> None:
-        """Queues new requests, so that one step takes them all if it can. Raises EngineClosedError."""
+    def submit(self, *requests: Request, of_list: bool = False) -> None:
+        """Queues new requests, so that one step takes them all if it can. Raises EngineClosedError.
+
+        ``of_list``: they belong to a list that came before ``close``.
+        """
+        with self._lock:
+            if not of_list or self._stopped:
+                self.check_open()
+            self._inbox.put(self.loop.add, *requests)
+
+    def begin_list(self, key: object, submit_rest: Callable[[], None]) -> None:
+        """Notes a list that is submitted in parts. ``close`` calls ``submit_rest``, as its caller waits for all of it.
+
+        Raises EngineClosedError.
+        """
         with self._lock:
             self.check_open()
-            self._inbox.put(self.loop.add, *requests)
+            self._lists[key] = submit_rest
+
+    def end_list(self, key: object) -> None:
+        """Forgets a list, if it is known."""
+        self._lists.pop(key, None)
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
         """Has the engine thread call a function between two steps, in the order of calls. Does not wait."""
@@ -144,10 +163,9 @@ class EngineThread:
                 replies.put((None, e))
 
         with self._lock:
-            if not self._closing:
-                self.check_open()
+            if not self._stopped:
                 self._inbox.put(answer)
-        if self._closing:
+        if self._stopped:
             self._thread.join()
             if replies.empty():
                 answer()
@@ -163,7 +181,7 @@ class EngineThread:
     # ---- end
     def close_soon(self) -> None:
         """``close(drain=False)`` for destructors: takes no lock of the engine, and waits a second at most."""
-        self._closing = True
+        self._closing = self._stopped = True
         self._inbox.put(self.loop.stop, False)
         self.loop.in_flight.abort_all()
         if threading.current_thread().name != _THREAD_NAME:
@@ -179,9 +197,13 @@ class EngineThread:
             return
         self._check_thread()
         with self._lock:
+            self._closing = True  # no new calls
+        for submit_rest in list(self._lists.values()):
+            submit_rest()
+        with self._lock:
             # A second call without drain cancels what the first one waits for: Ctrl-C, then exit.
-            if not self._closing or not drain:
-                self._closing = True
+            if not self._stopped or not drain:
+                self._stopped = True
                 self._inbox.put(self.loop.stop, drain)
         if not drain:
             self.loop.in_flight.abort_all()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from llamapipe.arguments import did_you_mean
+from llamapipe.arguments import check_flag, did_you_mean
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
@@ -43,7 +43,7 @@ class Answerer:
     ``params``: for records that do not say otherwise. ``template``: makes the prompt from a record's columns, as
     ``str.format`` does; then the columns are no options. ``system``: a system message; prompts become conversations.
     ``chat``: prompts are messages of a user. ``requests``: called once, for the first record in OpenAI's batch format,
-    returns what answers these. Raises ValueError for a bad template.
+    returns what answers these. Raises ValueError for a bad template, TypeError.
     """
 
     def __init__(
@@ -55,6 +55,12 @@ class Answerer:
         chat: bool = False,
         requests: Callable[[], AnswerRequest] | None = None,
     ) -> None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        for name, text in (("template", template), ("system", system)):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+        check_flag("chat", chat)
         self._engine, self._params = engine, params
         self._template, self._system, self._chat = template, system, chat or system is not None
         self._open_requests = requests
@@ -68,7 +74,7 @@ class Answerer:
     async def answer(self, record: Record) -> Answer:
         """Answers a record; what goes wrong with it is its result. Raises EngineClosedError only."""
         given = record.fields
-        start = {"index": record.index} | {name: given[name] for name in ("id", "custom_id") if name in given}
+        start = {"index": record.index} | record.names
         try:
             if record.problem is not None:
                 raise ValueError(record.problem)
@@ -113,6 +119,8 @@ class Answerer:
         known = _OPTIONS | (_CHAT_OPTIONS if chats else frozenset())
         if wrong := sorted(options.keys() - known):
             raise ValueError(f"{wrong[0]!r} is not an option{did_you_mean(wrong[0], known | _KEPT)}")
+        if isinstance(biases := options.get("logit_bias"), Mapping):
+            options["logit_bias"] = {_token_id(key): bias for key, bias in biases.items()}
         params = replace(self._params, **{k: v for k, v in options.items() if k in _OPTIONS})
         out: Any
         if not chats:
@@ -152,6 +160,11 @@ def logprob_records(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "name": call.name, "arguments": call.arguments}
+
+
+def _token_id(key: object) -> object:
+    """Keys of JSON are texts."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
 
 
 def _check_template(template: str) -> None:

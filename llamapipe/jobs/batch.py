@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import TypedDict, cast, overload
 
-from llamapipe.arguments import explains_options
+from llamapipe.arguments import check_flag, explains_options
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.frontend.progress import progress_bar
 from llamapipe.engine.params import SamplingParams
@@ -97,13 +97,15 @@ def batch(
     Blocks the calling thread; several jobs may share an engine. Raises ValueError and TypeError for wrong arguments,
     OSError, ImportError if the format needs an extra, EngineClosedError.
     """
-    if isinstance(records, (str, bytes)):
+    if isinstance(records, (str, bytes, Mapping)):
         raise TypeError(
             f"records is one {type(records).__name__}; give a list of records, or the Path of a file"
         )
     if not isinstance(engine, Engine):
         raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
-    answerer = Answerer(engine, params or SamplingParams(), template, system, chat)
+    answerer = Answerer(engine, SamplingParams() if params is None else params, template, system, chat)
+    for name, flag in (("ordered", ordered), ("progress", progress)):
+        check_flag(name, flag)
     if isinstance(records, os.PathLike):
         path = Path(records)
         found, total = read_records(path), count_records(path) if progress else None

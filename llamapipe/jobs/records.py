@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,31 @@ class Record:
     @property
     def id(self) -> object:
         """What the record calls itself: ``custom_id`` or ``id``; None if it has no name."""
-        return self.fields.get("custom_id", self.fields.get("id"))
+        names = self.names
+        return names.get("custom_id", names.get("id"))
+
+    @property
+    def names(self) -> dict[str, object]:
+        """Its ``id`` and ``custom_id`` as a line of results holds them: a date, for example, as text."""
+        return {name: _as_json(self.fields[name]) for name in ("id", "custom_id") if name in self.fields}
+
+
+def _as_json(value: object) -> object:
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    try:
+        return json.loads(json.dumps(value, default=_plain))
+    except (TypeError, ValueError):  # such as a tuple as a key
+        return str(value)
+    except RecursionError:
+        return type(value).__name__
+
+
+def _plain(value: object) -> object:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # numpy's integers
+    except TypeError:
+        return str(value)
 
 
 def format_of(path: Path) -> str:

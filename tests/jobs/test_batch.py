@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import datetime
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as arrow
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
@@ -441,3 +445,58 @@ class TestTables:
         with pytest.raises(ImportError, match=r"llamapipe\[parquet\]"):
             lp.batch(["a"], talker, output=tmp_path / "out.parquet")
         assert not list(tmp_path.iterdir())
+
+
+# ---- what callers give by mistake, and ids that JSON does not have
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"params": {"max_tokens": 2}},
+        {"params": {}},
+        {"system": 5},
+        {"template": 5},
+        {"chat": "no"},
+        {"ordered": 0},
+        {"progress": 1},
+        {"records": {"prompt": "a"}},
+    ],
+    ids=str,
+)
+def test_arguments_of_a_wrong_type_are_refused(talker: lp.Engine, options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"records": ["a"], "engine": talker} | options
+    with pytest.raises(TypeError, match=next(iter(options))):
+        lp.batch(**given)
+
+
+def test_ids_that_are_no_json(talker: lp.Engine, tmp_path: Path) -> None:
+    ids = [uuid.UUID(int=5), datetime.date(2026, 1, 2), Decimal("1.5"), b"x", (1, 2), {1: 2}, {(1, 2): 3}]
+    ids += [np.int64(7), nested(100_000)]
+    records = [{"prompt": "a", "id": one, "max_tokens": 1} for one in ids]
+    out = tmp_path / "out.jsonl"
+    assert lp.batch(records, talker, output=out) == BatchSummary(n_done=len(ids), n_tokens=len(ids))
+    found = [json.loads(line)["id"] for line in out.read_bytes().splitlines()]
+    assert found[:7] == [str(ids[0]), "2026-01-02", "1.5", "b'x'", [1, 2], {"1": 2}, "{(1, 2): 3}"]
+    assert found[7:] == [7, "list"]
+    assert lp.batch(records, talker, output=out) == BatchSummary(n_skipped=len(ids))
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_ids_of_parquet(talker: lp.Engine, tmp_path: Path) -> None:
+    table = arrow.table({"prompt": ["a", "b"], "id": [datetime.date(2026, 1, 2), None]})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    out = tmp_path / "out.jsonl"
+    assert lp.batch(tmp_path / "in.parquet", talker, GREEDY, output=out).n_failed == 0
+    assert [json.loads(line)["id"] for line in out.read_bytes().splitlines()] == ["2026-01-02", None]
+
+
+def test_biases_of_a_line(job: Callable[..., Any], talker: lp.Engine) -> None:
+    token = talker.model.tokenize(" the", add_special=False)[0]
+    line = {"prompt": "Once", "logit_bias": {str(token): 100.0}, "max_tokens": 2}
+    _, results = job(json.dumps(line))
+    assert results[0]["text"] == " the the"

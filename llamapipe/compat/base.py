@@ -91,7 +91,7 @@ class LlamaBase:
         # As llama-cpp-python does: programs that move over do not close.
         self._free = weakref.finalize(self, self._owned.close)
         del values["older"]
-        options.check_older(older)
+        options.check_older(older, values)
         options.check_refused(values)
         if pooling_type not in options.POOLING:
             raise ValueError(f"pooling_type is {pooling_type!r}; it must be one of {list(options.POOLING)}")

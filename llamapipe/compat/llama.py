@@ -134,7 +134,7 @@ class Llama(LlamaBase):
             # The token that begins all texts is not shown.
             first = None if not echo or tokens[0] == self.lp_model.bos else tokens[0]
             found = writer.write([*(done.prompt_logprobs or ()), *(done.logprobs or ())], first)
-            if echo:  # OpenAI's API has none for the first
+            if echo and found["tokens"]:  # OpenAI's API has none for the first
                 found["token_logprobs"][0] = found["top_logprobs"][0] = None
         choice = completion_choice((text if echo else "") + done.text, found, done.finish_reason)
         return start | {"choices": [choice], "usage": usage(len(tokens), done.n_completion_tokens)}

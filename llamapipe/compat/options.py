@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
+
+from llamapipe.arguments import did_you_mean
 
 # llama.h's numbers.
 SPLIT_MODES: Final = {0: "none", 1: "layer", 2: "row"}
@@ -55,11 +58,14 @@ def check_refused(values: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported: {reason}")
 
 
-def check_older(values: dict[str, Any]) -> None:
-    """Accepts arguments of older versions, which LangChain still gives. Raises TypeError and ValueError for others."""
+def check_older(values: dict[str, Any], known: Iterable[str]) -> None:
+    """Accepts arguments of older versions, which LangChain still gives. Raises TypeError and ValueError for others.
+
+    ``known``: the names of all others.
+    """
     for name, value in values.items():
         if name not in _OLDER:
-            raise TypeError(f"Llama() got an unexpected keyword argument {name!r}")
+            raise TypeError(f"Llama() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
         if value != _OLDER[name]:
             raise ValueError(f"{name}={value!r} is not supported: llama.cpp has no such option any more")
 

@@ -31,7 +31,7 @@ class LlamaTokenizer:
         piece = self._vocab.written_piece if special else self._vocab.piece
         text = b"".join(piece(token) for token in tokens)
         # Vocabularies of SentencePiece begin a text with a space.
-        return text[1:] if tokens and tokens[0] == self._vocab.bos and text[:1] == b" " else text
+        return text[1:] if len(tokens) and tokens[0] == self._vocab.bos and text[:1] == b" " else text
 
     def encode(self, text: str, add_bos: bool = True, special: bool = True) -> list[int]:
         """The tokens of a str."""
@@ -57,6 +57,8 @@ class PromptMaker:
 
     def tokens(self, prompt: str | Sequence[int], suffix: str | None) -> list[int]:
         """The tokens; a prompt of tokens is taken as it is. Raises TypeError and ValueError."""
+        if isinstance(prompt, (bytes, bytearray)):  # would count as token ids
+            raise TypeError("prompt must be a str or a list of token ids, not bytes: write prompt.decode()")
         if suffix is None:
             found = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
             bos = self._vocab.bos

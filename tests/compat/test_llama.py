@@ -297,3 +297,29 @@ def test_logits_processors_see_all_tokens(demo: lp.Model) -> None:
             g.append(prompt)
             g.next()
         assert seen[-1] == prompt + first[:1] + prompt
+
+
+def test_arrays_of_tokens(llm: Any) -> None:
+    """What ``input_ids`` returns."""
+    llm.reset()
+    llm.eval(llm.tokenize(b"Once upon"))
+    ids = llm.input_ids
+    assert llm.detokenize(ids) == llm.detokenize(ids.tolist()) == b"Once upon"
+    assert llm.detokenize(ids[:0]) == b""
+    assert llm(ids, **GREEDY)["choices"] == llm(ids.tolist(), **GREEDY)["choices"]
+
+
+def test_bytes_are_no_prompt(llm: Any) -> None:
+    with pytest.raises(TypeError, match="not bytes"):
+        llm(b"Once", max_tokens=1)
+
+
+def test_logprobs_of_an_echo_without_tokens(llm: Any) -> None:
+    biases = {llm.token_eos(): 100.0}
+    (choice,) = llm("", echo=True, logprobs=1, max_tokens=1, temperature=0, logit_bias=biases)["choices"]
+    assert choice["text"] == "" and choice["logprobs"]["tokens"] == []
+
+
+def test_a_misspelt_option_of_the_constructor() -> None:
+    with pytest.raises(TypeError, match="'n_ctxx'; did you mean n_ctx"):
+        Llama(lp.demo_model_path(), n_ctxx=5)

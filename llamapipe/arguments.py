@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import wraps
+from inspect import iscoroutinefunction
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -107,15 +108,29 @@ def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Ca
         known = frozenset(names) - {"self", "cls"}
         shown = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
-        @wraps(function)
-        def call(*arguments: Any, **keywords: Any) -> Any:
+        def check(keywords: dict[str, Any]) -> None:
             if not keywords.keys() <= known:
                 raise TypeError(wrong_option(shown, min(keywords.keys() - known), known, elsewhere or {}))
-            return function(*arguments, **keywords)
 
-        return cast(F, call)
+        return checked_call(function, check)
 
     return decorate
+
+
+def checked_call(function: F, check: Callable[[dict[str, Any]], None]) -> F:
+    """A function that passes its keywords to ``check`` first; still a coroutine function if it was one."""
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        check(keywords)
+        return function(*arguments, **keywords)
+
+    @wraps(function)
+    async def acall(*arguments: Any, **keywords: Any) -> Any:
+        check(keywords)
+        return await function(*arguments, **keywords)
+
+    return cast(F, acall if iscoroutinefunction(function) else call)
 
 
 def explains_fields(cls: C) -> C:

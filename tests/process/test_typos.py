@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import AsyncMock, create_autospec
 
 import pytest
 
@@ -125,3 +126,11 @@ def test_tab_shows_the_public_names_and_help_the_options() -> None:
     assert list(inspect.signature(lp.Engine).parameters)[:3] == ["model", "n_ctx", "n_seq_max"]
     assert list(inspect.signature(lp.SamplingParams).parameters)[:2] == ["max_tokens", "temperature"]
     assert "max_tokens: 'int | None' = 256" in str(inspect.signature(lp.SamplingParams))
+
+
+def test_async_methods_are_still_coroutine_functions() -> None:
+    """Mocks, FastAPI and retry decorators ask for it."""
+    for name in ("agenerate", "achat", "ascore"):
+        assert inspect.iscoroutinefunction(getattr(lp.Engine, name))
+    mocked = create_autospec(lp.Engine, instance=True)
+    assert isinstance(mocked.agenerate, AsyncMock) and not isinstance(mocked.generate, AsyncMock)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from llamapipe.arguments import nearest
+from llamapipe.arguments import checked_call, nearest
 from llamapipe.engine.params import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,13 +17,11 @@ def explains_keywords(function: F) -> F:
     code = function.__code__
     known = frozenset(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
 
-    @wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
+    def check(keywords: dict[str, Any]) -> None:
         if not keywords.keys() <= known:
             raise TypeError(_explanation(function.__name__, keywords, known))
-        return function(*arguments, **keywords)
 
-    return cast(F, call)
+    return checked_call(function, check)
 
 
 def _explanation(name: str, keywords: dict[str, Any], known: frozenset[str]) -> str:

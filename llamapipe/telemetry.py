@@ -6,6 +6,7 @@ not recorded. An engine that is not instrumented does no tracing work.
 
 from __future__ import annotations
 
+import atexit
 from collections import deque
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 _INT64_MAX = 2**63 - 1  # integers of the protocol are signed
+# Spans of streams that a destructor cancelled. Not per engine: it may be closed or uninstrumented by then.
+_dropped: deque[_RequestSpan] = deque()
 
 
 def instrument(engine: Engine, tracer_provider: TracerProvider | None = None) -> None:
@@ -44,12 +47,24 @@ def instrument(engine: Engine, tracer_provider: TracerProvider | None = None) ->
     except ImportError:
         raise ImportError('spans need opentelemetry-api: pip install "llamapipe[otel]"') from None
     tracer: Tracer = trace.get_tracer("llamapipe", tracer_provider=tracer_provider)
+    atexit.unregister(_end_dropped)
+    atexit.register(_end_dropped)  # again: before a provider that was made meanwhile shuts down
     engine._observe(_Spans(trace, tracer, engine.model.path.stem))
 
 
 def uninstrument(engine: Engine) -> None:
     """Creates no spans for future requests."""
     engine._observe(None)
+    _end_dropped()
+
+
+def _end_dropped() -> None:
+    while _dropped:
+        try:
+            span = _dropped.popleft()
+        except IndexError:  # another thread took it
+            return
+        span.end()
 
 
 class _Spans:
@@ -59,11 +74,10 @@ class _Spans:
         self.trace = trace
         self._tracer = tracer
         self._model = model
-        self.dropped: deque[_RequestSpan] = deque()  # spans of streams that a destructor cancelled
 
     def begin(self, requests: Sequence[Request], operation: str) -> _RequestSpan:
         """Starts the span of one prompt, as a child of the caller's current span."""
-        self._end_dropped()
+        _end_dropped()
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "llamapipe",
@@ -89,11 +103,7 @@ class _Spans:
 
     def close(self) -> None:
         """Ends the spans of dropped streams."""
-        self._end_dropped()
-
-    def _end_dropped(self) -> None:
-        while self.dropped:
-            self.dropped.popleft().end()
+        _end_dropped()
 
 
 class _RequestSpan:
@@ -128,7 +138,7 @@ class _RequestSpan:
 
     def drop(self) -> None:
         """Leaves the end to the next caller: a destructor may run while its thread holds an OpenTelemetry lock."""
-        self._spans.dropped.append(self)
+        _dropped.append(self)
 
     def _results(self, cancelled: str) -> dict[str, Any]:
         requests = self._requests

@@ -246,3 +246,36 @@ with lp.Engine(lp.demo_model_path(), n_ctx=64) as engine:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 'pip install "llamapipe[otel]"' in done.stdout
+
+
+def test_a_stream_that_is_dropped_late_ends_too(
+    watched: Watched, make_engine: Callable[..., lp.Engine]
+) -> None:
+    """After the engine is closed, no longer instrumented, or instrumented anew."""
+    closed, uninstrumented = Watched(make_engine()), Watched(make_engine())
+    streams = [one.engine.stream(PROMPT, LONG) for one in (watched, closed, uninstrumented)]
+    closed.engine.close()
+    telemetry.uninstrument(uninstrumented.engine)
+    again = TracerProvider(shutdown_on_exit=False)
+    telemetry.instrument(watched.engine, again)
+    streams.clear()
+    gc.collect()
+    watched.engine.generate(PROMPT, PARAMS)
+    for one in (watched, closed, uninstrumented):
+        assert one.one().end_time is not None
+
+
+def test_a_stream_that_is_dropped_last_ends_at_exit() -> None:
+    script = """
+import llamapipe as lp
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter()))
+with lp.Engine(lp.demo_model_path()) as engine:
+    lp.telemetry.instrument(engine, provider)
+    stream = engine.stream("1, 2,", lp.SamplingParams(max_tokens=200))
+del stream
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert '"gen_ai.response.finish_reasons"' in done.stdout

@@ -41,10 +41,18 @@ class Accelerator:
     identity: dict[str, str] = field(default_factory=dict)
 
 
+# Not a GPU, but built like one. Without RDMA, whose library would have to be present wherever the result runs.
+_RPC = Accelerator("rpc", ("-DGGML_RPC=ON", "-DGGML_RPC_RDMA=OFF"))
+
+
 def find_accelerators(options: BuildOptions, compilers: Compilers) -> tuple[Accelerator, ...]:
-    """The chosen GPU backends. Raises BuildError, which names the missing requirement, if one cannot be built here."""
+    """The chosen GPU backends, and ggml-rpc.
+
+    Raises BuildError, which names the missing requirement, if one cannot be built here.
+    """
     machine = Machine(options, compilers)
-    return tuple(_FINDERS[name](machine) for name in options.accelerators)
+    found = tuple(_FINDERS[name](machine) for name in options.accelerators)
+    return (*found, _RPC) if options.rpc else found
 
 
 def _cuda(machine: Machine) -> Accelerator:

@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             backends=tuple(name for group in given.backend or [["cpu"]] for name in group),
             all_variants=given.all_variants,
             openmp=given.openmp,
+            rpc=given.rpc,
             source=given.source,
             jobs=given.jobs,
             clean=given.clean,
@@ -86,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="OpenMP threads in the CPU backend instead of ggml's own (default: off, see docs/design/11-build.md)",
+    )
+    parser.add_argument(
+        "--rpc",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ggml-rpc, for models on several machines (default: on; it is opened only when it is used)",
     )
     parser.add_argument(
         "--cuda-architectures",

@@ -22,6 +22,7 @@ _TITLES = {
     "cuda": "the CUDA backend",
     "vulkan": "the Vulkan backend",
     "metal": "the Metal backend",
+    "rpc": "the RPC backend",
 }
 
 
@@ -91,7 +92,7 @@ def _compile(
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCMAKE_PROJECT_INCLUDE={injected}"]
     configure += [f"-DLLAMA_BUILD_COMMIT={recipe.source.commit[:9]}"]
     # Only the backends compiled now are switched on: llama.cpp's build makes the core wait for all that are.
-    configure += [f"-DGGML_{name.upper()}=OFF" for name in BACKENDS[1:] if name not in targets]
+    configure += [f"-DGGML_{name.upper()}=OFF" for name in (*BACKENDS[1:], "rpc") if name not in targets]
     for accelerator in accelerators:
         configure += accelerator.cmake_arguments if accelerator.name in targets else ()
     n_jobs = recipe.options.n_jobs
@@ -126,6 +127,8 @@ def _cmake_variable(tree: Path, name: str) -> str:
 
 
 def _outputs(folder: Path, component: str) -> dict[str, Path]:
+    if component == "rpc":  # not under ggml's name: its loader would open it with the other backends
+        return {"libllamapipe-rpc.so": folder / "libggml-rpc.so"}
     pattern = "libggml-cpu*.so" if component == "core" else f"libggml-{component}.so"
     files = {path.name: path for path in folder.glob(pattern)}
     return {**files, **core_libraries(folder)} if component == "core" else files

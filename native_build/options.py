@@ -17,6 +17,7 @@ class BuildOptions:
 
     ``all_variants``: one CPU module per instruction set, chosen at run time (for wheels), instead of one for this
     machine. ``cuda_architectures``: as CMake spells them; empty means the GPUs present, or all usual ones.
+    ``rpc``: with ggml-rpc, a library that is opened only when a model is placed on other machines.
     """
 
     backends: tuple[str, ...] = ("cpu",)
@@ -26,6 +27,7 @@ class BuildOptions:
     jobs: int | None = None
     clean: bool = False
     cuda_architectures: str = ""
+    rpc: bool = True
 
     def __post_init__(self) -> None:
         for name in self.backends:
@@ -64,7 +66,7 @@ def parse_flag(name: str, text: str) -> bool:
 def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptions:
     """Apply settings given to a package build (``pip install . -C backend=vulkan``).
 
-    Known: ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``source``, ``jobs``,
+    Known: ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``rpc``, ``source``, ``jobs``,
     ``cuda-architectures``. Raises BuildError for any other, so that a misspelt one does not go unnoticed.
     """
     for name, text in settings.items():
@@ -74,6 +76,8 @@ def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptio
             options = replace(options, all_variants=parse_flag(name, text))
         elif name == "openmp":
             options = replace(options, openmp=parse_flag(name, text))
+        elif name == "rpc":
+            options = replace(options, rpc=parse_flag(name, text))
         elif name == "source":
             options = replace(options, source=Path(text))
         elif name == "jobs":
@@ -81,7 +85,7 @@ def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptio
         elif name == "cuda-architectures":
             options = replace(options, cuda_architectures=text)
         else:
-            known = "backend, all-variants, openmp, source, jobs, cuda-architectures"
+            known = "backend, all-variants, openmp, rpc, source, jobs, cuda-architectures"
             raise BuildError(f"there is no build setting {name!r}", f"choose among: {known}")
     return options
 

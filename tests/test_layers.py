@@ -26,6 +26,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine.scheduler", "engine.params", "engine.results"),
     ("pipeline", "structured"),
     ("llama",),
+    ("rpc",),
     ("gguf", "host", "hub", "text", "native", "chat"),
     ("structured.schema",),
     ("arguments",),

@@ -18,14 +18,29 @@ from typing import NoReturn
 
 import llamapipe
 from llamapipe.arguments import did_you_mean
-from llamapipe.cli import batch, chat, completion, demo, embed, generate, score, serve, trace
+from llamapipe.cli import batch, chat, completion, demo, embed, generate, rpc_worker, score, serve, trace
 from llamapipe.cli.check import doctor, models
 from llamapipe.cli.measure import bench, tune
 from llamapipe.cli.options import CommandParser, HelpFormatter, UsageError
 from llamapipe.errors import LlamapipeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
-_COMMANDS = (demo, generate, chat, serve, batch, score, embed, bench, tune, trace, models, doctor, completion)
+_COMMANDS = (
+    demo,
+    generate,
+    chat,
+    serve,
+    rpc_worker,
+    batch,
+    score,
+    embed,
+    bench,
+    tune,
+    trace,
+    models,
+    doctor,
+    completion,
+)
 _EPILOG = """\
 exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted, 141 the reader closed the output
 

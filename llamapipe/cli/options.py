@@ -298,7 +298,12 @@ ENGINE = [
     Option("overflow", str, "MODE", "when a context is full: stop, recompute or shift"),
     Option("n_keep", int, "N", "tokens at the start that --overflow keeps"),
 ]
-MODEL = [Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all", aliases=("-ngl",))]
+MODEL = [
+    Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all", aliases=("-ngl",)),
+    Option(
+        "rpc", str, "HOST:PORT", "place layers on this `llamapipe rpc-worker`, too (repeatable)", repeats=True
+    ),
+]
 
 
 def add_options(

@@ -47,32 +47,34 @@ class Device:
 
 
 def device_handles() -> list[tuple[Device, Any]]:
-    """Every device with its native handle, which is valid for the life of the process."""
+    """Every device of this machine with its native handle, which is valid for the life of the process."""
+    lib = native().lib
+    handles = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
+    return [(describe(handle), handle) for handle in handles]
+
+
+def describe(handle: Any) -> Device:
+    """What the backend says about a device. For one of another machine: while a connection is open."""
     module = native()
     ffi, lib = module.ffi, module.lib
-    found = []
-    for i in range(lib.ggml_backend_dev_count()):
-        handle = lib.ggml_backend_dev_get(i)
-        props = ffi.new("struct ggml_backend_dev_props *")
-        lib.ggml_backend_dev_get_props(handle, props)
-        kind = ffi.typeof("enum ggml_backend_dev_type").elements.get(props.type, "")
-        device = Device(
-            name=ffi.string(props.name).decode(),
-            description=ffi.string(props.description).decode("utf-8", "replace").strip(),
-            backend=ffi.string(lib.ggml_backend_reg_name(lib.ggml_backend_dev_backend_reg(handle))).decode(),
-            type=_TYPES.get(kind, "other"),
-            memory_total=props.memory_total,
-            memory_free=props.memory_free,
-            async_compute=bool(props.caps.__getattribute__("async")),
-            events=bool(props.caps.events),
-            host_buffer=bool(props.caps.host_buffer),
-        )
-        found.append((device, handle))
-    return found
+    props = ffi.new("struct ggml_backend_dev_props *")
+    lib.ggml_backend_dev_get_props(handle, props)
+    kind = ffi.typeof("enum ggml_backend_dev_type").elements.get(props.type, "")
+    return Device(
+        name=ffi.string(props.name).decode(),
+        description=ffi.string(props.description).decode("utf-8", "replace").strip(),
+        backend=ffi.string(lib.ggml_backend_reg_name(lib.ggml_backend_dev_backend_reg(handle))).decode(),
+        type=_TYPES.get(kind, "other"),
+        memory_total=props.memory_total,
+        memory_free=props.memory_free,
+        async_compute=bool(props.caps.__getattribute__("async")),
+        events=bool(props.caps.events),
+        host_buffer=bool(props.caps.host_buffer),
+    )
 
 
 def devices() -> list[Device]:
-    """The devices llamapipe can use, in llama.cpp's order (GPUs before CPUs). Any thread.
+    """The devices of this machine that llamapipe can use, in llama.cpp's order (GPUs before CPUs). Any thread.
 
     Raises BackendError when the native libraries cannot be loaded.
     """

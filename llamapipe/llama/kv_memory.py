@@ -49,7 +49,7 @@ def check_kv_memory(model: Model, n_cells: int, type_k: str, type_v: str) -> Non
 
     Keys and values count only where no GPU may hold them; the records of cells are always in host memory.
     """
-    on_gpu = any(device.type in ("gpu", "igpu") for device in devices())
+    on_gpu = any(device.type in ("gpu", "igpu") for device in (*devices(), *model.devices))
     needed = n_cells * _CELL_BYTES + (0 if on_gpu else kv_bytes(model, n_cells, type_k, type_v) or 0)
     limit = memory_limit()
     if limit is not None and needed > limit:

@@ -24,7 +24,7 @@ from llamapipe.arguments import (
     wrong_option,
 )
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
-from llamapipe.llama.devices import Device, device_handles
+from llamapipe.llama.devices import Device, describe, device_handles
 from llamapipe.llama.loading import Progress, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import native
@@ -33,6 +33,7 @@ from llamapipe.native.owner import Owner
 if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
     from llamapipe.llama.chat_prompts import ChatPrompts
+    from llamapipe.rpc.connections import Workers
 
 # Options of ``Engine`` that other libraries pass when they load a model.
 ENGINE_OPTIONS = (
@@ -66,7 +67,9 @@ class Model(Owner):
     ``split_mode``: ``"none"``, ``"layer"``, ``"row"`` or ``"tensor"``. ``main_gpu``: the device used by mode none.
     ``tensor_split``: the share of each device. ``progress``: called on this thread with 0.0 to 1.0 during the load; an
     exception in it stops the load and is raised here. ``vocab_only``: load no weights, for tokenizing only.
-    ``chat_template``: used instead of the file's own: Jinja source, or the path of a file that holds it.
+    ``chat_template``: used instead of the file's own: Jinja source, or the path of a file that holds it. ``rpc``:
+    addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers, too, before those of
+    ``devices``; connections are neither authenticated nor encrypted, and a worker's end ends this process.
 
     Sizes are attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
     ``n_swa``: tokens that a layer with a sliding window attends to, 0 without such layers. ``is_recurrent``: the model
@@ -76,7 +79,7 @@ class Model(Owner):
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
     Raises ModelLoadError for a missing, damaged or unsupported file, TypeError and ValueError for wrong arguments,
-    BackendError for an unknown device.
+    BackendError for an unknown device and for a worker that cannot be reached.
     """
 
     @explains_options({"Engine": ENGINE_OPTIONS})
@@ -93,8 +96,10 @@ class Model(Owner):
         progress: Progress | None = None,
         vocab_only: bool = False,
         chat_template: str | os.PathLike[str] | None = None,
+        rpc: Sequence[str] | None = None,
     ) -> None:
         self._handle: Any = None
+        self._workers: Workers | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._children: dict[int, str] = {}
@@ -110,6 +115,8 @@ class Model(Owner):
         mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
         self.vocab_only = check_flag("vocab_only", vocab_only)
         self._given_template = None if chat_template is None else template_text(chat_template)
+        if rpc is not None:
+            _check_rpc(split, n_layers, self.vocab_only)
         from llamapipe.gguf.check import check_gguf
 
         self._native = native()
@@ -132,11 +139,16 @@ class Model(Owner):
         mmap, mlock = lib.LLAMA_LOAD_MODE_MMAP, lib.LLAMA_LOAD_MODE_MLOCK
         both, neither = lib.LLAMA_LOAD_MODE_MMAP_MLOCK, lib.LLAMA_LOAD_MODE_NONE
         params.load_mode = (both if locked else mmap) if mapped else (mlock if locked else neither)
-        # Native memory that must stay alive until load() returns.
-        keep = [_device_list(ffi, devices), _split(ffi, lib, tensor_split)]
-        params.devices, params.tensor_split = keep
-        self.devices = _used_devices(devices, n_layers)
+        shares = _split(ffi, lib, tensor_split)
         try:
+            if rpc is not None:
+                from llamapipe.rpc.connections import Workers
+
+                self._workers = Workers(rpc)
+            # Native memory that must stay alive until load() returns.
+            keep = [_device_list(ffi, devices, self._workers), shares]
+            params.devices, params.tensor_split = keep
+            self.devices = _used_devices(devices, n_layers, self._workers)
             self._load(info, params, progress)
             self._read_sizes()
             self._check_rope(info)
@@ -234,7 +246,15 @@ class Model(Owner):
 
     def __dir__(self) -> list[str]:
         """The names for callers; those for contexts and engines are left out."""
-        hidden = {"adopt", "release", "handle", "chat_prompts", "is_template_given", "fingerprint"}
+        hidden = {
+            "adopt",
+            "release",
+            "handle",
+            "chat_prompts",
+            "is_template_given",
+            "fingerprint",
+            "on_workers",
+        }
         return [name for name in super().__dir__() if not name.startswith("_") and name not in hidden]
 
     # ---- text
@@ -330,6 +350,11 @@ class Model(Owner):
 
         return ChatPrompts(self)
 
+    @property
+    def on_workers(self) -> bool:
+        """Whether devices of RPC workers have layers of it."""
+        return self._workers is not None
+
     # ---- lifetime
     @property
     def handle(self) -> Any:
@@ -351,6 +376,11 @@ class Model(Owner):
         """Registers an object that uses the native model: ``close`` is refused while it lives, and shows ``name``."""
         with self._lock:
             self.handle  # noqa: B018
+            if self.on_workers and self._children.keys() - {id(child)}:
+                raise BackendError(
+                    f"the model is on RPC workers and has a context already ({', '.join(self._children.values())}); "
+                    "workers compute for one context at a time: close that one first, or share it"
+                )
             self._children[id(child)] = name or type(child).__name__
 
     def release(self, child: object) -> None:
@@ -367,6 +397,7 @@ class Model(Owner):
             return
         with self._lock:
             if self._handle is None:
+                self._close_workers()
                 return
             if self._children:
                 names = ", ".join(sorted(self._children.values()))
@@ -377,6 +408,11 @@ class Model(Owner):
             if hasattr(self, "vocab"):  # absent if Ctrl-C interrupted __init__
                 self.vocab.forget()
         self._native.lib.llama_model_free(handle)
+        self._close_workers()
+
+    def _close_workers(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
 
     def __enter__(self) -> Model:
         return self
@@ -396,9 +432,26 @@ class Model(Owner):
             )
 
 
-def _device_list(ffi: Any, wanted: Sequence[str | Device] | None) -> Any:
+def _check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
+    """Refuses options that leave nothing to workers, or that ggml-rpc cannot do."""
+    if split_mode in ("row", "tensor"):
+        raise ValueError(
+            f'split_mode is {split_mode!r}, which splits each tensor; RPC workers get whole layers: use "layer", '
+            'or "none" for one worker'
+        )
+    if n_gpu_layers == 0 or vocab_only:
+        what = "vocab_only is True" if vocab_only else "n_gpu_layers is 0"
+        raise ValueError(
+            f"{what}, so that RPC workers would get nothing to compute; leave out rpc, or change it"
+        )
+
+
+def _device_list(ffi: Any, wanted: Sequence[str | Device] | None, workers: Workers | None) -> Any:
     if wanted is None:
-        return ffi.NULL
+        if workers is None:
+            return ffi.NULL
+        handles = [handle for device, handle in device_handles() if device.type in ("gpu", "igpu")]
+        return ffi.new("ggml_backend_dev_t[]", [*workers.devices, *handles, ffi.NULL])
     if isinstance(wanted, (str, Device)) or not isinstance(wanted, Sequence):
         raise TypeError(
             f"devices must be a sequence of names or Device objects, not a single {type(wanted).__name__}"
@@ -414,16 +467,21 @@ def _device_list(ffi: Any, wanted: Sequence[str | Device] | None) -> Any:
                 f"there is no device {name!r}; this build and machine have: {', '.join(known)}"
             )
         handles.append(known[name])
-    return ffi.new("ggml_backend_dev_t[]", [*handles, ffi.NULL])
+    far = [] if workers is None else workers.devices
+    return ffi.new("ggml_backend_dev_t[]", [*far, *handles, ffi.NULL])
 
 
-def _used_devices(wanted: Sequence[str | Device] | None, n_gpu_layers: int) -> list[Device]:
-    """The devices llama.cpp places layers on: the requested ones, else all GPUs, else the CPU."""
+def _used_devices(
+    wanted: Sequence[str | Device] | None, n_gpu_layers: int, workers: Workers | None
+) -> list[Device]:
+    """The devices llama.cpp places layers on: those of workers; the requested ones, else all GPUs, else the CPU."""
     known = [device for device, _ in device_handles()]
     if wanted is not None:
         names = {item.name if isinstance(item, Device) else item for item in wanted}
         known = [device for device in known if device.name in names]
     used = [device for device in known if device.type in ("gpu", "igpu")] if n_gpu_layers != 0 else []
+    if workers is not None:
+        used = [*map(describe, workers.devices), *(used if wanted is None else known)]
     return used or [device for device, _ in device_handles() if device.type == "cpu"]
 
 

@@ -18,8 +18,18 @@ RINGS = ("auto", "events", "sync", "off")
 
 
 def ring_slots(model: Model, ring: str, n_slots: int) -> int:
-    """How many slots a context's ring gets: ``n_slots``, or none where outputs go through llama.cpp's own buffer."""
+    """How many slots a context's ring gets: ``n_slots``, or none where outputs go through llama.cpp's own buffer.
+
+    On RPC workers there is none: slots live as long as the pipeline's object, and so would the connection. A worker
+    that ends then would end this process although everything is closed.
+    """
     check_choice("ring", ring, RINGS)
+    if model.on_workers:
+        if ring not in ("auto", "off"):
+            raise ValueError(
+                f'ring is {ring!r}, and the model is on RPC workers, which have none; use "auto" or "off"'
+            )
+        return 0
     return 0 if ring == "off" or not can_stage(model) else n_slots
 
 
@@ -37,6 +47,10 @@ def wants_graph_sampling(model: Model, ring: str, choice: str) -> bool:
     A CPU has better ways to find a row's candidates, and a software device is a CPU.
     """
     check_choice("graph_sampling", choice, GRAPH_SAMPLING)
+    if choice == "on" and model.on_workers:
+        raise ValueError(
+            'graph_sampling is "on", and the model is on RPC workers, which return whole rows; use "auto" or "off"'
+        )
     if choice != "auto":
         return choice == "on"
     return ring_slots(model, ring, 1) > 0 and on_gpu(model)

@@ -31,6 +31,16 @@ int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int 
                   bool remove_special, bool unparse_special);
 int lp_pieces(const struct llama_vocab * vocab, int32_t first, int n, char * bytes, int n_max, int32_t * ends);
 
+// ---- devices of other machines (rpc.cpp)
+// `library`: the path of ggml-rpc's, which the first call opens. `address`: a numeric IPv4 address and a port.
+typedef struct lp_rpc lp_rpc;
+lp_rpc * lp_rpc_connect(const char * library, const char * address);  // NULL if that fails; may block, so check first
+void     lp_rpc_disconnect(lp_rpc * rpc);  // the connection is closed when the models that use its devices are freed, too
+int      lp_rpc_devices(const lp_rpc * rpc, int n_max, ggml_backend_dev_t * devices);  // their number; valid for ever
+// Serves these devices, one client at a time, and returns only if that fails. `cache`: a folder for large tensors, or NULL.
+int      lp_rpc_serve(const char * library, const char * address, const char * cache, int n_threads, int n_devices,
+                      ggml_backend_dev_t * devices);
+
 // ---- files that shrink while they are mapped (mapping_guard.cpp)
 // Between the two, on this thread, pages beyond the end of a mapped file read as zeros instead of ending the process.
 int lp_mapping_guard_begin(void);  // LP_ERROR if the handler of SIGBUS cannot be installed

@@ -52,6 +52,10 @@ void on_failed_assertion(const char * message) {
         }
     }
     fprintf(stderr, "%s\n", message);
+    if (strstr(message, "Remote RPC server crashed")) {  // on ggml-rpc's own thread, which nothing can leave
+        fputs("llamapipe: an RPC worker ended or closed its connection; ggml-rpc ends this process then. Check the worker,\n"
+              "and run the program under a supervisor: docs/guides/rpc.md\n", stderr);
+    }
 }
 
 }  // namespace

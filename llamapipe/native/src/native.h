@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ggml-backend.h"
+#include "ggml-rpc.h"
 #include "ggml.h"
 #include "llama.h"
 

@@ -1,0 +1,133 @@
+"""``llamapipe rpc-worker``: lends this machine's devices to models that run elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from llamapipe.arguments import check_int
+from llamapipe.cli.options import UsageError
+from llamapipe.errors import BackendError
+from llamapipe.rpc.addresses import Address, check_host, look_up
+
+_DESCRIPTION = """\
+Lend this machine's devices to a model that runs in another process: its GPUs, or its CPU if it has none. A worker
+serves one process at a time."""
+_EPILOG = """\
+examples:
+  llamapipe rpc-worker --port 50052
+  llamapipe generate -m large.gguf --rpc 127.0.0.1:50052 "Once upon a time"
+  llamapipe rpc-worker --host 10.0.0.2 --allow-network
+
+Connections are neither authenticated nor encrypted: anyone who reaches the port can use this machine's
+memory and devices, and end the worker. Ctrl-C ends it at once. docs/guides/rpc.md says more."""
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "rpc-worker",
+        parents=[common],
+        usage="llamapipe rpc-worker [options]",
+        allow_abbrev=False,
+        help="lend this machine's devices to a model elsewhere",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=50052, metavar="N", help="0 takes a free port (50052)")
+    parser.add_argument(
+        "--allow-network",
+        action="store_true",
+        help="listen at an address that other machines can reach: no one is asked for a key there",
+    )
+    parser.add_argument(
+        "--device",
+        action="append",
+        metavar="NAME",
+        help="lend this device only (repeatable; doctor lists them)",
+    )
+    parser.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads (default: the cores)")
+    parser.add_argument(
+        "--cache", type=Path, metavar="DIR", help="keep large tensors here, so that they are sent only once"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; it ends by a signal or an error."""
+    from llamapipe.host.cores import usable_cores
+    from llamapipe.rpc.worker import free_port, serve
+
+    address = _address(args)
+    try:
+        n_threads = usable_cores() if args.threads is None else check_int("--threads", args.threads, 1, 512)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if args.cache is not None:
+        args.cache.mkdir(parents=True, exist_ok=True)
+    devices, names = _devices(args.device)
+    address = free_port(address)
+    # Native code listens and computes. Only the system's own handler ends it at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as stdout:
+        sys.stdout.flush()
+        # ggml-rpc writes about each client to stdout.
+        nowhere = None if args.verbose else os.open(os.devnull, os.O_WRONLY)
+        os.dup2(2 if nowhere is None else nowhere, 1)
+
+        def announce() -> None:
+            print(
+                f"llamapipe rpc-worker serves {', '.join(names)} at {address.endpoint}",
+                file=stdout,
+                flush=True,
+            )
+            if not address.is_loopback:
+                print(
+                    f"llamapipe: {address.ip} can be reached from other machines; connections are neither "
+                    "authenticated nor encrypted",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+        serve(address, devices, n_threads, args.cache, announce)
+    return 0
+
+
+def _address(args: argparse.Namespace) -> Address:
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
+    try:
+        check_host("--host", args.host.strip("[]"))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    address = Address(args.host, look_up(args.host), args.port)
+    if not address.is_loopback and not args.allow_network:
+        raise UsageError(
+            f"--host is {args.host}, which other machines can reach, and ggml-rpc neither authenticates nor encrypts: "
+            "everyone there could use this machine's memory and devices; in a network of your own, add --allow-network"
+        )
+    return address
+
+
+def _devices(wanted: list[str] | None) -> tuple[list[Any], list[str]]:
+    """Native handles and names: those that were asked for, else the GPUs, else the CPU."""
+    from llamapipe.llama.devices import device_handles
+
+    known = device_handles()
+    if wanted is None:
+        gpus = [pair for pair in known if pair[0].type in ("gpu", "igpu")]
+        chosen = gpus or [pair for pair in known if pair[0].type == "cpu"]
+    else:
+        names = [device.name for device, _ in known]
+        if missing := [name for name in wanted if name not in names]:
+            raise BackendError(f"there is no device {missing[0]!r}; this machine has: {', '.join(names)}")
+        chosen = [pair for pair in known if pair[0].name in wanted]
+    return [handle for _, handle in chosen], [device.name for device, _ in chosen]

@@ -18,8 +18,9 @@ from typing import NoReturn
 
 import llamapipe
 from llamapipe.arguments import did_you_mean
-from llamapipe.cli import batch, chat, completion, demo, embed, generate, rpc_worker, score, serve, trace
+from llamapipe.cli import batch, chat, completion, demo, embed, generate, score, serve, trace
 from llamapipe.cli.check import doctor, models
+from llamapipe.cli.machines import rpc_worker
 from llamapipe.cli.measure import bench, tune
 from llamapipe.cli.options import CommandParser, HelpFormatter, UsageError
 from llamapipe.errors import LlamapipeError

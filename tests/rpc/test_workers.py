@@ -1,0 +1,277 @@
+"""Models on RPC workers: real processes on this machine's loopback, and servers that answer wrongly."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from support.rpc_workers import server, worker
+from support.run_script import environment, run_script
+
+import llamapipe as lp
+from llamapipe.cli import main
+from llamapipe.errors import BackendError
+from llamapipe.native.load import native
+from llamapipe.rpc import connections, handshake
+from llamapipe.rpc.addresses import Address
+from llamapipe.rpc.handshake import ANSWER, ANSWER_BYTES, REQUEST, check_worker
+
+PROMPTS = ["Once upon a time", "Question: What does a cow say?\nAnswer:", "One, two,"]
+GREEDY = lp.SamplingParams(max_tokens=32, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[str]]:
+    """Two that all tests share, one after another."""
+    with worker() as (first, _), worker() as (second, _):
+        yield [first, second]
+
+
+def tokens(model: lp.Model) -> list[tuple[int, ...]]:
+    with lp.Engine(model, n_threads=1, n_ctx=256, n_seq_max=4) as engine:
+        return [tuple(out.token_ids) for out in engine.generate(PROMPTS, GREEDY)]
+
+
+def load(rpc: Sequence[str], **options: object) -> lp.Model:
+    return lp.Model(lp.demo_model_path(), rpc=rpc, **options)  # type: ignore[arg-type]
+
+
+# ---- results
+@pytest.mark.parametrize(
+    ("n", "options", "n_devices"),
+    [
+        (1, {}, 1),
+        (2, {}, 2),
+        (2, {"tensor_split": [3, 1]}, 2),
+        (2, {"n_gpu_layers": 2}, 2),
+        (2, {"split_mode": "none", "main_gpu": 1}, 2),
+        (1, {"devices": ["CPU"]}, 2),
+    ],
+)
+def test_workers_give_the_tokens_of_one_process(
+    demo: lp.Model, workers: list[str], n: int, options: dict[str, object], n_devices: int
+) -> None:
+    with load(workers[:n], **options) as model:
+        far = [(d.description, d.backend, d.type) for d in model.devices[:n]]
+        assert far == [(address, "RPC", "gpu") for address in workers[:n]] and len(model.devices) == n_devices
+        assert tokens(model) == tokens(demo)
+
+
+def test_devices_of_workers_are_of_their_model_only(demo: lp.Model, workers: list[str]) -> None:
+    before = [device.name for device in lp.devices()]
+    with load(workers):
+        assert [device.name for device in lp.devices()] == before
+        with lp.Model(lp.demo_model_path()) as other:
+            assert all(device.backend != "RPC" for device in other.devices)
+            assert tokens(other) == tokens(demo)
+
+
+def test_the_library_is_opened_by_the_first_model_on_workers_only(workers: list[str]) -> None:
+    program = """
+import llamapipe as lp
+def is_open():
+    return "libllamapipe-rpc" in open("/proc/self/maps").read()
+lp.Model.demo().close()
+say(is_open())
+with lp.Model(lp.demo_model_path(), rpc=sys.argv[1:]):
+    say(is_open())
+"""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("/proc/self/maps is Linux's")
+    assert run_script(program, *workers).split() == ["False", "True"]
+
+
+# ---- one context at a time
+def test_a_worker_belongs_to_one_model_and_a_model_has_one_context(workers: list[str]) -> None:
+    with load(workers[:1]) as model:
+        with pytest.raises(BackendError, match="is used by another model of this process"):
+            load(workers[:1])
+        with lp.Engine(model, n_threads=1, n_ctx=256):
+            with pytest.raises(BackendError, match="has a context already"):
+                lp.Engine(model, n_threads=1, n_ctx=256)
+            with pytest.raises(BackendError, match="has a context already"):
+                lp.Embedder(model, pooling="mean", n_ctx=64)
+        with lp.Embedder(model, pooling="mean", n_ctx=64, n_threads=1) as embedder:
+            assert embedder.embed("a cow").shape == (model.n_embd,)
+    load(workers[:1]).close()
+
+
+@pytest.mark.parametrize("options", [{"ring": "events"}, {"ring": "sync"}, {"graph_sampling": "on"}])
+def test_options_that_workers_cannot_follow_are_refused(workers: list[str], options: dict[str, str]) -> None:
+    with load(workers[:1]) as model, pytest.raises(ValueError, match="the model is on RPC workers"):
+        lp.Engine(model, n_threads=1, n_ctx=256, **options)  # type: ignore[arg-type]
+
+
+# ---- the handshake
+def hello(size: int = ANSWER_BYTES, version: tuple[int, int, int] = (7, 0, 0)) -> bytes:
+    return ANSWER.pack(size, *version, 0, b"")
+
+
+def answering(data: bytes) -> Callable[[socket.socket], None]:
+    def answer(connection: socket.socket) -> None:
+        assert connection.recv(len(REQUEST), socket.MSG_WAITALL) == REQUEST
+        connection.sendall(data)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (hello(version=(6, 0, 0)), "speaks version 6.0.0 of ggml-rpc's protocol, and this build version 7.0"),
+        (hello(version=(7, 1, 0)), "speaks version 7.1.0 of ggml-rpc's protocol, and this build version 7.0"),
+        (hello(size=3), "answered 3 bytes instead of 28"),
+        (
+            b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n",
+            "bytes instead of 28; it is no RPC worker",
+        ),
+        (b"", "closed the connection instead of answering"),
+        (hello()[:-1], "closed the connection instead of answering"),
+    ],
+)
+def test_other_versions_and_other_servers_are_refused(data: bytes, message: str) -> None:
+    with server(answering(data)) as address, pytest.raises(BackendError, match=message):
+        load([address])
+    assert not connections._open
+
+
+def test_a_port_where_nothing_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with pytest.raises(BackendError, match=f"refused.*llamapipe rpc-worker --port {port}"):
+        load([f"127.0.0.1:{port}"])
+
+
+@pytest.mark.parametrize("trickles", [False, True])
+def test_a_server_that_does_not_answer_is_waited_for_only_so_long(
+    monkeypatch: pytest.MonkeyPatch, trickles: bool
+) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.settimeout(0.05)  # a byte in every such pause does not prolong the wait
+        assert connection.recv(len(REQUEST), socket.MSG_WAITALL) == REQUEST
+        while True:
+            try:
+                if not connection.recv(1):
+                    return
+            except TimeoutError:
+                if trickles:
+                    connection.sendall(b"\0")
+
+    start = time.monotonic()
+    with server(answer) as address:
+        host, port = address.split(":")
+        with pytest.raises(BackendError, match=r"did not answer within 0\.5 s"):
+            check_worker(Address(address, host, int(port)), (7, 0), timeout_s=0.5)
+    assert 0.4 < time.monotonic() - start < 5
+    assert handshake.TIMEOUT_S == 5
+
+
+def test_the_version_is_that_of_the_build() -> None:
+    lib = native().lib
+    assert (lib.RPC_PROTO_MAJOR_VERSION, lib.RPC_PROTO_MINOR_VERSION) == (7, 0)
+
+
+def test_addresses_in_the_network_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    connections._warn([Address("127.0.0.1:1", "127.0.0.1", 1)])
+    assert not caplog.records
+    connections._warn([Address("gpu:1", "10.0.0.2", 1)])
+    assert "gpu:1 in the clear: RPC connections are neither authenticated nor encrypted" in caplog.text
+
+
+# ---- the death of a worker
+DYING = """
+import llamapipe as lp
+with lp.Model(lp.demo_model_path(), rpc=sys.argv[1:]) as model, lp.Engine(model, n_threads=1) as engine:
+    with engine.stream("Once upon a time", lp.SamplingParams(max_tokens=400, ignore_eos=True)) as stream:
+        next(stream)
+        say("generating")
+        sys.stdin.readline()
+        for delta in stream:
+            pass
+    say("finished")
+"""
+
+
+def test_the_end_of_a_worker_ends_the_process_that_uses_it() -> None:
+    with (
+        worker() as (first, _),
+        worker() as (second, victim),
+        subprocess.Popen(
+            [sys.executable, "-c", "import sys\ndef say(t): print(t, flush=True)\n" + DYING, first, second],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        ) as client,
+    ):
+        assert client.stdout is not None
+        assert client.stdout.readline() == "generating\n"
+        victim.kill()
+        victim.wait()
+        out, err = client.communicate("go\n", timeout=60)
+    assert (client.returncode, out) == (-signal.SIGABRT, ""), err
+    assert "llamapipe: an RPC worker ended or closed its connection" in err
+
+
+def test_the_end_of_a_client_does_not_end_the_worker(demo: lp.Model) -> None:
+    with worker() as (address, _):
+        program = "import llamapipe as lp, os\nlp.Model(lp.demo_model_path(), rpc=sys.argv[1:])\nos._exit(0)"
+        run_script(program, address)
+        with load([address]) as model:
+            assert tokens(model) == tokens(demo)
+
+
+# ---- the command
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_worker_at_once(number: signal.Signals) -> None:
+    with worker() as (_, process):
+        process.send_signal(number)
+        assert process.wait(10) == -number
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--host", "0.0.0.0"], 2, "neither authenticates nor encrypts"),
+        (["--host", "192.0.2.1"], 2, "add --allow-network"),
+        (["--host", "::1"], 2, "uses IPv4 only"),
+        (["--port", "65536"], 2, "must be from 0 to 65535"),
+        (["--threads", "0"], 2, "--threads is 0"),
+        (["--device", "GPU9"], 1, "there is no device 'GPU9'"),
+        (["--host", "192.0.2.1", "--allow-network"], 1, "cannot listen at 192.0.2.1"),
+    ],
+)
+def test_what_a_worker_refuses(
+    options: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rpc-worker", *options]) == status
+    out, err = capsys.readouterr()
+    assert not out and message in err
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        assert main(["rpc-worker", "--port", str(sock.getsockname()[1])]) == 1
+    assert "Address already in use" in capsys.readouterr().err
+
+
+def test_a_worker_in_the_network_says_so() -> None:
+    with worker("--host", "0.0.0.0", "--allow-network") as (address, process):
+        assert address.startswith("0.0.0.0:") and process.stderr is not None
+        assert "neither authenticated nor encrypted" in process.stderr.readline()
+
+
+def test_the_option_of_other_commands(workers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ["generate", "--n-threads", "1", "--temperature", "0", "-n", "16", "Once upon a time"]
+
+    def text(*options: str) -> str:
+        assert main([*plain, *options]) == 0
+        return capsys.readouterr().out
+
+    assert text(*(arg for address in workers for arg in ("--rpc", address))) == text() != ""

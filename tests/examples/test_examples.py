@@ -76,8 +76,8 @@ def run(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_there_are_nineteen() -> None:
-    assert len([*PROGRAMS, *EXAMPLES.glob("*.ipynb")]) == 19
+def test_there_are_twenty() -> None:
+    assert len([*PROGRAMS, *EXAMPLES.glob("*.ipynb")]) == 20
 
 
 @pytest.mark.parametrize("program", [marked(path) for path in PROGRAMS], ids=lambda path: path.stem)

@@ -23,6 +23,10 @@ if(GGML_VULKAN)
     target_link_libraries(ggml-vulkan ggml-base)
     add_dependencies(ggml ggml-vulkan)
 endif()
+if(GGML_RPC)
+    add_library(ggml-rpc MODULE ggml-rpc.c)
+    target_link_libraries(ggml-rpc ggml-base)
+endif()
 """
 _FILES = {
     "CMakeLists.txt": _CMAKE,
@@ -32,6 +36,7 @@ _FILES = {
     "llama.c": "int ggml(void); int llama(void) { return ggml(); }",
     "ggml-cpu.c": "int base(void); int cpu(void) { return base(); }",
     "ggml-vulkan.c": "int base(void); int vulkan(void) { return base(); }",
+    "ggml-rpc.c": "int base(void); int rpc(void) { return base(); }",
     "include/llama.h": "",
     "ggml/include/ggml.h": "",
     "src/llama-context.h": "",

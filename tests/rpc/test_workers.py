@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
+from support.gguf_models import Shape, make_model
 from support.rpc_workers import server, worker
 from support.run_script import environment, run_script
 
@@ -191,18 +193,21 @@ with lp.Model(lp.demo_model_path(), rpc=sys.argv[1:]) as model, lp.Engine(model,
         next(stream)
         say("generating")
         sys.stdin.readline()
-        for delta in stream:
+        for delta in stream if MORE else ():
             pass
-    say("finished")
+say("finished")
 """
 
 
-def test_the_end_of_a_worker_ends_the_process_that_uses_it() -> None:
+@pytest.mark.parametrize("more", [True, False], ids=["generating", "closing"])
+def test_the_end_of_a_worker_ends_the_process_that_uses_it(more: bool) -> None:
+    """Now, or when it frees the memory that it had there: a thread of ggml-rpc calls abort()."""
+    preamble = f"import sys\nMORE = {more}\ndef say(t): print(t, flush=True)\n"
     with (
         worker() as (first, _),
         worker() as (second, victim),
         subprocess.Popen(
-            [sys.executable, "-c", "import sys\ndef say(t): print(t, flush=True)\n" + DYING, first, second],
+            [sys.executable, "-c", preamble + DYING, first, second],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -275,3 +280,51 @@ def test_the_option_of_other_commands(workers: list[str], capsys: pytest.Capture
         return capsys.readouterr().out
 
     assert text(*(arg for address in workers for arg in ("--rpc", address))) == text() != ""
+
+
+def test_what_engines_do_with_cells_and_rows(demo: lp.Model, workers: list[str]) -> None:
+    """Choices that share a prompt, log-probabilities, constraints, snapshots: copies of cells, rows and states."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+    def results(model: lp.Model) -> list[object]:
+        with lp.Engine(model, n_threads=1, n_ctx=256, n_seq_max=3) as engine:
+            choices = engine.generate(
+                PROMPTS[0], lp.SamplingParams(max_tokens=12, n=3, seed=5, temperature=1.0)
+            )
+            found: list[object] = [choice.token_ids for choice in choices.choices]
+            scored = engine.generate(PROMPTS[0], lp.SamplingParams(max_tokens=8, temperature=0, logprobs=2))
+            assert scored.logprobs is not None
+            found.append([round(entry.logprob, 2) for entry in scored.logprobs])
+            constrained = engine.generate(
+                PROMPTS[1], lp.SamplingParams(max_tokens=40, json_schema=schema, seed=3)
+            )
+            found.append(constrained.text)
+            generation = engine.start(PROMPTS[2], lp.SamplingParams(max_tokens=16, temperature=0))
+            begun = [generation.next() for _ in range(4)]
+            snapshot = generation.snapshot()
+            generation.cancel()
+            restored = engine.restore(snapshot, lp.SamplingParams(max_tokens=16, temperature=0))
+            found.append([begun, [restored.next() for _ in range(4)]])
+            restored.cancel()
+            return found
+
+    expected = results(demo)
+    with load(workers) as model:
+        assert results(model) == expected
+
+
+def test_a_folder_keeps_large_tensors(tmp_path: Path) -> None:
+    shape = Shape(layers=1, width=64, heads=2, heads_kv=2, ffn=49152)  # tensors of 12 MiB
+    path = make_model(tmp_path / "wide.gguf", shape=shape, type_name="f32", vocab="builtin-spm")
+    cache = tmp_path / "cache"
+    with lp.Model(path) as model:
+        expected = tokens(model)
+    with worker("--cache", str(cache)) as (address, _):
+        for _ in range(2):
+            with lp.Model(path, rpc=[address]) as model:
+                assert tokens(model) == expected
+            kept = {file.name: file.stat().st_mtime_ns for file in cache.iterdir()}
+            assert kept
+    with worker("--cache", str(cache)) as (address, _), lp.Model(path, rpc=[address]) as model:
+        assert tokens(model) == expected
+    assert {file.name: file.stat().st_mtime_ns for file in cache.iterdir()} == kept

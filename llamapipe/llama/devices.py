@@ -1,13 +1,16 @@
-"""The devices of the loaded backends, as llama.cpp lists them.
+"""The devices of the loaded backends, as llama.cpp lists them, and which of them a model is placed on.
 
 ``Device`` is plain data; native handles stay valid for the life of the process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llamapipe.arguments import check_float
+from llamapipe.errors import BackendError
 from llamapipe.native.load import native
 
 _TYPES = {
@@ -79,3 +82,73 @@ def devices() -> list[Device]:
     Raises BackendError when the native libraries cannot be loaded.
     """
     return [device for device, _ in device_handles()]
+
+
+# ---- which of them a model is placed on; ``far``: native devices of workers
+def check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
+    """Refuses options that leave nothing to workers, or that ggml-rpc cannot do."""
+    if split_mode in ("row", "tensor"):
+        raise ValueError(
+            f'split_mode is {split_mode!r}, which splits each tensor; RPC workers get whole layers: use "layer", '
+            'or "none" for one worker'
+        )
+    if n_gpu_layers == 0 or vocab_only:
+        what = "vocab_only is True" if vocab_only else "n_gpu_layers is 0"
+        raise ValueError(
+            f"{what}, so that RPC workers would get nothing to compute; leave out rpc, or change it"
+        )
+
+
+def device_list(ffi: Any, wanted: Sequence[str | Device] | None, far: Sequence[Any]) -> Any:
+    """What llama.cpp gets: workers' devices before those that are wanted; NULL for all of this machine.
+
+    Raises TypeError, and BackendError for an unknown device.
+    """
+    if wanted is None:
+        if not far:
+            return ffi.NULL
+        handles = [handle for device, handle in device_handles() if device.type in ("gpu", "igpu")]
+        return ffi.new("ggml_backend_dev_t[]", [*far, *handles, ffi.NULL])
+    if isinstance(wanted, (str, Device)) or not isinstance(wanted, Sequence):
+        raise TypeError(
+            f"devices must be a sequence of names or Device objects, not a single {type(wanted).__name__}"
+        )
+    known = {device.name: handle for device, handle in device_handles()}
+    handles = []
+    for item in wanted:
+        name = item.name if isinstance(item, Device) else item
+        if not isinstance(name, str):
+            raise TypeError(f"devices must hold names or Device objects, not {type(name).__name__}")
+        if name not in known:
+            raise BackendError(
+                f"there is no device {name!r}; this build and machine have: {', '.join(known)}"
+            )
+        handles.append(known[name])
+    return ffi.new("ggml_backend_dev_t[]", [*far, *handles, ffi.NULL])
+
+
+def used_devices(
+    wanted: Sequence[str | Device] | None, n_gpu_layers: int, far: Sequence[Any]
+) -> list[Device]:
+    """The devices llama.cpp places layers on: those of workers; the requested ones, else all GPUs, else the CPU."""
+    known = [device for device, _ in device_handles()]
+    if wanted is not None:
+        names = {item.name if isinstance(item, Device) else item for item in wanted}
+        known = [device for device in known if device.name in names]
+    used = [device for device in known if device.type in ("gpu", "igpu")] if n_gpu_layers != 0 else []
+    if far:
+        used = [*map(describe, far), *(used if wanted is None else known)]
+    return used or [device for device, _ in device_handles() if device.type == "cpu"]
+
+
+def shares_of_devices(ffi: Any, lib: Any, shares: Sequence[float] | None) -> Any:
+    """``tensor_split`` as llama.cpp reads it; NULL for None. Raises TypeError and ValueError."""
+    if shares is None:
+        return ffi.NULL
+    if isinstance(shares, (str, bytes)) or not isinstance(shares, Iterable):
+        raise TypeError(f"tensor_split must be a sequence of numbers, not {type(shares).__name__}")
+    limit = lib.llama_max_devices()
+    values = [check_float("tensor_split", share, 0, 1e30) for share in shares]
+    if len(values) > limit:
+        raise ValueError(f"tensor_split has {len(values)} numbers; it must have at most {limit}")
+    return ffi.new("float[]", values + [0.0] * (limit - len(values)))

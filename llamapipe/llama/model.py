@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from llamapipe.arguments import (
     check_choice,
     check_flag,
-    check_float,
     check_int,
     explains_options,
     wrong_option,
 )
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
-from llamapipe.llama.devices import Device, describe, device_handles
+from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
 from llamapipe.llama.loading import Progress, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import native
@@ -116,7 +115,7 @@ class Model(Owner):
         self.vocab_only = check_flag("vocab_only", vocab_only)
         self._given_template = None if chat_template is None else template_text(chat_template)
         if rpc is not None:
-            _check_rpc(split, n_layers, self.vocab_only)
+            check_rpc(split, n_layers, self.vocab_only)
         from llamapipe.gguf.check import check_gguf
 
         self._native = native()
@@ -139,16 +138,17 @@ class Model(Owner):
         mmap, mlock = lib.LLAMA_LOAD_MODE_MMAP, lib.LLAMA_LOAD_MODE_MLOCK
         both, neither = lib.LLAMA_LOAD_MODE_MMAP_MLOCK, lib.LLAMA_LOAD_MODE_NONE
         params.load_mode = (both if locked else mmap) if mapped else (mlock if locked else neither)
-        shares = _split(ffi, lib, tensor_split)
+        shares = shares_of_devices(ffi, lib, tensor_split)
         try:
             if rpc is not None:
                 from llamapipe.rpc.connections import Workers
 
                 self._workers = Workers(rpc)
+            far = [] if self._workers is None else self._workers.devices
             # Native memory that must stay alive until load() returns.
-            keep = [_device_list(ffi, devices, self._workers), shares]
+            keep = [device_list(ffi, devices, far), shares]
             params.devices, params.tensor_split = keep
-            self.devices = _used_devices(devices, n_layers, self._workers)
+            self.devices = used_devices(devices, n_layers, far)
             self._load(info, params, progress)
             self._read_sizes()
             self._check_rope(info)
@@ -430,71 +430,6 @@ class Model(Owner):
                 stacklevel=2,
                 source=self,
             )
-
-
-def _check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
-    """Refuses options that leave nothing to workers, or that ggml-rpc cannot do."""
-    if split_mode in ("row", "tensor"):
-        raise ValueError(
-            f'split_mode is {split_mode!r}, which splits each tensor; RPC workers get whole layers: use "layer", '
-            'or "none" for one worker'
-        )
-    if n_gpu_layers == 0 or vocab_only:
-        what = "vocab_only is True" if vocab_only else "n_gpu_layers is 0"
-        raise ValueError(
-            f"{what}, so that RPC workers would get nothing to compute; leave out rpc, or change it"
-        )
-
-
-def _device_list(ffi: Any, wanted: Sequence[str | Device] | None, workers: Workers | None) -> Any:
-    if wanted is None:
-        if workers is None:
-            return ffi.NULL
-        handles = [handle for device, handle in device_handles() if device.type in ("gpu", "igpu")]
-        return ffi.new("ggml_backend_dev_t[]", [*workers.devices, *handles, ffi.NULL])
-    if isinstance(wanted, (str, Device)) or not isinstance(wanted, Sequence):
-        raise TypeError(
-            f"devices must be a sequence of names or Device objects, not a single {type(wanted).__name__}"
-        )
-    known = {device.name: handle for device, handle in device_handles()}
-    handles = []
-    for item in wanted:
-        name = item.name if isinstance(item, Device) else item
-        if not isinstance(name, str):
-            raise TypeError(f"devices must hold names or Device objects, not {type(name).__name__}")
-        if name not in known:
-            raise BackendError(
-                f"there is no device {name!r}; this build and machine have: {', '.join(known)}"
-            )
-        handles.append(known[name])
-    far = [] if workers is None else workers.devices
-    return ffi.new("ggml_backend_dev_t[]", [*far, *handles, ffi.NULL])
-
-
-def _used_devices(
-    wanted: Sequence[str | Device] | None, n_gpu_layers: int, workers: Workers | None
-) -> list[Device]:
-    """The devices llama.cpp places layers on: those of workers; the requested ones, else all GPUs, else the CPU."""
-    known = [device for device, _ in device_handles()]
-    if wanted is not None:
-        names = {item.name if isinstance(item, Device) else item for item in wanted}
-        known = [device for device in known if device.name in names]
-    used = [device for device in known if device.type in ("gpu", "igpu")] if n_gpu_layers != 0 else []
-    if workers is not None:
-        used = [*map(describe, workers.devices), *(used if wanted is None else known)]
-    return used or [device for device, _ in device_handles() if device.type == "cpu"]
-
-
-def _split(ffi: Any, lib: Any, shares: Sequence[float] | None) -> Any:
-    if shares is None:
-        return ffi.NULL
-    if isinstance(shares, (str, bytes)) or not isinstance(shares, Iterable):
-        raise TypeError(f"tensor_split must be a sequence of numbers, not {type(shares).__name__}")
-    limit = lib.llama_max_devices()
-    values = [check_float("tensor_split", share, 0, 1e30) for share in shares]
-    if len(values) > limit:
-        raise ValueError(f"tensor_split has {len(values)} numbers; it must have at most {limit}")
-    return ffi.new("float[]", values + [0.0] * (limit - len(values)))
 
 
 def template_text(given: str | os.PathLike[str]) -> str:

@@ -14,3 +14,7 @@ def main() -> int:
         sys.stderr.write("llamapipe: interrupted\n")
         return 130
     return run()
+
+
+if __name__ == "__main__":  # a worker of "llamapipe serve --workers"
+    sys.exit(main())

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return main(argv)
     with suppress(AttributeError):  # a replaced stdout may not have it
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    args = argparse.Namespace(verbose=False)
+    args = argparse.Namespace(verbose=False, argv=list(sys.argv[1:] if argv is None else argv))
     try:
         try:
             args = _parser().parse_args(argv, args)

@@ -14,7 +14,7 @@ from llamapipe.cli.terminal import Terminal
 _QUICK_LOAD_S = 1.0  # shorter loads show no progress
 
 
-def open_model(path: Path | None, options: dict[str, Any]) -> lp.Model:
+def open_model(path: Path | None, options: dict[str, Any], show_progress: bool = True) -> lp.Model:
     """Loads a model; None: the bundled one. Raises UsageError for wrong options, ModelLoadError."""
     terminal = Terminal(sys.stderr)
     start = time.perf_counter()
@@ -29,7 +29,7 @@ def open_model(path: Path | None, options: dict[str, Any]) -> lp.Model:
 
     try:
         file = lp.demo_model_path() if path is None else path
-        return lp.Model(file, **options, progress=progress if terminal.redraws else None)
+        return lp.Model(file, **options, progress=progress if show_progress and terminal.redraws else None)
     except lp.errors.LlamapipeError:
         raise
     except (ValueError, TypeError) as error:

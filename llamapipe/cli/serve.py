@@ -6,9 +6,10 @@ import argparse
 import logging
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
 from llamapipe.arguments import nearest
@@ -24,6 +25,12 @@ from llamapipe.cli.options import (
     model_path,
 )
 
+if TYPE_CHECKING:
+    from socket import socket
+
+    from llamapipe.server import ServerSettings
+    from llamapipe.server.workers.channel import WorkerOptions
+
 _DESCRIPTION = (
     "Serve a model over HTTP to clients of OpenAI's and Anthropic's APIs. Without -m, use the bundled model."
 )
@@ -32,11 +39,13 @@ examples:
   llamapipe serve
   llamapipe serve -m model.gguf --n-seq-max 32 --n-ctx 8192
   llamapipe serve -m model.gguf --host 0.0.0.0 --api-key-file keys.txt
+  llamapipe serve -m model.gguf --workers auto
 
 After SIGTERM or Ctrl-C the server finishes running requests and exits. A second signal cancels them.
+With --workers, SIGHUP replaces the workers one by one; the new ones read the model and the other files again.
 The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md shows."""
 _SNIPPET = """\
-llamapipe serves {model} at {url}
+llamapipe serves {model} at {url}{workers}
 
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="{key}")
@@ -129,6 +138,13 @@ def add_parser(
         "--strict", action="store_true", help="refuse options that only a hosted service can act on"
     )
     server.add_argument("--no-page", action="store_true", help="do not serve the page at /")
+    server.add_argument(
+        "--workers",
+        type=_workers,
+        metavar="N",
+        help="run N processes, each with its own model, engine and cores; 'auto': one per GPU or NUMA node",
+    )
+    server.add_argument("--worker", type=_worker_options, help=argparse.SUPPRESS)  # what a worker is told
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -137,7 +153,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from llamapipe.server import ServerSettings, bound_socket, run_server
 
-    logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stderr, level=logging.WARNING)
+    number = "" if args.worker is None else f"worker={args.worker.index} "
+    logging.basicConfig(format=f"%(asctime)s {number}%(message)s", stream=sys.stderr, level=logging.WARNING)
     logging.getLogger("llamapipe.server").setLevel(logging.INFO)
     try:
         settings = ServerSettings(**_settings(args))
@@ -145,30 +162,106 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
+    if args.worker is not None:
+        return _run_worker(args, settings)
+    if args.workers is not None:
+        return _supervise(args, settings)
+    with bound_socket(args.host, args.port) as sock, _served(args) as (engine, embedder):
+        _announce(args, settings, sock, engine.model.path.stem)
+        run_server(engine, sock, settings, embedder)
+    return 0
+
+
+@contextmanager
+def _served(args: argparse.Namespace, **model_options: Any) -> Iterator[tuple[lp.Engine, lp.Embedder | None]]:
+    """The engine and the embedder."""
+    model_options |= {"chat_template": args.chat_template, **given(args, MODEL)}
     engine_options = {"max_queue": args.max_queue or 1024, **given(args, ENGINE)}
     with (
-        bound_socket(args.host, args.port) as sock,
-        open_model(args.model, {"chat_template": args.chat_template, **given(args, MODEL)}) as model,
+        open_model(args.model, model_options, show_progress=args.worker is None) as model,
         open_engine(model, engine_options) as engine,
         nullcontext() if args.embeddings is None else lp.Embedder(args.embeddings) as embedder,
     ):
-        host, port = sock.getsockname()[:2]
-        url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
-        name = (settings.model_names or (model.path.stem,))[0]
-        key = "YOUR KEY" if settings.api_keys else "none"
-        print(
-            _SNIPPET.format(
-                model=name, url=url, key=key, page=f"In a browser: {url}    " if settings.page else ""
-            ),
-            flush=True,
-        )
-        if not settings.api_keys and host not in ("127.0.0.1", "::1"):
-            print(
-                f"llamapipe: {host} can be reached from other machines, and no API key is required",
-                file=sys.stderr,
-            )
-        run_server(engine, sock, settings, embedder)
+        yield engine, embedder
+
+
+def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
+    """Runs the workers. The model is theirs: nothing of llama.cpp is loaded here."""
+    from llamapipe.server import bound_socket
+    from llamapipe.server.workers.start import placements, supervise
+    from llamapipe.server.workers.supervisor import WorkerFailedError
+
+    try:
+        where = placements(args.workers or None, use_gpus=given(args, MODEL).get("n_gpu_layers") != 0)
+    except ValueError as error:
+        raise UsageError(f"--workers: {error}") from error
+    stem = (lp.demo_model_path() if args.model is None else args.model).stem
+    with bound_socket(args.host, args.port) as sock:
+        try:
+            supervise(args.argv, sock, where, lambda: _announce(args, settings, sock, stem, len(where)))
+        except WorkerFailedError as error:
+            if error.is_usage:
+                raise UsageError(str(error)) from error
+            raise
     return 0
+
+
+def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
+    """Serves what the supervisor hands over, and leaves it to the supervisor to show errors."""
+    from llamapipe.server.run import run_worker
+    from llamapipe.server.workers.worker import Worker
+
+    worker = Worker(args.worker)
+    options: dict[str, Any] = {} if args.worker.devices is None else {"devices": args.worker.devices}
+    if args.worker.own_weights:
+        options["use_mmap"] = False
+    try:
+        with _served(args, **options) as (engine, embedder):
+            run_worker(engine, worker, settings, embedder)
+    except (UsageError, lp.errors.LlamapipeError, OSError, ValueError, ImportError) as error:
+        if not worker.is_serving:
+            args.worker.report_failure(str(error) or type(error).__name__, isinstance(error, UsageError))
+            return 1
+        raise
+    return 0
+
+
+def _announce(
+    args: argparse.Namespace, settings: ServerSettings, sock: socket, stem: str, n_workers: int = 0
+) -> None:
+    """Tells where the server is."""
+    host, port = sock.getsockname()[:2]
+    url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
+    print(
+        _SNIPPET.format(
+            model=(settings.model_names or (stem,))[0],
+            url=url,
+            key="YOUR KEY" if settings.api_keys else "none",
+            workers=f" with {n_workers} workers" if n_workers else "",
+            page=f"In a browser: {url}    " if settings.page else "",
+        ),
+        flush=True,
+    )
+    if not settings.api_keys and host not in ("127.0.0.1", "::1"):
+        print(
+            f"llamapipe: {host} can be reached from other machines, and no API key is required",
+            file=sys.stderr,
+        )
+
+
+def _workers(text: str) -> int:
+    """The number of workers; 0 for 'auto'."""
+    if text == "auto":
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number from 1 up nor 'auto'")
+    return int(text)
+
+
+def _worker_options(text: str) -> WorkerOptions:
+    from llamapipe.server.workers.channel import WorkerOptions
+
+    return WorkerOptions.parse(text)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

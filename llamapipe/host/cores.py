@@ -12,12 +12,28 @@ from pathlib import Path
 
 from llamapipe.host.control_group import limit_files
 
+_most: int | None = None
+
+
+def limit_cores(n: int) -> None:
+    """Lets this process compute on at most ``n`` cores: its part of a quota that it shares with others.
+
+    Call it before an engine is made.
+    """
+    global _most
+    _most = n
+
 
 def usable_cores() -> int:
-    """The number of cores this process may run on, or fewer if its control group has a smaller quota of CPU time."""
+    """The number of cores this process may run on, or fewer if its control group has a smaller quota of CPU time.
+
+    At most as many as ``limit_cores`` allows.
+    """
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(limit_files("cpu", "cpu.cfs_quota_us", "cpu.max"))
-    return n if quota is None else min(n, max(math.ceil(quota), 1))
+    if quota is not None:
+        n = min(n, max(math.ceil(quota), 1))
+    return n if _most is None else min(n, _most)
 
 
 def cpu_quota(files: list[Path]) -> float | None:

@@ -5,7 +5,7 @@ Routers (llm-d, the gateway API's inference extension, AIBrix) read the metrics 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llamapipe.engine.engine import Engine
     from llamapipe.engine.results import TimeHistogram
     from llamapipe.server.exchange import Call
+    from llamapipe.server.workers.merge import Family
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -75,6 +76,44 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format; waits until the engine's current step has finished."""
         return generate_latest(self._registry)
+
+    def families(self) -> list[Family]:
+        """The same as values that JSON can carry: name, help text, type and samples of each metric."""
+        return [
+            (
+                family.name,
+                family.documentation,
+                family.type,
+                [(sample.name, dict(sample.labels), float(sample.value)) for sample in family.samples],
+            )
+            for family in self._registry.collect()
+        ]
+
+
+def rendered(families: Iterable[Family]) -> bytes:
+    """What ``Metrics.families`` returned, in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Fixed(families))
+    return generate_latest(registry)
+
+
+class _Fixed(Collector):
+    """Metrics that were collected elsewhere."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def describe(self) -> Iterator[Metric]:
+        """Returns nothing: there is nothing to check."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics."""
+        for name, text, kind, samples in self._families:
+            family = Metric(name, text, kind)
+            for sample, labels, value in samples:
+                family.add_sample(sample, labels, value)
+            yield family
 
 
 class _EngineCollector(Collector):

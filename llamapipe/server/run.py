@@ -6,20 +6,27 @@ signal cancels them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from types import TracebackType
+from typing import Any, TypeVar
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.server.application import app
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
+from llamapipe.server.workers.worker import Worker
 
 BACKLOG = 2048  # connections that the system holds until they are accepted
+_RETIRE_IDLE_S = 5  # a retiring worker waits this long for a request on a connection
 
 
 class _Uvicorn(uvicorn.Server):
@@ -34,6 +41,108 @@ class _Uvicorn(uvicorn.Server):
             self.force_exit = True
         else:
             self.should_exit = True
+
+
+class _Connection(HttpToolsProtocol):
+    """A connection that tells its end."""
+
+    ended: Callable[[], None]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop, once."""
+        super().connection_lost(exc)
+        self.ended()
+
+
+class _WorkerUvicorn(_Uvicorn):
+    """Serves connections that a supervisor accepted; see ``ConnectionServer``."""
+
+    worker: Worker
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._n_signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._retiring = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """The first signal of its own lets this worker retire, a second one ends it without waiting."""
+        self._n_signals += 1
+        if self._n_signals == 1 and self._loop is not None:
+            self._loop.call_soon_threadsafe(self.worker.leave)
+        else:
+            self.stop(cancel=True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Without sockets to listen on."""
+        await super().startup(sockets=[])
+        await self.worker.start(self, self.state.metrics)
+        self._loop = asyncio.get_running_loop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers the running requests, then tells the last metrics."""
+        await super().shutdown(sockets=[])
+        await self.worker.finish()
+
+    def connect(self, sock: socket.socket, ended: Callable[[], None]) -> None:
+        """Serves a connection, and calls ``ended`` when it is closed."""
+        _keep_until_done(self._connect(sock, ended), self._connecting)
+
+    async def _connect(self, sock: socket.socket, ended: Callable[[], None]) -> None:
+        def protocol() -> _Connection:
+            made = _Connection(self.config, self.server_state, self.lifespan.state)
+            made.ended = ended
+            return made
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
+        except OSError:  # the client is gone
+            sock.close()
+            ended()
+
+    def retire(self) -> None:
+        """Answers what comes on the connections that there are, closes them as they become idle, and ends."""
+        if not self._retiring:
+            self._retiring = True
+            _keep_until_done(self._retire(), self._tasks)
+
+    async def _retire(self) -> None:
+        # To close a connection at once could cross a request on its way, which its client would see fail. So the next
+        # answer on each says that it is the last, and only those without a request for a while are closed.
+        close = (b"connection", b"close")
+        self.config.encoded_headers = [*self.config.encoded_headers, close]
+        self.server_state.default_headers = [*self.server_state.default_headers, close]
+        before = {connection: connection.cycle for connection in self._open()}
+        for connection in before:
+            connection.timeout_keep_alive = _RETIRE_IDLE_S
+        asyncio.get_running_loop().call_later(_RETIRE_IDLE_S, partial(self._close_idle, before))
+        while (self._connecting or self.server_state.connections) and not self.should_exit:
+            await asyncio.sleep(0.05)
+        self.stop(cancel=False)
+
+    def _open(self) -> list[_Connection]:
+        return [one for one in self.server_state.connections if isinstance(one, _Connection)]
+
+    def _close_idle(self, before: Mapping[_Connection, object]) -> None:
+        for connection in self._open():
+            cycle: RequestResponseCycle | None = connection.cycle  # None before the first request
+            if before.get(connection) is cycle and (cycle is None or cycle.response_complete):
+                connection.shutdown()
+
+    def stop(self, cancel: bool) -> None:
+        """Refuses new requests and ends when the running ones are answered; ``cancel``: at once."""
+        self.state.draining = self.should_exit = True
+        if cancel:
+            self.force_exit = True
+
+
+def _keep_until_done(coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    """Starts a task; a loop alone would let it be collected."""
+    task = asyncio.ensure_future(coroutine)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -57,10 +166,20 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _server(engine: Engine, settings: ServerSettings | None, embedder: Embedder | None) -> _Uvicorn:
+S = TypeVar("S", bound=_Uvicorn)
+
+
+def _server(
+    kind: type[S],
+    engine: Engine,
+    settings: ServerSettings | None,
+    embedder: Embedder | None,
+    headers: list[tuple[str, str]] | None = None,
+) -> S:
     application = app(engine, settings, embedder)
     config = uvicorn.Config(
         application,
+        headers=headers,
         http="httptools",
         loop="asyncio",
         lifespan="off",  # handle_exit() and close() set ``draining`` instead
@@ -69,8 +188,9 @@ def _server(engine: Engine, settings: ServerSettings | None, embedder: Embedder 
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=75,
+        ws="none",  # there is no such route, and a connection must not change its protocol
     )
-    server = _Uvicorn(config)
+    server = kind(config)
     server.state = application.state.llamapipe
     return server
 
@@ -83,7 +203,21 @@ def run_server(
 ) -> None:
     """Serves an engine on a socket until SIGTERM or Ctrl-C. For the main thread; engine and embedder stay open."""
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _server(engine, settings, embedder).run(sockets=[sock])
+    _server(_Uvicorn, engine, settings, embedder).run(sockets=[sock])
+
+
+def run_worker(
+    engine: Engine,
+    worker: Worker,
+    settings: ServerSettings | None = None,
+    embedder: Embedder | None = None,
+) -> None:
+    """Serves an engine on the connections that a supervisor gives to this worker. For the main thread."""
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    headers = [("x-llamapipe-worker", str(worker.options.index))]
+    server = _server(_WorkerUvicorn, engine, settings, embedder, headers)
+    server.worker = server.state.worker = worker
+    server.run(sockets=[])
 
 
 class serve:  # noqa: N801  (used like a function: ``with serve(engine) as server``)
@@ -107,7 +241,7 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         embedder: Embedder | None = None,
     ) -> None:
         self._socket = bound_socket(host, port)
-        self._server = _server(engine, settings, embedder)
+        self._server = _server(_Uvicorn, engine, settings, embedder)
         self.host, self.port = self._socket.getsockname()[:2]
         self._thread = threading.Thread(target=self._run, name="llamapipe-server", daemon=True)
         self._thread.start()

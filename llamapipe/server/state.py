@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llamapipe.embedding.embedder import Embedder
     from llamapipe.engine.engine import Engine
     from llamapipe.server.exchange import Call
+    from llamapipe.server.workers.worker import Worker
 
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
 _log = logging.getLogger("llamapipe.server")
@@ -32,7 +33,7 @@ class ServerState:
     """One server's engine and settings. Use it on the event loop's thread.
 
     ``model_names``: the names clients may use for the model; answers contain the first. ``n_requests``: requests being
-    served.
+    served. ``worker``: the link to the other processes, if this is one of several.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, embedder: Embedder | None = None) -> None:
@@ -40,6 +41,7 @@ class ServerState:
         self.embedder = embedder
         self.settings = settings
         self.metrics = Metrics(engine)
+        self.worker: Worker | None = None
         self.timeline = Timeline(engine)
         self.model_names = settings.model_names or (engine.model.path.stem,)
         self.embedding_names = settings.embedding_names

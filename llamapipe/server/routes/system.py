@@ -11,15 +11,20 @@ from llamapipe.server.wire.openapi import document
 
 
 async def health(call: Call) -> None:
-    """``GET /health``: 200, or 503 while the server drains."""
+    """``GET /health``: 200 and how many workers are ready, or 503 while the server drains."""
     if call.state.draining or call.state.engine.closed:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
-    await call.answer_json({"status": "ok"})
+    worker = call.state.worker
+    if worker is None:
+        await call.answer_json({"status": "ok"})
+    else:
+        await call.answer_json({"status": "ok", "workers_ready": worker.n_ready, "workers": worker.n_workers})
 
 
 async def metrics(call: Call) -> None:
-    """``GET /metrics``, in Prometheus' text format."""
-    text = await asyncio.to_thread(call.state.metrics.text)
+    """``GET /metrics``, in Prometheus' text format; of all workers, if there are several."""
+    worker = call.state.worker
+    text = await (asyncio.to_thread(call.state.metrics.text) if worker is None else worker.text())
     await call.answer(text, headers=((b"content-type", CONTENT_TYPE),))
 
 

@@ -1,0 +1,62 @@
+"""The parts of a server with workers that need no process: when to restart, how metrics add up."""
+
+from __future__ import annotations
+
+from llamapipe.server.metrics import rendered
+from llamapipe.server.workers.backoff import Backoff
+from llamapipe.server.workers.merge import Family, merged
+
+
+class TestBackoff:
+    def test_short_lives_wait_twice_as_long_each_time(self) -> None:
+        backoff = Backoff(first_s=0.5, most_s=3.0, long_s=30.0)
+        assert [backoff.delay_s(1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+    def test_a_long_life_is_followed_at_once(self) -> None:
+        backoff = Backoff(first_s=0.5, long_s=30.0)
+        backoff.delay_s(1.0)
+        assert backoff.delay_s(30.0) == 0
+        assert backoff.delay_s(1.0) == 0.5
+
+    def test_attempts_end_and_begin_anew_when_one_was_ready(self) -> None:
+        backoff = Backoff(n_attempts=3)
+        assert backoff.delay_s(None) is not None
+        assert backoff.delay_s(None) is not None
+        assert backoff.delay_s(0.1) is not None
+        assert [backoff.delay_s(None) is None for _ in range(3)] == [False, False, True]
+
+
+def families(n: float, usage: float, created: float) -> list[Family]:
+    return [
+        ("steps", "Steps.", "counter", [("steps_total", {}, n), ("steps_created", {}, created)]),
+        ("running", "Running.", "gauge", [("running", {}, n)]),
+        ("vllm:kv_cache_usage_perc", "Usage.", "gauge", [("vllm:kv_cache_usage_perc", {}, usage)]),
+        ("times", "Times.", "histogram", [("times_bucket", {"le": "1"}, n), ("times_sum", {}, n)]),
+        ("requests", "Requests.", "counter", [("requests_total", {"path": f"/{n:g}"}, 1.0)]),
+    ]
+
+
+class TestMetrics:
+    def test_counts_are_added_and_ratios_averaged(self) -> None:
+        samples = {
+            (name, *sorted(labels.items())): value
+            for family in merged([families(1, 0.5, 20), families(2, 0.25, 10)], [families(4, 0.9, 15)])
+            for name, labels, value in family[3]
+        }
+        assert samples == {
+            ("steps_total",): 7,
+            ("steps_created",): 10,
+            ("running",): 3,  # not of one that has ended
+            ("vllm:kv_cache_usage_perc",): 0.375,
+            ("times_bucket", ("le", "1")): 7,
+            ("times_sum",): 7,
+            ("requests_total", ("path", "/1")): 1,
+            ("requests_total", ("path", "/2")): 1,
+            ("requests_total", ("path", "/4")): 1,
+        }
+
+    def test_they_are_rendered_in_prometheus_format(self) -> None:
+        text = rendered(merged([families(1, 0.5, 20)])).decode()
+        assert '# TYPE times histogram\ntimes_bucket{le="1"} 1.0\n' in text
+        assert "# TYPE steps_total counter\nsteps_total 1.0\n" in text
+        assert "vllm:kv_cache_usage_perc 0.5\n" in text

@@ -1,0 +1,129 @@
+"""``llamapipe serve --workers`` as a process of its own."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from support.control import PATIENCE_S, wait_until
+
+N_LONG = 1500
+LONG = {"prompt": "Once upon a time", "max_tokens": N_LONG, "ignore_eos": True, "stream": True}
+SHORT = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+
+
+class WorkerState(NamedTuple):
+    """A worker, as the metrics tell."""
+
+    number: int
+    pid: int
+    state: str
+    n_open: int
+
+
+class WorkerServer:
+    """A running supervisor with its workers."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the supervisor."""
+        self.process.send_signal(number)
+
+    def values(self) -> dict[str, float]:
+        """The metrics."""
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    def workers(self, state: str = "ready") -> list[WorkerState]:
+        """The workers in a state."""
+        found = []
+        for name, value in self.values().items():
+            if name.startswith("llamapipe_worker_connections{"):
+                labels = dict(re.findall(r'(\w+)="([^"]*)"', name))
+                found.append(
+                    WorkerState(int(labels["worker"]), int(labels["pid"]), labels["state"], int(value))
+                )
+        return sorted(one for one in found if one.state == state)
+
+    def pids(self) -> list[int]:
+        """The numbers of the processes that are ready."""
+        return [worker.pid for worker in self.workers()]
+
+
+@contextmanager
+def worker_server(n: int, *options: str, log: Path) -> Iterator[WorkerServer]:
+    """A server with ``n`` workers and the bundled model, ready. Its standard error goes into ``log``."""
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "llamapipe", "serve", "--workers", str(n), "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            assert f"with {n} workers" in first, log.read_text()
+            server = WorkerServer(process, first.split(" at ")[1].split()[0])
+            yield server
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            try:
+                process.wait(PATIENCE_S)
+            finally:
+                process.kill()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is no more; one that its parent has not waited for counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_for_end(pids: list[int]) -> None:
+    """Returns when none of these processes runs."""
+    wait_until(lambda: all(has_ended(pid) for pid in pids))
+
+
+class LongStream:
+    """A stream of 1,500 tokens, whose first event has arrived. ``worker``: the number of the one that serves it."""
+
+    def __init__(self, server: WorkerServer) -> None:
+        self.client = httpx.Client(base_url=server.url, timeout=PATIENCE_S)
+        self._context = self.client.stream("POST", "/v1/completions", json=LONG)
+        self._answer = self._context.__enter__()
+        assert self._answer.status_code == 200
+        self.worker = int(self._answer.headers["x-llamapipe-worker"])
+        self._lines = self._answer.iter_lines()
+        next(self._lines)
+
+    def finishes(self) -> bool:
+        """Reads the rest: whether it came to its end."""
+        last = ""
+        try:
+            for line in self._lines:
+                last = line or last
+        except httpx.TransportError:
+            return False
+        finally:
+            self._context.__exit__(None, None, None)
+            self.client.close()
+        return last == "data: [DONE]"

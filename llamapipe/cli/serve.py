@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,15 +173,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _served(args: argparse.Namespace, **model_options: Any) -> Iterator[tuple[lp.Engine, lp.Embedder | None]]:
-    """The engine and the embedder."""
-    model_options |= {"chat_template": args.chat_template, **given(args, MODEL)}
+def _served(args: argparse.Namespace, **placement: Any) -> Iterator[tuple[lp.Engine, lp.Embedder | None]]:
+    """The engine and the embedder. ``placement``: options of both models."""
+    model_options = {"chat_template": args.chat_template, **given(args, MODEL), **placement}
     engine_options = {"max_queue": args.max_queue or 1024, **given(args, ENGINE)}
-    with (
-        open_model(args.model, model_options, show_progress=args.worker is None) as model,
-        open_engine(model, engine_options) as engine,
-        nullcontext() if args.embeddings is None else lp.Embedder(args.embeddings) as embedder,
-    ):
+    with ExitStack() as stack:
+        model = open_model(args.model, model_options, show_progress=args.worker is None)
+        stack.enter_context(model)
+        engine = stack.enter_context(open_engine(model, engine_options))
+        embedder = None
+        if args.embeddings is not None:
+            encoder = stack.enter_context(lp.Model(args.embeddings, **placement))
+            embedder = stack.enter_context(lp.Embedder(encoder))
         yield engine, embedder
 
 

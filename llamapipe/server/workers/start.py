@@ -10,7 +10,7 @@ from pathlib import Path
 from socket import socket
 
 import llamapipe
-from llamapipe.host.placement import core_shares, n_numa_nodes
+from llamapipe.host.placement import CoreShare, core_shares, n_numa_nodes
 from llamapipe.server.workers.process import Placement
 from llamapipe.server.workers.supervisor import Supervisor
 
@@ -33,16 +33,21 @@ def placements(n: int | None, use_gpus: bool) -> list[Placement]:
     if n is None:
         n = len(gpus) or n_numa_nodes()
     shares = core_shares(n)
-    own_weights = len({share.nodes for share in shares}) > 1
-    found = []
-    for i, share in enumerate(shares):
-        if not gpus:
-            found.append(Placement(share, None, own_weights))
-        elif n > len(gpus):
-            found.append(Placement(share, (gpus[i % len(gpus)],)))
-        else:
-            found.append(Placement(share, tuple(gpus[i * len(gpus) // n : (i + 1) * len(gpus) // n])))
-    return found
+    return placed(shares, gpus)
+
+
+def placed(shares: Sequence[CoreShare], gpus: Sequence[str]) -> list[Placement]:
+    """A placement for each share; see ``placements``."""
+    if not gpus:
+        own_weights = len({share.nodes for share in shares}) > 1
+        return [Placement(share, None, own_weights) for share in shares]
+    n, n_gpus = len(shares), len(gpus)
+    if n > n_gpus:
+        return [Placement(share, (gpus[i % n_gpus],)) for i, share in enumerate(shares)]
+    return [
+        Placement(share, tuple(gpus[i * n_gpus // n : (i + 1) * n_gpus // n]))
+        for i, share in enumerate(shares)
+    ]
 
 
 def gpu_names() -> list[str]:

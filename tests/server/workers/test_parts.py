@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+import llamapipe as lp
+from llamapipe.host.placement import CoreShare
 from llamapipe.server.metrics import rendered
 from llamapipe.server.workers.backoff import Backoff
 from llamapipe.server.workers.merge import Family, merged
+from llamapipe.server.workers.start import gpu_names, placed
 
 
 class TestBackoff:
@@ -60,3 +65,28 @@ class TestMetrics:
         assert '# TYPE times histogram\ntimes_bucket{le="1"} 1.0\n' in text
         assert "# TYPE steps_total counter\nsteps_total 1.0\n" in text
         assert "vllm:kv_cache_usage_perc 0.5\n" in text
+
+
+class TestPlacement:
+    SHARES = tuple(CoreShare((core,), 1, (core // 2,)) for core in range(4))
+
+    @pytest.mark.parametrize(
+        ("n", "gpus", "expected"),
+        [
+            (2, "AB", ["A", "B"]),
+            (2, "ABC", ["A", "BC"]),
+            (1, "AB", ["AB"]),
+            (4, "AB", ["A", "B", "A", "B"]),
+        ],
+    )
+    def test_gpus_are_divided_or_shared(self, n: int, gpus: str, expected: list[str]) -> None:
+        found = placed(self.SHARES[:n], list(gpus))
+        assert ["".join(one.devices or ()) for one in found] == expected
+        assert not any(one.own_weights for one in found)
+
+    def test_each_node_has_weights_of_its_own(self) -> None:
+        assert all(one.own_weights and one.devices is None for one in placed(self.SHARES, []))
+        assert not any(one.own_weights for one in placed(self.SHARES[:2], []))
+
+    def test_gpus_are_listed_by_another_process(self) -> None:
+        assert gpu_names() == [d.name for d in lp.devices() if d.type == "gpu" and not d.is_software]

@@ -13,13 +13,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.bert_model import bert_model
 from support.control import Worker as Thread
 from support.control import all_results, wait_until
 from support.worker_server import N_LONG, SHORT, LongStream, WorkerServer, wait_for_end, worker_server
 
-from llamapipe.host.placement import CoreShare
+import llamapipe as lp
+from llamapipe.host.placement import CoreShare, core_shares
 from llamapipe.server.workers.backoff import Backoff
 from llamapipe.server.workers.process import Placement
+from llamapipe.server.workers.start import supervise
 from llamapipe.server.workers.supervisor import Supervisor, WorkerFailedError
 
 pytestmark = pytest.mark.skipif(
@@ -163,6 +166,37 @@ class TestTwoWorkers:
         assert all(all_results([Thread(stream.finishes) for stream in streams]))
         wait_for_end([victim.pid])
         wait_until(lambda: len(server.pids()) == 2)
+
+
+def children() -> list[int]:
+    """Processes that this one has started."""
+    return [
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+
+
+def test_a_worker_with_weights_of_its_own_maps_no_file(tmp_path: Path) -> None:
+    """On several NUMA nodes. Both models of a worker are placed so."""
+    encoder, _ = bert_model(tmp_path / "bert.gguf", n_ctx=512)
+    maps: dict[bool, str] = {}
+
+    def look() -> None:
+        for pid in children():
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            if "--worker" in command:
+                maps['"own_weights": true' in command] = Path(f"/proc/{pid}/maps").read_text()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = [
+            Placement(share, None, own) for share, own in zip(core_shares(2), (True, False), strict=True)
+        ]
+        supervise(["serve", "--embeddings", str(encoder)], listener, where, look)
+    assert lp.demo_model_path().name in maps[False]
+    assert "bert.gguf" in maps[False]
+    assert ".gguf" not in maps[True]
 
 
 def refuses(server: WorkerServer) -> bool:

@@ -240,7 +240,7 @@ def _announce(
             model=(settings.model_names or (stem,))[0],
             url=url,
             key="YOUR KEY" if settings.api_keys else "none",
-            workers=f" with {n_workers} workers" if n_workers else "",
+            workers=f" with {n_workers} worker{'s' * (n_workers > 1)}" if n_workers else "",
             page=f"In a browser: {url}    " if settings.page else "",
         ),
         flush=True,

@@ -78,7 +78,7 @@ def worker_server(n: int, *options: str, log: Path) -> Iterator[WorkerServer]:
         try:
             assert process.stdout is not None
             first = process.stdout.readline()
-            assert f"with {n} workers" in first, log.read_text()
+            assert f"with {n} worker" in first, log.read_text()
             server = WorkerServer(process, first.split(" at ")[1].split()[0])
             yield server
         finally:

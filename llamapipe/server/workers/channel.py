@@ -1,9 +1,9 @@
 """What a supervisor and a worker tell each other, over two socket pairs.
 
-Connections go over the first: one byte for each, with the socket attached, then one byte back when the worker has taken
-it and one when it has ended. Retiring and stopping are bytes there, too, so that they come after all connections that
-were sent before. Everything else goes over the second, a line of JSON for each message. If one side ends, the other
-reads the end of both.
+Connections go over the first: one byte for each, with the socket attached, then one byte back when the worker has
+taken it, or could not, and one when it has ended. Retiring and stopping are bytes there, too, so that they come after
+all connections that were sent before. Everything else goes over the second, a line of JSON for each message. If one
+side ends, the other reads the end of both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CONNECTION, RETIRE, STOP, CANCEL = b"c", b"r", b"s", b"k"  # to the worker
-TAKEN, ENDED = b"t", b"e"  # from the worker
+TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # from the worker
 _LINE_LIMIT = 2**24
 
 

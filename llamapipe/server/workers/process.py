@@ -20,6 +20,7 @@ from llamapipe.server.workers.channel import (
     CANCEL,
     CONNECTION,
     ENDED,
+    REFUSED,
     RETIRE,
     STOP,
     TAKEN,
@@ -29,6 +30,7 @@ from llamapipe.server.workers.channel import (
 from llamapipe.server.workers.merge import Family
 
 _MOST_UNTAKEN = 32  # connections that a worker was given and has not taken: more are for the others
+_PAUSE_S = 1.0  # for a worker that has no descriptor left
 _EXIT_S = 60.0  # a process that has closed its sockets must end within this time
 
 
@@ -53,6 +55,8 @@ class Placement:
 class WorkerProcess:
     """One worker from its start to its end. On the supervisor's event loop.
 
+    ``untaken``: connections on their way to it; ``refused``: those that it could not take.
+
     ``changed``: called when connections were taken or have ended, or the state is another one. ``asked``: called with
     this worker and the number of a question for the metrics of all.
     """
@@ -69,7 +73,9 @@ class WorkerProcess:
         self.state = State.STARTING
         self.failure: tuple[str, bool] | None = None  # a message, and whether it is about the command line
         self.untaken: deque[socket.socket] = deque()
+        self.refused: deque[socket.socket] = deque()
         self.n_given = self.n_ended = 0
+        self._is_paused = False
         self.families: list[Family] = []  # its metrics, when it was last asked
         self.settled = asyncio.Event()  # it is ready or has ended
         self.ended = asyncio.Event()
@@ -124,7 +130,7 @@ class WorkerProcess:
     @property
     def can_take(self) -> bool:
         """Whether it may be given another connection now."""
-        return self.state is State.READY and len(self.untaken) < _MOST_UNTAKEN
+        return self.state is State.READY and len(self.untaken) < _MOST_UNTAKEN and not self._is_paused
 
     @property
     def served_s(self) -> float | None:
@@ -224,9 +230,25 @@ class WorkerProcess:
         if not data:
             asyncio.get_running_loop().remove_reader(self._connections)
             return
-        for _ in range(data.count(TAKEN)):
-            self.untaken.popleft().close()
-        self.n_ended += data.count(ENDED)
+        self._note(data)
+        self._changed()
+
+    def _note(self, data: bytes) -> None:
+        for i in range(len(data)):
+            one = data[i : i + 1]
+            if one == ENDED:
+                self.n_ended += 1
+            elif one == TAKEN:
+                self.untaken.popleft().close()
+            elif one == REFUSED:
+                self.refused.append(self.untaken.popleft())
+                self.n_given -= 1
+                if not self._is_paused:
+                    self._is_paused = True
+                    asyncio.get_running_loop().call_later(_PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_paused = False
         self._changed()
 
     async def _live(self, sock: socket.socket) -> None:
@@ -254,8 +276,7 @@ class WorkerProcess:
         """Reads which connections it still took before it ended."""
         with suppress(OSError):
             while data := self._connections.recv(4096):
-                for _ in range(data.count(TAKEN)):
-                    self.untaken.popleft().close()
+                self._note(data)
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["kind"]

@@ -29,11 +29,9 @@ def placements(n: int | None, use_gpus: bool) -> list[Placement]:
     Workers get disjoint cores. With fewer workers than GPUs each gets several; with more, they share them. Raises
     ValueError if there are fewer cores than workers, OSError if the native libraries cannot be loaded.
     """
+    shares = None if n is None else core_shares(n)
     gpus = gpu_names() if use_gpus else []
-    if n is None:
-        n = len(gpus) or n_numa_nodes()
-    shares = core_shares(n)
-    return placed(shares, gpus)
+    return placed(shares or core_shares(len(gpus) or n_numa_nodes()), gpus)
 
 
 def placed(shares: Sequence[CoreShare], gpus: Sequence[str]) -> list[Placement]:

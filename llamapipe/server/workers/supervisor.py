@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import signal
 import socket
 from collections import deque
@@ -67,7 +68,9 @@ class Supervisor:
         self._alive: set[WorkerProcess] = set()  # also those that leave
         self._ended: list[Family] = []  # the metrics of all that are no more
         self._n_restarts = 0
-        self._homeless: deque[socket.socket] = deque()  # accepted, and their worker ended before it took them
+        self._homeless: deque[socket.socket] = (
+            deque()
+        )  # accepted, and the worker ended before it took them, or could not
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_accepting = self._paused = False
         self._announced = False
@@ -88,7 +91,8 @@ class Supervisor:
         self._restart = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop_signal)
-        loop.add_signal_handler(signal.SIGHUP, self._restart.set)
+        self._had_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         stop = asyncio.ensure_future(self._stop.wait())
         work = [asyncio.ensure_future(self._keep(slot)) for slot in self._slots]
         work.append(asyncio.ensure_future(self._replace_on_request()))
@@ -107,6 +111,15 @@ class Supervisor:
     # ---- the life of workers
     def _start(self, slot: _Slot) -> WorkerProcess:
         worker = WorkerProcess(slot.index, self._command, slot.placement, self._changed, self._asked)
+        share = slot.placement.share
+        _log.info(
+            "worker %d starts as process %d: cores %s, %d threads%s",
+            slot.index,
+            worker.pid,
+            ",".join(map(str, share.cores)) or "any",
+            share.n_threads,
+            f", devices {','.join(slot.placement.devices)}" if slot.placement.devices else "",
+        )
         self._alive.add(worker)
         self._spawn(self._bury(worker))
         return worker
@@ -178,7 +191,14 @@ class Supervisor:
             self._n_restarts += 1
             old.retire()
             await old.ended.wait()
-            _log.warning("worker %d: process %d replaces %d", slot.index, new.pid, old.pid)
+            _log.info("worker %d: process %d has replaced %d", slot.index, new.pid, old.pid)
+
+    def _hang_up(self) -> None:
+        """Replaces the workers. Where the terminal was closed, stops, as programs without a handler do."""
+        if self._had_terminal and not _has_terminal():
+            self._stop_signal()
+        else:
+            self._restart.set()
 
     def _stop_signal(self) -> None:
         self._n_signals += 1
@@ -224,6 +244,9 @@ class Supervisor:
     def _accept_or_not(self) -> None:
         """Watches the listening socket while a worker can take a connection; meanwhile they wait in the kernel."""
         loop = asyncio.get_running_loop()
+        for one in self._alive:
+            self._homeless += one.refused
+            one.refused.clear()
         while self._homeless and (worker := self._least_busy()) is not None:
             if worker.give(self._homeless[0]):
                 self._homeless.popleft()
@@ -302,3 +325,11 @@ class Supervisor:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

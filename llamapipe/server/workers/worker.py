@@ -18,6 +18,7 @@ from llamapipe.server.workers.channel import (
     CANCEL,
     CONNECTION,
     ENDED,
+    REFUSED,
     RETIRE,
     STOP,
     TAKEN,
@@ -118,7 +119,9 @@ class Worker:
         except OSError:
             data, descriptors = b"", []
         if data == CONNECTION:
-            self._send(TAKEN)
+            self._send(
+                TAKEN if descriptors else REFUSED
+            )  # without a free descriptor the kernel keeps the socket
             for descriptor in descriptors:
                 self._server.connect(_tcp_socket(descriptor), self._one_ended)
         elif data == RETIRE:

@@ -35,6 +35,8 @@ class WorkerServer:
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
+        # Every request has a connection of its own. (A client takes long to make: it reads certificates.)
+        self.client = httpx.Client(base_url=url, timeout=PATIENCE_S, headers={"connection": "close"})
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the supervisor."""
@@ -42,7 +44,7 @@ class WorkerServer:
 
     def values(self) -> dict[str, float]:
         """The metrics."""
-        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
+        text = self.client.get("/metrics").text
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines}
 
@@ -80,7 +82,8 @@ def worker_server(n: int, *options: str, log: Path) -> Iterator[WorkerServer]:
             first = process.stdout.readline()
             assert f"with {n} worker" in first, log.read_text()
             server = WorkerServer(process, first.split(" at ")[1].split()[0])
-            yield server
+            with server.client:
+                yield server
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -107,8 +110,7 @@ class LongStream:
     """A stream of 1,500 tokens, whose first event has arrived. ``worker``: the number of the one that serves it."""
 
     def __init__(self, server: WorkerServer) -> None:
-        self.client = httpx.Client(base_url=server.url, timeout=PATIENCE_S)
-        self._context = self.client.stream("POST", "/v1/completions", json=LONG)
+        self._context = server.client.stream("POST", "/v1/completions", json=LONG)
         self._answer = self._context.__enter__()
         assert self._answer.status_code == 200
         self.worker = int(self._answer.headers["x-llamapipe-worker"])
@@ -125,5 +127,4 @@ class LongStream:
             return False
         finally:
             self._context.__exit__(None, None, None)
-            self.client.close()
         return last == "data: [DONE]"

@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerServer]:
 
 def ask(server: WorkerServer) -> httpx.Response:
     """One short request on a connection of its own."""
-    return httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=120)
+    return server.client.post("/v1/completions", json=SHORT)
 
 
 class TestTwoWorkers:
@@ -68,7 +68,7 @@ class TestTwoWorkers:
             assert len(masks) == 1
 
     def test_health_and_metrics_speak_for_both(self, server: WorkerServer) -> None:
-        assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "workers_ready": 2, "workers": 2}
+        assert server.client.get("/health").json() == {"status": "ok", "workers_ready": 2, "workers": 2}
         before = server.values()
         assert {ask(server).headers["x-llamapipe-worker"] for _ in range(2)} == {"0", "1"}
         after = server.values()
@@ -223,7 +223,7 @@ def test_a_worker_with_weights_of_its_own_maps_no_file(tmp_path: Path) -> None:
 
 def refuses(server: WorkerServer) -> bool:
     try:
-        httpx.get(f"{server.url}/health", timeout=120)
+        server.client.get("/health")
     except httpx.TransportError:
         return True
     return False

@@ -1,0 +1,21 @@
+"""Simulates engines under load.
+
+python tools/simulate record MODEL.gguf -o recording.json       # measure a real engine's steps
+python tools/simulate fit recording.json -o cost.json           # fit their times; print the error on other runs
+python tools/simulate check MODEL.gguf cost.json                # a real run and the simulated one
+python tools/simulate capacity cost.json                        # requests a second that one node serves in time
+python tools/simulate policies cost.json --nodes 40             # routing policies
+python tools/simulate run cost.json --nodes 1000 --processes 2  # a large cluster
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parents[2])]
+
+from simulate.command import main  # noqa: E402
+
+if __name__ == "__main__":
+    main(__doc__ or "")

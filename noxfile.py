@@ -64,6 +64,16 @@ def lm_eval(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """Install the package with Ray (800 MB) and run the tests, and the programs of its page, that start Ray."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"))
+    _install(session, "backend=cpu", extra="ray")
+    session.env.setdefault("LLAMAPIPE_RAY_PROMPTS", "20000")
+    # Warnings of Ray's own modules, such as sockets that they leave open, are not errors here.
+    _pytest(session, "-m", "ray", "-W=default", default=["tests/ray_cluster", "tests/docs"])
+
+
+@nox.session
 def clients(session: nox.Session) -> None:
     """Run tests that others wrote against the server: OpenAI's, LangChain's, and schemathesis on our document."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")

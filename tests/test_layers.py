@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
-    ("lm_eval", "server", "compat"),
+    ("lm_eval", "ray", "compat"),
+    ("server",),
     ("__init__",),
     ("jobs", "telemetry"),
     ("embedding",),

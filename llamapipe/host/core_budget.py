@@ -27,6 +27,12 @@ class CoreBudget:
         """A member that is not computing yet. ``n_fixed``: it uses this number of threads, whatever its share is."""
         return BudgetMember(self, n_fixed)
 
+    def resize(self, n_cores: int) -> None:
+        """Divides another number of cores from now on."""
+        with self._lock:
+            self.n_cores = n_cores
+            self._divide()
+
     def change(self, member: BudgetMember, is_computing: bool) -> None:
         """Counts a member as computing or not, and tells all others their new shares."""
         with self._lock:
@@ -79,6 +85,14 @@ def process_budget() -> CoreBudget:
         if _budget is None:
             _budget = CoreBudget(usable_cores())
         return _budget
+
+
+def limit_cores(n_cores: int) -> None:
+    """Lets this process compute on at most ``n_cores`` of the cores it may use, so that others may use the rest.
+
+    Call it before engines are made. It does not concern engines with a number of threads of their own.
+    """
+    process_budget().resize(max(min(n_cores, usable_cores()), 1))
 
 
 def _forget_in_child() -> None:

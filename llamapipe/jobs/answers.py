@@ -66,7 +66,7 @@ class Answerer:
         self._open_requests = requests
         self._answer_request: AnswerRequest | None = None
         if template is not None:
-            _check_template(template)
+            check_template(template)
 
     def __repr__(self) -> str:
         return f"<Answerer template={self._template!r} chat={self._chat}>"
@@ -100,7 +100,7 @@ class Answerer:
 
     async def _complete(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
         if self._template is not None:
-            prompt: Any = _filled(self._template, given)
+            prompt: Any = filled(self._template, given)
             options: dict[str, Any] = {}
         else:
             prompt, options = given.get("prompt"), {k: v for k, v in given.items() if k not in _KEPT}
@@ -167,14 +167,16 @@ def _token_id(key: object) -> object:
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
 
 
-def _check_template(template: str) -> None:
+def check_template(template: str) -> None:
+    """Raises ValueError if a template has anything but names of columns."""
     for _, name, _, _ in string.Formatter().parse(template):
         # Only names: attributes and positions of a column's value are no columns.
         if name is not None and (not name or not set(name).isdisjoint(".[]") or name.isdigit()):
             raise ValueError(f"the template has {{{name}}}; write the name of a column, and {{{{ for a brace")
 
 
-def _filled(template: str, columns: dict[str, Any]) -> str:
+def filled(template: str, columns: dict[str, Any]) -> str:
+    """The prompt that a template makes of a record's columns. Raises ValueError if one is missing."""
     try:
         return template.format_map(columns)
     except KeyError as error:

@@ -1,0 +1,122 @@
+"""What a request would cost each replica: the part of its prompt that the replica has not computed, and its load.
+
+Pure: knows neither Ray nor clocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Generic, TypeVar
+
+R = TypeVar("R", bound=Hashable)
+CHUNK_BYTES = 64  # prefixes are compared in chunks of this size
+
+
+def chunks_of(prompt: bytes) -> list[int]:
+    """A number for each whole chunk of a prompt, made of the chunk and all before it; equal prefixes, equal numbers."""
+    numbers = []
+    state = blake2b(digest_size=8)
+    for end in range(CHUNK_BYTES, len(prompt) + 1, CHUNK_BYTES):
+        state.update(prompt[end - CHUNK_BYTES : end])
+        numbers.append(int.from_bytes(state.copy().digest(), "little"))
+    return numbers
+
+
+@dataclass(frozen=True)
+class _Routed(Generic[R]):
+    """A request that a replica works on, the cost that it had there, and its prompt."""
+
+    replica: R
+    cost: int
+    n_bytes: int
+    chunks: Sequence[int]
+
+
+class PrefixCosts(Generic[R]):
+    """Which replica has which prefixes, and how much work each has, as far as this router knows. One thread.
+
+    ``n_remembered_bytes``: prompts that are remembered for each replica, the most recent ones; about what fits into its
+    KV cells. ``request_bytes``: what a request costs beside its prompt, for its generated tokens, in bytes of prompt.
+    Prompt bytes stand for tokens: a router has no tokenizer, and only compares.
+    """
+
+    def __init__(self, n_remembered_bytes: int = 2**18, request_bytes: int = 1024) -> None:
+        self._most_chunks = max(n_remembered_bytes // CHUNK_BYTES, 1)
+        self._request_bytes = request_bytes
+        self._known: dict[R, OrderedDict[int, None]] = {}  # chunks, the most recent last
+        self._routed: dict[str, _Routed[R]] = {}
+        self._load: dict[R, int] = {}
+        self._n_running: dict[R, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<PrefixCosts n_replicas={len(self._known)} n_running={len(self._routed)}>"
+
+    def n_matched(self, replica: R, chunks: Sequence[int]) -> int:
+        """How many of a prompt's first chunks a replica has computed."""
+        known = self._known.get(replica)
+        if known is None:
+            return 0
+        return next((i for i, chunk in enumerate(chunks) if chunk not in known), len(chunks))
+
+    def cost(self, replica: R, n_bytes: int, chunks: Sequence[int], n_queued: int = 0) -> int:
+        """The work that a replica has until this request is done, in bytes of prompt.
+
+        ``n_queued``: requests that the replica is said to have. Those beyond the ones routed here came from other
+        routers, and count as requests without a prompt.
+        """
+        unmatched = n_bytes - self.n_matched(replica, chunks) * CHUNK_BYTES
+        n_others = max(n_queued - self._n_running.get(replica, 0), 0)
+        return unmatched + self._load.get(replica, 0) + n_others * self._request_bytes
+
+    def ranked(
+        self, replicas: Iterable[R], n_bytes: int, chunks: Sequence[int], n_queued: Mapping[R, int]
+    ) -> list[R]:
+        """The replicas, the cheapest first; among equals, those with fewer requests, then those that came first."""
+        costs = {
+            replica: (self.cost(replica, n_bytes, chunks, n_queued.get(replica, 0)), n_queued.get(replica, 0))
+            for replica in replicas
+        }
+        return sorted(costs, key=costs.__getitem__)
+
+    def route(self, request: str, replica: R, n_bytes: int, chunks: Sequence[int]) -> None:
+        """Notes that a replica is to get a request; a request that was noted for another one moves."""
+        self._remove(request)
+        cost = n_bytes - self.n_matched(replica, chunks) * CHUNK_BYTES + self._request_bytes
+        self._routed[request] = _Routed(replica, cost, n_bytes, chunks)
+        self._load[replica] = self._load.get(replica, 0) + cost
+        self._n_running[replica] = self._n_running.get(replica, 0) + 1
+        known = self._known.setdefault(replica, OrderedDict())
+        # From the end: the first chunks, which others may share, are forgotten last.
+        for chunk in reversed(chunks[: self._most_chunks]):
+            known[chunk] = None
+            known.move_to_end(chunk)
+        while len(known) > self._most_chunks:
+            known.popitem(last=False)
+
+    def accepted(self, request: str, replica: R) -> None:
+        """Notes which replica has got a request. One that has ended already, or was not noted, stays so."""
+        routed = self._routed.get(request)
+        if routed is not None and routed.replica != replica:
+            self.route(request, replica, routed.n_bytes, routed.chunks)
+
+    def finish(self, request: str, replica: R | None = None) -> None:
+        """Notes that a request has ended, however. ``replica``: does nothing if another one has it by now."""
+        routed = self._routed.get(request)
+        if routed is not None and replica in (None, routed.replica):
+            self._remove(request)
+
+    def _remove(self, request: str) -> None:
+        routed = self._routed.pop(request, None)
+        if routed is not None and routed.replica in self._load:
+            self._load[routed.replica] -= routed.cost
+            self._n_running[routed.replica] -= 1
+
+    def keep(self, replicas: Iterable[R]) -> None:
+        """Forgets all replicas but these."""
+        gone = self._known.keys() - set(replicas)
+        for replica in gone:
+            del self._known[replica], self._load[replica], self._n_running[replica]
+        self._routed = {name: routed for name, routed in self._routed.items() if routed.replica not in gone}

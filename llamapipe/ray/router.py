@@ -1,0 +1,74 @@
+"""``PrefixCostRouter``: chooses the replica that has the least work until a request is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from llamapipe.arguments import check_int
+from llamapipe.ray.costs import PrefixCosts, chunks_of
+from llamapipe.ray.requests import prompt_bytes
+
+
+class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
+    """A request router of Ray Serve that takes the replica with the lowest cost.
+
+    The cost is the part of the prompt that a replica has not computed, plus the work that it has already. So requests
+    that begin alike go to one replica, until it has so much to do that computing the prefix again elsewhere is cheaper.
+    Which prefixes a replica has is what this router sent there.
+
+    ``deployment`` uses it; for a deployment of your own, give the class in ``RequestRouterConfig``.
+    ``request_router_kwargs``: ``n_remembered_bytes``, ``request_bytes``; see ``llamapipe.ray.costs.PrefixCosts``.
+    """
+
+    _costs: PrefixCosts[ReplicaID]
+
+    def initialize_state(self, n_remembered_bytes: int = 2**18, request_bytes: int = 1024) -> None:
+        """Called by Ray Serve before the first request. Raises TypeError and ValueError."""
+        self._costs = PrefixCosts(
+            check_int("n_remembered_bytes", n_remembered_bytes, 1, 2**40),
+            check_int("request_bytes", request_bytes, 0, 2**40),
+        )
+
+    async def choose_replicas(
+        self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replicas, each a rank of its own, the cheapest first."""
+        prompt = b"" if pending_request is None else prompt_bytes(pending_request.args)
+        chunks = chunks_of(prompt)
+        by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        n_queued = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
+        ranked = self._costs.ranked(by_id, len(prompt), chunks, n_queued)
+        if pending_request is not None and ranked:
+            # Noted now: requests that come at the same time must see each other.
+            self._costs.route(pending_request.metadata.internal_request_id, ranked[0], len(prompt), chunks)
+            pending_request.future.add_done_callback(partial(self._cancelled, pending_request))
+            # None may take it now: then all are tried again, a little later.
+            pending_request.routing_context.should_backoff = True
+        return [[by_id[name]] for name in ranked]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Notes which replica got the request."""
+        self._costs.accepted(pending_request.metadata.internal_request_id, replica_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Notes that the replica has done a request, or failed at it."""
+        self._costs.finish(internal_request_id, replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Forgets replicas that are gone."""
+        super().update_replicas(replicas)
+        self._costs.keep(replica.replica_id for replica in replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forgets a replica that died."""
+        super().on_replica_actor_died(replica_id)
+        self._costs.keep(name for name in self.curr_replicas if name != replica_id)
+
+    def _cancelled(self, pending_request: PendingRequest, future: asyncio.Future[Any]) -> None:
+        if future.cancelled():
+            self._costs.finish(pending_request.metadata.internal_request_id)

@@ -1,0 +1,142 @@
+"""``deployment`` and ``openai_app``: an engine for each replica of Ray Serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from llamapipe.arguments import check_float, check_int
+from llamapipe.ray.library import ray
+from llamapipe.ray.placement import n_sharing
+from llamapipe.ray.replica import EngineReplica
+from llamapipe.ray.spec import EngineSpec
+from llamapipe.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+_NAME = "llamapipe"
+
+
+def deployment(
+    spec: EngineSpec,
+    *,
+    name: str = _NAME,
+    replicas: int | tuple[int, int] = 1,
+    target_ongoing_requests: float | None = None,
+    max_ongoing_requests: int | None = None,
+    max_queued_requests: int = 1024,
+    num_cpus: float | None = None,
+    num_gpus: float | None = None,
+    settings: ServerSettings | None = None,
+    autoscaling: Mapping[str, object] | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Application:
+    """A deployment of Ray Serve with an engine in each replica, for ``serve.run`` or as a part of another application.
+
+    A handle has the methods ``generate`` and ``chat``, and with ``options(stream=True)`` also ``stream`` and
+    ``stream_chat``; they take what the engine's methods take, and return what these return. ``openai_app`` serves HTTP.
+
+    - ``replicas``: their number, or the least and the most; Serve then adds replicas when a replica has more than
+      ``target_ongoing_requests`` requests on average, by default the engine's ``n_seq_max``. ``autoscaling``: more
+      fields of Serve's ``AutoscalingConfig``, such as ``{"upscale_delay_s": 5}``.
+    - ``max_ongoing_requests``: what a replica gets at once; default: four times ``n_seq_max``. Further ones wait for a
+      replica, up to ``max_queued_requests`` for each handle.
+    - ``num_cpus``, ``num_gpus``: what Ray reserves for a replica. A replica computes on at most ``num_cpus`` cores;
+      None: Ray reserves one, and the replicas of a machine divide its cores among them.
+    - ``settings``: the limits and names of the HTTP routes.
+    - ``options``: more arguments of ``serve.deployment``, such as ``{"health_check_period_s": 5}``.
+
+    Requests go to the replica with the least work; see ``PrefixCostRouter``. Serve replaces a replica that dies, or
+    whose engine does not answer. Raises TypeError and ValueError for wrong arguments, ImportError without the extra
+    ``ray``.
+    """
+    library = ray()
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    from llamapipe.ray.router import PrefixCostRouter
+
+    if not isinstance(spec, EngineSpec):
+        raise TypeError(f"spec must be an EngineSpec, not {type(spec).__name__}")
+    if settings is not None and not isinstance(settings, ServerSettings):
+        raise TypeError(f"settings must be ServerSettings, not {type(settings).__name__}")
+    least, most = _range(replicas)
+    actor: dict[str, Any] = {}
+    if num_cpus is not None:
+        actor["num_cpus"] = check_float("num_cpus", num_cpus, 0.0, 4096.0)
+    if num_gpus is not None:
+        actor["num_gpus"] = check_float("num_gpus", num_gpus, 0.0, 1024.0)
+    n_at_once = 4 * spec.n_seq_max
+    if max_ongoing_requests is not None:
+        n_at_once = check_int("max_ongoing_requests", max_ongoing_requests, 1, 2**31 - 1)
+    target = float(spec.n_seq_max)
+    if target_ongoing_requests is not None:
+        target = check_float("target_ongoing_requests", target_ongoing_requests, 1e-3, 2**31 - 1)
+    scale: dict[str, Any] = {"num_replicas": least}
+    if least != most:
+        scale = {
+            "autoscaling_config": {
+                "min_replicas": least,
+                "max_replicas": most,
+                "target_ongoing_requests": target,
+                **(autoscaling or {}),
+            }
+        }
+    elif target_ongoing_requests is not None or autoscaling is not None:
+        raise ValueError(
+            f"replicas is {least}, so their number stays; give the least and the most to scale, as in (1, 4)"
+        )
+    made = serve.deployment(
+        EngineReplica,
+        name=name,
+        max_ongoing_requests=n_at_once,
+        max_queued_requests=check_int("max_queued_requests", max_queued_requests, -1, 2**31 - 1),
+        ray_actor_options=actor,
+        request_router_config=RequestRouterConfig(request_router_class=PrefixCostRouter),
+        **{**scale, **(options or {})},
+    )
+    bound: Application = made.bind(spec, settings, num_cpus, n_sharing(library, most))
+    return bound
+
+
+def openai_app(
+    spec: EngineSpec,
+    *,
+    settings: ServerSettings | None = None,
+    n_ingress: int = 1,
+    **options: Any,
+) -> Application:
+    """An application of Ray Serve with all routes of ``llamapipe serve``, for OpenAI's and Anthropic's clients.
+
+    ``serve.run(openai_app(spec), route_prefix="/")``. ``options``: as for ``deployment``. ``n_ingress``: processes that
+    take HTTP requests and hand them to the replicas. If a replica dies, its streams end with an event that holds an
+    error, and requests that it had not begun to answer get 503. ``/metrics`` and ``/timeline`` show one replica.
+
+    Raises as ``deployment`` does.
+    """
+    engines = deployment(spec, settings=settings, **options)
+    from ray import serve
+
+    from llamapipe.ray.ingress import Ingress
+
+    limits = settings or ServerSettings()
+    made = serve.deployment(
+        Ingress,
+        name=f"{options.get('name', _NAME)}-http",
+        num_replicas=check_int("n_ingress", n_ingress, 1, 10_000),
+        max_ongoing_requests=limits.max_requests,
+        ray_actor_options={"num_cpus": 0},
+    )
+    bound: Application = made.bind(engines, settings)
+    return bound
+
+
+def _range(replicas: int | tuple[int, int]) -> tuple[int, int]:
+    pair = replicas if isinstance(replicas, tuple) else (replicas, replicas)
+    if len(pair) != 2:
+        raise ValueError(f"replicas is {replicas}; give a number, or the least and the most")
+    least, most = (check_int("replicas", n, 0, 100_000) for n in pair)
+    if least > most or most == 0:
+        raise ValueError(f"replicas is {replicas}; the least must not be more than the most, nor that be 0")
+    return least, most

@@ -1,0 +1,97 @@
+"""``EngineSpec``: what a process needs to know to make its engine. It can be pickled; an engine cannot."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamapipe.arguments import check_int
+from llamapipe.engine.engine import Engine
+from llamapipe.host.core_budget import limit_cores
+from llamapipe.hub.reference import PREFIX, parse
+from llamapipe.llama.model import Model
+
+_NOT_PICKLED = {"path", "model", "progress"}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """A model and the options of the engine that runs it; frozen, and can be pickled.
+
+    - ``model``: the path of a GGUF file, which each machine must have; or ``hf:OWNER/REPO`` or
+      ``hf:OWNER/REPO/FILE.gguf`` of the Hugging Face Hub (extra ``hub``), which each machine downloads once.
+    - ``engine_options``: arguments of ``Engine``, such as ``{"n_ctx": 2048, "n_seq_max": 32}``.
+    - ``model_options``: arguments of ``Model``, such as ``{"n_gpu_layers": 20}``.
+
+    Values of options are checked where the engine is made.
+
+    Raises TypeError and ValueError for options that ``Engine`` and ``Model`` do not have, and for a bad reference.
+    """
+
+    model: str | os.PathLike[str]
+    engine_options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    model_options: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike)):
+            raise TypeError(
+                f"model must be a path or hf:OWNER/REPO/FILE, not {type(self.model).__name__}: an open model "
+                "cannot be sent to another process"
+            )
+        name = os.fsdecode(self.model)
+        if name.startswith(PREFIX):
+            parse(name)
+        object.__setattr__(self, "model", name)
+        for options, kind in (("engine_options", Engine), ("model_options", Model)):
+            given = getattr(self, options)
+            if not isinstance(given, Mapping):
+                raise TypeError(f"{options} must be a mapping, not {type(given).__name__}")
+            known = set(inspect.signature(kind).parameters) - _NOT_PICKLED
+            for option in given:
+                if option not in known:
+                    near = difflib.get_close_matches(str(option), known, n=1)
+                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    raise ValueError(
+                        f"{options} has {option!r}, which is no option of {kind.__name__} here{hint}"
+                    )
+            object.__setattr__(self, options, dict(given))
+
+    @property
+    def n_seq_max(self) -> int:
+        """The requests that the engine computes at once."""
+        default = inspect.signature(Engine).parameters["n_seq_max"].default
+        n = self.engine_options.get("n_seq_max", default)
+        return check_int("n_seq_max", n, 1, 2**31 - 1)  # type: ignore[arg-type]
+
+    def model_path(self) -> Path:
+        """The model's file on this machine; downloads it first, if it is one of the hub and not there yet.
+
+        Raises ImportError without the extra ``hub``, ModelLoadError if there is no such model.
+        """
+        name = os.fsdecode(self.model)
+        if not name.startswith(PREFIX):
+            return Path(name)
+        from llamapipe.hub.download import model_file
+
+        reference = parse(name)
+        return model_file(reference.repo_id, reference.filename, progress=False)
+
+    @contextmanager
+    def opened(self, n_cores: int | None = None) -> Iterator[Engine]:
+        """An engine in this process, until the block ends. Raises what ``Model`` and ``Engine`` raise.
+
+        ``n_cores``: this process computes on at most so many; None: all that it may use. The option ``n_threads`` is
+        stronger.
+        """
+        if n_cores is not None:
+            limit_cores(n_cores)
+        with (
+            Model(self.model_path(), **self.model_options) as model,  # type: ignore[arg-type]
+            Engine(model, **self.engine_options) as engine,  # type: ignore[arg-type]
+        ):
+            yield engine

@@ -1,0 +1,138 @@
+"""Programs on a Ray of their own: a small one on loopback, whose processes end with the program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from support.run_script import environment
+
+PATIENCE_S = 240.0
+# Logical CPUs: the filter of a job that is resumed is an actor, too, and so are the parts of Ray Serve.
+START = """
+import logging, os, sys
+import ray
+import llamapipe as lp
+import llamapipe.ray as lr
+def start(num_cpus=6):
+    ray.init(num_cpus=num_cpus, object_store_memory=200 * 2**20, include_dashboard=False,
+             _node_ip_address="127.0.0.1", logging_level="error", log_to_driver=False)
+"""
+
+
+class RayProgram:
+    """A running program, with what it wrote so far; use with ``with``, which ends it and all it started."""
+
+    def __init__(self, folder: Path, text: str, *arguments: object) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / f"log-{time.monotonic_ns()}"
+        env = environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"})
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-c", START + text, *map(str, arguments)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+            )
+
+    def __enter__(self) -> RayProgram:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    @property
+    def output(self) -> str:
+        """What it wrote."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, what: str) -> None:
+        """Waits until the program has written this, and fails if it ends before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while what not in self.output:
+            assert self._process.poll() is None, f"the program ended\n{self.output}"
+            assert time.monotonic() < deadline, f"{what!r} did not come\n{self.output}"
+            time.sleep(0.05)
+
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def tell(self, line: str) -> None:
+        """Writes a line to its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def end(self) -> str:
+        """Waits for its end, which must be a good one; what it wrote."""
+        self._process.wait(timeout=PATIENCE_S)
+        assert self._process.returncode == 0, f"exit code {self._process.returncode}\n{self.output}"
+        return self.output
+
+    def workers(self, name: str) -> list[int]:
+        """The ids of its Ray workers whose titles have this in them."""
+        return [pid for pid in _descendants(self._process.pid) if name in _title(pid)]
+
+    def kill(self) -> None:
+        """Kills the program with SIGKILL, and waits until all that it started has ended, too."""
+        started = _descendants(self._process.pid)
+        self._process.kill()
+        self._process.wait()
+        deadline = time.monotonic() + PATIENCE_S
+        while left := [pid for pid in started if _is_alive(pid)]:
+            for pid in left:
+                _kill(pid)
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+
+def kill_worker(pid: int) -> None:
+    """Kills a worker with SIGKILL."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _is_alive(pid: int) -> bool:
+    stat = _stat(pid)
+    return bool(stat) and stat[0] != "Z"
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _descendants(root: int) -> list[int]:
+    parents = {
+        int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()
+    }
+    found, new = set[int](), {root}
+    while new:
+        new = {pid for pid, stat in parents.items() if stat and int(stat[1]) in new} - found
+        found |= new
+    return sorted(found)

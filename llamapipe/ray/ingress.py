@@ -76,7 +76,8 @@ class Ingress:
         """The answer, once it has begun."""
         begun = await anext(messages)
         start, rest = begun[0], begun[1:]
-        headers: list[tuple[bytes, bytes]] = start["headers"]
+        # Serve gives its answers the id of the request, which is also the one that the replica used.
+        headers = [(name, value) for name, value in start["headers"] if name != b"x-request-id"]
         is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
         if not is_stream:
             body = _joined(rest)
@@ -85,7 +86,7 @@ class Ingress:
             answer = Response(body, start["status"])
         else:
             answer = StreamingResponse(_events(rest, messages, dialect), start["status"])
-        answer.raw_headers = list(headers)
+        answer.raw_headers = headers
         return answer
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 
 def ray() -> Any:
-    """The package ``ray``, without its reports of usage unless they were asked for. Raises ImportError."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    """The package ``ray``. Raises ImportError."""
     try:
         import ray as library
     except ModuleNotFoundError as e:

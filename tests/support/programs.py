@@ -27,6 +27,11 @@ class Program(NamedTuple):
         """Whether it needs lm-evaluation-harness."""
         return "import lm_eval" in self.code
 
+    @property
+    def uses_ray(self) -> bool:
+        """Whether it needs Ray."""
+        return "import llamapipe.ray" in self.code
+
     def save(self, folder: Path) -> Path:
         """Writes the program into a folder, under a name that is a module's and tells the block."""
         path = folder / f"{re.sub(r'[^0-9A-Za-z]', '_', self.page)}_{self.line}.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,10 +11,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from support.run_script import environment
 
 PATIENCE_S = 240.0
+PROC = Path("/proc")
+_STARTED = 19  # the field of /proc/PID/stat after the name that tells when the process started
 # Logical CPUs: the filter of a job that is resumed is an actor, too, and so are the parts of Ray Serve.
 START = """
 import logging, os, sys
@@ -81,58 +85,68 @@ class RayProgram:
         assert self._process.returncode == 0, f"exit code {self._process.returncode}\n{self.output}"
         return self.output
 
-    def workers(self, name: str) -> list[int]:
-        """The ids of its Ray workers whose titles have this in them."""
-        return [pid for pid in _descendants(self._process.pid) if name in _title(pid)]
+    def workers(self, title: str | re.Pattern[str]) -> list[Process]:
+        """Its Ray workers whose titles have this in them."""
+        return [one for one in self._started() if re.search(title, one.title())]
 
     def kill(self) -> None:
         """Kills the program with SIGKILL, and waits until all that it started has ended, too."""
-        started = _descendants(self._process.pid)
+        started = self._started()
         self._process.kill()
         self._process.wait()
         deadline = time.monotonic() + PATIENCE_S
-        while left := [pid for pid in started if _is_alive(pid)]:
-            for pid in left:
-                _kill(pid)
+        while left := [one for one in started if one.is_alive()]:
+            for one in left:
+                one.kill()
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
 
+    def _started(self) -> list[Process]:
+        """All processes that it started and that run; none once it has ended."""
+        if self._process.poll() is not None:
+            return []
+        parents = {
+            int(entry.name): _stat(int(entry.name)) for entry in PROC.iterdir() if entry.name.isdigit()
+        }
+        found, new = set[int](), {self._process.pid}
+        while new:
+            new = {pid for pid, stat in parents.items() if stat and int(stat[1]) in new} - found
+            found |= new
+        return [Process(pid, parents[pid][_STARTED]) for pid in sorted(found)]
 
-def kill_worker(pid: int) -> None:
-    """Kills a worker with SIGKILL."""
-    os.kill(pid, signal.SIGKILL)
 
+class Process(NamedTuple):
+    """A process that a program started. Its number may be another's by now; the time when it started is its own."""
 
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    pid: int
+    started: str
+
+    def title(self) -> str:
+        """Its command line."""
+        try:
+            return (PROC / str(self.pid) / "cmdline").read_bytes().decode("utf-8", "replace")
+        except OSError:
+            return ""
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        stat = _stat(self.pid)
+        return bool(stat) and stat[_STARTED] == self.started and stat[0] != "Z"
+
+    def kill(self) -> None:
+        """Kills it with SIGKILL, if it runs."""
+        with suppress(ProcessLookupError):
+            handle = os.pidfd_open(self.pid)
+            try:
+                if self.is_alive():
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
 
 
 def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name; the first is the state."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def _is_alive(pid: int) -> bool:
-    stat = _stat(pid)
-    return bool(stat) and stat[0] != "Z"
-
-
-def _title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def _descendants(root: int) -> list[int]:
-    parents = {
-        int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()
-    }
-    found, new = set[int](), {root}
-    while new:
-        new = {pid for pid, stat in parents.items() if stat and int(stat[1]) in new} - found
-        found |= new
-    return sorted(found)

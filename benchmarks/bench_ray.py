@@ -1,0 +1,151 @@
+"""Compares a job of Ray Data with one actor, and with more, with the bare engine: generated tokens a second.
+
+    python benchmarks/bench_ray.py [MODEL.gguf] [--prompts 4000] [--tokens 32] [--rounds 3] [--actors 1] [--json FILE]
+
+Needs the extra ``ray``. The sides take turns, each in a process of its own, so all of them meet the same load.
+``bare``: ``engine.generate`` with the list of all prompts. The others: ``llamapipe.ray.complete`` over a Parquet file
+of the same prompts, with the same engine options, read by the driver. Their rate counts from the arrival of the first
+task's rows, so without the start of Ray, of the actors and of the engines; ``whole_job_tokens_per_s`` counts from the
+call of ``complete``. Greedy, end of generation ignored. Without a model: the bundled one. Only loopback is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+
+import llamapipe as lp
+import llamapipe.ray as lr
+
+_OPTIONS: dict[str, object] = {"n_ctx": 256, "n_seq_max": 16}
+_STORE_BYTES = 200 * 2**20
+
+
+def prompt(i: int) -> str:
+    """Prompts that share no long prefix."""
+    return f"{i} is a number. The"
+
+
+def bare(model: str, n: int, params: lp.SamplingParams) -> dict[str, float]:
+    """The rate of the engine alone."""
+    with lr.EngineSpec(model, _OPTIONS).opened() as engine:
+        engine.generate([prompt(-i) for i in range(64)], params)
+        begin = perf_counter()
+        done = engine.generate([prompt(i) for i in range(n)], params)
+        seconds = perf_counter() - begin
+    return {"tokens_per_s": sum(one.n_completion_tokens for one in done) / seconds}
+
+
+def with_ray(model: str, n: int, params: lp.SamplingParams, n_actors: int) -> dict[str, float]:
+    """The rate of a job."""
+    import ray
+
+    ray.init(
+        num_cpus=4 + n_actors,
+        object_store_memory=_STORE_BYTES,
+        include_dashboard=False,
+        logging_level="error",
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prompts.parquet"
+        parquet.write_table(arrow.table({"id": range(n), "prompt": [prompt(i) for i in range(n)]}), path)
+        begin = perf_counter()
+        out = lr.complete(
+            ray.data.read_parquet(str(path)),
+            lr.EngineSpec(model, _OPTIONS),
+            prompt="prompt",
+            params=params,
+            actors=n_actors,
+        )
+        arrivals: list[tuple[float, int]] = []
+        ids: list[int] = []
+        for part in out.iter_batches(batch_size=None, batch_format="pyarrow"):
+            arrivals.append((perf_counter(), sum(part["n_completion_tokens"].to_pylist())))
+            ids += part["id"].to_pylist()
+    ray.shutdown()
+    assert sorted(ids) == list(range(n)), "rows are missing"
+    first_s, last_s = arrivals[0][0], arrivals[-1][0]
+    return {
+        "tokens_per_s": sum(n_tokens for _, n_tokens in arrivals[1:]) / (last_s - first_s),
+        "whole_job_tokens_per_s": sum(n_tokens for _, n_tokens in arrivals) / (last_s - begin),
+        "first_rows_s": first_s - begin,
+    }
+
+
+def measured(side: str, args: argparse.Namespace) -> dict[str, float]:
+    """One turn of a side, in a process of its own."""
+    command = [
+        sys.executable,
+        __file__,
+        args.model,
+        "--prompts",
+        str(args.prompts),
+        "--tokens",
+        str(args.tokens),
+    ]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+    folders = [str(Path(lp.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    done = subprocess.run(
+        [*command, "--side", side], stdout=subprocess.PIPE, text=True, check=True, env=environment
+    )
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default=str(lp.demo_model_path()))
+    parser.add_argument("--prompts", type=int, default=4000)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--actors", default="1", help="numbers of actors, with commas between")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    params = lp.SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
+    if args.side is not None:
+        if args.side == "bare":
+            print(json.dumps(bare(args.model, args.prompts, params)))
+        else:
+            print(json.dumps(with_ray(args.model, args.prompts, params, int(args.side))))
+        return
+    sides = ["bare", *args.actors.split(",")]
+    turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for number in range(args.rounds):
+        for side in sides:
+            turns[side].append(measured(side, args))
+            print(f"round {number + 1}, {side:>4}: {turns[side][-1]}", flush=True)
+    rates = {side: [turn["tokens_per_s"] for turn in found] for side, found in turns.items()}
+    for side in sides[1:]:
+        ratios = [ray / bare for ray, bare in zip(rates[side], rates["bare"], strict=True)]
+        print(
+            f"{side} actor(s): {statistics.median(rates[side]):,.0f} tokens/s, the engine alone "
+            f"{statistics.median(rates['bare']):,.0f}: ratio {statistics.median(ratios):.3f} "
+            f"({min(ratios):.3f} to {max(ratios):.3f})"
+        )
+    if args.json:
+        about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        args.json.write_text(
+            json.dumps({**about, "prompts": args.prompts, "tokens": args.tokens, "turns": turns}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

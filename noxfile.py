@@ -68,7 +68,6 @@ def ray(session: nox.Session) -> None:
     """Install the package with Ray (800 MB) and run the tests, and the programs of its page, that start Ray."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session, "backend=cpu", extra="ray")
-    session.env["RAY_USAGE_STATS_ENABLED"] = "0"
     session.env.setdefault("LLAMAPIPE_RAY_PROMPTS", "20000")
     # Warnings of Ray's own modules, such as sockets that they leave open, are not errors here.
     _pytest(session, "-m", "ray", "-W=default", default=["tests/ray_cluster", "tests/docs"])

@@ -30,6 +30,12 @@ import llamapipe.ray as lr
 
 _OPTIONS: dict[str, object] = {"n_ctx": 256, "n_seq_max": 16}
 _STORE_BYTES = 200 * 2**20
+# Without a cluster Ray listens on loopback only.
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
 
 
 def prompt(i: int) -> str:
@@ -57,7 +63,6 @@ def with_ray(model: str, n: int, params: lp.SamplingParams, n_actors: int) -> di
         include_dashboard=False,
         logging_level="error",
         log_to_driver=False,
-        _node_ip_address="127.0.0.1",
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prompts.parquet"
@@ -96,7 +101,7 @@ def measured(side: str, args: argparse.Namespace) -> dict[str, float]:
         "--tokens",
         str(args.tokens),
     ]
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+    environment = {**os.environ, **_SETTINGS}
     folders = [str(Path(lp.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     done = subprocess.run(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.programs import PAGES, ROOT, Program, programs
+from support.ray_programs import ALONE
 
 import llamapipe as lp
 
@@ -62,7 +63,11 @@ def test_programs_run_as_they_stand(program: Program, tmp_path: Path) -> None:
         text=True,
         timeout=240,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(lp.__file__).parent.parent)},
+        env={
+            **os.environ,
+            **(ALONE if program.uses_ray else {}),
+            "PYTHONPATH": str(Path(lp.__file__).parent.parent),
+        },
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,8 @@ from support.run_script import environment
 PATIENCE_S = 240.0
 PROC = Path("/proc")
 _STARTED = 19  # the field of /proc/PID/stat after the name that tells when the process started
+# No reports of its use, and no cluster: then Ray listens on loopback only, on any system.
+ALONE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # Logical CPUs: the filter of a job that is resumed is an actor, too, and so are the parts of Ray Serve.
 START = """
 import logging, os, sys
@@ -26,7 +28,7 @@ import llamapipe as lp
 import llamapipe.ray as lr
 def start(num_cpus=6):
     ray.init(num_cpus=num_cpus, object_store_memory=200 * 2**20, include_dashboard=False,
-             _node_ip_address="127.0.0.1", logging_level="error", log_to_driver=False)
+             logging_level="error", log_to_driver=False)
 """
 
 
@@ -36,7 +38,7 @@ class RayProgram:
     def __init__(self, folder: Path, text: str, *arguments: object) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"log-{time.monotonic_ns()}"
-        env = environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"})
+        env = environment({**ALONE, "RAY_DATA_DISABLE_PROGRESS_BARS": "1"})
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-c", START + text, *map(str, arguments)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 _ROWS_PER_TASK = 128
 # Tasks of one actor at once: the rows of the next ones keep the engine full while the last rows of one are computed.
 _TASKS_PER_ACTOR = 4
-# Besides the actors, a job that is resumed needs a CPU for its filter of rows, and one for reading or writing.
+# Besides the actors, a job that goes on needs a CPU for its filter of rows, which is an actor, and one for reading.
 _OTHER_CPUS = 2
+_log = logging.getLogger("llamapipe.ray")
 
 
 def complete(
@@ -93,7 +95,7 @@ def complete(
     config = None
     if checkpoint is not None:
         config = _checkpoint(checkpoint, id)
-        _check_cpus(library, least, num_cpus)
+    _warn_of_cpus(library, least, num_cpus, 1 if config is None else _OTHER_CPUS)
     # Blocks of a file are large: without this, thousands of rows would be one task of one actor.
     out = ds.repartition(target_num_rows_per_block=n_rows).map_batches(
         Completer,
@@ -146,14 +148,17 @@ def _checkpoint(
     return CheckpointConfig(id_column=id_column, checkpoint_path=os.fsdecode(checkpoint))
 
 
-def _check_cpus(library: Any, n_actors: int, num_cpus: float | None) -> None:
-    """Raises ValueError where a job that is resumed would wait for ever: Ray's filter of rows is an actor, too."""
-    if not library.is_initialized():
-        return
+def _warn_of_cpus(library: Any, n_actors: int, num_cpus: float | None, n_others: int) -> None:
+    """Warns where a job would wait: Ray gives its CPUs to the actors first, and then has none to read with."""
     have = library.cluster_resources().get("CPU", 0)
-    need = n_actors * (1 if num_cpus is None else num_cpus) + _OTHER_CPUS
+    need = n_actors * (1 if num_cpus is None else num_cpus) + n_others
     if have < need:
-        raise ValueError(
-            f"Ray has {have:g} CPUs, and {n_actors} actors with a checkpoint need {need:g} or the job would wait for "
-            f"ever; on one machine, ray.init(num_cpus={math.ceil(need)}) counts more than there are"
+        _log.warning(
+            "Ray has %g CPUs, and this job needs %g: %d for its actors, %d to read rows and to see which are done. It "
+            "waits until there are more; on one machine, ray.init(num_cpus=%d) counts more than there are",
+            have,
+            need,
+            need - n_others,
+            n_others,
+            math.ceil(need),
         )

@@ -89,3 +89,18 @@ def test_every_row_once_with_an_actor_killed_and_the_program_stopped(tmp_path: P
     for i in range(n_texts):
         if i != N_PROMPTS // 2:
             assert texts[i] == expected[i].text
+
+
+def test_a_job_goes_on_with_as_few_cpus_as_the_warning_says(tmp_path: Path) -> None:
+    n = 1000
+    prompts(tmp_path, n)
+    with RayProgram(tmp_path, JOB.replace("start()", "start(num_cpus=2)"), tmp_path, 1) as program:
+        program.wait_for("Ray has 2 CPUs, and this job needs 3")
+    with RayProgram(tmp_path, JOB.replace("start()", "start(num_cpus=3)"), tmp_path, 1) as program:
+        wait_for_rows(program, tmp_path, n // 4)
+        program.kill()
+    with RayProgram(tmp_path, JOB.replace("start()", "start(num_cpus=3)"), tmp_path, 1) as program:
+        output = program.end()
+    assert "complete" in output and "this job needs" not in output
+    ids = parquet.read_table(tmp_path / "out", columns=["id"])["id"].to_pylist()
+    assert sorted(ids) == list(range(n))

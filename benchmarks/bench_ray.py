@@ -104,8 +104,14 @@ def measured(side: str, args: argparse.Namespace) -> dict[str, float]:
     environment = {**os.environ, **_SETTINGS}
     folders = [str(Path(lp.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    # In a session of its own, as Ray's workers are: Linux divides busy cores among sessions.
     done = subprocess.run(
-        [*command, "--side", side], stdout=subprocess.PIPE, text=True, check=True, env=environment
+        [*command, "--side", side],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=environment,
+        start_new_session=True,
     )
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -103,8 +103,12 @@ class EngineReplica:
 
         try:
             await self._app(request.scope(), receive, messages.put)
-        finally:
+        except Exception:
             await messages.put(None)
+            raise
+        await messages.put(
+            None
+        )  # not after a cancellation: then nothing is read any more, and there may be no room
 
     async def check_health(self) -> None:
         """Called by Ray Serve, which replaces a replica that raises here, or that does not answer in time.

@@ -194,13 +194,36 @@ def test_events_of_either_api_tell_of_a_dead_replica() -> None:
 
 def test_a_client_that_hangs_up_cancels_its_request(service: Callable[[str], Service]) -> None:
     one = service("{}")
-    with httpx.stream(
-        "POST", f"{one.url}/v1/completions", json={"prompt": "Once", **ENDLESS}, timeout=60
-    ) as answer:
+    url, body = f"{one.url}/v1/completions", {"prompt": "Once", **ENDLESS}
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         assert one.gauge("llamapipe_requests_running") == 1
     one.wait(lambda: one.gauge("llamapipe_requests_running") == 0)
+    n_before = one.gauge("llamapipe_queue_seconds_count")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json={**body, "stream": False}, timeout=2)
+    one.wait(lambda: one.gauge("llamapipe_requests_running") == 0)
+    assert one.gauge("llamapipe_queue_seconds_count") == n_before + 1
+
+
+def test_more_requests_than_may_wait_are_refused(service: Callable[[str], Service]) -> None:
+    one = service('{"max_ongoing_requests": 1, "max_queued_requests": 1}')
+    url = f"{one.url}/v1/completions"
+    with ThreadPoolExecutor(3) as threads:
+        with httpx.stream("POST", url, json={"prompt": "Once", **ENDLESS}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            calls = [
+                threads.submit(httpx.post, url, json={"prompt": "Once", **GREEDY}, timeout=120)
+                for _ in range(3)
+            ]
+            one.wait(lambda: sum(call.done() for call in calls) == 2)
+        answers = [call.result() for call in calls]
+    refused = [one for one in answers if one.status_code != 200]
+    assert [one.status_code for one in refused] == [429, 429]
+    assert refused[0].json()["error"]["code"] == "queue_full"
+    assert refused[0].headers["retry-after"]
 
 
 def test_replicas_are_added_under_load(service: Callable[[str], Service]) -> None:

@@ -3,10 +3,12 @@
     python benchmarks/bench_ray.py [MODEL.gguf] [--prompts 4000] [--tokens 32] [--rounds 3] [--actors 1] [--json FILE]
 
 Needs the extra ``ray``. The sides take turns, each in a process of its own, so all of them meet the same load.
-``bare``: ``engine.generate`` with the list of all prompts. The others: ``llamapipe.ray.complete`` over a Parquet file
-of the same prompts, with the same engine options, read by the driver. Their rate counts from the arrival of the first
-task's rows, so without the start of Ray, of the actors and of the engines; ``whole_job_tokens_per_s`` counts from the
-call of ``complete``. Greedy, end of generation ignored. Without a model: the bundled one. Only loopback is used.
+``bare``: ``engine.generate`` with the list of all prompts, in a worker of Ray that does nothing else, so that the system
+gives it the same part of a busy machine. The others: what ``llamapipe.ray.complete`` does, over a Parquet file of the
+same prompts, with the same engine options. Their rate counts from when the first rows came to an actor until the last were
+done, with all pauses between, but without the start of Ray, of the actors and of the engines;
+``whole_job_tokens_per_s`` counts from the start of the job until the driver has all rows. Greedy, end of generation
+ignored. Without a model: the bundled one. Only loopback is used.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
+import ray
+import ray.data
 
 import llamapipe as lp
 import llamapipe.ray as lr
+from llamapipe.ray.data import mapped
 
 _OPTIONS: dict[str, object] = {"n_ctx": 256, "n_seq_max": 16}
 _STORE_BYTES = 200 * 2**20
@@ -43,6 +49,17 @@ def prompt(i: int) -> str:
     return f"{i} is a number. The"
 
 
+class TimedCompleter(lr.Completer):
+    """Adds to each row when its batch came to the actor and when it was done."""
+
+    async def __call__(self, batch: arrow.Table) -> AsyncIterator[arrow.Table]:
+        """The rows with their answers."""
+        began_s = time()
+        async for out in super().__call__(batch):
+            timed = out.append_column("began_s", arrow.array([began_s] * out.num_rows))
+            yield timed.append_column("ended_s", arrow.array([time()] * out.num_rows))
+
+
 def bare(model: str, n: int, params: lp.SamplingParams) -> dict[str, float]:
     """The rate of the engine alone."""
     with lr.EngineSpec(model, _OPTIONS).opened() as engine:
@@ -53,10 +70,8 @@ def bare(model: str, n: int, params: lp.SamplingParams) -> dict[str, float]:
     return {"tokens_per_s": sum(one.n_completion_tokens for one in done) / seconds}
 
 
-def with_ray(model: str, n: int, params: lp.SamplingParams, n_actors: int) -> dict[str, float]:
-    """The rate of a job."""
-    import ray
-
+def start_ray(n_actors: int) -> None:
+    """A small Ray on this machine."""
     ray.init(
         num_cpus=4 + n_actors,
         object_store_memory=_STORE_BYTES,
@@ -64,30 +79,30 @@ def with_ray(model: str, n: int, params: lp.SamplingParams, n_actors: int) -> di
         logging_level="error",
         log_to_driver=False,
     )
+
+
+def with_ray(model: str, n: int, params: lp.SamplingParams, n_actors: int) -> dict[str, float]:
+    """The rate of a job."""
+    start_ray(n_actors)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prompts.parquet"
         parquet.write_table(arrow.table({"id": range(n), "prompt": [prompt(i) for i in range(n)]}), path)
         begin = perf_counter()
-        out = lr.complete(
-            ray.data.read_parquet(str(path)),
-            lr.EngineSpec(model, _OPTIONS),
-            prompt="prompt",
-            params=params,
-            actors=n_actors,
-        )
-        arrivals: list[tuple[float, int]] = []
-        ids: list[int] = []
-        for part in out.iter_batches(batch_size=None, batch_format="pyarrow"):
-            arrivals.append((perf_counter(), sum(part["n_completion_tokens"].to_pylist())))
-            ids += part["id"].to_pylist()
+        given = {
+            "spec": lr.EngineSpec(model, _OPTIONS),
+            "prompt": "prompt",
+            "params": params,
+            "n_sharing": n_actors,
+        }
+        # As complete() does, with a class that notes when its batches begin and end.
+        out = mapped(ray.data.read_parquet(str(path)), TimedCompleter, given, 128, (n_actors, n_actors), {})
+        rows = arrow.concat_tables(out.iter_batches(batch_size=None, batch_format="pyarrow"))
+        seconds = perf_counter() - begin
     ray.shutdown()
-    assert sorted(ids) == list(range(n)), "rows are missing"
-    first_s, last_s = arrivals[0][0], arrivals[-1][0]
-    return {
-        "tokens_per_s": sum(n_tokens for _, n_tokens in arrivals[1:]) / (last_s - first_s),
-        "whole_job_tokens_per_s": sum(n_tokens for _, n_tokens in arrivals) / (last_s - begin),
-        "first_rows_s": first_s - begin,
-    }
+    assert sorted(rows["id"].to_pylist()) == list(range(n)), "rows are missing"
+    n_tokens = sum(rows["n_completion_tokens"].to_pylist())
+    in_actors_s = max(rows["ended_s"].to_pylist()) - min(rows["began_s"].to_pylist())
+    return {"tokens_per_s": n_tokens / in_actors_s, "whole_job_tokens_per_s": n_tokens / seconds}
 
 
 def measured(side: str, args: argparse.Namespace) -> dict[str, float]:
@@ -104,14 +119,8 @@ def measured(side: str, args: argparse.Namespace) -> dict[str, float]:
     environment = {**os.environ, **_SETTINGS}
     folders = [str(Path(lp.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    # In a session of its own, as Ray's workers are: Linux divides busy cores among sessions.
     done = subprocess.run(
-        [*command, "--side", side],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=environment,
-        start_new_session=True,
+        [*command, "--side", side], stdout=subprocess.PIPE, text=True, check=True, env=environment
     )
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -133,7 +142,8 @@ def main() -> None:
     params = lp.SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
     if args.side is not None:
         if args.side == "bare":
-            print(json.dumps(bare(args.model, args.prompts, params)))
+            start_ray(1)
+            print(json.dumps(ray.get(ray.remote(bare).remote(args.model, args.prompts, params))))
         else:
             print(json.dumps(with_ray(args.model, args.prompts, params, int(args.side))))
         return

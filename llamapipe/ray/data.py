@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llamapipe.arguments import check_float, check_int
@@ -96,30 +97,46 @@ def complete(
     if checkpoint is not None:
         config = _checkpoint(checkpoint, id)
     _warn_of_cpus(library, least, num_cpus, 1 if config is None else _OTHER_CPUS)
+    given = {
+        "spec": spec,
+        "prompt": prompt,
+        "messages": messages,
+        "params": rows.params,
+        "options": options,
+        "prefix": prefix,
+        "num_cpus": num_cpus,
+        "n_sharing": n_sharing(library, most),
+    }
+    out = mapped(ds, Completer, given, n_rows, (least, most), reserved)
+    if config is not None:
+        out.context.checkpoint_config = config
+    return out
+
+
+def mapped(
+    ds: Dataset,
+    kind: type[Completer],
+    arguments: Mapping[str, object],
+    n_rows: int,
+    actors: tuple[int, int],
+    reserved: Mapping[str, Any],
+) -> Dataset:
+    """The dataset with the columns that actors of a class add. ``n_rows``: rows of a task."""
+    from ray.data import ActorPoolStrategy
+
+    least, most = actors
     # Blocks of a file are large: without this, thousands of rows would be one task of one actor.
-    out = ds.repartition(target_num_rows_per_block=n_rows).map_batches(
-        Completer,
-        fn_constructor_kwargs={
-            "spec": spec,
-            "prompt": prompt,
-            "messages": messages,
-            "params": rows.params,
-            "options": options,
-            "prefix": prefix,
-            "num_cpus": num_cpus,
-            "n_sharing": n_sharing(library, most),
-        },
+    return ds.repartition(target_num_rows_per_block=n_rows).map_batches(
+        kind,
+        fn_constructor_kwargs=dict(arguments),
         batch_size=n_rows,
         batch_format="pyarrow",
         zero_copy_batch=True,
-        compute=ray_data.ActorPoolStrategy(
+        compute=ActorPoolStrategy(
             min_size=least, max_size=most, max_concurrent_calls_per_actor=_TASKS_PER_ACTOR
         ),
         **reserved,
     )
-    if config is not None:
-        out.context.checkpoint_config = config
-    return out
 
 
 def _actors(actors: int | tuple[int, int]) -> tuple[int, int]:

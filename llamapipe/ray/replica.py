@@ -33,7 +33,7 @@ class EngineReplica:
         num_cpus: float | None = None,
         n_sharing: int = 1,
     ) -> None:
-        from llamapipe.server.app import app
+        from llamapipe.server import app
 
         self._undo = ExitStack()
         self.engine = self._undo.enter_context(spec.opened(cores_of_actor(num_cpus, n_sharing)))

@@ -111,7 +111,7 @@ def examples(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Make the documentation's pages, in build/docs; warnings are errors. ``-- --links`` asks other hosts, too."""
     session.install(*nox.project.dependency_groups(GROUPS, "docs"))
-    _install(session, extra="server")
+    _install(session, extra="server,parquet")
     made = HERE / "build" / "docs"
     shutil.rmtree(made, ignore_errors=True)
     cache = str(Path(session.create_tmp()).resolve() / "doctrees")

@@ -3,10 +3,10 @@
     python benchmarks/bench_ray.py [MODEL.gguf] [--prompts 4000] [--tokens 32] [--rounds 3] [--actors 1] [--json FILE]
 
 Needs the extra ``ray``. The sides take turns, each in a process of its own, so all of them meet the same load.
-``bare``: ``engine.generate`` with the list of all prompts, in a worker of Ray that does nothing else, so that the system
-gives it the same part of a busy machine. The others: what ``llamapipe.ray.complete`` does, over a Parquet file of the
-same prompts, with the same engine options. Their rate counts from when the first rows came to an actor until the last were
-done, with all pauses between, but without the start of Ray, of the actors and of the engines;
+``bare``: ``engine.generate`` with the list of all prompts, in a worker of Ray that does nothing else, so that the
+system gives it the same part of a busy machine. The others: what ``llamapipe.ray.complete`` does, over a Parquet file
+of the same prompts, with the same engine options. Their rate counts from when the first rows came to an actor until the
+last were done, with all pauses between, but without the start of Ray, of the actors and of the engines;
 ``whole_job_tokens_per_s`` counts from the start of the job until the driver has all rows. Greedy, end of generation
 ignored. Without a model: the bundled one. Only loopback is used.
 """

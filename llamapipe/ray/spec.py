@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llamapipe.arguments import check_int
+from llamapipe.arguments import check_int, did_you_mean
 from llamapipe.engine.engine import Engine
 from llamapipe.host.core_budget import limit_cores
 from llamapipe.hub.reference import PREFIX, parse
@@ -54,8 +53,7 @@ class EngineSpec:
             known = set(inspect.signature(kind).parameters) - _NOT_PICKLED
             for option in given:
                 if option not in known:
-                    near = difflib.get_close_matches(str(option), known, n=1)
-                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    hint = did_you_mean(str(option), known)
                     raise ValueError(
                         f"{options} has {option!r}, which is no option of {kind.__name__} here{hint}"
                     )

@@ -10,6 +10,7 @@ import pytest
 
 import llamapipe
 import llamapipe.compat
+import llamapipe.ray
 import llamapipe.server
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,9 @@ PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 DESCRIBED = [name for page in PAGES for name in DIRECTIVE.findall(page.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("package", [llamapipe, llamapipe.compat, llamapipe.server], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "package", [llamapipe, llamapipe.compat, llamapipe.ray, llamapipe.server], ids=lambda m: m.__name__
+)
 def test_every_public_name_is_on_a_page(package: ModuleType) -> None:
     assert not {f"{package.__name__}.{name}" for name in package.__all__} - set(DESCRIBED)
 

@@ -50,7 +50,7 @@ class TestSpec:
         [
             ((7,), TypeError, "model must be a path"),
             (("hf:owner",), ValueError, "hf:OWNER/REPO"),
-            (("m.gguf", {"n_ctxx": 1}), ValueError, "did you mean 'n_ctx'"),
+            (("m.gguf", {"n_ctxx": 1}), ValueError, "did you mean n_ctx"),
             (("m.gguf", {"model": "x"}), ValueError, "no option of Engine"),
             (("m.gguf", {}, {"progress": print}), ValueError, "no option of Model"),
             (("m.gguf", 5), TypeError, "engine_options must be a mapping"),
@@ -143,7 +143,7 @@ class TestRows:
         ).to_pylist()
         assert len(json.loads(out[0]["logprobs"])) == 2
         assert "options must be an object" in out[1]["error"]
-        assert "did you mean 'max_tokens'" in out[2]["error"]
+        assert "did you mean max_tokens" in out[2]["error"]
         assert out[3]["error"].startswith("ValueError")
         assert "'prompt' is no option" in out[4]["error"]
 

@@ -207,6 +207,8 @@ class TestCosts:
         assert not set(a[n:]) & set(b[n:])
         assert len(a) == 2000 // CHUNK_BYTES
         assert chunks_of(b"x" * (CHUNK_BYTES - 1)) == []
+        end = b"z" * CHUNK_BYTES
+        assert chunks_of(b"a" * CHUNK_BYTES + end)[1] != chunks_of(b"b" * CHUNK_BYTES + end)[1]
 
     def test_a_request_goes_to_the_replica_with_its_prefix_until_that_is_busy(self) -> None:
         costs = PrefixCosts[str](request_bytes=1000)
@@ -263,6 +265,14 @@ class TestCosts:
             costs.finish(str(i))
         assert costs.n_matched("a", chunks_of(shared)) == 4
         assert costs.n_matched("a", chunks_of(shared + b"0" * 3 * CHUNK_BYTES)) == 4
+
+    def test_the_end_of_a_prompt_is_forgotten_first(self) -> None:
+        costs = PrefixCosts[str](n_remembered_bytes=10 * CHUNK_BYTES)
+        first, second = b"f" * 8 * CHUNK_BYTES, b"s" * 5 * CHUNK_BYTES
+        costs.route("0", "a", len(first), chunks_of(first))
+        costs.route("1", "a", len(second), chunks_of(second))
+        assert costs.n_matched("a", chunks_of(first)) == 5
+        assert costs.n_matched("a", chunks_of(second)) == 5
 
     def test_replicas_that_are_gone_are_forgotten(self) -> None:
         costs = PrefixCosts[str]()

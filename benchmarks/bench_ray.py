@@ -7,8 +7,9 @@ Needs the extra ``ray``. The sides take turns, each in a process of its own, so 
 system gives it the same part of a busy machine. The others: what ``llamapipe.ray.complete`` does, over a Parquet file
 of the same prompts, with the same engine options. Their rate counts from when the first rows came to an actor until the
 last were done, with all pauses between, but without the start of Ray, of the actors and of the engines;
-``whole_job_tokens_per_s`` counts from the start of the job until the driver has all rows. Greedy, end of generation
-ignored. Without a model: the bundled one. Only loopback is used.
+``whole_job_tokens_per_s`` counts from the start of the job until the driver has all rows. ``tokens_per_cpu_s`` divides
+by the processor time of the engine's process, which a busy machine changes less. Greedy, end of generation ignored.
+Without a model: the bundled one. Only loopback is used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from time import perf_counter, time
+from time import perf_counter, process_time, time
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
@@ -54,20 +55,23 @@ class TimedCompleter(lr.Completer):
 
     async def __call__(self, batch: arrow.Table) -> AsyncIterator[arrow.Table]:
         """The rows with their answers."""
-        began_s = time()
-        async for out in super().__call__(batch):
-            timed = out.append_column("began_s", arrow.array([began_s] * out.num_rows))
-            yield timed.append_column("ended_s", arrow.array([time()] * out.num_rows))
+        began = {"began_s": time(), "began_cpu_s": process_time()}
+        async for answered in super().__call__(batch):
+            out = answered
+            for name, value in {**began, "ended_s": time(), "ended_cpu_s": process_time()}.items():
+                out = out.append_column(name, arrow.array([value] * out.num_rows))
+            yield out
 
 
 def bare(model: str, n: int, params: lp.SamplingParams) -> dict[str, float]:
     """The rate of the engine alone."""
     with lr.EngineSpec(model, _OPTIONS).opened() as engine:
         engine.generate([prompt(-i) for i in range(64)], params)
-        begin = perf_counter()
+        begin, begin_cpu_s = perf_counter(), process_time()
         done = engine.generate([prompt(i) for i in range(n)], params)
-        seconds = perf_counter() - begin
-    return {"tokens_per_s": sum(one.n_completion_tokens for one in done) / seconds}
+        seconds, cpu_s = perf_counter() - begin, process_time() - begin_cpu_s
+    n_tokens = sum(one.n_completion_tokens for one in done)
+    return {"tokens_per_s": n_tokens / seconds, "tokens_per_cpu_s": n_tokens / cpu_s}
 
 
 def start_ray(n_actors: int) -> None:
@@ -102,7 +106,11 @@ def with_ray(model: str, n: int, params: lp.SamplingParams, n_actors: int) -> di
     assert sorted(rows["id"].to_pylist()) == list(range(n)), "rows are missing"
     n_tokens = sum(rows["n_completion_tokens"].to_pylist())
     in_actors_s = max(rows["ended_s"].to_pylist()) - min(rows["began_s"].to_pylist())
-    return {"tokens_per_s": n_tokens / in_actors_s, "whole_job_tokens_per_s": n_tokens / seconds}
+    found = {"tokens_per_s": n_tokens / in_actors_s, "whole_job_tokens_per_s": n_tokens / seconds}
+    if n_actors == 1:
+        cpu_s = max(rows["ended_cpu_s"].to_pylist()) - min(rows["began_cpu_s"].to_pylist())
+        found["tokens_per_cpu_s"] = n_tokens / cpu_s
+    return found
 
 
 def measured(side: str, args: argparse.Namespace) -> dict[str, float]:
@@ -153,14 +161,18 @@ def main() -> None:
         for side in sides:
             turns[side].append(measured(side, args))
             print(f"round {number + 1}, {side:>4}: {turns[side][-1]}", flush=True)
-    rates = {side: [turn["tokens_per_s"] for turn in found] for side, found in turns.items()}
     for side in sides[1:]:
-        ratios = [ray / bare for ray, bare in zip(rates[side], rates["bare"], strict=True)]
-        print(
-            f"{side} actor(s): {statistics.median(rates[side]):,.0f} tokens/s, the engine alone "
-            f"{statistics.median(rates['bare']):,.0f}: ratio {statistics.median(ratios):.3f} "
-            f"({min(ratios):.3f} to {max(ratios):.3f})"
-        )
+        for unit in ("tokens_per_s", "tokens_per_cpu_s"):
+            if unit in turns[side][0]:
+                pairs = [
+                    (turn[unit], alone[unit]) for turn, alone in zip(turns[side], turns["bare"], strict=True)
+                ]
+                ratios = [rate / alone for rate, alone in pairs]
+                print(
+                    f"{side} actor(s), {unit}: {statistics.median(rate for rate, _ in pairs):,.0f}, the engine alone "
+                    f"{statistics.median(alone for _, alone in pairs):,.0f}: ratio {statistics.median(ratios):.3f} "
+                    f"({min(ratios):.3f} to {max(ratios):.3f})"
+                )
     if args.json:
         about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         args.json.write_text(

@@ -23,6 +23,7 @@ from llamapipe.engine.results import (
 from llamapipe.engine.stream import AsyncStream, Stream
 from llamapipe.jobs.batch import BatchResult, batch
 from llamapipe.jobs.run import BatchSummary
+from llamapipe.kv_events.options import KvEvents
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.devices import Device, devices
 from llamapipe.llama.model import Model, demo_model_path
@@ -51,6 +52,7 @@ __all__ = [
     "Engine",
     "EngineStats",
     "Generation",
+    "KvEvents",
     "Model",
     "Pipeline",
     "PipelineStats",

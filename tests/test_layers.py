@@ -28,7 +28,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("pipeline", "structured"),
     ("llama",),
     ("rpc",),
-    ("gguf", "host", "hub", "text", "native", "chat"),
+    ("gguf", "host", "hub", "text", "native", "chat", "kv_events"),
     ("structured.schema",),
     ("arguments",),
     ("errors",),

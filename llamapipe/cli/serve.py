@@ -53,7 +53,7 @@ llamapipe serves {model} at {url}{workers}
       model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
   print(answer.choices[0].message.content)
 
-{page}Press Ctrl-C to stop the server."""
+{page}{events}Press Ctrl-C to stop the server."""
 KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
 
 
@@ -145,8 +145,22 @@ def add_parser(
         help="run N processes, each with its own model, engine and cores; 'auto': one per GPU or NUMA node",
     )
     server.add_argument("--worker", type=_worker_options, help=argparse.SUPPRESS)  # what a worker is told
+    _add_kv_events(parser)
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
+
+
+def _add_kv_events(parser: argparse.ArgumentParser) -> None:
+    events = parser.add_argument_group("KV events: what the prefix cache holds, for routers")
+    events.add_argument(
+        "--kv-events", metavar="ADDRESS", help="publish them over ZeroMQ, for example at tcp://127.0.0.1:5557"
+    )
+    events.add_argument(
+        "--kv-events-connect", action="store_true", help="connect to that address instead of listening there"
+    )
+    events.add_argument("--kv-events-replay", metavar="ADDRESS", help="answer requests for missed ones here")
+    events.add_argument("--kv-events-topic", metavar="TEXT", help="their topic (kv@HOSTNAME@MODEL)")
+    events.add_argument("--kv-block-size", type=int, metavar="N", help="tokens in a block (16)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,21 +176,28 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
+    events = _kv_events(args, settings)
+    if events and (args.worker is not None or args.workers is not None):
+        raise UsageError(
+            "--kv-events and --workers do not go together: start a server for each, with ports of its own"
+        )
     if args.worker is not None:
         return _run_worker(args, settings)
     if args.workers is not None:
         return _supervise(args, settings)
-    with bound_socket(args.host, args.port) as sock, _served(args) as (engine, embedder):
-        _announce(args, settings, sock, engine.model.path.stem)
+    with bound_socket(args.host, args.port) as sock, _served(args, events) as (engine, embedder):
+        _announce(args, settings, sock, engine.model.path.stem, events=engine.kv_events)
         run_server(engine, sock, settings, embedder)
     return 0
 
 
 @contextmanager
-def _served(args: argparse.Namespace, **placement: Any) -> Iterator[tuple[lp.Engine, lp.Embedder | None]]:
-    """The engine and the embedder. ``placement``: options of both models."""
+def _served(
+    args: argparse.Namespace, events: dict[str, Any] | None = None, **placement: Any
+) -> Iterator[tuple[lp.Engine, lp.Embedder | None]]:
+    """The engine and the embedder. ``events``: as from ``_kv_events``; ``placement``: options of both models."""
     model_options = {"chat_template": args.chat_template, **given(args, MODEL), **placement}
-    engine_options = {"max_queue": args.max_queue or 1024, **given(args, ENGINE)}
+    engine_options = {"max_queue": args.max_queue or 1024, **(events or {}), **given(args, ENGINE)}
     with ExitStack() as stack:
         model = open_model(args.model, model_options, show_progress=args.worker is None)
         stack.enter_context(model)
@@ -230,7 +251,12 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
 
 
 def _announce(
-    args: argparse.Namespace, settings: ServerSettings, sock: socket, stem: str, n_workers: int = 0
+    args: argparse.Namespace,
+    settings: ServerSettings,
+    sock: socket,
+    stem: str,
+    n_workers: int = 0,
+    events: lp.KvEvents | None = None,
 ) -> None:
     """Tells where the server is."""
     host, port = sock.getsockname()[:2]
@@ -242,6 +268,7 @@ def _announce(
             key="YOUR KEY" if settings.api_keys else "none",
             workers=f" with {n_workers} worker{'s' * (n_workers > 1)}" if n_workers else "",
             page=f"In a browser: {url}    " if settings.page else "",
+            events=_where(events),
         ),
         flush=True,
     )
@@ -265,6 +292,35 @@ def _worker_options(text: str) -> WorkerOptions:
     from llamapipe.server.workers.channel import WorkerOptions
 
     return WorkerOptions.parse(text)
+
+
+def _kv_events(args: argparse.Namespace, settings: ServerSettings) -> dict[str, Any]:
+    """The engine's option ``kv_events``, if it was asked for."""
+    values = {
+        "replay_endpoint": args.kv_events_replay,
+        "topic": args.kv_events_topic,
+        "connect": args.kv_events_connect or None,
+        "block_size": args.kv_block_size,
+    }
+    fields = {name: value for name, value in values.items() if value is not None}
+    if args.kv_events is None:
+        if fields:
+            raise UsageError("options for KV events need --kv-events ADDRESS")
+        return {}
+    if settings.model_names and args.kv_events_topic is None:
+        fields["topic"] = f"kv@{os.uname().nodename}@{settings.model_names[0]}"
+    try:
+        return {"kv_events": lp.KvEvents(args.kv_events, **fields)}
+    except ValueError as error:
+        raise UsageError(f"--kv-events: {error}") from error
+
+
+def _where(events: lp.KvEvents | None) -> str:
+    """A line about where KV events are published."""
+    if events is None:
+        return ""
+    replay = f", missed ones at {events.replay_endpoint}" if events.replay_endpoint else ""
+    return f"KV events at {events.endpoint}{replay}\n"
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llamapipe.engine.scheduler.kv_cache import KvCache
+from llamapipe.engine.scheduler.prefix_tree import TreeObserver
 from llamapipe.host.memory import free_memory
 from llamapipe.llama.context import Context
 
@@ -12,11 +13,17 @@ _META_BYTES = 16  # position and sequence of a saved cell
 _DEFAULT_BYTES = 512 * 2**20  # if the free memory is not known
 
 
-def cache_of(context: Context, mode: bool | str, n_bytes: int | None, kv_bytes: int) -> KvCache:
+def cache_of(
+    context: Context,
+    mode: bool | str,
+    n_bytes: int | None,
+    kv_bytes: int,
+    observer: TreeObserver | None = None,
+) -> KvCache:
     """The cache of a context. ``mode``: True, ``"exact"`` or False.
 
     ``n_bytes``: limit of host memory; None: a tenth of the free memory. ``kv_bytes``: size of the context's cells, 0 if
-    it is not known. Raises ValueError for options that do not go together.
+    it is not known. ``observer``: see KvCache. Raises ValueError for options that do not go together.
     """
     if mode == "exact" and context.n_batch % context.n_ubatch:
         raise ValueError(
@@ -41,4 +48,5 @@ def cache_of(context: Context, mode: bool | str, n_bytes: int | None, kv_bytes: 
         max_parked=_MAX_PARKED_UNIFIED if context.kv_unified else None,
         min_prefix=MIN_PREFIX,
         exact_multiple=context.n_ubatch if mode == "exact" else None,
+        observer=observer,
     )

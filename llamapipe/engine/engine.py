@@ -30,6 +30,8 @@ from llamapipe.engine.worker.engine_thread import EngineThread
 from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.host.memory import free_memory
+from llamapipe.kv_events.options import KvEvents
+from llamapipe.kv_events.publisher import Publisher
 from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import kv_bytes
 from llamapipe.llama.model import MODEL_OPTIONS, Model
@@ -78,6 +80,8 @@ class Engine(ChatCalls, Owner):
       which are computed again; its text then ends only by ``max_tokens``, a stop string or an end token. ``"shift"``:
       the same without computing them again, with llama.cpp's shift of positions. That is faster and only approximate;
       it needs ``kv_unified=False`` and a model whose positions can be shifted.
+    - ``kv_events``: publish what the prefix cache holds, for routers; see ``docs/guides/routers.md``. The attribute of
+      this name has the addresses that are in use. Needs the extra ``kv-events``.
     - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
       buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
       (on GPUs, except software devices), ``"on"`` or ``"off"``.
@@ -115,6 +119,7 @@ class Engine(ChatCalls, Owner):
         max_itl_ms: float | None = None,
         overflow: Literal["stop", "recompute", "shift"] = "stop",
         n_keep: int = 0,
+        kv_events: KvEvents | None = None,
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
         if not isinstance(model, (Model, str, os.PathLike)):
@@ -124,6 +129,10 @@ class Engine(ChatCalls, Owner):
         cache_mode = prefix_cache if prefix_cache == "exact" else check_flag("prefix_cache", prefix_cache)
         max_itl_s = None if max_itl_ms is None else check_float("max_itl_ms", max_itl_ms, 1, 1e6) / 1e3
         n_cache_bytes = None if cache_bytes is None else check_int("cache_bytes", cache_bytes, 0, 2**63 - 1)
+        if kv_events is not None and not isinstance(kv_events, KvEvents):
+            raise TypeError(f"kv_events must be KvEvents or None, not {type(kv_events).__name__}")
+        if kv_events is not None and not cache_mode:
+            raise ValueError("kv_events tells what the prefix cache holds, but prefix_cache is False")
         window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
         self._queue = QueueLimit(
             None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1)
@@ -162,8 +171,12 @@ class Engine(ChatCalls, Owner):
             padding_token = None if unified or model.is_recurrent else 0
             self._types = (type_k, type_v, 1 if unified else context.n_seq_max)
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
+            publisher = tracker = None
+            if kv_events is not None:
+                publisher = undo.enter_context(closing(Publisher(kv_events, model.path.stem)))
+                tracker = publisher.tracker
             scheduler = Scheduler(
-                cache_of(context, cache_mode, n_cache_bytes, self._kv_bytes),
+                cache_of(context, cache_mode, n_cache_bytes, self._kv_bytes, tracker),
                 context.n_ctx,
                 context.n_cells,
                 context.n_batch,
@@ -187,6 +200,8 @@ class Engine(ChatCalls, Owner):
             tuner = tuner_of(context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch))
             executor = StepExecutor(pipeline, tuner)
             loop = EngineLoop(scheduler, executor, window_us * 1e-6, self._queue.left)
+            loop.kv_events = publisher
+            self.kv_events = None if publisher is None else publisher.options
             engine_thread = EngineThread(loop)
             undo.callback(engine_thread.close, drain=False)
             self._engine_thread = engine_thread

@@ -6,7 +6,7 @@ After each action the scheduler's books must equal what the context holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 from support.desk import N_CTX, Desk
 from support.fakes import N_VOCAB, next_token
 from support.gguf_models import recurrent_model
-from support.inside import request_of, scheduler_of, thread_of
+from support.inside import request_of, scheduler_of, thread_of, told_and_cached
+from support.kv_subscriber import Subscriber
 from support.memory import cache_of
 from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import PlainLoop, greedy, plain_loop
@@ -270,10 +271,27 @@ def test_on_other_memories(tmp_path: Path, kind: str) -> None:
         run(machine, 12, 25)
 
 
+@pytest.mark.parametrize("kind", ["cells", "sliding window", "recurrent"])
+def test_kv_events_tell_every_change(tiny: lp.Model, tmp_path: Path, kind: str) -> None:
+    """After each action a subscriber has the blocks that the engine's tree holds."""
+    events = lp.KvEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=4, n_replay=20)
+    with ExitStack() as stack:
+        model = tiny
+        if kind != "cells":
+            make = recurrent_model if kind == "recurrent" else sliding_window_model
+            model = stack.enter_context(lp.Model(make(tmp_path / "model.gguf")))
+        loop = stack.enter_context(plain_loop(model))
+        machine = stack.enter_context(machine_on(model, loop, {"n_seq_max": 3, "kv_events": events}))
+        run(machine, 8, 30)
+
+
 @contextmanager
 def machine_on(model: lp.Model, loop: PlainLoop, options: dict[str, Any]) -> Iterator[type[MemoryMachine]]:
     """One engine for all sequences: each finds what the ones before have left."""
-    with lp.Engine(model, n_ctx=256, n_threads=1, n_ubatch=32, cache_bytes=400_000, **options) as engine:
+    with (
+        lp.Engine(model, n_ctx=256, n_threads=1, n_ubatch=32, cache_bytes=400_000, **options) as engine,
+        Subscriber(engine.kv_events) if engine.kv_events is not None else nullcontext() as subscriber,
+    ):
 
         class OnEngine(MemoryMachine):
             n_ctx = engine.n_ctx
@@ -298,6 +316,10 @@ def machine_on(model: lp.Model, loop: PlainLoop, options: dict[str, Any]) -> Ite
 
             def check_integrity(self) -> None:
                 engine.check_integrity()
+                if subscriber is not None:
+                    n_put, cached = told_and_cached(engine, 4)
+                    subscriber.replay(n_put)
+                    assert subscriber.index.prefixes == cached
 
         yield OnEngine
         assert engine.stats().n_active == engine.stats().n_queued == 0

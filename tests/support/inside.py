@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from llamapipe.engine.delivery.mailbox import AsyncMailbox
     from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
     from llamapipe.engine.frontend.queue_limit import QueueLimit
+    from llamapipe.engine.scheduler.kv_cache import Cells, KvCache
+    from llamapipe.engine.scheduler.prefix_tree import PrefixTree
     from llamapipe.engine.scheduler.request import Request
     from llamapipe.engine.scheduler.scheduler import Scheduler
     from llamapipe.engine.worker.engine_loop import EngineLoop
@@ -120,7 +122,43 @@ def forget_children(model: lp.Model) -> None:
     model._children.clear()
 
 
+def told_and_cached(engine: lp.Engine, block_size: int) -> tuple[int, set[tuple[int, ...]]]:
+    """Puts all changes so far. How many batches of KV events were put; every prefix of whole blocks in the tree."""
+    loop = loop_of(engine)
+
+    def look() -> tuple[int, set[tuple[int, ...]]]:
+        assert loop.kv_events is not None
+        loop.kv_events.flush()
+        return loop.kv_events.n_put, cached_prefixes(loop._scheduler.cache, block_size)
+
+    return thread_of(engine).ask(look)
+
+
+def cached_prefixes(cache: KvCache, block_size: int) -> set[tuple[int, ...]]:
+    """Every prefix of whole blocks that a holder in the tree has computed; for the engine thread."""
+    tree, found = cache._tree, set()
+    for holder in tree._ends:
+        tokens = tree.tokens_of(holder)[: holder.n]
+        ends = range(block_size, len(tokens) + 1, block_size)
+        found |= {tuple(tokens[:end]) for end in ends}
+    return found
+
+
+def tree_of(engine: lp.Engine) -> PrefixTree[Cells]:
+    """The prefix tree; for the engine thread."""
+    return loop_of(engine)._scheduler.cache._tree
+
+
 # ---- changes
+@contextmanager
+def stalled_events(engine: lp.Engine) -> Iterator[None]:
+    """Keeps the thread that publishes KV events from going on."""
+    publisher = loop_of(engine).kv_events
+    assert publisher is not None
+    with publisher._lock:
+        yield
+
+
 def fix_micro_batches(engine: lp.Engine, n: int | None = None) -> None:
     """Stops the engine from choosing the number of micro-batches by its own times; sets it to ``n`` if given.
 

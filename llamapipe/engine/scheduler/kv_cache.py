@@ -14,7 +14,7 @@ from itertools import count
 
 from llamapipe.engine.scheduler.batch_plan import Copy, Forget, Load, MemoryOp, Remove, Save, Shift
 from llamapipe.engine.scheduler.host_store import HostStore
-from llamapipe.engine.scheduler.prefix_tree import PrefixTree
+from llamapipe.engine.scheduler.prefix_tree import ObservedTree, PrefixTree, TreeObserver
 from llamapipe.engine.scheduler.request import Request, State
 
 MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
@@ -80,6 +80,8 @@ class KvCache:
     ``exact_multiple``: reuse only multiples of this many cells that were computed in batches of their own, so that the
     other tokens are computed in the same batches as without the cache. None: any number of cells.
 
+    ``observer``: is told which sequences come, grow and go.
+
     ``memory_ops``: changes to be made before the next step, in this order.
     """
 
@@ -94,6 +96,7 @@ class KvCache:
         min_prefix: int = 1,
         min_save: int = 32,
         exact_multiple: int | None = None,
+        observer: TreeObserver | None = None,
     ) -> None:
         self.n_slots = n_slots
         self.enabled = enabled
@@ -110,7 +113,7 @@ class KvCache:
         self._n_parked_cells = 0
         self._saved: dict[int, Cells] = {}
         self._store = HostStore(host_bytes)
-        self._tree: PrefixTree[Cells] = PrefixTree()
+        self._tree: PrefixTree[Cells] = PrefixTree() if observer is None else ObservedTree(observer)
         self._keys = count()
         self._fixed_bytes = _OVERHEAD_BYTES  # of a saved sequence, whatever its length
 
@@ -336,10 +339,14 @@ class KvCache:
         self.memory_ops.append(Shift(request.slot, begin, end))
         request.n_past -= end - begin
 
-    def lost(self, slot: int) -> None:
-        """A slot without a request has lost its cells."""
+    def lost(self, slot: int, request: Request | None) -> None:
+        """A slot has lost its cells. Its request, if it has one, computes them again."""
+        cells = None if request is None else request.cells
         if slot in self._parked:
             self._tree.remove(self._unpark(slot))
+        elif request is not None and cells is not None and cells in self._tree:
+            self._tree.remove(cells)
+            self._tree.insert(cells, request.tokens[: cells.n_known])
 
     def evict(self, n_cells: int) -> None:
         """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 H = TypeVar("H", bound=Hashable)
 _MAX_LOOKED_AT = 8  # holders of one node; all of them share the same tokens
@@ -114,6 +114,15 @@ class PrefixTree(Generic[H]):
         found = islice(reversed(node.holders), _MAX_LOOKED_AT + 1)
         return n, [other for other in found if other != holder]
 
+    def tokens_of(self, holder: H) -> list[int]:
+        """The tokens with which a holder is in the tree."""
+        parts = []
+        node: _Node[H] | None = self._ends[holder]
+        while node is not None:
+            parts.append(node.tokens)
+            node = node.parent
+        return [token for part in reversed(parts) for token in part]
+
     def check_integrity(self) -> None:
         """Raises AssertionError if nodes and holders disagree."""
         stack = [self._root]
@@ -129,6 +138,42 @@ class PrefixTree(Generic[H]):
                 stack.append(child)
         for holder, node in self._ends.items():
             assert node is self._root or holder in node.holders, holder
+
+
+class TreeObserver(Protocol):
+    """Is told what changes in a tree."""
+
+    def inserted(self, holder: Any, tokens: Sequence[int]) -> None:
+        """A holder is in the tree with these tokens."""
+
+    def extended(self, holder: Any, tokens: Sequence[int]) -> None:
+        """A holder has these tokens now, which begin with those that it had."""
+
+    def removed(self, holder: Any) -> None:
+        """A holder is not in the tree."""
+
+
+class ObservedTree(PrefixTree[H]):
+    """A tree that tells an observer of its changes."""
+
+    def __init__(self, observer: TreeObserver) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def insert(self, holder: H, tokens: Sequence[int]) -> None:
+        """Adds a holder, which must not be in the tree, with its tokens."""
+        super().insert(holder, tokens)
+        self._observer.inserted(holder, tokens)
+
+    def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
+        """Adds the tokens after the first ``n``, with which the holder is in the tree."""
+        super().extend(holder, tokens, n)
+        self._observer.extended(holder, tokens)
+
+    def remove(self, holder: H) -> None:
+        """Removes a holder; does nothing if it is not in the tree."""
+        super().remove(holder)
+        self._observer.removed(holder)
 
 
 def _n_shared(tokens: Sequence[int], begin: int, edge: list[int]) -> int:

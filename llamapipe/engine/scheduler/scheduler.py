@@ -371,11 +371,10 @@ class Scheduler:
 
     def recompute(self, slot: int) -> None:
         """Has a sequence computed again: the memory could not remove a part of it and removed all of it."""
-        for request in list(self._running):
-            if request.slot == slot:
-                self._running.recompute(request)
-                return
-        self.cache.lost(slot)
+        request = next((request for request in self._running if request.slot == slot), None)
+        self.cache.lost(slot, request)
+        if request is not None:
+            self._running.recompute(request)
 
     def relieve(self, plan: BatchPlan) -> bool:
         """Discards a step that found no cells and frees some. False if only one request has any."""

@@ -27,6 +27,7 @@ from llamapipe.engine.worker.late_draws import LateDraws
 from llamapipe.engine.worker.micro_batches import MicroBatchSwitch
 from llamapipe.engine.worker.time_counter import TimeCounter
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError, NoToken
+from llamapipe.kv_events.publisher import Publisher
 from llamapipe.llama.native_pipeline import StepAbortedError
 
 _MAX_SKIPPED_WINDOWS = 7
@@ -40,7 +41,7 @@ class EngineLoop:
 
     ``inbox``: the commands of other threads. ``dispatcher``: wakes the callers that wait for results. ``in_flight``:
     the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet.
-    ``trace``: records plan and deliver stages.
+    ``trace``: records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds.
 
     ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with
     the requests that do not wait for a slot any longer.
@@ -60,6 +61,7 @@ class EngineLoop:
         self.in_flight = StepsInFlight(executor)
         self.open: dict[Request, None] = {}
         self.trace: StepTrace = NoTrace()
+        self.kv_events: Publisher | None = None
         self._scheduler = scheduler
         self._executor = executor
         self._left_queue = left_queue
@@ -166,12 +168,8 @@ class EngineLoop:
         """The bytes of a request's cells that stay saved (0: they could not be saved), needed bytes, and the budget."""
         self._cells.apply(self._executor)
         kept, cache = request.saved_cells, self._scheduler.cache
-        is_kept = kept is not None and cache.has(kept)
-        return (
-            (kept.n_bytes if kept and is_kept else 0),
-            cache.n_bytes_of(len(request.tokens)),
-            cache.host_budget,
-        )
+        n_bytes = 0 if kept is None or not cache.has(kept) else kept.n_bytes
+        return n_bytes, cache.n_bytes_of(len(request.tokens)), cache.host_budget
 
     def release(self, request: Request) -> None:
         """The saved cells of a request that has ended need not be kept any more."""
@@ -236,10 +234,9 @@ class EngineLoop:
             self._serve_errors(e)
         finally:
             self.closed = True
-            self.dispatcher.close()
-            self._cells.close()
-            self.in_flight.close()
-            self._executor.close()
+            for owner in (self.dispatcher, self._cells, self.in_flight, self._executor, self.kv_events):
+                if owner is not None:
+                    owner.close()
 
     def _loop(self) -> None:
         scheduler, inbox = self._scheduler, self.inbox
@@ -262,6 +259,8 @@ class EngineLoop:
             if plan is not None:
                 self._launch(plan, started)
             self._deliver()
+            if self.kv_events is not None:
+                self.kv_events.flush()
 
             # There are three cases for what to do next:
             # 1. A step is in flight, and no further one can be launched: sample it.
@@ -298,6 +297,8 @@ class EngineLoop:
     def _wait(self) -> None:
         """Blocks for a command, then a moment longer for more requests, if that has paid lately."""
         inbox, scheduler = self.inbox, self._scheduler
+        if self.kv_events is not None:
+            self.kv_events.flush()
         if inbox.empty():
             self._executor.idle()
             if not inbox.single_caller and not self.open:

@@ -20,12 +20,13 @@ from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.errors import EngineClosedError
 from llamapipe.host.at_exit import close_at_exit, forget
+from llamapipe.kv_events.options import EVENTS_THREAD_NAME
 
 T = TypeVar("T")
 
 _JOIN_S = 1.0  # Ctrl-C that arrives just before Python blocks in join() does not interrupt it: join in slices
 _THREAD_NAME = "llamapipe-engine"
-_OURS = (_THREAD_NAME, SAMPLING_THREAD_NAME)
+_OURS = (_THREAD_NAME, SAMPLING_THREAD_NAME, EVENTS_THREAD_NAME)
 
 _threads: WeakSet[EngineThread] = WeakSet()
 

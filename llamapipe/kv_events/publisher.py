@@ -3,7 +3,8 @@
 A message has three frames: the topic, the batch's number (eight bytes, big-endian, from 0), and the batch in
 MessagePack: ``[time, [event, …]]``, where an event is an array that begins with its name. A subscriber that finds a
 number other than the next one has missed batches; it asks for them at the replay endpoint. If these are not kept any
-longer, the answer begins with one batch that clears all blocks and stores those that were there.
+longer, the answer begins with one batch that clears all blocks and stores those that were there. The frames of an
+answer are an empty one and those of a message, as in vLLM since 0.26; number -1 and an empty batch end it.
 
 The first batch clears all blocks, and so does the last: what a subscriber knows of an engine that was here before is
 wrong.
@@ -30,7 +31,7 @@ _MAX_UNSENT = 100_000  # batches for one slow subscriber; it misses those after 
 _LINGER_MS = 200  # for the last batches when the engine closes
 _JOIN_S = 5.0
 _N_REPLAYED = 3  # frames of a request for a replay
-REPLAY_END = (-1).to_bytes(8, "big", signed=True)
+_REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 _log = logging.getLogger("llamapipe.kv_events")
 
 
@@ -152,12 +153,12 @@ class Publisher:
         try:
             while True:
                 frames = replay.recv_multipart()
-                if len(frames) != _N_REPLAYED or len(frames[2]) != len(REPLAY_END):
+                if len(frames) != _N_REPLAYED or len(frames[2]) != len(_REPLAY_END):
                     _log.warning("a request for KV events is not an empty frame and a number of eight bytes")
                     continue
                 for number, payload in self._since(int.from_bytes(frames[2], "big")):
-                    replay.send_multipart([*frames[:2], number.to_bytes(8, "big"), payload])
-                replay.send_multipart([*frames[:2], REPLAY_END, b""])
+                    replay.send_multipart([*frames[:2], self._topic, number.to_bytes(8, "big"), payload])
+                replay.send_multipart([*frames[:2], b"", _REPLAY_END, b""])
         except zmq.ContextTerminated:
             pass
         except Exception:

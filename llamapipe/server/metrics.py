@@ -1,6 +1,7 @@
 """Prometheus metrics of a server: its requests, and the state of its engine at each scrape.
 
-Routers (llm-d, the gateway API's inference extension, AIBrix) read the metrics whose names begin with ``vllm:``.
+Routers (llm-d, the gateway API's inference extension, AIBrix) read the metrics whose names begin with ``vllm:``, by the
+label ``model_name``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from llamapipe.kv_events.options import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from llamapipe.engine.engine import Engine
@@ -25,9 +28,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 class Metrics:
     """The metrics of one server. Use it on the event loop's thread; ``text`` may run on another thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine))
+        self._registry.register(_EngineCollector(engine, model_name))
         registry = self._registry
         self._requests = Counter(
             "llamapipe_requests", "Answered requests.", ["path", "status"], registry=registry
@@ -119,8 +122,15 @@ class _Fixed(Collector):
 class _EngineCollector(Collector):
     """The engine's counters, read at each scrape."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
+        self._model_name = model_name
+        block_size = BLOCK_SIZE if engine.kv_events is None else engine.kv_events.block_size
+        self._cache_labels = {
+            "model_name": model_name,
+            "block_size": str(block_size),
+            "num_gpu_blocks": str(engine.n_cells // block_size),
+        }
 
     def describe(self) -> Iterator[Metric]:
         """Returns nothing, so that registering the collector does not read the engine's counters."""
@@ -131,10 +141,28 @@ class _EngineCollector(Collector):
         engine = self._engine
         stats = engine.stats()
         usage = stats.n_used_cells / engine.n_cells
-        gauges = (
+        read_by_routers = (
             ("vllm:num_requests_waiting", "Requests that wait for a slot.", stats.n_queued),
             ("vllm:num_requests_running", "Requests that have a slot.", stats.n_active),
             ("vllm:kv_cache_usage_perc", "Fraction of the KV cells in use, 0 to 1.", usage),
+        )
+        for name, text, value in read_by_routers:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "Tokens in a block, and blocks in all.", labels=list(self._cache_labels)
+        )
+        info.add_metric(list(self._cache_labels.values()), 1)
+        yield info
+        adapters = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters in use: none, as requests cannot name one.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        adapters.add_metric(["0", "", ""], 1)
+        yield adapters
+        gauges = (
             ("llamapipe_requests_waiting", "Requests that wait for a slot.", stats.n_queued),
             ("llamapipe_requests_running", "Requests that have a slot.", stats.n_active),
             ("llamapipe_kv_cells_used", "KV cells in use.", stats.n_used_cells),

@@ -40,10 +40,10 @@ class ServerState:
         self.engine = engine
         self.embedder = embedder
         self.settings = settings
-        self.metrics = Metrics(engine)
         self.worker: Worker | None = None
         self.timeline = Timeline(engine)
         self.model_names = settings.model_names or (engine.model.path.stem,)
+        self.metrics = Metrics(engine, self.model_names[0])
         self.embedding_names = settings.embedding_names
         if embedder is not None and not self.embedding_names:
             self.embedding_names = (embedder.model.path.stem,)

@@ -229,9 +229,11 @@ def test_the_format_is_vllms(make_engine: MakeEngine) -> None:
         told_and_cached(engine, 16)
         replay.send_multipart([b"", bytes(8)])
         batches: list[Any] = []
-        while (frames := replay.recv_multipart())[1] != b"\xff" * 8:
-            assert frames[0] == b"" and int.from_bytes(frames[1], "big") == len(batches)
-            batches.append(msgspec.msgpack.decode(frames[2]))
+        while (frames := replay.recv_multipart())[2] != b"\xff" * 8:
+            empty, topic, number, payload = frames
+            assert empty == b"" and topic.startswith(b"kv@") and topic.endswith(b"@tiny")
+            assert int.from_bytes(number, "big") == len(batches)
+            batches.append(msgspec.msgpack.decode(payload))
     assert all(isinstance(time, float) and isinstance(events, list) for time, events in batches)
     events = [event for _, events in batches for event in events]
     assert events[0] == ["AllBlocksCleared"]

@@ -248,7 +248,7 @@ class TestOtherRoutes:
         client.post("/v1/completions", json={"prompt": "a", **GREEDY})
         text = client.get("/metrics").text
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        assert float(values["vllm:num_requests_running"]) == 0
+        assert float(values['vllm:num_requests_running{model_name="story"}']) == 0
         assert float(values["llamapipe_generated_tokens_total"]) >= 12
         assert float(values["llamapipe_queue_seconds_count"]) >= 1
         assert float(values['llamapipe_requests_total{path="/v1/completions",status="200"}']) >= 1

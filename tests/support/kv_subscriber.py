@@ -119,14 +119,14 @@ class Subscriber:
         numbers: list[int] = []
         while True:
             self._replay.send_multipart([b"", self.next.to_bytes(8, "big")])
-            while (frames := self._replay.recv_multipart())[1] != END:
-                assert frames[0] == b""
-                number = int.from_bytes(frames[1], "big")
+            while (frames := self._replay.recv_multipart())[2] != END:
+                assert frames[0] == b"" and frames[1].startswith(self._topic.encode())
+                number = int.from_bytes(frames[2], "big")
                 if not numbers:
                     self.next = number  # older ones may have become one batch, which clears all blocks first
-                self._apply(number, frames[2])
+                self._apply(number, frames[3])
                 numbers.append(number)
-            assert frames[0] == frames[2] == b""
+            assert frames == [b"", b"", END, b""]
             if self.next >= end:
                 return numbers
 

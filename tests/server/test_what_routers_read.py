@@ -1,0 +1,134 @@
+"""What routers and autoscalers read from ``llamapipe serve``, read in the same way.
+
+llm-d's router and the gateway API's inference extension take the sample of each family with the latest time, gauges by
+value and sizes from labels. AIBrix takes the first sample, and the models from the label ``model_name``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from support.control import PATIENCE_S
+from support.kv_subscriber import Subscriber
+from support.run_script import environment
+from support.server_process import COMMAND, ServerProcess
+
+import llamapipe as lp
+
+EVENTS = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    arguments = ("--alias", "story", "--n-seq-max", "2", "--n-ctx", "4096", *EVENTS, "--kv-block-size", "32")
+    with ServerProcess(*arguments, cwd=tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+def families(url: str) -> dict[str, Metric]:
+    answer = httpx.get(f"{url}/metrics", timeout=PATIENCE_S)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {family.name: family for family in text_string_to_metric_families(answer.text)}
+
+
+def latest(found: dict[str, Metric], name: str) -> Sample:
+    family = found[name]
+    assert family.type == "gauge"
+    return max(family.samples, key=lambda sample: sample.timestamp or 0)
+
+
+def test_the_gauges_follow_the_load(server: ServerProcess) -> None:
+    """With three requests for two slots, two run and one waits."""
+    body = {"model": "story", "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+    before = families(server.url)
+    for name in ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
+        assert latest(before, name).value == 0
+
+    def ask() -> int:
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(ask) for _ in range(3)]
+        deadline = monotonic() + PATIENCE_S
+        while True:
+            found = families(server.url)
+            n_waiting = int(latest(found, "vllm:num_requests_waiting").value)
+            n_running = int(latest(found, "vllm:num_requests_running").value)
+            usage = latest(found, "vllm:kv_cache_usage_perc").value
+            if (n_waiting, n_running) == (1, 2) and usage > 0:
+                break
+            assert monotonic() < deadline, (n_waiting, n_running, usage)
+        assert 0 < usage <= 1
+        assert [answer.result() for answer in answers] == [200] * 3
+    assert latest(families(server.url), "vllm:num_requests_running").value == 0
+
+
+def test_sizes_are_in_labels(server: ServerProcess) -> None:
+    """Block size and number, as integers; a router divides prompts into blocks of this size."""
+    found = families(server.url)
+    labels = latest(found, "vllm:cache_config_info").labels
+    assert int(labels["block_size"]) == 32
+    assert int(labels["num_gpu_blocks"]) == 2 * 4096 // 32
+    adapters = latest(found, "vllm:lora_requests_info").labels
+    assert int(adapters["max_lora"]) == 0
+    assert not adapters["running_lora_adapters"] and not adapters["waiting_lora_adapters"]
+
+
+def test_metrics_name_the_model(server: ServerProcess) -> None:
+    found = families(server.url)
+    served = {model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]}
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        first = found[f"vllm:{name}"].samples[0]
+        assert {first.labels["model_name"]} == served == {"story"}
+
+
+def test_the_endpoints_that_probes_ask(server: ServerProcess) -> None:
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    info = httpx.get(f"{server.url}/model_info").json()
+    assert info["is_generation"] is True and info["served_model_names"] == ["story"]
+
+
+def test_kv_events_of_a_served_model(server: ServerProcess, demo: lp.Model) -> None:
+    """The command prints where they are; their topic names the host and the model; blocks are those of the prompt."""
+    text = "".join(server.lines)
+    found = re.search(r"KV events at (\S+), missed ones at (\S+)", text)
+    assert found, text
+    prompt = "The quick brown fox jumps over the lazy dog. " * 12
+    body = {"model": "story", "prompt": prompt, "max_tokens": 1}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
+    tokens = tuple(demo.tokenize(prompt))
+    options = lp.KvEvents(found[1], found[2], topic=f"kv@{os.uname().nodename}@story")
+    with Subscriber(options) as subscriber:
+        subscriber.replay()
+        assert len(tokens) >= 64
+        ends = range(32, len(tokens) // 32 * 32 + 1, 32)
+        assert {tokens[:end] for end in ends} <= subscriber.index.prefixes
+
+
+def test_wrong_options_for_events(tmp_path: Path) -> None:
+    for arguments, text in (
+        (("--kv-events", "5557"), "must be tcp://HOST:PORT"),
+        (("--kv-block-size", "8"), "need --kv-events ADDRESS"),
+    ):
+        done = subprocess.run(
+            [*COMMAND, *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment(),
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert done.returncode == 2 and text in done.stderr, done

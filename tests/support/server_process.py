@@ -1,0 +1,59 @@
+"""``llamapipe serve`` in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+
+from support.run_script import environment
+
+COMMAND = [sys.executable, "-c", "import sys; from llamapipe_command import main; sys.exit(main())", "serve"]
+
+
+class ServerProcess:
+    """A server on a free port; ``url`` is known when it answers. ``arguments``: of the command, after ``serve``."""
+
+    def __init__(self, *arguments: str, cwd: Path) -> None:
+        self.errors: deque[str] = deque(maxlen=50)
+        self._process = subprocess.Popen(
+            [*COMMAND, "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env=environment(),
+        )
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._reader = Thread(target=self.errors.extend, args=(self._process.stderr,), daemon=True)
+        self._reader.start()
+        self.lines: list[str] = []
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if "Ctrl-C" in line:
+                break
+        found = re.search(r"http://\S+:\d+", "".join(self.lines))
+        assert found, (self.lines, self.errors)
+        self.url = found[0]
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once, as a crash does."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()

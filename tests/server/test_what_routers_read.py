@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import httpx
 import pytest
@@ -92,6 +93,45 @@ def test_metrics_name_the_model(server: ServerProcess) -> None:
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
         first = found[f"vllm:{name}"].samples[0]
         assert {first.labels["model_name"]} == served == {"story"}
+
+
+ADDED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Once", "max_tokens": 2, "echo": False, "ignore_eos": False},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 2,
+        "logprobs": False,
+        "ignore_eos": False,
+        "continue_final_message": False,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+    },
+    "/v1/responses": {
+        "input": "Hello",
+        "max_output_tokens": 2,
+        "store": True,
+        "stream": None,
+        "priority": 0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    },
+}
+COMMON = {"no_stop_trim": False, "skip_special_tokens": True, "return_hidden_states": False}
+
+
+@pytest.mark.parametrize("path", ADDED)
+def test_fields_that_sglang_router_adds(server: ServerProcess, path: str) -> None:
+    """It adds them with these values if a client leaves them out. Other values are refused, by name."""
+    body = {**ADDED[path], **({} if path == "/v1/responses" else COMMON)}
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    only = {name: value for name, value in body.items() if name in (*COMMON, "separate_reasoning")}
+    only |= {"priority": False} if "priority" in body else {}
+    for name, value in only.items():
+        wrong = {**body, name: 7 if name == "priority" else not value}
+        answer = httpx.post(f"{server.url}{path}", json=wrong, timeout=PATIENCE_S)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text
 
 
 def test_the_endpoints_that_probes_ask(server: ServerProcess) -> None:

@@ -38,7 +38,9 @@ class ServerProcess:
             if "Ctrl-C" in line:
                 break
         found = re.search(r"http://\S+:\d+", "".join(self.lines))
-        assert found, (self.lines, self.errors)
+        if found is None:
+            self.kill()
+            raise AssertionError(f"{self.lines}\n{''.join(self.errors)}")
         self.url = found[0]
 
     def __enter__(self) -> ServerProcess:
@@ -50,7 +52,9 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Ends it at once, as a crash does."""
+        """Ends it at once, as a crash does. A second call does nothing."""
+        if self._process.returncode is not None:
+            return
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._reader.join()

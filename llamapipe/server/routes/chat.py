@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 async def chat_completions(call: Call) -> None:
     """Answers a conversation, as a whole or as a stream."""
     request = call.decode(_DECODER)
-    request.check_stream()
+    request.check()
     model = call.state.check_model(request.model)
     call.note_unused(request.unused())
     answer = _Answer(call, request, model, _job(call, request))

@@ -54,7 +54,7 @@ class _Job:
     @classmethod
     async def of(cls, call: Call, request: CompletionRequest) -> _Job:
         """Checks the request. Raises ApiError."""
-        request.check_stream()
+        request.check()
         call.state.check_model(request.model)
         call.note_unused(request.unused())
         vocab = call.state.engine.model.vocab

@@ -54,6 +54,8 @@ def _job(call: Call, request: ResponsesRequest) -> ChatJob:
     for name in ("temperature", "top_p", "top_k", "min_p"):
         if getattr(request, name) is not None:
             values[name] = getattr(request, name)
+    if request.repetition_penalty is not None:
+        values["repeat_penalty"] = request.repetition_penalty
     if request.seed is not None:
         values["seed"] = request.seed % 2**64
     if LOGPROBS in (request.include or ()):

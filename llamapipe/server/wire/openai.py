@@ -13,6 +13,17 @@ Prompt = str | list[str | int | list[int]]  # text or token ids, one or several
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # how much a model reasons
 
 
+# What sglang-router adds to each request: whatever its clients leave out. These values ask for what this server does.
+_ONLY = {
+    "no_stop_trim": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+    "continue_final_message": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+}
+
+
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of a stream. ``include_obfuscation``: events are padded to hide the length of their text."""
 
@@ -27,9 +38,19 @@ class Streamed(Sampling, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    # Accepted with the only value that holds here: see _ONLY.
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_hidden_states: bool | None = None
 
-    def check_stream(self) -> None:
-        """Raises ApiError 400 for stream options without a stream; an explicit ``"stream": false`` allows them."""
+    def check(self) -> None:
+        """Raises ApiError 400 for values that this server does not support, and for stream options without a stream.
+
+        An explicit ``"stream": false`` allows these.
+        """
+        for name, only in _ONLY.items():
+            if getattr(self, name, None) not in (None, only):
+                raise ApiError(400, f"{name} may only be {str(only).lower()}", name)
         if self.stream is None and self.stream_options is not None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
 
@@ -90,6 +111,9 @@ class ChatRequest(Streamed, kw_only=True):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
+    continue_final_message: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     # No effect on this server: a hosted service uses these for storage, billing, moderation or search.
     audio: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None

@@ -52,6 +52,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
@@ -64,6 +65,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Accepted with the only value that holds here.
+    priority: int | None = None
     background: bool | None = None
     truncation: str | None = None
     previous_response_id: str | None = None
@@ -103,6 +105,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
                 raise ApiError(
                     400, f"{name} is not supported: this server stores no answers; send the whole input", name
                 )
+        if self.priority:
+            raise ApiError(400, f"priority is {self.priority}; only 0 is supported", "priority")
         if self.background:
             raise ApiError(400, "background is not supported: this server answers at once", "background")
         if self.truncation not in (None, "disabled"):

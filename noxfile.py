@@ -92,6 +92,15 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session
+def routers(session: nox.Session) -> None:
+    """Test two servers behind sglang-router, and the files in deploy/ against their schemas."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    session.install(*nox.project.dependency_groups(GROUPS, "routers"))
+    _install(session)
+    _pytest(session, "-m", "routers", default=["tests/routers"])
+
+
+@nox.session
 def page(session: nox.Session) -> None:
     """Test the server's page in a headless Chromium, which ``ci/setup_chromium_debian.sh`` installs."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi", "playwright>=1.40")

@@ -37,15 +37,19 @@ class Round(NamedTuple):
     first_s: float
 
 
-Side = Callable[[list[list[int]]], Round]
+Prompts = list[list[int]] | list[str]
+Side = Callable[[Prompts], Round]
 N_CTX = 256
 
 
-def over_http(port: int, n_generate: int) -> Side:
-    """Streams from a server, all requests at once on connections made before."""
+def over_http(ports: int | list[int], n_generate: int) -> Side:
+    """Streams from a server, or several in turn, all requests at once on connections made before."""
+    turns = [ports] if isinstance(ports, int) else ports
 
-    def run(prompts: list[list[int]]) -> Round:
-        connections = [socket.create_connection(("127.0.0.1", port)) for _ in prompts]
+    def run(prompts: Prompts) -> Round:
+        connections = [
+            socket.create_connection(("127.0.0.1", turns[i % len(turns)])) for i in range(len(prompts))
+        ]
         for connection in connections:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         requests = [request(prompt, n_generate) for prompt in prompts]
@@ -81,7 +85,7 @@ def over_http(port: int, n_generate: int) -> Side:
     return run
 
 
-def request(prompt: list[int], n_generate: int) -> bytes:
+def request(prompt: list[int] | str, n_generate: int) -> bytes:
     """A whole HTTP request for a stream."""
     body = json.dumps(
         {
@@ -97,13 +101,13 @@ def in_process(engine: lp.Engine, n_generate: int) -> Side:
     """Streams of the asyncio engine in this process."""
     params = lp.SamplingParams(temperature=0, max_tokens=n_generate, ignore_eos=True)
 
-    async def one(prompt: list[int], began: float) -> float:
+    async def one(prompt: list[int] | str, began: float) -> float:
         first = 0.0
         async for _ in engine.astream(prompt, params):
             first = first or time.perf_counter() - began
         return first
 
-    async def every(prompts: list[list[int]]) -> Round:
+    async def every(prompts: Prompts) -> Round:
         began = time.perf_counter()
         firsts = await asyncio.gather(*(one(prompt, began) for prompt in prompts))
         seconds = time.perf_counter() - began

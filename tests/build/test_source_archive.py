@@ -16,7 +16,7 @@ import llamapipe
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
-    "benchmarks", "ci", "docs", "examples", "llamapipe", "native_build", "tests", "third_party", "tools"
+    "benchmarks", "ci", "deploy", "docs", "examples", "llamapipe", "native_build", "tests", "third_party", "tools"
 )  # fmt: skip
 # The links and paths of every page, the layers of the package, and two parts that use its data and native module.
 FAST = (

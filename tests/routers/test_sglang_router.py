@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.control import PATIENCE_S
 from support.server_process import ServerProcess
 
+pytest.importorskip("sglang_router", reason="sglang-router is not installed: nox -s routers")
 pytestmark = pytest.mark.routers
 
 MODEL = "story"

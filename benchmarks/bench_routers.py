@@ -1,0 +1,85 @@
+"""Two servers behind sglang-router against the same servers without it: streams of one client, in turns.
+
+    python benchmarks/bench_routers.py MODEL.gguf --streams 32 --rounds 9
+
+``direct`` sends every second request to each server. The router shares them in turn, too. Rates are generated tokens
+per second from the first request to the last answer; ratios are medians of the ratios of a round's neighbours. Needs
+sglang-router (the dependency group ``routers``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import sys
+from pathlib import Path
+
+from bench_server import Round, Side, over_http
+from local_server import free_port, process
+
+WORDS = "fox bird tree house river stone cloud small old red green quick she he found lost under over home song".split()
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
+    """All rounds of both sides."""
+    made: dict[str, list[Round]] = {"direct": [], "router": []}
+    with contextlib.ExitStack() as stack:
+        ports = [free_port(), free_port()]
+        for port in ports:
+            command = [sys.executable, "-m", "llamapipe", "serve", "-m", str(args.model), "--port", str(port)]
+            command += ["--n-seq-max", str(args.streams), "--n-ctx", "512", "--n-threads", str(args.threads)]
+            stack.enter_context(process(command, port))
+        router = free_port()
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--port", str(router)]
+        command += ["--host", "127.0.0.1", "--policy", "round_robin", "--prometheus-port", str(free_port())]
+        command += ["--log-level", "error", "--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports)]
+        stack.enter_context(process(command, router))
+        sides: dict[str, Side] = {
+            "direct": over_http(ports, args.generate),
+            "router": over_http(router, args.generate),
+        }
+        rng = random.Random(1)
+        for i in range(args.rounds + 1):
+            for name in sorted(sides, reverse=bool(i % 2)):
+                # New prompts for each side: with the same ones the second side would find them in the prefix cache.
+                prompts = [" ".join(rng.choices(WORDS, k=args.prompt)) for _ in range(args.streams)]
+                result = sides[name](prompts)
+                if i:  # the first round warms up
+                    made[name].append(result)
+    return made
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--prompt", type=int, default=40, help="words of a prompt")
+    parser.add_argument("--generate", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads of each server")
+    parser.add_argument("--json", type=Path, help="write all rounds here")
+    args = parser.parse_args()
+    rounds = measure(args)
+    for name, results in rounds.items():
+        rates = sorted(one.rate for one in results)
+        first_ms = 1e3 * statistics.median(one.first_s for one in results)
+        middle = statistics.median(rates)
+        print(
+            f"{name:7} {middle:7.0f} tokens/s ({rates[0]:.0f} to {rates[-1]:.0f})  first {first_ms:6.1f} ms"
+        )
+    pairs = zip(rounds["router"], rounds["direct"], strict=True)
+    ratio = statistics.median(a.rate / b.rate for a, b in pairs)
+    print(f"the router gives {ratio:.2f} of the rate without it")
+    if args.json:
+        args.json.write_text(
+            json.dumps({"rounds": rounds, "ratio": ratio}, indent=1) + "\n", encoding="utf-8"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

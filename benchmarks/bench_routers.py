@@ -31,6 +31,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
         for port in ports:
             command = [sys.executable, "-m", "llamapipe", "serve", "-m", str(args.model), "--port", str(port)]
             command += ["--n-seq-max", str(args.streams), "--n-ctx", "512", "--n-threads", str(args.threads)]
+            command += ["--alias", "local", "--no-page"]
             stack.enter_context(process(command, port))
         router = free_port()
         command = [sys.executable, "-m", "sglang_router.launch_router", "--port", str(router)]
@@ -38,8 +39,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
         command += ["--log-level", "error", "--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports)]
         stack.enter_context(process(command, router))
         sides: dict[str, Side] = {
-            "direct": over_http(ports, args.generate),
-            "router": over_http(router, args.generate),
+            "direct": over_http(ports, args.generate, "local"),
+            "router": over_http(router, args.generate, "local"),
         }
         rng = random.Random(1)
         for i in range(args.rounds + 1):

@@ -42,7 +42,7 @@ Side = Callable[[Prompts], Round]
 N_CTX = 256
 
 
-def over_http(ports: int | list[int], n_generate: int) -> Side:
+def over_http(ports: int | list[int], n_generate: int, model: str | None = None) -> Side:
     """Streams from a server, or several in turn, all requests at once on connections made before."""
     turns = [ports] if isinstance(ports, int) else ports
 
@@ -52,7 +52,7 @@ def over_http(ports: int | list[int], n_generate: int) -> Side:
         ]
         for connection in connections:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        requests = [request(prompt, n_generate) for prompt in prompts]
+        requests = [request(prompt, n_generate, model) for prompt in prompts]
         selector = selectors.DefaultSelector()
         read = {connection.fileno(): bytearray() for connection in connections}
         firsts: list[float] = []
@@ -67,6 +67,8 @@ def over_http(ports: int | list[int], n_generate: int) -> Side:
                 had_event = b"data:" in text[:2000]
                 came = ready.recv(1 << 16)
                 text += came
+                if text and not text.startswith(b"HTTP/1.1 200"):
+                    raise RuntimeError(f"the server said {bytes(text[:500])!r}")
                 if not had_event and b"data:" in text[:2000]:
                     firsts.append(time.perf_counter() - began)
                 if not came or text.endswith(b"\r\n0\r\n\r\n"):
@@ -85,12 +87,12 @@ def over_http(ports: int | list[int], n_generate: int) -> Side:
     return run
 
 
-def request(prompt: list[int] | str, n_generate: int) -> bytes:
+def request(prompt: list[int] | str, n_generate: int, model: str | None = None) -> bytes:
     """A whole HTTP request for a stream."""
     body = json.dumps(
         {
             "prompt": prompt, "max_tokens": n_generate, "temperature": 0, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True}, **({"model": model} if model else {}),
         }
     ).encode()  # fmt: skip
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"

@@ -28,7 +28,7 @@ class Completer:
             compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=4),
         )
 
-    ``num_cpus``: the actor computes on at most so many cores; without it, ``n_sharing`` actors share a machine's.
+    ``num_cpus``: the actor computes on at most this many cores; without it, ``n_sharing`` actors share a machine's.
     For the others see ``complete``. Batches must have the format ``"pyarrow"``. All batches of an actor share its
     engine, so several should be in flight.
 

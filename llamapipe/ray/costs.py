@@ -36,7 +36,7 @@ class _Routed(Generic[R]):
 
 
 class PrefixCosts(Generic[R]):
-    """Which replica has which prefixes, and how much work each has, as far as this router knows. One thread.
+    """The prefixes and the open work of each replica, as this router knows them. One thread.
 
     ``n_remembered_bytes``: prompts that are remembered for each replica, the most recent ones; about what fits into its
     KV cells. ``request_bytes``: what a request costs beside its prompt, for its generated tokens, in bytes of prompt.

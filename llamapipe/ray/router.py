@@ -18,7 +18,7 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
     """A request router of Ray Serve that takes the replica with the lowest cost.
 
     The cost is the part of the prompt that a replica has not computed, plus the work that it has already. So requests
-    that begin alike go to one replica, until it has so much to do that computing the prefix again elsewhere is cheaper.
+    that begin alike go to one replica, until computing the prefix again on another one costs less than waiting.
     Which prefixes a replica has is what this router sent there.
 
     ``deployment`` uses it; for a deployment of your own, give the class in ``RequestRouterConfig``.

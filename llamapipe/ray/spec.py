@@ -83,7 +83,7 @@ class EngineSpec:
     def opened(self, n_cores: int | None = None) -> Iterator[Engine]:
         """An engine in this process, until the block ends. Raises what ``Model`` and ``Engine`` raise.
 
-        ``n_cores``: this process computes on at most so many; None: all that it may use. The option ``n_threads`` is
+        ``n_cores``: this process computes on at most this many; None: all that it may use. The option ``n_threads`` is
         stronger.
         """
         if n_cores is not None:

@@ -63,7 +63,7 @@ class StepCost:
 
     @cached_property
     def _without_prompts_s(self) -> list[float]:
-        """The constant and the time of so many decoding requests."""
+        """The time of a step without prompts, by its number of decoding requests."""
         hinges = _hinges(np.arange(_MOST_DECODING + 1))
         return [self.constant_s + float(time_s) for time_s in hinges @ np.array(self.decode_s)]
 

@@ -55,7 +55,7 @@ def demo_model_path() -> Path:
 
 # The options of ``Model``, for error messages.
 MODEL_OPTIONS = frozenset(
-    "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template".split()
+    "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template rpc".split()
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import NamedTuple
 import httpx
 
 from support.control import PATIENCE_S, wait_until
+from support.run_script import environment
+from support.server_process import COMMAND
 
 N_LONG = 1500
 LONG = {"prompt": "Once upon a time", "max_tokens": N_LONG, "ignore_eos": True, "stream": True}
@@ -70,11 +71,12 @@ def worker_server(n: int, *options: str, log: Path) -> Iterator[WorkerServer]:
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", "llamapipe", "serve", "--workers", str(n), "--port", "0", *options],
+            [*COMMAND, "--workers", str(n), "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            cwd=Path(__file__).parents[2],
+            cwd=log.parent,
+            env=environment(),
         ) as process,
     ):
         try:

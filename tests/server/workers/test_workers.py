@@ -18,6 +18,7 @@ import pytest
 from support.bert_model import bert_model
 from support.control import Worker as Thread
 from support.control import all_results, wait_until
+from support.run_script import environment
 from support.worker_server import N_LONG, SHORT, LongStream, WorkerServer, wait_for_end, worker_server
 
 import llamapipe as lp
@@ -269,7 +270,8 @@ class TestTheEnd:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                cwd=Path(__file__).parents[3],
+                cwd=tmp_path,
+                env=environment(),
             ) as process,
         ):
             try:

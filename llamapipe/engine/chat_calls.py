@@ -240,4 +240,4 @@ def _answers(
 
 def is_long_chat(messages: Any, params: Any, asked: ChatOptions) -> bool:
     """Whether rendering a conversation, and compiling its grammar, would block an event loop."""
-    return bool(asked.tools) or asked.response_format is not None or takes_long(messages, params)
+    return asked.tools is not None or asked.response_format is not None or takes_long(messages, params)

@@ -94,6 +94,15 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "n_keep": _integers,
     "documents": st.lists(_text, max_size=3),
     "query": _text,
+    "on_error": st.sampled_from(["raise", "return"]),
+    "on_timeout": st.sampled_from(["raise", "return"]),
+    "n_ahead": st.integers(1, 20),
+    "tools": st.sampled_from([None, [], [len]]),
+    "tool_choice": st.sampled_from(["auto", "none"]),
+    "template_args": st.sampled_from([None, {}]),
+    **dict.fromkeys(
+        "block normalize truncate parallel_tool_calls add_special parse_special".split(), st.booleans()
+    ),
 }
 METHODS = {
     "engine": (

@@ -108,7 +108,7 @@ class ChatBuilder:
         from llamapipe.chat.tools import check_tools
 
         conversations, single = _conversations(messages)
-        if options.tools:  # once for all conversations: they may come from a generator
+        if options.tools is not None:  # once for all conversations: they may come from a generator
             options = options._replace(tools=check_tools(options.tools))
         if single:
             return [self.item(conversations[0], params, options)], True
@@ -130,7 +130,7 @@ class ChatBuilder:
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        tools = check_tools(options.tools) if options.tools else ()
+        tools = check_tools(options.tools)
         choice = check_tool_choice(options.tool_choice, tools)
         parallel = check_flag("parallel_tool_calls", options.parallel_tool_calls)
         parallel = parallel and choice in ("auto", "required")

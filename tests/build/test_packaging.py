@@ -101,7 +101,7 @@ def test_an_installed_package_has_what_it_needs_and_nothing_else(installed: dict
     assert "llamapipe/native/lib/LICENSE.llama.cpp" in installed
     top = {name.split("/")[0] for name in installed if not name.startswith("..")}
     # Above all no .pth file: Python would read it at every start.
-    assert {name for name in top if not name.endswith(".dist-info")} == {"llamapipe"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"llamapipe", "llamapipe_command.py"}
     assert not [name for name in installed if name.endswith(".pth")]
     assert not [name for name in installed if "/cdef/" in name or "/src/" in name]
     assert not any(path.is_symlink() for path in installed.values())

@@ -35,8 +35,8 @@ T = TypeVar("T")
 OnError = Literal["raise", "return"]
 OnTimeout = Literal["raise", "return"]
 
-# Long lists are submitted in portions. When 20,000 prompts were submitted at once, the garbage collector repeatedly
-# scanned hundreds of thousands of objects, for up to 0.2 s, during which no thread ran.
+# Long lists are submitted in portions. When 20,000 prompts were submitted at once, the garbage collector scanned
+# all their objects again and again, for up to 0.26 s, during which no thread ran.
 _N_AHEAD = 2 * PORTION  # if fewer groups of a long list have no result yet, the next portion is submitted
 
 
@@ -72,7 +72,7 @@ class Pending(Generic[T]):
         self.unsubmitted: deque[Request] = deque()
         self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
         self.timed_out = False
-        # Of a long list. Closing the engine submits what is left of it, from the thread that closes.
+        # Of a long list. The thread that closes the engine submits the rest of it.
         self.lock = threading.RLock()
         self.is_long = False
         self.is_making = False

@@ -1,6 +1,6 @@
 """Starts workers, gives them connections, starts them again, and ends them.
 
-There are three ways in which a worker goes. It ends by itself: its slot starts the next one, later after each short
+A worker ends in one of three ways. Its process ends: its slot starts the next one, later after each short
 life. It is replaced, on SIGHUP: when the replacement is ready, the old one retires, then comes the next slot. Or the
 server stops: all drain, a second signal cancels them, a third kills them.
 """

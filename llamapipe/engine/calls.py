@@ -435,5 +435,6 @@ class EngineCalls:
     def _score(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
         self._engine_thread.check_open()
         options = call_options(timeout, block, operation="score")
+        makes = job.makes(self._request_builder)
         bar = progress_bar(check_flag("progress", progress), job.n_requests)
-        return job.result(self._submission.collect(job.makes(self._request_builder), options, bar))
+        return job.result(self._submission.collect(makes, options, bar))

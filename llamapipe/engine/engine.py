@@ -195,7 +195,10 @@ class Engine(ChatCalls, Owner):
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             _warn_of_size(context, self._kv_bytes)
             pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
-            self._request_builder = RequestBuilder(model, context.n_ctx)
+            # "exact" shares whole batches only, and these models whole sequences only.
+            shares = cache_mode is True and not model.is_recurrent and not model.n_swa
+            n_sharing = context.n_seq_max if shares else 1
+            self._request_builder = RequestBuilder(model, context.n_ctx, n_sharing)
             self._chat_builder = ChatBuilder(model, self._request_builder)
             tuner = tuner_of(context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch))
             executor = StepExecutor(pipeline, tuner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamapipe.engine.scheduler.batch_builder import BatchBuilder
+from llamapipe.engine.scheduler.logprob_targets import PromptTargets
 from llamapipe.engine.scheduler.prefill_budget import PrefillBudget
 from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.scheduler.running import Running
@@ -47,6 +48,20 @@ class TestPrefillBudget:
         budget.observe(100, 50, 10.0)
         assert budget.n_tokens(0) == UNLIMITED
 
+    @pytest.mark.parametrize("row_ms", [0.01, 0.4, 3, 100])
+    def test_scores_keep_the_limit(self, row_ms: float) -> None:
+        """A row of logits may cost more than a token, and the time of a step with few of them tells how much."""
+        budget = PrefillBudget(0.025)
+        budget.observe(0, 0, 0.005)
+        seconds, n = 0.0, 0
+        for _ in range(20):
+            n = budget.n_rows()
+            seconds = 0.005 + n * (row_ms + 0.05) / 1e3
+            budget.observe(n, 100, seconds, n)
+        assert seconds <= 0.025 or n == 4
+        assert seconds > 0.012 or n > 1000
+        assert budget.n_tokens(0) == 64  # nothing is known of tokens without scores
+
     def test_a_slow_machine_still_computes_prompts(self) -> None:
         budget = PrefillBudget(0.01)
         budget.observe(0, 0, 5.0)
@@ -64,6 +79,15 @@ class TestSteps:
         builder = BatchBuilder(2048, 512, None, 32, max_itl_s=0.05)
         assert self.chunks(builder, running_of(4, 4000)) == [(4, 64)]
         assert self.chunks(builder, running_of(0, 4000)) == [(0, 2048)]  # nothing waits
+
+    def test_scores_beside_decoding_begin_with_few(self) -> None:
+        builder = BatchBuilder(2048, 512, None, 32, max_itl_s=0.05)
+        running = running_of(4, 40)
+        (scored,) = running.prefilling
+        scored.max_tokens = 0
+        scored.logprob_targets = PromptTargets(scored.tokens, 0)
+        assert len(builder.plan(running, {}).scored[0].entries) == 8
+        running.prefilling.clear()
 
     def test_short_prompts_pass_a_long_one(self) -> None:
         builder = BatchBuilder(2048, 512, None, 32)

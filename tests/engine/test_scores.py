@@ -157,6 +157,25 @@ class TestScore:
         engine.score([context] * 4, [[7], [8], [9, 10, 11], [12, 13]])
         assert engine.stats().n_prompt_tokens - before == 100 + 2 + 1
 
+    @pytest.mark.parametrize("n_context", [5, 90])
+    def test_many_continuations_share_steps(
+        self, make_engine: MakeEngine, rows: Rows, n_context: int
+    ) -> None:
+        """They are divided among requests, which copy the cells of a long context."""
+        context = tokens_of(n_context, 3)
+        continuations = [tokens_of(1 + i % 3, 200 + i) for i in range(90)]
+        steps, prompt_tokens = {}, {}
+        for shares in (True, False):
+            engine = make_engine(n_seq_max=4, prefix_cache=shares)
+            for continuation, score in zip(continuations, engine.score(context, continuations), strict=True):
+                rows.assert_is(score, context, continuation)
+            stats = engine.stats()
+            steps[shares], prompt_tokens[shares] = stats.steps, stats.n_prompt_tokens
+        assert steps[True] < 0.5 * steps[False]
+        n_requests = 8  # 60 of more than one token, at least 8 each
+        most = n_context if n_context < 16 else 4  # a short one is computed again, of a long one its last row
+        assert prompt_tokens[True] - prompt_tokens[False] <= n_requests * most
+
     def test_only_asked_rows_are_outputs(self, make_engine: MakeEngine) -> None:
         """A row costs a product with the whole vocabulary: the context has one."""
         engine = make_engine(trace=True)

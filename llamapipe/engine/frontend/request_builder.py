@@ -53,11 +53,15 @@ class Item(NamedTuple):
 
 
 class RequestBuilder:
-    """Checks against a model and the context length of one engine. Any thread."""
+    """Checks against a model and the context length of one engine. Any thread.
 
-    def __init__(self, model: Model, n_ctx: int) -> None:
+    ``n_sharing``: how many requests can share the cells of a prompt and run at the same time; 1: none can.
+    """
+
+    def __init__(self, model: Model, n_ctx: int, n_sharing: int = 1) -> None:
         self._model = model
         self.n_ctx = n_ctx
+        self.n_sharing = n_sharing
         self._eog = model.vocab.eog_tokens
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 

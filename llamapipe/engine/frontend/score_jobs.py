@@ -28,35 +28,43 @@ from llamapipe.llama.model import Model
 
 Pair = tuple[list[int], list[int]]  # a context and a continuation
 T = TypeVar("T")  # the result of a call
+_N_LEAST = 8  # continuations of a request, if there are more: it copies the cells of the context
+_N_TURNS = 4  # requests for each slot, so that other requests need not wait long for one
 Shaped = Score | list[Score] | list[list[Score]] | list[Score | list[Score]]
 
 
 class ScoreJob(Generic[T]):
-    """Contexts and continuations to be scored, grouped by context, and the shape of the result."""
+    """Contexts and continuations to be scored, and the shape of the result.
+
+    The continuations of a context are divided among requests, which run at the same time and share its cells. A request
+    computes its continuations one after another.
+    """
 
     def __init__(self, pairs: Sequence[Pair], shape: Callable[[list[Score]], T]) -> None:
         self._pairs = pairs
         self._shape = shape
-        self._groups: dict[tuple[int, ...], list[int]] = {}
-        for i, (context, _) in enumerate(pairs):
-            self._groups.setdefault(tuple(context), []).append(i)
+        self._requests: list[list[int]] = []  # the pairs of each
 
     @property
     def n_requests(self) -> int:
-        """Contexts, each of which is computed once."""
-        return len(self._groups)
+        """Once they were made."""
+        return len(self._requests)
 
     def makes(self, request_builder: RequestBuilder) -> Iterator[Make]:
         """Returns functions, each of which creates the requests of a portion of the contexts.
 
         Raises InvalidRequestError before any of them runs.
         """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, (context, _) in enumerate(self._pairs):
+            groups.setdefault(tuple(context), []).append(i)
+        for context, members in groups.items():
+            request_builder.check_scores(context, [self._pairs[i][1] for i in members])
+            self._requests += self._divided(members, request_builder.n_sharing)
         jobs = [
-            (index, context, [self._pairs[i][1] for i in members])
-            for index, (context, members) in enumerate(self._groups.items())
+            (index, self._pairs[members[0]][0], [self._pairs[i][1] for i in members])
+            for index, members in enumerate(self._requests)
         ]
-        for _, context, continuations in jobs:
-            request_builder.check_scores(context, continuations)
 
         def make(portion: Sequence[tuple[int, Sequence[int], list[list[int]]]], mailbox: Mailbox) -> Groups:
             return {
@@ -66,10 +74,21 @@ class ScoreJob(Generic[T]):
 
         return (partial(make, jobs[i : i + PORTION]) for i in range(0, len(jobs), PORTION))
 
+    def _divided(self, members: Sequence[int], n_sharing: int) -> Iterator[list[int]]:
+        """The pairs of one context, divided among requests.
+
+        The first request has all continuations of one token: the context's last row scores them, however many.
+        """
+        long = [i for i in members if len(self._pairs[i][1]) > 1]
+        n_most = max(_N_LEAST, -(-len(long) // (_N_TURNS * n_sharing))) if n_sharing > 1 else len(long)
+        yield [i for i in members if len(self._pairs[i][1]) == 1] + long[:n_most]
+        for begin in range(n_most, len(long), max(n_most, 1)):
+            yield long[begin : begin + n_most]
+
     def result(self, answers: Mapping[int, list[list[TokenScore]]]) -> T:
         """The scores in the shape of the call, from the answers of the requests."""
         scores: dict[int, Score] = {}
-        for index, members in enumerate(self._groups.values()):
+        for index, members in enumerate(self._requests):
             for i, found in zip(members, answers[index], strict=True):
                 scores[i] = Score(
                     np.array(self._pairs[i][1], np.int32),

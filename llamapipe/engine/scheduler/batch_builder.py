@@ -160,7 +160,7 @@ class BatchBuilder:
             whole = min(whole, self._n_ubatch)
         budget = min(whole, self._n_ubatch - self._n_waited) if running.decoding else whole
         n_reserved = _reserved(running.prefilling, budget)
-        n_rows = self._n_score_rows
+        n_rows = min(self._n_score_rows, self.budget.n_rows()) if running.decoding else self._n_score_rows
         n_before, begin_prompts, brings_first = len(plan.scheduled), len(plan.tokens), False
         for request in running.prefilling:
             if budget <= 0:

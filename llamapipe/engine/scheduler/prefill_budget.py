@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may have, so that the requests that decode need not wait too long for it."""
+"""How many prompt tokens and scores a step may have, so that the requests that decode need not wait too long for it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from llamapipe.engine.scheduler.request import UNLIMITED
 _MULTIPLE = 64  # tokens; llama.cpp's attention on a CPU works in tiles of this size
 _MARGIN = 0.9  # of the limit: times vary, and tokens are sampled and delivered as well
 _KEPT = 0.9  # weight of the observations so far at the next one
+_LEAST_ROWS = 4  # of scores, in a step
+_FIRST_ROWS = 8  # before it is known what they cost
 
 
 class PrefillBudget:
     """Learns from the times of steps what prompt tokens cost. The engine thread.
 
     A prompt token costs ``a + b * position``: all weights once, and attention to the tokens before it. Both are fitted
-    by least squares, in which older observations count less.
+    by least squares, in which older observations count less. A token that is scored costs a row of logits as well,
+    which may take longer than the token. The costs of a scored token are learned from steps that mostly have those.
 
     ``max_itl_s``: the longest time between two tokens of a stream, in seconds; None: no limit. A step always has room
-    for 64 prompt tokens, so that prompts are computed at all.
+    for 64 prompt tokens and 4 scores, so that they are computed at all.
     """
 
     def __init__(self, max_itl_s: float | None) -> None:
@@ -29,6 +32,8 @@ class PrefillBudget:
             0.0  # weighted sums; x: position, y: seconds a token
         )
         self._n_most = _MULTIPLE // 2  # prompt tokens of the largest step so far
+        self._row_s: float | None = None  # a token that is scored
+        self._n_most_rows = _FIRST_ROWS // 2
 
     def __repr__(self) -> str:
         return f"<PrefillBudget {self.n_tokens(0) if self.is_on else 'unlimited'}>"
@@ -53,9 +58,28 @@ class PrefillBudget:
         n = min(n, 2 * self._n_most)  # further from what was seen, the fit may be wrong
         return max(int(n) // _MULTIPLE, 1) * _MULTIPLE
 
-    def observe(self, n_prompt: int, position: float, seconds: float) -> None:
-        """Learns the time of a step with decoding requests and prompt tokens, whose mean position is this."""
+    def n_rows(self) -> int:
+        """The most scored tokens of a step in which requests decode."""
         if not self.is_on:
+            return UNLIMITED
+        left_s = self._limit_s - (self._decode_s or 0.0)
+        n = 2 * self._n_most_rows
+        if self._row_s:
+            n = min(n, int(left_s / self._row_s))
+        return max(n, _LEAST_ROWS)
+
+    def observe(self, n_prompt: int, position: float, seconds: float, n_rows: int = 0) -> None:
+        """Learns the time of a step with decoding requests and prompt tokens, whose mean position is this.
+
+        ``n_rows``: how many of the prompt tokens were scored.
+        """
+        if not self.is_on:
+            return
+        if n_rows:
+            self._n_most_rows = max(self._n_most_rows, n_rows)
+            if 2 * n_rows >= n_prompt:
+                row_s = max(seconds - (self._decode_s or 0.0), 0.0) / n_rows
+                self._row_s = row_s if self._row_s is None else _KEPT * self._row_s + (1 - _KEPT) * row_s
             return
         if n_prompt == 0:
             before_s = seconds if self._decode_s is None else self._decode_s

@@ -345,7 +345,8 @@ class Scheduler:
         budget = self.batch_builder.budget
         if budget.is_on and plan.n_decode:
             n = len(plan.tokens) - plan.n_decode - len(plan.padding)
-            budget.observe(n, sum(plan.positions[-n:]) / n if n else 0.0, seconds)
+            n_rows = sum(len(scored.entries) for scored in plan.scored)
+            budget.observe(n, sum(plan.positions[-n:]) / n if n else 0.0, seconds, n_rows)
 
     def _score_next(self, request: Request, targets: LogprobTargets) -> None:
         """Continues with the next text to score after the same context. Ends the request if there is none."""

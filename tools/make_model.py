@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,11 @@ def _tensor_type(type_name: str, name: str, n_layers: int) -> gguf.GGMLQuantizat
     return TYPES[type_name][0]
 
 
-def _weights(shape: Shape, n_vocab: int, seed: int) -> list[tuple[str, npt.NDArray[np.float32]]]:
-    """All tensors in file order, float32 in numpy's order of dimensions (GGUF stores them reversed)."""
+def _weights(shape: Shape, n_vocab: int, seed: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    """Yields tensors in file order, float32 in numpy's order of dimensions (GGUF stores them reversed).
+
+    One after another: all of an 8B model would take 32 GB.
+    """
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, cols: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
@@ -174,20 +177,18 @@ def _weights(shape: Shape, n_vocab: int, seed: int) -> list[tuple[str, npt.NDArr
 
     width, kv = shape.width, shape.width // shape.heads * shape.heads_kv
     # The embedding must be small compared with the layers, or a tied output would always repeat the last token.
-    tensors = [("token_embd.weight", matrix(n_vocab, width))]
+    yield "token_embd.weight", matrix(n_vocab, width)
     for i in range(shape.layers):
-        tensors += [
-            (f"blk.{i}.attn_norm.weight", ones(width)),
-            (f"blk.{i}.attn_q.weight", matrix(width, width)),
-            (f"blk.{i}.attn_k.weight", matrix(kv, width)),
-            (f"blk.{i}.attn_v.weight", matrix(kv, width)),
-            (f"blk.{i}.attn_output.weight", matrix(width, width)),
-            (f"blk.{i}.ffn_norm.weight", ones(width)),
-            (f"blk.{i}.ffn_gate.weight", matrix(shape.ffn, width)),
-            (f"blk.{i}.ffn_up.weight", matrix(shape.ffn, width)),
-            (f"blk.{i}.ffn_down.weight", matrix(width, shape.ffn, gain=2.0)),
-        ]
-    return [*tensors, ("output_norm.weight", ones(width))]
+        yield f"blk.{i}.attn_norm.weight", ones(width)
+        yield f"blk.{i}.attn_q.weight", matrix(width, width)
+        yield f"blk.{i}.attn_k.weight", matrix(kv, width)
+        yield f"blk.{i}.attn_v.weight", matrix(kv, width)
+        yield f"blk.{i}.attn_output.weight", matrix(width, width)
+        yield f"blk.{i}.ffn_norm.weight", ones(width)
+        yield f"blk.{i}.ffn_gate.weight", matrix(shape.ffn, width)
+        yield f"blk.{i}.ffn_up.weight", matrix(shape.ffn, width)
+        yield f"blk.{i}.ffn_down.weight", matrix(width, shape.ffn, gain=2.0)
+    yield "output_norm.weight", ones(width)
 
 
 def vocabulary(vocab: str, source: str | os.PathLike[str] | None = None) -> dict[str, Field]:

@@ -1,14 +1,16 @@
 """Compares llamapipe with its peers on the same model and the same work, in one run and in turns.
 
     python benchmarks/compare MODEL.gguf ... [--n 1 4 8 16 32] [--repeats 6] [--processes 3]
-                              [--only NAME ...] [--json FILE]
+                              [--shared 384] [--schema] [--only NAME ...] [--json FILE]
 
 Every side is a process of its own that loads the model once and then works when told to, so that only the work is
 timed; in each round it does its work once before. Two processes of one program may differ by a tenth for as long as
 they live, so the rounds are divided among several, one after another, whose code is read into memory anew
 (`placement.py`). Prompts are given as tokens, no two begin alike, decoding is greedy, the end of generation is ignored
-and no prompt is cached. What is not on this machine is named with the reason and left out; `peers.py` says how each is
-had. The ceiling is llama-batched-bench in the better KV mode.
+and no prompt is cached. With ``--shared`` prompts begin alike, as with a system prompt, and are cached. With
+``--schema`` answers are JSON and end with it. ``llama-server one slot`` answers one request after another, as Ollama
+does by default. What is not on this machine is named with the reason and left out; `peers.py` says how each is had. The
+ceiling is llama-batched-bench in the better KV mode.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ RATIOS = [
     ("llamapipe whole", "llama-server backend-sampling"),
     ("llamapipe whole", "xllamacpp"),
     ("llamapipe whole", "llama-cpp-python"),
+    ("llamapipe asyncio", "llama-cpp-python"),
+    ("llamapipe asyncio", "llama-server one slot"),
     ("llamapipe whole", "llamapipe blocking"),
     ("llamapipe whole", "llamapipe contexts"),
 ]
@@ -57,6 +61,8 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generate", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shared", type=int, default=0, help="tokens that all prompts begin with")
+    parser.add_argument("--schema", action="store_true", help="answers are JSON")
     parser.add_argument("--repeats", type=int, default=6, help="rounds in all")
     parser.add_argument(
         "--processes", type=int, help="of each side, one after another; 3, or --repeats if less"
@@ -66,6 +72,8 @@ def main() -> int:
     parser.add_argument("--cuda", action="store_true", help="the peers that were built with CUDA")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args()
+    if not 0 <= args.shared < args.prompt:
+        parser.error(f"--shared is {args.shared}; it must be less than --prompt, {args.prompt}")
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}; it must be at least 1")
     processes = min(3, args.repeats) if args.processes is None else args.processes
@@ -81,7 +89,7 @@ def main() -> int:
             stack.enter_context(busy_neighbour())
         for model in [demo_model_path() if name == "demo" else Path(name) for name in args.models]:
             for n in args.n:
-                work = Work(n, args.prompt, args.generate, args.threads)
+                work = Work(n, args.prompt, args.generate, args.threads, args.shared, args.schema)
                 figures = compare(model, work, peers, names, divide(args.repeats, processes))
                 report(model, work, figures)
                 results["works"].append(

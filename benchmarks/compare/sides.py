@@ -65,7 +65,7 @@ class Side:
         self._salt += 1
         said = self._ask(self._salt)
         expected = self._work.n * self._work.n_generate
-        if said["n_tokens"] != expected and not self._may_end:
+        if said["n_tokens"] != expected and not (self._may_end or self._work.schema):
             raise RuntimeError(f"{said['n_tokens']} tokens were generated instead of {expected}")
         return said
 
@@ -140,6 +140,7 @@ SIDES: dict[str, Kind] = {
     "llama-server whole": Kind(server("whole")),
     "llama-server streaming": Kind(server("streaming")),
     "llama-server backend-sampling": Kind(server("backend-sampling"), asked=True),
+    "llama-server one slot": Kind(server("one-slot"), asked=True),
     "xllamacpp": Kind(binding("xllamacpp")),
     "llama-cpp-python": Kind(binding("llama-cpp-python", may_end=True), range(1, 9)),
 }

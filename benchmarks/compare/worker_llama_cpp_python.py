@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from time import perf_counter
 
-from llama_cpp import Llama
+from llama_cpp import Llama, LlamaGrammar
 from worker import Measured, Run, serve
-from workload import Work
+from workload import SCHEMA, Work
 
 
 def start(path: Path, work: Work, arguments: list[str]) -> Run:
@@ -20,12 +21,17 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
         verbose=False,
     )
 
+    grammar = LlamaGrammar.from_json_schema(json.dumps(SCHEMA), verbose=False) if work.schema else None
+
     def run(prompts: list[list[int]]) -> Measured:
         n = 0
         began = perf_counter()
         for prompt in prompts:
-            llama.reset()
-            out = llama.create_completion(prompt, max_tokens=work.n_generate, temperature=0.0)
+            if not work.n_shared:
+                llama.reset()  # else it keeps what the prompt shares with the one before
+            out = llama.create_completion(
+                prompt, max_tokens=work.n_generate, temperature=0.0, grammar=grammar
+            )
             n += out["usage"]["completion_tokens"]
         return Measured(perf_counter() - began, n, [])
 

@@ -12,7 +12,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
 
 from worker import Measured, Run, serve
-from workload import Work
+from workload import SCHEMA, Work
 
 import llamapipe as lp
 
@@ -21,7 +21,12 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
     """The model and its engine live until the process ends."""
     mode = arguments[0]
     model = lp.Model(path)
-    params = lp.SamplingParams(temperature=0, max_tokens=work.n_generate, ignore_eos=True)
+    params = lp.SamplingParams(
+        temperature=0,
+        max_tokens=work.n_generate,
+        ignore_eos=not work.schema,
+        json_schema=SCHEMA if work.schema else None,
+    )
     n_engines, n_seq = {"blocking": (1, 1), "contexts": (work.n, 1)}.get(mode, (1, work.n))
     n_threads = max(work.n_threads // n_engines, 1)
     engines = [

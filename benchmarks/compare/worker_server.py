@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 
 from worker import Measured, Run, serve
-from workload import Work
+from workload import SCHEMA, Work
 
 START_S = 120.0
 
@@ -27,11 +27,13 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    n_slots = 1 if mode == "one-slot" else work.n
     command = [
-        program, "-m", str(path), "--host", "127.0.0.1", "--port", str(port), "-np", str(work.n),
-        "-c", str(work.n * work.n_ctx), "-t", str(work.n_threads), "-tb", str(work.n_threads),
-        "-b", "2048", "-ub", "512", "--no-cache-prompt", "--cache-ram", "0", "--log-disable", "-no-kvu",
-        "-ngl", "all", *(["-bs"] if mode == "backend-sampling" else []),
+        program, "-m", str(path), "--host", "127.0.0.1", "--port", str(port), "-np", str(n_slots),
+        "-c", str(n_slots * work.n_ctx), "-t", str(work.n_threads), "-tb", str(work.n_threads),
+        "-b", "2048", "-ub", "512", "--cache-ram", "0", "--log-disable", "-no-kvu", "-ngl", "all",
+        *([] if work.n_shared else ["--no-cache-prompt"]),
+        *(["-bs"] if mode == "backend-sampling" else []),
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -42,13 +44,13 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
             process.kill()
             raise RuntimeError(f"llama-server does not start: {' '.join(command)}")
         sleep(0.05)
-    streaming = mode == "streaming"
+    streaming = mode in ("streaming", "one-slot")
 
     def run(prompts: list[list[int]]) -> Measured:
         connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(work.n)]
         for connection in connections:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        requests = [_request(prompt, work.n_generate, streaming) for prompt in prompts]
+        requests = [_request(prompt, work, streaming) for prompt in prompts]
         selector = selectors.DefaultSelector()
         read: dict[int, bytearray] = {}
         firsts: list[float] = []
@@ -78,13 +80,12 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
     return run
 
 
-def _request(prompt: list[int], n_generate: int, streaming: bool) -> bytes:
-    body = json.dumps(
-        {
-            "prompt": prompt, "n_predict": n_generate, "temperature": 0, "ignore_eos": True,
-            "cache_prompt": False, "stream": streaming, "samplers": [],
-        }
-    ).encode()  # fmt: skip
+def _request(prompt: list[int], work: Work, streaming: bool) -> bytes:
+    options = {
+        "prompt": prompt, "n_predict": work.n_generate, "temperature": 0, "ignore_eos": not work.schema,
+        "cache_prompt": bool(work.n_shared), "stream": streaming, "samplers": [],
+    }  # fmt: skip
+    body = json.dumps({**options, "json_schema": SCHEMA} if work.schema else options).encode()
     head = (
         "POST /completion HTTP/1.1",
         "Host: x",

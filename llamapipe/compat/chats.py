@@ -27,21 +27,46 @@ def tools_of(
 
 
 def choice_of(function_call: Any, tool_choice: Any) -> Any:
-    """The choice among tools; ``function_call`` is its older name."""
+    """The choice among tools; ``function_call`` is its older name. Raises ValueError, naming the argument."""
     if isinstance(function_call, Mapping):
+        if not isinstance(function_call.get("name"), str):
+            raise ValueError(
+                f'function_call is {function_call!r}; it must be "auto", "none" or {{"name": …}}'
+            )
         return {"type": "function", "function": {"name": function_call["name"]}}
-    return tool_choice if function_call is None else function_call
+    if function_call is not None:
+        return function_call
+    if isinstance(tool_choice, Mapping):
+        function = tool_choice.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f'tool_choice is {tool_choice!r}; it must be "auto", "none", "required" or '
+                '{"type": "function", "function": {"name": …}}'
+            )
+    elif tool_choice not in (None, "auto", "none", "required"):
+        raise ValueError(
+            f'tool_choice is {tool_choice!r}; it must be "auto", "none", "required" or a function'
+        )
+    return tool_choice
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:
-    """The JSON schema that an answer must match; None for any text. Raises ValueError for another type."""
+    """The JSON schema that an answer must match; None for any text. Raises TypeError, ValueError for another type."""
+    if response_format is not None and not isinstance(response_format, Mapping):
+        raise TypeError(
+            f'response_format must be a dict such as {{"type": "json_object"}}, not {type(response_format).__name__}'
+        )
     if response_format is None or response_format.get("type") == "text":
         return None
     kind = response_format.get("type")
     if kind == "json_object":
         return response_format.get("schema") or {"type": "object"}
     if kind == "json_schema" and isinstance(given := response_format.get("json_schema"), Mapping):
-        return given["schema"]
+        if "schema" in given:
+            return given["schema"]
+        raise ValueError(
+            'response_format has no schema: {"type": "json_schema", "json_schema": {"schema": …}}'
+        )
     raise ValueError(f"response_format is {response_format!r}; its type must be 'text' or 'json_object'")
 
 

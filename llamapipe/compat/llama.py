@@ -19,7 +19,7 @@ from llamapipe.compat.responses import (
     head,
     usage,
 )
-from llamapipe.compat.sampling import LogitsProcessor, StoppingCriteria
+from llamapipe.compat.sampling import LogitsProcessor, StoppingCriteria, most_tokens
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.params import SamplingParams
 
@@ -118,7 +118,8 @@ class Llama(LlamaBase):
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens; the context has {self._n_ctx}: raise n_ctx"
             )
-        n = min(max_tokens, room) if max_tokens is not None and max_tokens > 0 else None
+        n = most_tokens(max_tokens)
+        n = None if n is None else min(n, room)
         echoed = logprobs if echo else None
         params = self._params(n, seed, prompt_logprobs=echoed, **{name: given[name] for name in names})
         start = head("text_completion", "cmpl", model or self.model_path)
@@ -183,7 +184,7 @@ class Llama(LlamaBase):
         """
         given = locals() | {"stopping_criteria": None}
         params = self._params(
-            max_tokens if max_tokens is not None and max_tokens > 0 else None,
+            most_tokens(max_tokens),
             seed,
             stop=stop,
             logit_bias=logit_bias,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from llamapipe.arguments import check_float, check_int
 from llamapipe.compat.grammar import LlamaGrammar
 from llamapipe.engine.params import SamplingParams
 
@@ -52,6 +54,14 @@ class MinTokensLogitsProcessor:
         return scores
 
 
+def most_tokens(max_tokens: int | None) -> int | None:
+    """``max_tokens`` of a call; None if it has no limit of its own. Raises TypeError."""
+    if max_tokens is None:
+        return None
+    n = check_int("max_tokens", max_tokens, -(2**63), 2**63 - 1)
+    return n if n > 0 else None
+
+
 def sampling_params(
     *,
     max_tokens: int | None,
@@ -82,12 +92,15 @@ def sampling_params(
 ) -> SamplingParams:
     """The params of a call. ``last_n``: tokens that penalties look at; ``end``: the token that ends generation.
 
-    Raises ValueError for what llama.cpp no longer has, and as ``SamplingParams``.
+    Raises TypeError, ValueError also for what llama.cpp no longer has, and as ``SamplingParams``.
     """
     if tfs_z != 1.0:
         raise ValueError(f"tfs_z is {tfs_z}; llama.cpp has no tail-free sampling any more, only 1.0 works")
+    temperature = check_float("temperature", temperature, -math.inf, math.inf)
     if not penalize_nl:
         raise ValueError("penalize_nl=False: llama.cpp no longer exempts line ends from penalties")
+    if logit_bias is not None and not isinstance(logit_bias, Mapping):
+        raise TypeError(f"logit_bias must be a dict of token ids and biases, not {type(logit_bias).__name__}")
     values: dict[str, Any] = {}
     if grammar is not None:
         if not isinstance(grammar, LlamaGrammar):
@@ -108,7 +121,7 @@ def sampling_params(
         repeat_last_n=last_n,
         temperature=max(temperature, 0.0) if temperature >= 0 else 1.0,
         top_p=top_p,
-        top_k=max(top_k, 0),
+        top_k=max(check_int("top_k", top_k, -(2**31), 2**31 - 1), 0),
         min_p=min_p,
         typical_p=typical_p,
         frequency_penalty=frequency_penalty,

@@ -323,3 +323,28 @@ def test_logprobs_of_an_echo_without_tokens(llm: Any) -> None:
 def test_a_misspelt_option_of_the_constructor() -> None:
     with pytest.raises(TypeError, match="'n_ctxx'; did you mean n_ctx"):
         Llama(lp.demo_model_path(), n_ctxx=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", None),
+        ("temperature", "hot"),
+        ("top_k", None),
+        ("max_tokens", "5"),
+        ("logit_bias", 5),
+        ("tool_choice", {}),
+        ("tool_choice", "always"),
+        ("tool_choice", {"type": "function"}),
+        ("function_call", {}),
+        ("response_format", "json"),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ],
+)
+def test_errors_name_the_argument(llm: Any, name: str, value: Any) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    with pytest.raises((TypeError, ValueError), match=f"^{name} "):
+        llm.create_chat_completion(messages, **{name: value})
+    if name in ("temperature", "top_k", "max_tokens", "logit_bias"):
+        with pytest.raises((TypeError, ValueError), match=f"^{name} "):
+            llm("Hello", **{name: value})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -114,6 +113,8 @@ class ChatMessage:
 
 def new_call_id() -> str:
     """A random id of nine letters and digits: the form that Mistral's templates demand and all others accept."""
+    import secrets
+
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 

@@ -31,7 +31,6 @@ from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.host.memory import free_memory
 from llamapipe.kv_events.options import KvEvents
-from llamapipe.kv_events.publisher import Publisher
 from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import kv_bytes
 from llamapipe.llama.model import MODEL_OPTIONS, Model
@@ -173,6 +172,8 @@ class Engine(ChatCalls, Owner):
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             publisher = tracker = None
             if kv_events is not None:
+                from llamapipe.kv_events.publisher import Publisher
+
                 publisher = undo.enter_context(closing(Publisher(kv_events, model.path.stem)))
                 tracker = publisher.tracker
             scheduler = Scheduler(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from hashlib import blake2b
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -230,4 +229,6 @@ class Generation(Owner):
 
 def _seed_of_fork(seed: int, index: int) -> int:
     """A seed for the fork with this number: forks of forks must not draw what another fork draws."""
+    from hashlib import blake2b
+
     return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from hashlib import blake2b
 from pathlib import Path
 
 N_BYTES = 16
@@ -20,6 +19,8 @@ def fingerprint(path: Path) -> bytes:
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
+        from hashlib import blake2b
+
         digest = blake2b(size.to_bytes(8, "little"), digest_size=N_BYTES)
         digest.update(file.read(_HEAD_BYTES))
         for i in range(1, _N_SAMPLES + 1):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from typing import Any
 
 from llamapipe.errors import InvalidRequestError
@@ -162,6 +161,8 @@ def _check_costs(parts: list[dict[str, Any]]) -> None:
         raise InvalidRequestError(
             f"json_schema has {n_patterns} patterns in 'patternProperties'; at most {MAX_PATTERNS} are supported"
         )
+    from fractions import Fraction
+
     steps = {Fraction(str(p["multipleOf"])) for p in parts if _is_number(p.get("multipleOf"))} - {Fraction(0)}
     unit = math.lcm(*(step.denominator for step in steps))
     common = math.lcm(*(int(step * unit) for step in steps))

@@ -9,7 +9,6 @@ load it.
 from __future__ import annotations
 
 import struct
-from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +57,7 @@ def pack(snapshot: Snapshot, layout: Layout) -> bytes:
         len(state),
     )
     body = b"".join((head, np.array(snapshot.tokens, "<i4").tobytes(), state))
-    return body + blake2b(body, digest_size=_CHECK_BYTES).digest()
+    return body + _digest(body)
 
 
 def unpack(data: bytes, layout: Layout, n_vocab: int) -> Snapshot:
@@ -73,7 +72,7 @@ def unpack(data: bytes, layout: Layout, n_vocab: int) -> Snapshot:
             "returned"
         )
     body = memoryview(data)[:-_CHECK_BYTES]
-    if blake2b(body, digest_size=_CHECK_BYTES).digest() != data[-_CHECK_BYTES:]:
+    if _digest(body) != data[-_CHECK_BYTES:]:
         raise InvalidRequestError("the snapshot is damaged: its checksum does not match; use another copy")
     _, fingerprint, *types, n_tokens, n_prompt, n_cells, n_streams, n_state = _HEADER.unpack_from(body)
     if fingerprint != layout.fingerprint:
@@ -136,3 +135,9 @@ def _is_plain(cells: memoryview, n_cells: int) -> bool:
         return False
     table = np.frombuffer(cells, _CELL, n_cells, 4)
     return bool((table["position"] == np.arange(n_cells)).all() and (table["n_sequences"] == 1).all())
+
+
+def _digest(body: bytes | memoryview) -> bytes:
+    from hashlib import blake2b
+
+    return blake2b(body, digest_size=_CHECK_BYTES).digest()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 from llamapipe.engine.results import EngineStats
@@ -27,8 +27,10 @@ from llamapipe.engine.worker.late_draws import LateDraws
 from llamapipe.engine.worker.micro_batches import MicroBatchSwitch
 from llamapipe.engine.worker.time_counter import TimeCounter
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError, NoToken
-from llamapipe.kv_events.publisher import Publisher
 from llamapipe.llama.native_pipeline import StepAbortedError
+
+if TYPE_CHECKING:
+    from llamapipe.kv_events.publisher import Publisher
 
 _MAX_SKIPPED_WINDOWS = 7
 _MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of tasks are cancelled
@@ -474,9 +476,8 @@ class EngineLoop:
 
     def _serve_errors(self, error: BaseException) -> None:
         """After a defect of the loop itself: fails all requests, and those still to arrive, until ``stop``."""
-        self._error = BackendError(
-            f"the engine thread failed ({error!r}); close this engine and make another"
-        )
+        text = f"the engine thread failed ({error!r}); close this engine and make another"
+        self._error = BackendError(text)
         self._error.__cause__ = error
         for request in list(self.open):
             self._give_up(request, self._error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
+from collections.abc import Iterable
 
 _N_LIKE = 8  # steps of one number of tokens to judge by
 _N_TRIED = 64  # steps of any kind after which a try is given up
@@ -53,7 +53,7 @@ class StepTimePolicy:
             return
         if len(recent) < _N_LIKE:
             return
-        typical_s = median(recent)
+        typical_s = _median(recent)
         usual_s = self._usual_s.get((self.n, n_tokens), typical_s)
         self._usual_s[self.n, n_tokens] = min(usual_s * _FORGET, typical_s)
         is_slow = typical_s > _SLOW * usual_s
@@ -68,14 +68,14 @@ class StepTimePolicy:
 
     def _try(self, n: int) -> None:
         self._tried_from, self._n_tried = self.n, 0
-        self._before_s = {n_tokens: median(times) for n_tokens, times in self._recent.items() if times}
+        self._before_s = {n_tokens: _median(times) for n_tokens, times in self._recent.items() if times}
         self._use(n)
 
     def _judge(self, now_s: float, n_tokens: int, recent: deque[float]) -> None:
         self._n_tried += 1
         before_s = self._before_s.get(n_tokens)
         if before_s is not None and len(recent) == _N_LIKE:
-            is_better = median(recent) < _FASTER * before_s
+            is_better = _median(recent) < _FASTER * before_s
         elif self._n_tried >= _N_TRIED:
             is_better = False
         else:
@@ -92,3 +92,10 @@ class StepTimePolicy:
         if n != self.n:
             self.n = n
             self._recent.clear()
+
+
+def _median(values: Iterable[float]) -> float:
+    """As of ``statistics``, whose import takes longer than all steps of a short run."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From top to bottom: a room may import those below it. Rooms in one row do not know each other.
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
+    ("dynamo",),
     ("cli",),
     ("lm_eval", "ray", "compat"),
     ("server",),

@@ -338,6 +338,32 @@ class Model(Owner):
         """
         return self.chat_prompts.tokenize(messages, tools, add_generation_prompt, template_args)
 
+    def save_tokenizer(self, folder: str | os.PathLike[str]) -> Path:
+        """Writes the vocabulary for programs that tokenize themselves, and returns the folder.
+
+        ``tokenizer.json`` is for the ``tokenizers`` package; ``tokenizer_config.json``, with the chat template, and
+        ``config.json`` have what such programs read beside it. Existing files are replaced, each at once.
+
+        Any thread. Raises ValueError for a vocabulary that has no exact form as ``tokenizer.json``; OSError.
+        """
+        from llamapipe.gguf.tokenizer_files import write_tokenizer
+        from llamapipe.gguf.tokenizer_json import AddedToken
+
+        vocab = self.vocab
+        added = [AddedToken(*token) for token in vocab.special_tokens()]
+        return write_tokenizer(
+            self.path,
+            Path(folder),
+            added,
+            first=vocab.bos if vocab.add_bos else None,
+            last=vocab.eos if vocab.add_eos else None,
+            bos=vocab.bos,
+            eos=vocab.eos,
+            ends=sorted(vocab.eog_tokens),
+            n_ctx_train=self.n_ctx_train,
+            chat_template=self.chat_template,
+        )
+
     @property
     def is_template_given(self) -> bool:
         """Whether ``chat_template`` replaces the file's own templates."""

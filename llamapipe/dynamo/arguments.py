@@ -1,0 +1,178 @@
+"""The command line of ``python -m llamapipe.dynamo``. Dynamo's own options have its names and its variables."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import llamapipe as lp
+from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli.options import (
+    ENGINE,
+    MODEL,
+    MODEL_HELP,
+    CommandParser,
+    HelpFormatter,
+    UsageError,
+    add_engine_options,
+    given,
+    model_path,
+)
+from llamapipe.gguf.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from dynamo.common.backend import WorkerConfig
+
+    from llamapipe.dynamo.worker import EngineWorker
+
+_DESCRIPTION = "Run a worker for NVIDIA Dynamo. Without -m, use the bundled model."
+_EPILOG = """\
+example, on one machine and without etcd:
+  python -m llamapipe.dynamo -m model.gguf --discovery-backend file --event-plane zmq
+  python -m dynamo.frontend --discovery-backend file --event-plane zmq --migration-limit 3
+
+After SIGTERM the worker takes no new requests, finishes the running ones and exits."""
+# Dynamo's options: the variable that sets each, its default, its help.
+_RUNTIME = {
+    "--namespace": ("DYN_NAMESPACE", "dynamo", "namespace of the worker"),
+    "--endpoint": ("DYN_ENDPOINT", None, "dyn://NAMESPACE.COMPONENT.ENDPOINT, instead of --namespace"),
+    "--discovery-backend": ("DYN_DISCOVERY_BACKEND", "etcd", "etcd, kubernetes, file or mem"),
+    "--request-plane": ("DYN_REQUEST_PLANE", "tcp", "how requests are sent: tcp or nats"),
+    "--event-plane": ("DYN_EVENT_PLANE", None, "how events are published: zmq or nats"),
+    "--endpoint-types": ("DYN_ENDPOINT_TYPES", "chat,completions", "what the frontend offers"),
+    "--dyn-tool-call-parser": ("DYN_TOOL_CALL_PARSER", None, "the frontend's parser of tool calls"),
+    "--dyn-reasoning-parser": ("DYN_REASONING_PARSER", None, "the frontend's parser of reasoning"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
+    made = CommandParser(
+        prog="python -m llamapipe.dynamo",
+        usage="python -m llamapipe.dynamo [options]",
+        allow_abbrev=False,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
+    )
+    made.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    made.add_argument("--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template")
+    made.add_argument(
+        "--served-model-name", metavar="NAME", help="name of the model for clients (default: the file's)"
+    )
+    made.add_argument(
+        "--tokenizer-dir",
+        type=Path,
+        metavar="DIR",
+        help="where tokenizer.json is written for the frontend (default: a folder of the user's cache)",
+    )
+    made.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's log and tracebacks on stderr")
+    runtime = made.add_argument_group("Dynamo's runtime")
+    for flag, (variable, default, text) in _RUNTIME.items():
+        shown = f"{variable}" if default is None else f"{variable}; {default}"
+        runtime.add_argument(
+            flag, metavar="TEXT", default=os.environ.get(variable) or default, help=f"{text} ({shown})"
+        )
+    add_engine_options(made)
+    return made
+
+
+def worker_of(argv: Sequence[str] | None) -> tuple[EngineWorker, WorkerConfig]:
+    """The worker and its registration for a command line. Raises UsageError, ImportError."""
+    return _made(parser().parse_args(argv))
+
+
+def _made(args: argparse.Namespace) -> tuple[EngineWorker, WorkerConfig]:
+    try:
+        from dynamo.common.backend import WorkerConfig
+
+        from llamapipe.dynamo.worker import EngineWorker
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "llamapipe":
+            raise
+        raise ImportError(
+            f"llamapipe.dynamo needs {error.name}, which is not installed: pip install 'llamapipe[dynamo]'"
+        ) from None
+    file: Path = lp.demo_model_path() if args.model is None else args.model
+    name = args.served_model_name or file.stem
+    namespace, component, endpoint = _address(args)
+    folder = args.tokenizer_dir or default_folder(file, args.chat_template)
+
+    def opened(undo: ExitStack) -> lp.Engine:
+        options = {"chat_template": args.chat_template, **given(args, MODEL)}
+        model = undo.enter_context(open_model(file, options, show_progress=False))
+        return undo.enter_context(open_engine(model, given(args, ENGINE)))
+
+    return EngineWorker(opened, folder, name), WorkerConfig(
+        namespace=namespace,
+        component=component,
+        endpoint=endpoint,
+        model_name=str(folder),
+        served_model_name=name,
+        endpoint_types=args.endpoint_types,
+        discovery_backend=args.discovery_backend,
+        request_plane=args.request_plane,
+        event_plane=args.event_plane,
+        tool_call_parser=args.dyn_tool_call_parser,
+        reasoning_parser=args.dyn_reasoning_parser,
+    )
+
+
+def _address(args: argparse.Namespace) -> tuple[str, str, str]:
+    """Namespace, component and endpoint."""
+    if args.endpoint is None:
+        return args.namespace, "backend", "generate"
+    parts = args.endpoint.removeprefix("dyn://").split(".")
+    if len(parts) != 3 or not all(parts):
+        raise UsageError(
+            f"--endpoint is {args.endpoint!r}, which is not of the form dyn://NAMESPACE.COMPONENT.ENDPOINT"
+        )
+    return parts[0], parts[1], parts[2]
+
+
+def default_folder(file: Path, chat_template: str | None) -> Path:
+    """A folder for the frontend's files in the user's cache, the same for all workers of a model and a template.
+
+    It outlives the worker: a frontend may read it for another worker of the same model.
+    """
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
+    key = fingerprint(file)
+    if chat_template is not None:
+        key += Path(chat_template).read_bytes()
+    return cache / "llamapipe" / "tokenizers" / hashlib.blake2b(key, digest_size=16).hexdigest()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker until a signal ends it, and return the exit status."""
+    made = parser()
+    args = made.parse_args(argv)
+    if args.verbose:
+        logging.getLogger("llamapipe").setLevel(logging.DEBUG)
+    try:
+        worker, config = _made(args)
+        from dynamo.common.backend.run import run
+
+        async def ready(_: list[str] | None) -> tuple[EngineWorker, WorkerConfig]:
+            return worker, config
+
+        run(type(worker), None, ready)
+    except UsageError as error:
+        made.print_usage(sys.stderr)
+        print(f"llamapipe: {error} (see {made.prog} --help)", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except (lp.errors.LlamapipeError, OSError, ValueError, ImportError) as error:
+        if args.verbose:
+            raise
+        print(f"llamapipe: {error}", file=sys.stderr)
+        return 1
+    return 0

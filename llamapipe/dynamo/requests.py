@@ -1,0 +1,173 @@
+"""Dynamo's requests as ``SamplingParams``, and our deltas as Dynamo's chunks. Needs no Dynamo.
+
+A request is a dict that Dynamo's frontend made. An option that has no equivalent here is an error that names it, unless
+it has the value that asks for what a worker does anyway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.results import Delta, TokenLogprob
+from llamapipe.errors import InvalidRequestError
+
+_SAMPLING: Final = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repeat_penalty",
+}
+_CONSTRAINTS: Final = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}
+# The values, besides none, that ask for nothing. Stop strings and their trimming are the frontend's.
+_WITHOUT_EFFECT: Final[dict[str, dict[str, tuple[object, ...]]]] = {
+    "sampling_options": {
+        "n": (1,),
+        "best_of": (1,),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+        "include_stop_str_in_output": (False,),
+    },
+    "stop_conditions": {"stop_token_ids_visible": ([],), "max_thinking_tokens": ()},
+    "output_options": {"prompt_logprobs": (), "no_stop_trim": (False,)},
+}
+_READ: Final = {
+    "sampling_options": {*_SAMPLING, "seed", "guided_decoding"},
+    "stop_conditions": {
+        "max_tokens",
+        "min_tokens",
+        "ignore_eos",
+        "stop",
+        "stop_token_ids",
+        "stop_token_ids_hidden",
+    },
+    # Those besides logprobs say how the frontend writes tokens.
+    "output_options": {
+        "logprobs",
+        "skip_special_tokens",
+        "formatted_prompt",
+        "return_tokens_as_token_ids",
+    },
+}
+# Parts of a request that only other kinds of workers can serve.
+_OTHER_WORKERS: Final = {
+    "prefill_result": "disaggregated serving",
+    "bootstrap_info": "disaggregated serving",
+    "multi_modal_data": "images, audio and video",
+    "mm_processor_kwargs": "images, audio and video",
+    "encoder_result": "images, audio and video",
+    "prompt_embeds": "prompts of embeddings",
+}
+
+
+def sampling_params(request: Mapping[str, Any]) -> SamplingParams:
+    """The options of a request; an option that is not given has our default.
+
+    Raises InvalidRequestError for what a worker cannot honour, and for wrong values; the message names the option.
+    """
+    for key, what in _OTHER_WORKERS.items():
+        if request.get(key):
+            raise InvalidRequestError(f"{key} is given, but this worker does not support {what}")
+    sampling, stop, output = (_section(request, name) for name in _READ)
+    values: dict[str, Any] = {ours: sampling[name] for name, ours in _SAMPLING.items() if name in sampling}
+    if "seed" in sampling:
+        values["seed"] = sampling["seed"] % 2**64
+    values["max_tokens"] = stop.get("max_tokens")
+    values["stop_token_ids"] = [
+        *stop.get("stop_token_ids", ()),
+        *stop.get("stop_token_ids_hidden", ()),
+    ]
+    for name in ("min_tokens", "ignore_eos"):
+        if name in stop:
+            values[name] = stop[name]
+    if "logprobs" in output:
+        values["logprobs"] = output["logprobs"]
+    if "guided_decoding" in sampling:
+        values.update(_constraint(request, sampling["guided_decoding"]))
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(str(error)) from None
+
+
+def _section(request: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The options of one part of a request that are given and have an effect."""
+    found = {}
+    for option, value in (request.get(name) or {}).items():
+        if value is None:
+            continue
+        if option in _READ[name]:
+            found[option] = value
+        elif value not in _WITHOUT_EFFECT[name].get(option, ()):
+            raise InvalidRequestError(f"{option} is {value!r}, which this worker does not support")
+    return found
+
+
+def _constraint(request: Mapping[str, Any], guided: Mapping[str, Any]) -> dict[str, Any]:
+    """The format that a text must match."""
+    values: dict[str, Any] = {}
+    for name, value in guided.items():
+        if value is None:
+            continue
+        if name in _CONSTRAINTS:
+            values[_CONSTRAINTS[name]] = value
+        elif name == "choice":
+            values["lark"] = "start: " + " | ".join(json.dumps(text) for text in value)
+        else:
+            raise InvalidRequestError(
+                f"guided_decoding has {name}={value!r}, which this worker does not support"
+            )
+    if values and request.get("migration_link") is not None:
+        # The tokens that another worker generated are part of the prompt now, and the constraint would start anew.
+        raise InvalidRequestError(
+            "a request with guided_decoding lost its worker and cannot go on at another one: send it again"
+        )
+    return values
+
+
+def chunk(delta: Delta, n_prompt: int, n_generated: int, wants_logprobs: bool) -> dict[str, Any]:
+    """A delta as a chunk of Dynamo's; ``n_generated``: tokens of the request so far, the delta's included."""
+    made: dict[str, Any] = {"token_ids": list(delta.token_ids), "index": 0}
+    if wants_logprobs and delta.logprobs:
+        made["log_probs"] = [entry.logprob for entry in delta.logprobs]
+        made["top_logprobs"] = [_top(entry) for entry in delta.logprobs]
+    if delta.finish_reason is not None:
+        made.update(last_chunk(delta.finish_reason, n_prompt, n_generated))
+        made["token_ids"] = list(delta.token_ids)
+    return made
+
+
+def last_chunk(reason: str, n_prompt: int, n_generated: int) -> dict[str, Any]:
+    """The end of a request without further tokens."""
+    return {
+        "token_ids": [],
+        "index": 0,
+        "finish_reason": reason,
+        "completion_usage": {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_generated,
+            "total_tokens": n_prompt + n_generated,
+        },
+    }
+
+
+def _top(entry: TokenLogprob) -> list[dict[str, Any]]:
+    """The most probable tokens of a position; the chosen one follows if it is not among them."""
+    ranked = [(top.id, top.logprob, top.piece) for top in entry.top]
+    if all(token != entry.id for token, _, _ in ranked):
+        ranked.append((entry.id, entry.logprob, entry.piece))
+    return [
+        {
+            "rank": rank,
+            "token_id": token,
+            "token": piece.decode(errors="replace"),
+            "logprob": logprob,
+            "bytes": list(piece),
+        }
+        for rank, (token, logprob, piece) in enumerate(ranked, 1)
+    ]

@@ -1,0 +1,121 @@
+"""``EngineWorker``: one engine, driven by Dynamo's runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
+
+import llamapipe as lp
+from llamapipe.dynamo.requests import chunk, last_chunk, sampling_params
+from llamapipe.engine.stream import AsyncStream
+from llamapipe.llama.vocab import Vocab
+
+_log = logging.getLogger(__name__)
+_BLOCK_TOKENS = 16  # the unit in which the frontend counts KV cells
+
+
+class EngineWorker(LLMEngine):
+    """Serves token ids from one engine; any number of requests at once.
+
+    ``open_engine`` makes the engine, in a thread, and leaves its end to the stack that it is given. ``folder`` gets
+    the files by which the frontend tokenizes. The runtime calls the methods; see ``dynamo.common.backend.LLMEngine``.
+    """
+
+    def __init__(self, open_engine: Callable[[ExitStack], lp.Engine], folder: Path, name: str) -> None:
+        self._open_engine = open_engine
+        self._folder = folder
+        self._name = name
+        self._undo = ExitStack()
+        self._engine: lp.Engine | None = None
+        self._streams: dict[str, AsyncStream] = {}
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[EngineWorker, WorkerConfig]:
+        """A worker for a command line, not started, and what the runtime must know."""
+        from llamapipe.dynamo.arguments import worker_of
+
+        return worker_of(argv)
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Loads the model, makes the engine, and writes the frontend's files."""
+        engine = await asyncio.to_thread(self._open)
+        self._engine = engine
+        _log.info("serving %r as %s", engine, self._name)
+        return EngineConfig(
+            model=str(self._folder),
+            served_model_name=self._name,
+            llm=LlmRegistration(
+                context_length=engine.n_ctx,
+                kv_cache_block_size=_BLOCK_TOKENS,
+                total_kv_blocks=engine.n_cells // _BLOCK_TOKENS,
+                max_num_seqs=engine.n_seq_max,
+            ),
+        )
+
+    def _open(self) -> lp.Engine:
+        engine = self._open_engine(self._undo)
+        engine.model.save_tokenizer(self._folder)
+        return engine
+
+    async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
+        """The chunks of one request."""
+        engine = self._engine
+        if engine is None or engine.closed:
+            raise EngineShutdown("the engine is not running")
+        prompt = _with_bos(request["token_ids"], engine.model.vocab)
+        try:
+            params = sampling_params(request)
+            stream = engine.astream(prompt, params)
+        except (ValueError, TypeError) as error:
+            raise InvalidArgument(str(error)) from error
+        request_id = context.id()
+        n_generated = 0
+        self._streams[request_id] = stream
+        try:
+            async with stream:
+                if context.is_stopped():
+                    stream.cancel()
+                async for delta in stream:
+                    n_generated += len(delta.token_ids)
+                    yield chunk(delta, len(prompt), n_generated, params.logprobs is not None)
+                    if delta.finish_reason is not None:
+                        return
+            yield last_chunk("cancelled", len(prompt), n_generated)
+        except lp.errors.EngineClosedError as error:
+            raise EngineShutdown(str(error)) from error
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from error
+        finally:
+            del self._streams[request_id]
+
+    async def abort(self, context: Any) -> None:
+        """Ends a request whose client went away; its slot is free within a step."""
+        stream = self._streams.get(context.id())
+        if stream is not None:
+            stream.cancel()
+
+    async def health_check_payload(self) -> dict[str, Any] | None:
+        """A request for one token, which the runtime sends while nothing else is asked."""
+        assert self._engine is not None
+        bos = self._engine.model.vocab.bos
+        return build_health_check_payload(0 if bos is None else bos)
+
+    async def cleanup(self) -> None:
+        """Closes the engine and its model, also after a start that failed. Running requests are finished first."""
+        await asyncio.to_thread(self._undo.close)
+
+
+def _with_bos(tokens: Sequence[int], vocab: Vocab) -> list[int]:
+    """The prompt, which begins with a BOS if the model wants one: Dynamo's frontend adds none to a plain prompt."""
+    prompt = list(tokens)
+    if vocab.add_bos and vocab.bos is not None and prompt[:1] != [vocab.bos]:
+        prompt.insert(0, vocab.bos)
+    return prompt

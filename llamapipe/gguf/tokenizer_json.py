@@ -1,0 +1,259 @@
+"""Writes a GGUF file's vocabulary as ``tokenizer.json``, the format of the ``tokenizers`` package.
+
+Programs that tokenize themselves, such as the frontend of NVIDIA Dynamo, read that format. The token ids are those of
+llama.cpp with special tokens parsed; a vocabulary that the format cannot express exactly is refused. Pure: what
+llama.cpp decides while it loads a file, such as which tokens are special, is handed in.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from llamapipe.gguf.keys import text
+from llamapipe.gguf.pre_tokenizers import PRE_TOKENIZERS
+from llamapipe.gguf.reader import Array, Head, parse_head
+
+_SPACE: Final = "\u2581"  # how SentencePiece writes a space
+_BYTE_PIECES: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
+
+
+class AddedToken(NamedTuple):
+    """A token that is found in a text before the tokenizer runs; as ``chat.control_text.SpecialToken``."""
+
+    text: str
+    id: int
+    is_control: bool
+    strips_left: bool = False
+    strips_right: bool = False
+
+
+class CannotExportError(ValueError):
+    """The vocabulary has no exact form as ``tokenizer.json``; the message says why."""
+
+
+def tokenizer_json(
+    path: Path, added: Sequence[AddedToken], first: int | None, last: int | None
+) -> dict[str, Any]:
+    """The content of ``tokenizer.json`` for the vocabulary of a checked GGUF file.
+
+    ``added``: the special tokens as llama.cpp knows them. ``first``, ``last``: ids of the tokens that are put before
+    and after a text, if any. Raises CannotExportError, and OSError if the file cannot be read.
+    """
+    with path.open("rb") as file:
+        head = parse_head(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    pieces = _pieces(head)
+    _check_overlaps(added)
+    kind = text(head.entries, "tokenizer.ggml.model") or ""
+    if kind == "llama":
+        parts = _sentencepiece(head, pieces)
+    elif kind == "gpt2":
+        parts = _byte_level(head, pieces)
+    else:
+        raise CannotExportError(
+            f"its tokenizer is {kind!r}; only 'llama' (SentencePiece with merges) and 'gpt2' (byte-level BPE) "
+            "can be written as tokenizer.json"
+        )
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": token.id,
+                "content": token.text,
+                "single_word": False,
+                "lstrip": token.strips_left,
+                "rstrip": token.strips_right,
+                "normalized": False,
+                "special": token.is_control,
+            }
+            for token in sorted(added, key=lambda token: token.id)
+            if token.text
+        ],
+        **parts,
+        "post_processor": _template(pieces, first, last),
+    }
+
+
+def _pieces(head: Head) -> list[str]:
+    array = _strings(head, "tokens")
+    pieces = []
+    for i, piece in enumerate(array):
+        try:
+            # llama.cpp gives empty pieces these names.
+            pieces.append(piece.decode() if piece else f"[EMPTY_{i}]")
+        except UnicodeDecodeError:
+            raise CannotExportError(f"piece {i} of its vocabulary, {piece!r}, is not UTF-8") from None
+    return pieces
+
+
+def _strings(head: Head, name: str) -> list[bytes]:
+    entry = head.entries.get(f"tokenizer.ggml.{name}")
+    if entry is None or not isinstance(entry.value, Array):
+        raise CannotExportError(f"tokenizer.ggml.{name} is missing")
+    return head.strings(entry.value)
+
+
+def _check_overlaps(added: Sequence[AddedToken]) -> None:
+    """Refuses special tokens of which one can begin inside another.
+
+    llama.cpp finds the longest token first, wherever it is in the text, ``tokenizers`` the one furthest to the left.
+    """
+    starts: dict[str, list[str]] = {}
+    for token in added:
+        for n in range(1, len(token.text)):
+            starts.setdefault(token.text[:n], []).append(token.text)
+    for one in (token.text for token in added):
+        for n in range(1, len(one)):
+            for other in starts.get(one[n:], ()):
+                both = one[:n] + other
+                if len(other.encode()) >= len(one.encode()) and other != one and not both.startswith(other):
+                    raise CannotExportError(
+                        f"its special tokens {one!r} and {other!r} overlap in the text {both!r}, where llama.cpp "
+                        "and tokenizers find different ones"
+                    )
+
+
+# ---- SentencePiece with merges: pieces have scores, and the pair with the best score is merged first
+
+
+def _sentencepiece(head: Head, pieces: list[str]) -> dict[str, Any]:
+    known = set(pieces)
+    if missing := [piece for piece in _BYTE_PIECES if piece not in known]:
+        raise CannotExportError(
+            f"its vocabulary has no byte pieces such as {missing[0]!r}, so it cannot express every text"
+        )
+    entry = head.entries.get("tokenizer.ggml.add_space_prefix")
+    prefix = True if entry is None else bool(entry.value)
+    escape = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    steps = [{"type": "Prepend", "prepend": _SPACE}, escape] if prefix else [escape]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(pieces, _merges_by_score(head, pieces), byte_fallback=True),
+    }
+
+
+def _merges_by_score(head: Head, pieces: list[str]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, the pieces with the best scores first.
+
+    Two equal scores would be taken from left to right by llama.cpp, but in the order of this list by ``tokenizers``.
+    Of one piece's pairs, those with the longer left half come first, which is the order from left to right where
+    two of them overlap.
+    """
+    entry = head.entries.get("tokenizer.ggml.scores")
+    if entry is None or not isinstance(entry.value, Array):
+        raise CannotExportError("tokenizer.ggml.scores is missing")
+    scores = entry.value.data.tolist()
+    known = set(pieces)
+    made: dict[float, str] = {}
+    merges = []
+    for i in sorted(range(len(pieces)), key=lambda i: (-scores[i], i)):
+        piece = pieces[i]
+        pairs = [
+            (piece[:n], piece[n:])
+            for n in range(len(piece) - 1, 0, -1)
+            if piece[:n] in known and piece[n:] in known
+        ]
+        if not pairs:
+            continue
+        if (other := made.setdefault(scores[i], piece)) != piece:
+            raise CannotExportError(
+                f"its pieces {other!r} and {piece!r} have the same score, {scores[i]}: tokenizer.json needs an order"
+            )
+        merges += pairs
+    return merges
+
+
+# ---- byte-level BPE: the file lists the merges in their order
+
+
+def _byte_level(head: Head, pieces: list[str]) -> dict[str, Any]:
+    flavour = text(head.entries, "tokenizer.ggml.pre")
+    found = PRE_TOKENIZERS.get(flavour or "")
+    if found is None:
+        named = (
+            "it does not name its pre-tokenizer" if flavour is None else f"its pre-tokenizer is {flavour!r}"
+        )
+        raise CannotExportError(
+            f"{named}; those that can be exported are {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    known = set(pieces)
+    merges = []
+    for i, line in enumerate(_strings(head, "merges")):
+        left, _, right = line.decode("utf-8", "backslashreplace").partition(" ")
+        for piece in (left, right, left + right):
+            if piece not in known:
+                raise CannotExportError(
+                    f"merge {i} of its vocabulary, {left!r} and {right!r}, needs the piece {piece!r}, which is missing"
+                )
+        merges.append((left, right))
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in found.patterns
+    ]
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, _BYTE_LEVEL]},
+        "decoder": _BYTE_LEVEL,
+        "model": _bpe(pieces, merges, ignore_merges=found.whole_words),
+    }
+
+
+_BYTE_LEVEL: Final = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": False,
+    "use_regex": False,
+}
+
+
+def _bpe(pieces: list[str], merges: Iterable[tuple[str, str]], **options: bool) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **options,
+        "vocab": {piece: i for i, piece in enumerate(pieces)},
+        "merges": [list(pair) for pair in merges],
+    }
+
+
+def _template(pieces: list[str], first: int | None, last: int | None) -> dict[str, Any] | None:
+    """Adds the tokens before and after a text, for readers that ask for it."""
+    if first is None and last is None:
+        return None
+
+    def special(token: int) -> dict[str, Any]:
+        return {"SpecialToken": {"id": pieces[token], "type_id": 0}}
+
+    def sequence(name: str) -> list[dict[str, Any]]:
+        before = [] if first is None else [special(first)]
+        return [*before, {"Sequence": {"id": name, "type_id": 0}}, *([] if last is None else [special(last)])]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": sequence("A"),
+        "pair": sequence("A") + sequence("B"),
+        "special_tokens": {
+            pieces[token]: {"id": pieces[token], "ids": [token], "tokens": [pieces[token]]}
+            for token in (first, last)
+            if token is not None
+        },
+    }

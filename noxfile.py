@@ -24,6 +24,7 @@ nox.options.error_on_missing_interpreters = True
 
 BACKENDS = ("cpu", "vulkan", "cuda", "metal")
 GROUPS = nox.project.load_toml("pyproject.toml")
+DYNAMO = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
 OPENAI = "openai==3.54.0"  # whose source archive holds the tests; also in the group "clients"
 
 
@@ -71,6 +72,18 @@ def ray(session: nox.Session) -> None:
     session.env.setdefault("LLAMAPIPE_RAY_PROMPTS", "20000")
     # Warnings of Ray's own modules, such as sockets that they leave open, are not errors here.
     _pytest(session, "-m", "ray", "-W=default", default=["tests/ray_cluster", "tests/docs"])
+
+
+@nox.session
+def dynamo(session: nox.Session) -> None:
+    """Install the package with NVIDIA Dynamo and run the tests that start its frontend and our workers."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    # The packages ask for much that only Dynamo's other engines use.
+    session.install("--no-deps", *DYNAMO)
+    session.install(*nox.project.dependency_groups(GROUPS, "dynamo"))
+    _install(session)
+    # Warnings of Dynamo's own modules are not errors here.
+    _pytest(session, "-m", "dynamo", "-W=default", default=["tests/dynamo_cluster"])
 
 
 @nox.session

@@ -166,13 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(type(worker), None, ready)
     except UsageError as error:
         made.print_usage(sys.stderr)
-        print(f"llamapipe: {error} (see {made.prog} --help)", file=sys.stderr)
+        sys.stderr.write(f"llamapipe: {error} (see {made.prog} --help)\n")
         return 2
     except KeyboardInterrupt:
         return 130
     except (lp.errors.LlamapipeError, OSError, ValueError, ImportError) as error:
         if args.verbose:
             raise
-        print(f"llamapipe: {error}", file=sys.stderr)
+        sys.stderr.write(f"llamapipe: {error}\n")
         return 1
     return 0

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _BLOCK_TOKENS = 16  # the unit in which the frontend counts KV cells
 
 
-class EngineWorker(LLMEngine):
+class EngineWorker(LLMEngine):  # type: ignore[misc]
     """Serves token ids from one engine; any number of requests at once.
 
     ``open_engine`` makes the engine, in a thread, and leaves its end to the stack that it is given. ``folder`` gets
@@ -106,7 +106,8 @@ class EngineWorker(LLMEngine):
         """A request for one token, which the runtime sends while nothing else is asked."""
         assert self._engine is not None
         bos = self._engine.model.vocab.bos
-        return build_health_check_payload(0 if bos is None else bos)
+        payload: dict[str, Any] = build_health_check_payload(0 if bos is None else bos)
+        return payload
 
     async def cleanup(self) -> None:
         """Closes the engine and its model, also after a start that failed. Running requests are finished first."""

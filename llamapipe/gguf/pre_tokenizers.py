@@ -33,8 +33,10 @@ _QWEN35: Final = _words(r"\p{L}\p{M}", r"\p{N}")
 
 PRE_TOKENIZERS: Final = {
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "modern-bert", "mpt", "olmo", "jais", "trillion")
-        + ("granite-docling", "exaone4"),
+        (
+            *("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "modern-bert", "mpt", "olmo", "jais"),
+            *("trillion", "granite-docling", "exaone4"),
+        ),
         PreTokenizer((_GPT2,)),
     ),
     **dict.fromkeys(

@@ -1,0 +1,188 @@
+"""What needs no Dynamo: its requests as options, our deltas as its chunks, the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.run_script import run_script
+
+import llamapipe as lp
+from llamapipe.cli.options import UsageError
+from llamapipe.dynamo.arguments import _address, default_folder, parser
+from llamapipe.dynamo.requests import chunk, last_chunk, sampling_params
+from llamapipe.errors import InvalidRequestError
+
+
+def request(**sections: Any) -> dict[str, Any]:
+    """A request as the frontend sends it, with an entry for every option."""
+    options = {
+        "sampling_options": dict.fromkeys(
+            "n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p "
+            "use_beam_search length_penalty seed guided_decoding".split()
+        )
+        | {"include_stop_str_in_output": False},
+        "stop_conditions": dict.fromkeys(
+            "max_tokens stop stop_token_ids stop_token_ids_hidden min_tokens ignore_eos max_thinking_tokens".split()
+        ),
+        "output_options": dict.fromkeys("logprobs prompt_logprobs skip_special_tokens".split()),
+    }
+    for name, values in sections.items():
+        options[name] = options.get(name, {}) | values if isinstance(values, dict) else values
+    return {"token_ids": [1, 2], "model": "story", **options}
+
+
+class TestOptions:
+    def test_an_option_that_is_not_given_has_our_default(self) -> None:
+        assert sampling_params(request()) == lp.SamplingParams(max_tokens=None)
+        assert sampling_params({"token_ids": [1]}) == lp.SamplingParams(max_tokens=None)
+
+    def test_each_is_mapped(self) -> None:
+        given = request(
+            sampling_options={
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "top_k": -1,
+                "min_p": 0.1,
+                "presence_penalty": 0.2,
+                "frequency_penalty": 0.3,
+                "repetition_penalty": 1.1,
+                "seed": -7,
+            },
+            stop_conditions={
+                "max_tokens": 9,
+                "min_tokens": 2,
+                "ignore_eos": True,
+                "stop": ["x"],
+                "stop_token_ids": [5],
+                "stop_token_ids_hidden": [6],
+            },
+            output_options={"logprobs": 2, "skip_special_tokens": True},
+        )
+        made, expected = (
+            sampling_params(given),
+            lp.SamplingParams(
+                temperature=0.5,
+                top_p=0.9,
+                top_k=-1,
+                min_p=0.1,
+                presence_penalty=0.2,
+                frequency_penalty=0.3,
+                repeat_penalty=1.1,
+                seed=2**64 - 7,
+                max_tokens=9,
+                min_tokens=2,
+                ignore_eos=True,
+                stop_token_ids=[5, 6],
+                logprobs=2,
+            ),
+        )
+        assert made == expected and vars(made) == vars(expected)
+
+    @pytest.mark.parametrize(
+        ("guided", "expected"),
+        [
+            ({"json": {"type": "object"}}, {"json_schema": '{"type": "object"}'}),
+            ({"regex": "a+", "choice": None}, {"regex": "a+"}),
+            ({"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+            ({"choice": ["yes", 'n"o']}, {"lark": 'start: "yes" | "n\\"o"'}),
+        ],
+    )
+    def test_constraints(self, guided: dict[str, Any], expected: dict[str, str]) -> None:
+        made = sampling_params(request(sampling_options={"guided_decoding": guided}))
+        assert {name: getattr(made, name) for name in expected} == expected
+
+    @pytest.mark.parametrize(
+        ("sections", "message"),
+        [
+            ({"sampling_options": {"n": 2}}, "n is 2"),
+            ({"sampling_options": {"best_of": 3}}, "best_of is 3"),
+            ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
+            ({"sampling_options": {"new_option": 1}}, "new_option is 1"),
+            ({"sampling_options": {"temperature": -1}}, "temperature"),
+            ({"sampling_options": {"guided_decoding": {"structural_tag": "x"}}}, "structural_tag"),
+            ({"sampling_options": {"guided_decoding": {"json": {}, "regex": "a"}}}, "both given"),
+            ({"stop_conditions": {"max_thinking_tokens": 5}}, "max_thinking_tokens is 5"),
+            ({"stop_conditions": {"stop_token_ids_visible": [3]}}, "stop_token_ids_visible"),
+            ({"stop_conditions": {"max_tokens": 0}}, "max_tokens"),
+            ({"output_options": {"prompt_logprobs": 0}}, "prompt_logprobs is 0"),
+            ({"prefill_result": {"x": 1}}, "disaggregated serving"),
+            ({"multi_modal_data": {"image_url": ["x"]}}, "images"),
+        ],
+    )
+    def test_what_cannot_be_honoured_is_refused(self, sections: dict[str, Any], message: str) -> None:
+        with pytest.raises(InvalidRequestError, match=message):
+            sampling_params(request(**sections))
+
+    def test_a_constraint_does_not_survive_its_worker(self) -> None:
+        constrained = {
+            "sampling_options": {"guided_decoding": {"regex": "a+"}},
+            "migration_link": {"span_id": "1"},
+        }
+        with pytest.raises(InvalidRequestError, match="lost its worker"):
+            sampling_params(request(**constrained))
+        assert sampling_params(request(migration_link={"span_id": "1"})) == lp.SamplingParams(max_tokens=None)
+
+
+class TestChunks:
+    def test_the_chunks_of_a_stream(self) -> None:
+        params = lp.SamplingParams(temperature=0, max_tokens=6, logprobs=2)
+        made, n = [], 0
+        with lp.Model.demo() as model, lp.Engine(model, n_ctx=64, n_threads=1) as engine:
+            completion = engine.generate("Once upon", params)
+            for delta in engine.stream("Once upon", params):
+                n += len(delta.token_ids)
+                made.append(chunk(delta, 3, n, True))
+        assert [token for one in made for token in one["token_ids"]] == completion.token_ids
+        assert [one.get("finish_reason") for one in made] == [*[None] * (len(made) - 1), "length"]
+        assert made[-1]["completion_usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+        given = [value for one in made for value in one.get("log_probs", ())]
+        assert completion.logprobs is not None and given == [entry.logprob for entry in completion.logprobs]
+        for one in made:
+            for token, ranked in zip(one["token_ids"], one.get("top_logprobs", ()), strict=True):
+                assert [entry["rank"] for entry in ranked] == list(range(1, len(ranked) + 1))
+                assert token in [entry["token_id"] for entry in ranked] and ranked[0]["bytes"]
+
+    def test_the_end_of_a_cancelled_request(self) -> None:
+        assert last_chunk("cancelled", 3, 2) == {
+            "token_ids": [],
+            "index": 0,
+            "finish_reason": "cancelled",
+            "completion_usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+        }
+
+
+class TestCommandLine:
+    def test_variables_of_dynamo_set_its_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DYN_NAMESPACE", "blue")
+        monkeypatch.setenv("DYN_EVENT_PLANE", "zmq")
+        args = parser().parse_args(["--n-ctx", "128"])
+        assert (args.namespace, args.event_plane, args.discovery_backend, args.n_ctx) == (
+            "blue",
+            "zmq",
+            "etcd",
+            128,
+        )
+        assert _address(args) == ("blue", "backend", "generate")
+        assert _address(parser().parse_args(["--endpoint", "dyn://a.b.c"])) == ("a", "b", "c")
+        with pytest.raises(UsageError, match="dyn://NAMESPACE"):
+            _address(parser().parse_args(["--endpoint", "dyn://a.b"]))
+
+    def test_workers_of_a_model_share_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        template = tmp_path / "template.jinja"
+        template.write_text("{{ messages }}")
+        plain = default_folder(lp.demo_model_path(), None)
+        assert plain == default_folder(lp.demo_model_path(), None) and plain.is_relative_to(tmp_path)
+        assert plain != default_folder(lp.demo_model_path(), str(template))
+
+    def test_without_dynamo_the_error_names_the_extra(self) -> None:
+        program = """
+import sys
+sys.modules["dynamo"] = None
+from llamapipe.dynamo.arguments import main
+sys.stderr = sys.stdout
+print(main([]))
+"""
+        assert "pip install 'llamapipe[dynamo]'" in (out := run_script(program)) and out.endswith("1\n")

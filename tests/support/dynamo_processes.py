@@ -1,0 +1,109 @@
+"""NVIDIA Dynamo's frontend and our workers, in processes of their own, on loopback and without etcd."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from support.control import PATIENCE_S
+from support.run_script import environment
+
+PLANES = ("--discovery-backend", "file", "--event-plane", "zmq")
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+class DynamoProcess:
+    """One process of Dynamo; its output is in a file of the folder."""
+
+    def __init__(self, folder: Path, name: str, *command: str) -> None:
+        self.log = folder / f"{name}.log"
+        variables = {
+            "DYN_FILE_KV": str(folder / "discovery"),
+            "DYN_TCP_RPC_HOST": "127.0.0.1",
+            "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+            "HOME": str(folder),
+            "XDG_CACHE_HOME": str(folder),
+        }
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command, *PLANES],
+                cwd=folder,
+                env={**environment(), **variables},
+                stdout=log,
+                stderr=log,
+            )
+
+    def signal(self, number: signal.Signals) -> int:
+        """Sends a signal and returns the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Cluster:
+    """A frontend at ``url`` and workers, which ``start`` adds; their logs stay in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "discovery").mkdir()
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._frontend = DynamoProcess(
+            folder,
+            "frontend",
+            *("dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)),
+            *("--migration-limit", "3"),
+        )
+        self.workers: list[DynamoProcess] = []
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in (*self.workers, self._frontend):
+            process.close()
+
+    def start(self, n: int, *arguments: str) -> None:
+        """Adds ``n`` workers and waits until the frontend knows them."""
+        for _ in range(n):
+            name = f"worker-{len(self.workers)}"
+            command = ("llamapipe.dynamo", "--served-model-name", "story", "--n-threads", "1", *arguments)
+            self.workers.append(DynamoProcess(self._folder, name, *command))
+        deadline = monotonic() + PATIENCE_S
+        while not self._knows(len(self.workers)):
+            assert all(worker.process.poll() is None for worker in self.workers), "a worker ended"
+            assert monotonic() < deadline, "the frontend does not find the workers"
+
+    def _knows(self, n: int) -> bool:
+        try:
+            health = httpx.get(f"{self.url}/health", timeout=PATIENCE_S).json()
+            models = httpx.get(f"{self.url}/v1/models", timeout=PATIENCE_S).json()
+        except httpx.TransportError:
+            return False
+        found = [one for one in health.get("instances", ()) if one["endpoint"] == "generate"]
+        return len(found) == n and any(model["id"] == "story" for model in models["data"])
+
+    def complete(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        """The answer to a request that is not streamed."""
+        return httpx.post(f"{self.url}{path}", json={"model": "story", **body}, timeout=PATIENCE_S)

@@ -1,10 +1,52 @@
-"""``python -m llamapipe.dynamo``."""
+"""``python -m llamapipe.dynamo``: runs a worker until a signal ends it."""
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Sequence
 
-from llamapipe.dynamo.arguments import main
+from llamapipe.cli.options import UsageError
+from llamapipe.dynamo.arguments import parser
+from llamapipe.errors import LlamapipeError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker and return the exit status: 0 after a signal, 1 if it failed, 2 for wrong usage."""
+    made = parser()
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = made.parse_args(given)
+    if args.verbose:
+        logging.getLogger("llamapipe").setLevel(logging.DEBUG)
+    try:
+        _run(given)
+    except UsageError as error:
+        made.print_usage(sys.stderr)
+        sys.stderr.write(f"llamapipe: {error} (see {made.prog} --help)\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except (LlamapipeError, OSError, ValueError, ImportError) as error:
+        if args.verbose:
+            raise
+        sys.stderr.write(f"llamapipe: {error}\n")
+        return 1
+    return 0
+
+
+def _run(argv: list[str]) -> None:
+    try:
+        from dynamo.common.backend.run import run
+
+        from llamapipe.dynamo.worker import EngineWorker
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "llamapipe":
+            raise
+        raise ImportError(
+            f"llamapipe.dynamo needs {error.name}, which is not installed: pip install 'llamapipe[dynamo]'"
+        ) from None
+    run(EngineWorker, argv)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import logging
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import llamapipe as lp
 from llamapipe.cli.loading import open_engine, open_model
@@ -26,11 +24,6 @@ from llamapipe.cli.options import (
     model_path,
 )
 from llamapipe.gguf.fingerprint import fingerprint
-
-if TYPE_CHECKING:
-    from dynamo.common.backend import WorkerConfig
-
-    from llamapipe.dynamo.worker import EngineWorker
 
 _DESCRIPTION = "Run a worker for NVIDIA Dynamo. Without -m, use the bundled model."
 _EPILOG = """\
@@ -84,22 +77,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def worker_of(argv: Sequence[str] | None) -> tuple[EngineWorker, WorkerConfig]:
-    """The worker and its registration for a command line. Raises UsageError, ImportError."""
-    return _made(parser().parse_args(argv))
+class WorkerOptions(NamedTuple):
+    """What a command line asks for. ``registration``: fields of Dynamo's ``WorkerConfig``."""
+
+    open_engine: Callable[[ExitStack], lp.Engine]
+    folder: Path
+    name: str
+    registration: dict[str, Any]
 
 
-def _made(args: argparse.Namespace) -> tuple[EngineWorker, WorkerConfig]:
-    try:
-        from dynamo.common.backend import WorkerConfig
-
-        from llamapipe.dynamo.worker import EngineWorker
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "llamapipe":
-            raise
-        raise ImportError(
-            f"llamapipe.dynamo needs {error.name}, which is not installed: pip install 'llamapipe[dynamo]'"
-        ) from None
+def worker_options(args: argparse.Namespace) -> WorkerOptions:
+    """What the parsed arguments ask for. Raises UsageError, OSError."""
     file: Path = lp.demo_model_path() if args.model is None else args.model
     name = args.served_model_name or file.stem
     namespace, component, endpoint = _address(args)
@@ -110,19 +98,20 @@ def _made(args: argparse.Namespace) -> tuple[EngineWorker, WorkerConfig]:
         model = undo.enter_context(open_model(file, options, show_progress=False))
         return undo.enter_context(open_engine(model, given(args, ENGINE)))
 
-    return EngineWorker(opened, folder, name), WorkerConfig(
-        namespace=namespace,
-        component=component,
-        endpoint=endpoint,
-        model_name=str(folder),
-        served_model_name=name,
-        endpoint_types=args.endpoint_types,
-        discovery_backend=args.discovery_backend,
-        request_plane=args.request_plane,
-        event_plane=args.event_plane,
-        tool_call_parser=args.dyn_tool_call_parser,
-        reasoning_parser=args.dyn_reasoning_parser,
-    )
+    registration = {
+        "namespace": namespace,
+        "component": component,
+        "endpoint": endpoint,
+        "model_name": str(folder),
+        "served_model_name": name,
+        "endpoint_types": args.endpoint_types,
+        "discovery_backend": args.discovery_backend,
+        "request_plane": args.request_plane,
+        "event_plane": args.event_plane,
+        "tool_call_parser": args.dyn_tool_call_parser,
+        "reasoning_parser": args.dyn_reasoning_parser,
+    }
+    return WorkerOptions(opened, folder, name, registration)
 
 
 def _address(args: argparse.Namespace) -> tuple[str, str, str]:
@@ -148,31 +137,3 @@ def default_folder(file: Path, chat_template: str | None) -> Path:
     if chat_template is not None:
         key += Path(chat_template).read_bytes()
     return cache / "llamapipe" / "tokenizers" / hashlib.blake2b(key, digest_size=16).hexdigest()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a worker until a signal ends it, and return the exit status."""
-    made = parser()
-    args = made.parse_args(argv)
-    if args.verbose:
-        logging.getLogger("llamapipe").setLevel(logging.DEBUG)
-    try:
-        worker, config = _made(args)
-        from dynamo.common.backend.run import run
-
-        async def ready(_: list[str] | None) -> tuple[EngineWorker, WorkerConfig]:
-            return worker, config
-
-        run(type(worker), None, ready)
-    except UsageError as error:
-        made.print_usage(sys.stderr)
-        sys.stderr.write(f"llamapipe: {error} (see {made.prog} --help)\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except (lp.errors.LlamapipeError, OSError, ValueError, ImportError) as error:
-        if args.verbose:
-            raise
-        sys.stderr.write(f"llamapipe: {error}\n")
-        return 1
-    return 0

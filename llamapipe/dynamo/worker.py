@@ -14,6 +14,7 @@ from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 import llamapipe as lp
+from llamapipe.dynamo.arguments import parser, worker_options
 from llamapipe.dynamo.requests import chunk, last_chunk, sampling_params
 from llamapipe.engine.stream import AsyncStream
 from llamapipe.llama.vocab import Vocab
@@ -40,9 +41,9 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[EngineWorker, WorkerConfig]:
         """A worker for a command line, not started, and what the runtime must know."""
-        from llamapipe.dynamo.arguments import worker_of
-
-        return worker_of(argv)
+        options = worker_options(parser().parse_args(argv))
+        worker = cls(options.open_engine, options.folder, options.name)
+        return worker, WorkerConfig(**options.registration)
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Loads the model, makes the engine, and writes the frontend's files."""

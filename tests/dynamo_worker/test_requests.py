@@ -181,7 +181,7 @@ class TestCommandLine:
         program = """
 import sys
 sys.modules["dynamo"] = None
-from llamapipe.dynamo.arguments import main
+from llamapipe.dynamo.__main__ import main
 sys.stderr = sys.stdout
 print(main([]))
 """

@@ -72,7 +72,7 @@ def exported(
         yield model, Tokenizer.from_file(str(made / "tokenizer.json"))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text(_CHARACTERS) | st.text(_FEW) | st.text(_FEW | _CHARACTERS), data=st.data())
 def test_token_ids_are_those_of_llama_cpp(
     exported: tuple[lp.Model, Any], text: str, data: st.DataObject
@@ -88,7 +88,7 @@ def test_token_ids_are_those_of_llama_cpp(
         assert tokenizer.encode(text).ids == model.tokenize(text, parse_special=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=st.text(_CHARACTERS) | st.text(_FEW))
 def test_decoding_gives_the_text_back(exported: tuple[lp.Model, Any], text: str) -> None:
     model, tokenizer = exported

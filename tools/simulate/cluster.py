@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from itertools import count
 
 from simulate.cost import StepCost
 from simulate.node import Answer, Node, NodeOptions, quantile_of
-from simulate.policies import Policy
+from simulate.policies import Nodes, Policy
 from simulate.workload import Conversation
 
 QUANTILES = (0.5, 0.95, 0.99)
@@ -22,9 +23,10 @@ QUANTILES = (0.5, 0.95, 0.99)
 class Outcome:
     """What a run gave. Times in seconds; first tokens and gaps between tokens at the QUANTILES.
 
-    ``tokens_per_s``: of answers that have ended. ``n_ended`` of ``n_arrived`` requests have ended by the end of the
-    simulated time; ``backlog``: open ones per node. ``hit_rate``: the part of prompt tokens that were in cells.
-    ``busy``: the part of the time in which steps ran.
+    Counted are requests that arrive after the warm-up. ``n_ended`` of ``n_arrived`` have ended by the end of the
+    simulated time, with ``n_tokens`` in their answers; ``tokens_per_s``: a second after the warm-up. ``last_s``: the
+    last event. ``hit_rate``: the part of prompt tokens that were in cells. ``busy``: the part of the time in which
+    steps ran. ``backlog``: open requests per node.
     """
 
     n_nodes: int
@@ -32,6 +34,8 @@ class Outcome:
     n_arrived: int
     n_ended: int
     n_steps: int
+    n_tokens: int
+    last_s: float
     tokens_per_s: float
     first_s: tuple[float, ...]
     gap_s: tuple[float, ...]
@@ -44,7 +48,7 @@ class Cluster:
     """``n_nodes`` equal nodes. ``run`` is called once."""
 
     def __init__(self, n_nodes: int, cost: StepCost, options: NodeOptions, policy: Policy) -> None:
-        self.nodes = [Node(cost, options) for _ in range(n_nodes)]
+        self.nodes = Nodes(Node(cost, options) for _ in range(n_nodes))
         self._policy = policy
         self._open: set[Answer] = set()  # of those that count
         self._first_s = array("d")  # from arrival to first token
@@ -53,8 +57,8 @@ class Cluster:
         # (time, order, node or -1 for an arrival): the order makes equal times a stable queue.
         self._events: list[tuple[float, int, int, Conversation | None]] = []
         self._order = count()
+        self._next_s = [math.inf] * n_nodes  # the event of each node; others of it are void
         self._now_s = 0.0
-        self._end_s = 0.0
 
     def __repr__(self) -> str:
         return f"<Cluster n_nodes={len(self.nodes)} at {self._now_s:.1f} s>"
@@ -63,7 +67,7 @@ class Cluster:
         self, arrivals: Iterator[tuple[float, Conversation]], seconds: float, warm_up_s: float = 0.0
     ) -> Outcome:
         """Serves conversations until the given time. Requests that arrive in the first ``warm_up_s`` do not count."""
-        self._end_s, self._warm_up_s = seconds, warm_up_s
+        self._warm_up_s = warm_up_s
         self._next_arrival(arrivals)
         collects = gc.isenabled()
         gc.disable()  # nothing here is cyclic, and it would look at millions of objects
@@ -72,17 +76,23 @@ class Cluster:
         finally:
             if collects:
                 gc.enable()
+        for node in self.nodes:
+            node.stop(seconds)
         return self._outcome(seconds, warm_up_s)
 
     def _serve(self, arrivals: Iterator[tuple[float, Conversation]], seconds: float) -> None:
         events, nodes, order = self._events, self.nodes, self._order
         while events and events[0][0] <= seconds:
             now_s, _, number, conversation = heappop(events)
+            if number >= 0 and self._next_s[number] != now_s:
+                continue  # an arrival has cut its steps short
             self._now_s = now_s
             if number >= 0:
                 node = nodes[number]
                 node.finish_step()
-                if node.end_s < seconds:
+                nodes.changed(number)
+                self._next_s[number] = node.end_s
+                if node.end_s < math.inf:
                     heappush(events, (node.end_s, next(order), number, None))
                 continue
             assert conversation is not None
@@ -115,9 +125,10 @@ class Cluster:
             self._open.add(answer)
         number = self._policy.choose(self.nodes, answer)
         node = self.nodes[number]
-        was_idle = node.end_s > 1e300
         node.submit(answer, self._now_s)
-        if was_idle and node.end_s < self._end_s:
+        self.nodes.changed(number)
+        if node.end_s != self._next_s[number]:
+            self._next_s[number] = node.end_s
             heappush(self._events, (node.end_s, next(self._order), number, None))
 
     def _count(self, answer: Answer) -> None:
@@ -143,6 +154,8 @@ class Cluster:
             self._n_arrived,
             self._n_ended,
             sum(node.n_steps for node in self.nodes),
+            self._n_generated,
+            self._now_s,
             self._n_generated / max(seconds - warm_up_s, 1e-9),
             tuple(_quantile(first_s, q) for q in QUANTILES),
             tuple(quantile_of(gaps, q) for q in QUANTILES),

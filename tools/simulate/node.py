@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy, Save
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy, MemoryOp, Save
 from llamapipe.engine.scheduler.batch_plan import Load as LoadCells
 from llamapipe.engine.scheduler.kv_cache import KvCache
 from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from simulate.cost import Load as StepLoad
 from simulate.cost import StepCost, load_of
+from simulate.workload import TOKENS
 
 _NO_TOKENS: frozenset[int] = frozenset()
+_STREAMED = UNLIMITED - 1  # tokens that a stream may be ahead of its reader: all readers are fast
 BINS_PER_E = 20  # of the histogram of gaps: neighbours differ by 5 %
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """The options of an engine, as of ``llamapipe.Engine``, and the speed of its memory.
-
-    ``cell_bytes``: of one position's keys and values. ``copy_bytes_per_s``: of copies between slots and to host memory.
-    """
+    """The options of an engine, as of ``llamapipe.Engine``. ``cell_bytes``: of one position's keys and values."""
 
     n_ctx: int = 4096
     n_seq_max: int = 16
@@ -32,7 +31,6 @@ class NodeOptions:
     n_ubatch: int = 512
     cache_bytes: int = 4 * 2**30
     cell_bytes: float = 24_576.0
-    copy_bytes_per_s: float = 4e9
     prefix_cache: bool = True
     prefill_cutoff: int | None = 256
     max_itl_s: float | None = None
@@ -79,7 +77,18 @@ class Answer:
 
 
 class Node:
-    """One engine. ``end_s``: when the step in flight ends; infinity if none is. ``gaps``: between tokens, by bin."""
+    """One engine. ``end_s``: when it has to be looked at again; infinity if it has no work. ``gaps``: by bin.
+
+    While the same requests decode, every step repeats the one before it, and only takes longer by its cells. Such steps
+    are one *portion*: its last step ends a request. An arrival cuts a portion after the step in flight. The scheduler
+    plans and commits the first and the last of these steps; for those between them, only the numbers of tokens change.
+    ``max_portion``: most steps in one.
+    """
+
+    __slots__ = (
+        "_begin_s", "_cost", "_inbox", "_last_s", "_load", "_n_portion", "_n_ubatch", "_plan", "_repeated", "_slope_s",
+        "_step_s", "busy_s", "end_s", "gaps", "max_portion", "n_open", "n_open_tokens", "n_steps", "scheduler",
+    )  # fmt: skip
 
     def __init__(self, cost: StepCost, options: NodeOptions) -> None:
         cache = KvCache(
@@ -105,11 +114,19 @@ class Node:
         self.busy_s = 0.0
         self.n_steps = 0
         self.gaps: Counter[int] = Counter()
+        self.max_portion = (
+            1 if self.scheduler.batch_builder.budget.is_on else 2**30
+        )  # it learns from each step
         self._cost = cost
-        self._options = options
+        self._n_ubatch = options.n_ubatch
         self._inbox: list[Answer] = []
-        self._plan: BatchPlan | None = None
-        self._load = StepLoad(0, 0, 0, 0)
+        self._plan: BatchPlan | None = None  # in flight
+        self._load = StepLoad(False, (), 0, 0)  # of the step that the portion began with
+        self._begin_s = 0.0  # of the portion
+        self._n_portion = 1
+        self._step_s = self._slope_s = (
+            0.0  # the time of its first step, and by how much the others take longer
+        )
         self._repeated: BatchPlan | None = None  # whose requests have had their last tokens at `_last_s`
         self._last_s = 0.0
 
@@ -123,25 +140,85 @@ class Node:
         self._inbox.append(answer)
         if self._plan is None:
             self._start(now_s)
+        elif self._n_portion > 1:
+            self._cut(now_s)
 
     def finish_step(self) -> None:
-        """Ends the step in flight, at ``end_s``, and starts the next one if there is work."""
+        """Ends the portion in flight, at ``end_s``, and starts the next one if there is work."""
         plan, now_s = self._plan, self.end_s
         assert plan is not None
+        if self._n_portion > 1:
+            self._skip(self._n_portion - 1)
         scheduler = self.scheduler
         self._plan, self.end_s = None, math.inf
-        taken = scheduler.commit(plan, [request.tokens[-1] + 1 for request in plan.requests])
-        if scheduler.batch_builder.budget.is_on:
-            scheduler.observe(plan, self._cost.seconds(self._load))
+        taken = scheduler.commit(plan, [_following(request.tokens[-1]) for request in plan.requests])
+        if self.max_portion == 1:
+            scheduler.observe(plan, self._step_s)
         self.n_steps += 1
+        self.busy_s += self._step_s
         if plan.repeats:
-            self.gaps[_bin(now_s - self._last_s)] += len(taken)
+            self.gaps[_bin(self._step_s)] += len(taken)
         else:
             self._note_tokens(plan, now_s)
         self._last_s = now_s
         if scheduler.dequeued:  # some have ended
             self._note_ends(plan, now_s)
         self._start(now_s)
+
+    def stop(self, now_s: float) -> None:
+        """Counts the steps that have ended; it is the last call."""
+        if self._plan is not None and self._n_portion > 1:
+            self._cut(now_s)
+
+    def _ended_s(self, n: int) -> float:
+        """When the ``n``-th step of the portion ends."""
+        return self._begin_s + n * self._step_s + n * (n - 1) / 2 * self._slope_s
+
+    def _cut(self, now_s: float) -> None:
+        """Ends the portion with the step that is in flight now."""
+        low, high = 0, self._n_portion - 1  # steps that have ended: at least, at most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._ended_s(middle) <= now_s:
+                low = middle
+            else:
+                high = middle - 1
+        if low:
+            self._skip(low)
+        self._n_portion = 1
+        self.end_s = self._begin_s + self._step_s
+
+    def _skip(self, n: int) -> None:
+        """Commits the first ``n`` steps of the portion, which end no request."""
+        plan = self._plan
+        assert plan is not None
+        for request in plan.requests:
+            tokens = request.tokens
+            begin = _following(tokens[-1])
+            tokens += TOKENS[begin : begin + n] if begin + n <= len(TOKENS) else range(begin, begin + n)
+            request.n_past += n
+            request.n_generated += n
+            request.n_total += n
+        self.n_steps += n
+        self._note_gaps(n, len(plan.requests))
+        ended_s = self._last_s = self._ended_s(n)
+        self.busy_s += ended_s - self._begin_s
+        self._begin_s = ended_s
+        self._step_s += n * self._slope_s
+        self._n_portion -= n
+        self._load = self._load.repeated(n)
+
+    def _note_gaps(self, n: int, n_requests: int) -> None:
+        """Counts those of the first ``n`` steps of the portion."""
+        step_s, slope_s = self._step_s, self._slope_s
+        last = _bin(step_s + (n - 1) * slope_s)
+        noted = 0
+        for number in range(_bin(step_s), last):
+            upper_s = math.exp((number + 1) / BINS_PER_E)
+            below = min(max(math.ceil((upper_s - step_s) / slope_s), noted), n)
+            self.gaps[number] += (below - noted) * n_requests
+            noted = below
+        self.gaps[last] += (n - noted) * n_requests
 
     def _note_tokens(self, plan: BatchPlan, now_s: float) -> None:
         """Counts the gaps before these tokens, request by request."""
@@ -171,35 +248,46 @@ class Node:
         scheduler = self.scheduler
         if self._inbox:
             for answer in self._inbox:
-                scheduler.add(Request(answer.tokens, answer.n_answer, _NO_TOKENS, UNLIMITED, sink=answer))
+                scheduler.add(Request(answer.tokens, answer.n_answer, _NO_TOKENS, _STREAMED, sink=answer))
                 answer.tokens = []  # the request's now: it ends long before the answer is forgotten
             self._inbox.clear()
         plan = scheduler.plan()
         if scheduler.dequeued:
             scheduler.take_dequeued()
-        memory_s = self._memory_s() if scheduler.has_memory_ops else 0.0
+        copies = (0, 0)
+        if scheduler.has_memory_ops:
+            copies = count_copies(scheduler.cache.take_memory_ops(), scheduler.cache)
         if plan is None:
             return
+        self._plan, self._begin_s, self._n_portion = plan, now_s, 1
         if plan.repeats:
-            n_decode, n_cells, _, _ = self._load
-            self._load = StepLoad(n_decode, n_cells + n_decode, 0, 0)
+            load = self._load = self._load.repeated()
             self._repeated = plan
+            n_ctx = scheduler.n_ctx
+            n_left = min(min(r.max_tokens - r.n_generated, n_ctx - len(r.tokens)) for r in plan.requests)
+            self._n_portion = min(max(n_left, 1), self.max_portion)
+            self._slope_s = self._cost.repeated_s(load)
         else:
-            self._load = load_of(plan)
-        seconds = self._cost.seconds(self._load) + memory_s
-        self._plan = plan
-        self.busy_s += seconds
-        self.end_s = now_s + seconds
+            load = self._load = load_of(plan, self._n_ubatch, *copies)
+            self._slope_s = 0.0
+        self._step_s = self._cost.seconds(load)
+        self.end_s = self._ended_s(self._n_portion)
 
-    def _memory_s(self) -> float:
-        """Performs the changes to KV cells. Returns the time of those that copy."""
-        cache, n_cells = self.scheduler.cache, 0
-        for op in cache.take_memory_ops():
-            if isinstance(op, (Copy, LoadCells)):
-                n_cells += op.n
-            elif isinstance(op, Save):
-                n_cells += cache.n_saved_cells(op.key)
-        return n_cells * self._options.cell_bytes / self._options.copy_bytes_per_s
+
+def count_copies(ops: Iterable[MemoryOp], cache: KvCache) -> tuple[int, int]:
+    """How many of these changes copy cells between slots, to host memory or back, and how many cells."""
+    n_copies = n_cells = 0
+    for op in ops:
+        if isinstance(op, (Copy, LoadCells)):
+            n_copies, n_cells = n_copies + 1, n_cells + op.n
+        elif isinstance(op, Save):
+            n_copies, n_cells = n_copies + 1, n_cells + cache.n_saved_cells(op.key)
+    return n_copies, n_cells
+
+
+def _following(token: int) -> int:
+    """The next token of a text; the same object each time."""
+    return TOKENS[token + 1] if token + 1 < len(TOKENS) else token + 1
 
 
 def _bin(seconds: float) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Protocol
 
@@ -15,10 +15,43 @@ _MAX_BLOCKS = 64  # of a prompt
 _MAX_KNOWN = 2**21  # blocks that a router remembers
 
 
+class Nodes(list[Node]):
+    """Nodes, and which of them have how many open requests: a set of bits for each number, a bit for each node."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        super().__init__(nodes)
+        self._n_open = [0] * len(self)
+        self._with = [(1 << len(self)) - 1]  # by number of open requests
+        self._least = 0
+
+    def changed(self, number: int) -> None:
+        """Takes note of a node's open requests. To be called after each change."""
+        before, after = self._n_open[number], self[number].n_open
+        if before == after:
+            return
+        self._n_open[number] = after
+        sets = self._with
+        while after >= len(sets):
+            sets.append(0)
+        sets[before] &= ~(1 << number)
+        sets[after] |= 1 << number
+        self._least = min(self._least, after)
+        while not sets[self._least]:
+            self._least += 1
+
+    def least_open(self, first: int) -> int:
+        """The node with the fewest open requests; of several, the first one from ``first`` on, around."""
+        those = self._with[self._least]
+        after = those >> first
+        if after:
+            return first + (after & -after).bit_length() - 1
+        return (those & -those).bit_length() - 1
+
+
 class Policy(Protocol):
     """Chooses the node of a request."""
 
-    def choose(self, nodes: Sequence[Node], answer: Answer) -> int:
+    def choose(self, nodes: Nodes, answer: Answer) -> int:
         """The number of the node."""
 
 
@@ -28,7 +61,7 @@ class Random:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def choose(self, nodes: Sequence[Node], answer: Answer) -> int:
+    def choose(self, nodes: Nodes, answer: Answer) -> int:
         """See Policy."""
         return self._rng.randrange(len(nodes))
 
@@ -39,7 +72,7 @@ class RoundRobin:
     def __init__(self, seed: int) -> None:
         self._numbers = count(seed)
 
-    def choose(self, nodes: Sequence[Node], answer: Answer) -> int:
+    def choose(self, nodes: Nodes, answer: Answer) -> int:
         """See Policy."""
         return next(self._numbers) % len(nodes)
 
@@ -50,22 +83,19 @@ class LeastLoaded:
     def __init__(self, seed: int) -> None:
         self._numbers = count(seed)
 
-    def choose(self, nodes: Sequence[Node], answer: Answer) -> int:
+    def choose(self, nodes: Nodes, answer: Answer) -> int:
         """See Policy."""
-        first = next(self._numbers) % len(nodes)
-        return _least(nodes, first, lambda node: node.n_open)
+        return nodes.least_open(next(self._numbers) % len(nodes))
 
 
 class PrefixAffinity:
     """The node that has had the longest prefix of the prompt; without one, the least loaded."""
 
-    load_weight = 0.0
-
     def __init__(self, seed: int) -> None:
         self._fallback = LeastLoaded(seed)
         self._known: OrderedDict[int, int] = OrderedDict()  # the node that was sent this prefix last
 
-    def choose(self, nodes: Sequence[Node], answer: Answer) -> int:
+    def choose(self, nodes: Nodes, answer: Answer) -> int:
         """See Policy."""
         hashes = _prefixes(answer)
         number = self._choose(nodes, answer, hashes)
@@ -76,7 +106,7 @@ class PrefixAffinity:
             self._known.popitem(last=False)
         return number
 
-    def _choose(self, nodes: Sequence[Node], answer: Answer, hashes: list[int]) -> int:
+    def _choose(self, nodes: Nodes, answer: Answer, hashes: list[int]) -> int:
         for each in reversed(hashes):
             number = self._known.get(each)
             if number is not None and number < len(nodes):
@@ -90,7 +120,7 @@ class CostBased(PrefixAffinity):
     Compared are the nodes that had a prefix of the prompt and the least loaded one.
     """
 
-    def _choose(self, nodes: Sequence[Node], answer: Answer, hashes: list[int]) -> int:
+    def _choose(self, nodes: Nodes, answer: Answer, hashes: list[int]) -> int:
         other = self._fallback.choose(nodes, answer)
         best, least = other, float(answer.n_prompt + nodes[other].n_open_tokens)
         for i in range(len(hashes) - 1, -1, -1):
@@ -110,11 +140,6 @@ def _prefixes(answer: Answer) -> list[int]:
         last = hash((last, *tokens[begin : begin + _BLOCK]))
         hashes.append(last)
     return hashes
-
-
-def _least(nodes: Sequence[Node], first: int, load: Callable[[Node], float]) -> int:
-    order = range(first, first + len(nodes))
-    return min(order, key=lambda i: load(nodes[i % len(nodes)])) % len(nodes)
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {

@@ -7,29 +7,44 @@ a pause are left out. In a served run, requests arrive as in a simulation, so th
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
 import llamapipe as lp
-from llamapipe.engine.scheduler.batch_plan import BatchPlan
-from simulate.cost import Load, load_of
-from simulate.node import NodeOptions
-from simulate.workload import Conversation, Workload, arrivals
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, MemoryOp
+from simulate.cost import Load, Pass, load_of
+from simulate.node import NodeOptions, count_copies
+from simulate.workload import WORKLOADS, Conversation, Workload, arrivals, scaled
+
+STREAMS = "streams"  # beside the workloads: prompts of any length that have nothing in common
+FITTED = (STREAMS, "conversation", "chat")  # traffic of the runs with even seeds, which a fit uses
+HELD_OUT = ("agents", "coding", STREAMS)  # of those with odd seeds
+_N_PHASES = 4  # of a run, each with another number of callers
 
 
 @dataclass
 class Run:
-    """The steps of one run, and what its callers saw, in seconds."""
+    """The steps of one run, and what its callers saw, in seconds. ``traffic``: of which kind.
 
+    ``n_tokens``: that its callers got. Runs with equal ``traffic`` and ``seed`` were made equally.
+    """
+
+    traffic: str
+    seed: int
     loads: list[Load] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens callers got."""
+        return len(self.first_s) + len(self.gaps_s)
 
 
 @dataclass
@@ -48,54 +63,85 @@ class Recording:
     def load(cls, path: Path) -> Recording:
         """Reads what ``save`` wrote."""
         fields = json.loads(path.read_text(encoding="utf-8"))
-        runs = [Run(**{**run, "loads": [Load(*load) for load in run["loads"]]}) for run in fields["runs"]]
+        runs = [Run(**{**run, "loads": [_load(*load) for load in run["loads"]]}) for run in fields["runs"]]
         return cls(fields["model"], NodeOptions(**fields["options"]), runs)
+
+
+def _load(repeats: bool, passes: list[list[int]], *counts: int) -> Load:
+    return Load(repeats, tuple(Pass(*p) for p in passes), *counts)
 
 
 class _Observer:
     """Hears of each step's end, on the engine thread."""
 
-    def __init__(self, engine: lp.Engine) -> None:
-        self.run = Run()
+    def __init__(self, engine: lp.Engine, n_ubatch: int) -> None:
+        self._n_ubatch = n_ubatch
         self._loop = engine._engine_thread.loop
-        self._last_s = 0.0
-        self._idle_s = 0.0
-        self._load = Load(0, 0, 0, 0)
+        self._last_s = self._idle_s = 0.0
+        self._load = Load(False, (), 0, 0)
+        self._n_copies = self._n_copied = 0
+        self._loads: list[Load] = []
+        self._seconds: list[float] = []
         scheduler = self._loop._scheduler
-        self._observe = scheduler.observe
+        self._observe, self._take_memory_ops = scheduler.observe, scheduler.cache.take_memory_ops
+        self._cache = scheduler.cache
         scheduler.observe = self.observe  # type: ignore[method-assign]
+        scheduler.cache.take_memory_ops = self.take_memory_ops  # type: ignore[method-assign]
+
+    def take_memory_ops(self) -> list[MemoryOp]:
+        """``KvCache.take_memory_ops``, noted."""
+        ops = self._take_memory_ops()
+        n_copies, n_copied = count_copies(ops, self._cache)
+        self._n_copies += n_copies
+        self._n_copied += n_copied
+        return ops
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """``Scheduler.observe``, noted."""
         self._observe(plan, seconds)
         now_s, idle_s = perf_counter(), self._loop._idle_s
         if plan.repeats:
-            n_decode, n_cells, _, _ = self._load
-            self._load = Load(n_decode, n_cells + n_decode, 0, 0)
+            self._load = self._load.repeated()
         else:
-            self._load = load_of(plan)
+            self._load = load_of(plan, self._n_ubatch, self._n_copies, self._n_copied)
+        self._n_copies = self._n_copied = 0
         if idle_s == self._idle_s and self._last_s:
-            self.run.loads.append(self._load)
-            self.run.seconds.append(now_s - self._last_s)
+            self._loads.append(self._load)
+            self._seconds.append(now_s - self._last_s)
         self._last_s, self._idle_s = now_s, idle_s
 
-    def take(self) -> Run:
-        """What was noted since the last call."""
-        run, self.run = self.run, Run()
-        self._last_s = 0.0
-        return run
+    def move_to(self, run: Run) -> None:
+        """Gives a run what was noted since the last call."""
+        run.loads, run.seconds = self._loads, self._seconds
+        self._loads, self._seconds, self._last_s = [], [], 0.0
 
 
 def record(
-    model: lp.Model, options: NodeOptions, n_runs: int, seconds: float, **engine_options: Any
+    model: lp.Model,
+    options: NodeOptions,
+    n_runs: int,
+    seconds: float,
+    n_again: int = 0,
+    **engine_options: Any,
 ) -> Recording:
-    """Several runs, each with other numbers of streams and other lengths."""
+    """Several runs, each with other traffic and other numbers of callers. The last ``n_again`` are held-out runs again.
+
+    Lengths are in proportion to ``n_ctx``.
+    """
     with _engine(model, options, **engine_options) as engine:
         recording = Recording(model.path.name, _with_sizes(options, engine))
-        observer = _Observer(engine)
-        for number in range(n_runs):
-            _vary(engine, random.Random(number), seconds)
-            recording.runs.append(observer.take())
+        observer = _Observer(engine, options.n_ubatch)
+        # The first copies to host memory are far slower than later ones, which find memory that was used before.
+        warm_up = Run("conversation", -1)
+        _vary(engine, warm_up, random.Random(0), seconds, n_callers=options.n_seq_max)
+        observer.move_to(warm_up)
+        for seed in [*range(n_runs), *range(1, 2 * n_again, 2)]:
+            kinds = HELD_OUT if seed % 2 else FITTED
+            run = Run(kinds[seed // 2 % len(kinds)], seed)
+            for phase in range(_N_PHASES):
+                _vary(engine, run, random.Random(f"{seed} {phase}"), seconds / _N_PHASES)
+            observer.move_to(run)
+            recording.runs.append(run)
     return recording
 
 
@@ -107,21 +153,21 @@ def serve(
     seconds: float,
     seed: int,
     **engine_options: Any,
-) -> tuple[Run, NodeOptions]:
-    """A run in which conversations arrive as in a simulation, each turn in a thread of its own."""
+) -> tuple[Run, float, NodeOptions]:
+    """A run in which conversations arrive as in a simulation, each in a thread of its own; and its seconds."""
     with _engine(model, options, **engine_options) as engine:
-        observer = _Observer(engine)
-        n_vocab, run = model.n_vocab, Run()
+        observer = _Observer(engine, options.n_ubatch)
+        run = Run("served", seed)
         threads = []
         begin_s = perf_counter()
         for at_s, conversation in arrivals(workload, per_s, seconds, seed):
             sleep(max(begin_s + at_s - perf_counter(), 0))
-            threads.append(threading.Thread(target=_converse, args=(engine, conversation, run, n_vocab)))
+            threads.append(threading.Thread(target=_converse, args=(engine, conversation, run, seed)))
             threads[-1].start()
         for thread in threads:
             thread.join()
-        made = observer.take()
-        return Run(made.loads, made.seconds, run.first_s, run.gaps_s), _with_sizes(options, engine)
+        observer.move_to(run)
+        return run, perf_counter() - begin_s, _with_sizes(options, engine)
 
 
 def _engine(model: lp.Model, options: NodeOptions, **engine_options: Any) -> lp.Engine:
@@ -144,47 +190,58 @@ def _with_sizes(options: NodeOptions, engine: lp.Engine) -> NodeOptions:
     return NodeOptions(**fields)
 
 
-def _vary(engine: lp.Engine, rng: random.Random, seconds: float) -> None:
-    """Streams that come and go: at first many, then fewer, with random lengths."""
-    n_streams = rng.choice([1, 2, 3, 4, 6, 8, 12, 16])
+def _vary(
+    engine: lp.Engine, run: Run, rng: random.Random, seconds: float, n_callers: int | None = None
+) -> None:
+    """Callers with random prompts, or conversations of a workload, one after the other."""
+    n_callers = round(2 ** rng.uniform(-0.4, 4.1)) if n_callers is None else n_callers
     end_s = perf_counter() + seconds
-    n_vocab = engine.model.n_vocab
 
-    def work(seed: int) -> None:
-        mine = random.Random(seed)
+    def work(mine: random.Random) -> None:
         while perf_counter() < end_s:
-            n_prompt = min(int(2 ** mine.uniform(3, 12)), engine.n_ctx // 2)
-            prompt = [mine.randrange(300, n_vocab) for _ in range(n_prompt)]
-            n_tokens = min(int(2 ** mine.uniform(3, 8)), engine.n_ctx - n_prompt)
-            for _ in engine.stream(
-                prompt, lp.SamplingParams(max_tokens=n_tokens, ignore_eos=True, cache=False)
-            ):
-                if perf_counter() > end_s:
-                    break
+            if run.traffic == STREAMS:
+                _stream(engine, mine, run, end_s)
+            else:
+                workload = scaled(WORKLOADS[run.traffic], engine.n_ctx / 4096, engine.n_ctx)
+                workload = replace(workload, think_s=0.1 * seconds * mine.random())
+                _converse(engine, Conversation(workload, 0, mine), run, mine.getrandbits(32), end_s)
 
-    threads = [threading.Thread(target=work, args=(rng.random(),)) for _ in range(n_streams)]
+    threads = [threading.Thread(target=work, args=(random.Random(rng.random()),)) for _ in range(n_callers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _converse(engine: lp.Engine, conversation: Conversation, run: Run, n_vocab: int) -> None:
-    for tokens, n_answer in _turns(conversation):
-        # The simulated ids do not fit a vocabulary; equal ids stay equal.
-        prompt = [hash((token, 1)) % (n_vocab - 300) + 300 for token in tokens]
-        last_s = perf_counter()
-        first = True
-        params = lp.SamplingParams(max_tokens=n_answer, ignore_eos=True)
-        for _ in engine.stream(prompt, params):
-            now_s = perf_counter()
-            (run.first_s if first else run.gaps_s).append(now_s - last_s)
-            first, last_s = False, now_s
+def _stream(engine: lp.Engine, rng: random.Random, run: Run, end_s: float) -> None:
+    n_prompt = min(int(2 ** rng.uniform(3, 12)), engine.n_ctx // 2)
+    prompt = [rng.randrange(300, engine.model.n_vocab) for _ in range(n_prompt)]
+    n_tokens = min(int(2 ** rng.uniform(3, 8)), engine.n_ctx - n_prompt)
+    _read(engine, prompt, lp.SamplingParams(max_tokens=n_tokens, ignore_eos=True, cache=False), run, end_s)
 
 
-def _turns(conversation: Conversation) -> Iterator[tuple[list[int], int]]:
-    while (turn := conversation.next_turn()) is not None:
-        yield turn
+def _converse(
+    engine: lp.Engine, conversation: Conversation, run: Run, salt: int, end_s: float = math.inf
+) -> None:
+    n_ids = engine.model.n_vocab - 300
+    while perf_counter() < end_s and (turn := conversation.next_turn()) is not None:
+        tokens, n_answer = turn
+        # The simulated ids do not fit a vocabulary; equal ids stay equal. System prompts are shared by all runs.
+        n_shared = conversation.n_shared
+        prompt = [hash((token, 1)) % n_ids + 300 for token in tokens[:n_shared]]
+        prompt += [hash((token, salt)) % n_ids + 300 for token in tokens[n_shared:]]
+        _read(engine, prompt, lp.SamplingParams(max_tokens=n_answer, ignore_eos=True), run, end_s)
         if conversation.n_left <= 0:
             return
-        sleep(conversation.think_s())
+        sleep(min(conversation.think_s(), max(end_s - perf_counter(), 0)))
+
+
+def _read(engine: lp.Engine, prompt: list[int], params: lp.SamplingParams, run: Run, end_s: float) -> None:
+    """Reads a stream, and notes the times between its tokens."""
+    last_s, times = perf_counter(), run.first_s
+    for _ in engine.stream(prompt, params):
+        now_s = perf_counter()
+        times.append(now_s - last_s)
+        last_s, times = now_s, run.gaps_s
+        if now_s > end_s:
+            return

@@ -18,9 +18,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-_IDS = list(
-    range(2**17)
-)  # the same objects in all sequences: hours of traffic would not fit into memory otherwise
+# The same objects in all sequences: hours of traffic would not fit into memory otherwise.
+TOKENS = list(range(2**17))
 _FIRST_ID = 2**40  # of conversations; system prompts have the ids before it
 
 
@@ -63,10 +62,15 @@ class Conversation:
         self._rng = rng
         system = min(int(workload.n_systems ** rng.random()), workload.n_systems)  # Zipf's law, approximately
         self.system = system if workload.system else 0
-        self._head = [_FIRST_ID - system, *_IDS[1 : workload.system]] if workload.system else []
+        self._head = [_FIRST_ID - system, *TOKENS[1 : workload.system]] if workload.system else []
         self._first = _FIRST_ID + number
         self._n = 0  # tokens after the system prompt
         self.n_left = 1 if workload.n_turns <= 1 else _geometric(workload.n_turns, rng)
+
+    @property
+    def n_shared(self) -> int:
+        """Tokens that it may share with other conversations."""
+        return len(self._head)
 
     def next_turn(self) -> tuple[list[int], int] | None:
         """The prompt's tokens and the number of tokens of the answer. None: the conversation has ended."""
@@ -81,7 +85,7 @@ class Conversation:
             return None
         self.n_left -= 1
         self._n += n_new
-        tokens = [*self._head, self._first, *_IDS[1 : self._n]]
+        tokens = [*self._head, self._first, *TOKENS[1 : self._n]]
         self._n += n_answer
         return tokens, n_answer
 

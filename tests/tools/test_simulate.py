@@ -219,7 +219,7 @@ def test_the_command_line(demo: lp.Model, recording: Recording, tmp_path: Path) 
     assert "2 runs that were not fitted" in found and "noise: 1 of them" in found
     found = simulate(
         *("check", demo.path, cost, "--workload", "conversation", "--scale", 0.1),  # no pauses between turns
-        *("--per-s", 8, "--seconds", 1, "--times", 1, "--threads", 1),
+        *("--per-s", 8, "--warm-up", 1, "--seconds", 1, "--times", 1, "--threads", 1),
     )
     assert all(f"gap p{p}, ms" in found for p in (50, 95, 99)) and "tokens/s" in found
     # From here on, steps that take longer: the bundled model would serve hundreds of requests a second.

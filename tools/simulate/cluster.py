@@ -23,9 +23,9 @@ QUANTILES = (0.5, 0.95, 0.99)
 class Outcome:
     """What a run gave. Times in seconds; first tokens and gaps between tokens at the QUANTILES.
 
-    Counted are requests that arrive after the warm-up. ``n_ended`` of ``n_arrived`` have ended by the end of the
-    simulated time, with ``n_tokens`` in their answers; ``tokens_per_s``: a second after the warm-up. ``last_s``: the
-    last event. ``hit_rate``: the part of prompt tokens that were in cells. ``busy``: the part of the time in which
+    Requests count that arrive after the warm-up, and gaps after it. ``n_ended`` of ``n_arrived`` have ended by the end
+    of the simulated time, with ``n_tokens`` in their answers; ``tokens_per_s``: a second after the warm-up. ``last_s``:
+    the last event. ``hit_rate``: the part of prompt tokens that were in cells. ``busy``: the part of the time in which
     steps ran. ``backlog``: open requests per node.
     """
 
@@ -77,13 +77,19 @@ class Cluster:
             if collects:
                 gc.enable()
         for node in self.nodes:
-            node.stop(seconds)
+            node.count(seconds)
         return self._outcome(seconds, warm_up_s)
 
     def _serve(self, arrivals: Iterator[tuple[float, Conversation]], seconds: float) -> None:
         events, nodes, order = self._events, self.nodes, self._order
+        is_warm = False
         while events and events[0][0] <= seconds:
             now_s, _, number, conversation = heappop(events)
+            if not is_warm and now_s >= self._warm_up_s:
+                is_warm = True
+                for node in nodes:
+                    node.count(self._warm_up_s)
+                    node.gaps.clear()
             if number >= 0 and self._next_s[number] != now_s:
                 continue  # an arrival has cut its steps short
             self._now_s = now_s

@@ -40,7 +40,8 @@ def main(doc: str) -> None:
     one = _command(commands, "fit", "recording", out=True)
     one = _command(commands, "check", "model", "cost")
     _traffic(one, per_s=2.0, seconds=60.0)
-    one.add_argument("--times", type=int, default=2, help="real runs; they differ by the noise")
+    one.add_argument("--times", type=int, default=3, help="real runs; they differ by the noise")
+    one.add_argument("--warm-up", type=float, default=20.0, help="seconds before, which do not count")
     one.add_argument("--threads", type=int)
     one = _command(commands, "capacity", "cost", out=True, needs_out=False)
     _traffic(one, per_s=None, seconds=900.0)
@@ -136,7 +137,8 @@ def _check(args: argparse.Namespace) -> None:
     cost, options = _read(args.cost)
     workload = _workload(args, options)
     with lp.Model(args.model) as model:
-        check(model, cost, options, workload, args.per_s, args.seconds, args.seed, args.times, args.threads)
+        times = (args.warm_up, args.seconds, args.seed, args.times)
+        check(model, cost, options, workload, args.per_s, *times, args.threads)
 
 
 def _simulated(

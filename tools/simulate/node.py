@@ -165,10 +165,10 @@ class Node:
             self._note_ends(plan, now_s)
         self._start(now_s)
 
-    def stop(self, now_s: float) -> None:
-        """Counts the steps that have ended; it is the last call."""
+    def count(self, now_s: float) -> None:
+        """Brings the counters up to date: with the steps that have ended."""
         if self._plan is not None and self._n_portion > 1:
-            self._cut(now_s)
+            self._count_steps(now_s)
 
     def _ended_s(self, n: int) -> float:
         """When the ``n``-th step of the portion ends."""
@@ -176,7 +176,13 @@ class Node:
 
     def _cut(self, now_s: float) -> None:
         """Ends the portion with the step that is in flight now."""
-        low, high = 0, self._n_portion - 1  # steps that have ended: at least, at most
+        self._count_steps(now_s)
+        self._n_portion = 1
+        self.end_s = self._begin_s + self._step_s
+
+    def _count_steps(self, now_s: float) -> None:
+        """Commits the steps of the portion that have ended."""
+        low, high = 0, self._n_portion - 1  # their number: at least, at most
         while low < high:
             middle = (low + high + 1) // 2
             if self._ended_s(middle) <= now_s:
@@ -185,8 +191,6 @@ class Node:
                 high = middle - 1
         if low:
             self._skip(low)
-        self._n_portion = 1
-        self.end_s = self._begin_s + self._step_s
 
     def _skip(self, n: int) -> None:
         """Commits the first ``n`` steps of the portion, which end no request."""

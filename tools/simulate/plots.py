@@ -93,7 +93,8 @@ def _policies(result: Result) -> str:
 
 def _costs(results: Sequence[Result]) -> str:
     """What a million generated tokens cost over the load of a node, up to its capacity."""
-    panel = Panel("Cost of a million generated tokens", "load, % of the capacity", (0, 20, 40, 60, 80, 100))
+    places = (0, 20, 40, 60, 80, 100)
+    panel = Panel("Cost of a million generated tokens", "load, % of the capacity", places, is_log_y=True)
     for result in results:
         given = result["arguments"]
         panel.lines[given["workload"]] = [
@@ -166,9 +167,10 @@ def _panel(panel: Panel, left: float, labels: Sequence[str]) -> list[str]:
     )
     if panel.limit is not None:
         y = at(panel.places[0], panel.limit[0])[1]
+        above = -6 if y > _TOP + 20 else 16  # not over the panel's title
         parts.append(
             f'<line class="limit" x1="{left}" y1="{y:.1f}" x2="{left + _WIDTH}" y2="{y:.1f}"/>'
-            f'<text x="{left + 8}" y="{y - 6:.1f}">{escape(panel.limit[1])}</text>'
+            f'<text x="{left + 8}" y="{y + above:.1f}">{escape(panel.limit[1])}</text>'
         )
     for label, line in panel.lines.items():
         places = [at(x, y) for x, y in line if math.isfinite(y)]
@@ -192,15 +194,10 @@ def _ticks(most: float) -> list[float]:
 
 
 def _log_ticks(values: Sequence[float]) -> list[float]:
-    """Times 1, 2 and 5 a power of ten, from below the least value to above the greatest."""
+    """From below the least value to above the greatest: 1, 2 and 5 times powers of ten, or these alone if it is far."""
     low, high = min(values), max(values)
-    first = math.floor(math.log10(low))
-    found = [k * 10.0**p for p in range(first, math.ceil(math.log10(high)) + 1) for k in (1, 2, 5)]
-    begin = max(i for i, tick in enumerate(found) if tick <= low * (1 + 1e-9))
-    end = next(i for i, tick in enumerate(found) if tick >= high * (1 - 1e-9))
-    ticks = found[begin : max(end, begin + 1) + 1]
-    return (
-        ticks
-        if len(ticks) <= 8
-        else [tick for tick in ticks if f"{tick:e}"[0] == "1" or tick in (ticks[0], ticks[-1])]
-    )
+    powers = [10.0**p for p in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    fine = [k * power for power in powers for k in (1, 2, 5)]
+    begin = max(i for i, tick in enumerate(fine) if tick <= low * (1 + 1e-9))
+    end = next(i for i, tick in enumerate(fine) if tick >= high * (1 - 1e-9))
+    return fine[begin : max(end, begin + 1) + 1] if end - begin < 8 else powers

@@ -150,24 +150,45 @@ def serve(
     options: NodeOptions,
     workload: Workload,
     per_s: float,
+    warm_up_s: float,
     seconds: float,
     seed: int,
     **engine_options: Any,
-) -> tuple[Run, float, NodeOptions]:
-    """A run in which conversations arrive as in a simulation, each in a thread of its own; and its seconds."""
+) -> tuple[Run, float]:
+    """A run in which conversations arrive as in a simulation, each in a thread of its own; and its seconds.
+
+    Turns that begin in the first ``warm_up_s`` are not in it.
+    """
     with _engine(model, options, **engine_options) as engine:
         observer = _Observer(engine, options.n_ubatch)
-        run = Run("served", seed)
-        threads = []
+        run, warm_up = Run("served", seed), Run("served", seed)
         begin_s = perf_counter()
-        for at_s, conversation in arrivals(workload, per_s, seconds, seed):
-            sleep(max(begin_s + at_s - perf_counter(), 0))
-            threads.append(threading.Thread(target=_converse, args=(engine, conversation, run, seed)))
+        counts_s = begin_s + warm_up_s
+
+        def converse(conversation: Conversation) -> None:
+            while (turn := conversation.next_turn()) is not None:
+                seen = run if perf_counter() >= counts_s else warm_up
+                _read(engine, _prompt(engine, conversation, turn[0], seed), turn[1], seen)
+                if conversation.n_left <= 0:
+                    return
+                sleep(conversation.think_s())
+
+        threads = []
+        for at_s, conversation in arrivals(workload, per_s, warm_up_s + seconds, seed):
+            _sleep_until(begin_s + min(at_s, warm_up_s))
+            if at_s >= warm_up_s and not warm_up.loads:
+                engine._engine_thread.ask(lambda: observer.move_to(warm_up))
+            _sleep_until(begin_s + at_s)
+            threads.append(threading.Thread(target=converse, args=(conversation,)))
             threads[-1].start()
         for thread in threads:
             thread.join()
         observer.move_to(run)
-        return run, perf_counter() - begin_s, _with_sizes(options, engine)
+        return run, perf_counter() - counts_s
+
+
+def _sleep_until(at_s: float) -> None:
+    sleep(max(at_s - perf_counter(), 0))
 
 
 def _engine(model: lp.Model, options: NodeOptions, **engine_options: Any) -> lp.Engine:
@@ -217,27 +238,29 @@ def _stream(engine: lp.Engine, rng: random.Random, run: Run, end_s: float) -> No
     n_prompt = min(int(2 ** rng.uniform(3, 12)), engine.n_ctx // 2)
     prompt = [rng.randrange(300, engine.model.n_vocab) for _ in range(n_prompt)]
     n_tokens = min(int(2 ** rng.uniform(3, 8)), engine.n_ctx - n_prompt)
-    _read(engine, prompt, lp.SamplingParams(max_tokens=n_tokens, ignore_eos=True, cache=False), run, end_s)
+    _read(engine, prompt, n_tokens, run, end_s, cache=False)
 
 
-def _converse(
-    engine: lp.Engine, conversation: Conversation, run: Run, salt: int, end_s: float = math.inf
-) -> None:
-    n_ids = engine.model.n_vocab - 300
+def _converse(engine: lp.Engine, conversation: Conversation, run: Run, salt: int, end_s: float) -> None:
     while perf_counter() < end_s and (turn := conversation.next_turn()) is not None:
-        tokens, n_answer = turn
-        # The simulated ids do not fit a vocabulary; equal ids stay equal. System prompts are shared by all runs.
-        n_shared = conversation.n_shared
-        prompt = [hash((token, 1)) % n_ids + 300 for token in tokens[:n_shared]]
-        prompt += [hash((token, salt)) % n_ids + 300 for token in tokens[n_shared:]]
-        _read(engine, prompt, lp.SamplingParams(max_tokens=n_answer, ignore_eos=True), run, end_s)
+        _read(engine, _prompt(engine, conversation, turn[0], salt), turn[1], run, end_s)
         if conversation.n_left <= 0:
             return
         sleep(min(conversation.think_s(), max(end_s - perf_counter(), 0)))
 
 
-def _read(engine: lp.Engine, prompt: list[int], params: lp.SamplingParams, run: Run, end_s: float) -> None:
+def _prompt(engine: lp.Engine, conversation: Conversation, tokens: list[int], salt: int) -> list[int]:
+    """Ids of the vocabulary for those of a simulation: equal ones stay equal. All salts share the system prompts."""
+    n_ids, n_shared = engine.model.n_vocab - 300, conversation.n_shared
+    prompt = [hash((token, 1)) % n_ids + 300 for token in tokens[:n_shared]]
+    return prompt + [hash((token, salt, conversation.number)) % n_ids + 300 for token in tokens[n_shared:]]
+
+
+def _read(
+    engine: lp.Engine, prompt: list[int], n_tokens: int, run: Run, end_s: float = math.inf, cache: bool = True
+) -> None:
     """Reads a stream, and notes the times between its tokens."""
+    params = lp.SamplingParams(max_tokens=n_tokens, ignore_eos=True, cache=cache)
     last_s, times = perf_counter(), run.first_s
     for _ in engine.stream(prompt, params):
         now_s = perf_counter()

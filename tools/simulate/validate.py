@@ -63,31 +63,32 @@ def check(
     options: NodeOptions,
     workload: Workload,
     per_s: float,
+    warm_up_s: float,
     seconds: float,
     seed: int,
     n_times: int,
     n_threads: int | None,
 ) -> None:
-    """Prints what callers of real runs saw beside the simulation of the same arrivals."""
+    """Prints what callers of real runs saw, at the median of the runs, beside the simulation of the same arrivals."""
     measured, runs = [], []
     for _ in range(n_times):
-        run, took_s, options = serve(model, options, workload, per_s, seconds, seed, n_threads=n_threads)
+        run, took_s = serve(model, options, workload, per_s, warm_up_s, seconds, seed, n_threads=n_threads)
         runs.append(run)
         measured.append(_seen(run.n_tokens / took_s, run.first_s, run.gaps_s))
     print_errors(cost, runs)
     cluster = Cluster(1, cost, options, POLICIES["random"](0))
-    outcome = cluster.run(arrivals(workload, per_s, seconds, seed), math.inf)
-    rate = outcome.n_tokens / outcome.last_s
+    outcome = cluster.run(arrivals(workload, per_s, warm_up_s + seconds, seed), math.inf, warm_up_s)
+    rate = outcome.n_tokens / (outcome.last_s - warm_up_s)
     simulated = [rate, *(1e3 * s for s in (*outcome.first_s, *outcome.gap_s))]
     busy = cluster.nodes[0].busy_s / outcome.last_s
     print(f"{outcome.n_ended} requests; steps run in {100 * busy:.0f} % of the time")
-    print(f"{'':22s} {'simulated':>10s} {'measured':>10s} {'error':>7s} {'between runs':>13s}")
+    print(f"{'':22s} {'simulated':>10s} {'measured':>10s} {'error':>7s}   each run")
     for i, name in enumerate(SEEN):
         each = [row[i] for row in measured]
-        mean = float(np.mean(each))
-        noise = f"{100 * (max(each) / min(each) - 1):12.1f}%" if len(each) > 1 else ""
+        middle = float(np.median(each))
+        error = f"{100 * (simulated[i] / middle - 1):+6.1f}%"
         print(
-            f"{name:22s} {simulated[i]:10.4g} {mean:10.4g} {100 * (simulated[i] / mean - 1):+6.1f}% {noise}"
+            f"{name:22s} {simulated[i]:10.4g} {middle:10.4g} {error}   {' '.join(f'{x:.4g}' for x in each)}"
         )
 
 

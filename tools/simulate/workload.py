@@ -63,6 +63,7 @@ class Conversation:
         system = min(int(workload.n_systems ** rng.random()), workload.n_systems)  # Zipf's law, approximately
         self.system = system if workload.system else 0
         self._head = [_FIRST_ID - system, *TOKENS[1 : workload.system]] if workload.system else []
+        self.number = number
         self._first = _FIRST_ID + number
         self._n = 0  # tokens after the system prompt
         self.n_left = 1 if workload.n_turns <= 1 else _geometric(workload.n_turns, rng)

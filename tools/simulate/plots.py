@@ -81,7 +81,7 @@ def _policies(result: Result) -> str:
     )
     panels = []
     for title, value in of:
-        panel = Panel(title, "nodes", counts, is_log_x=True)
+        panel = Panel(title, "nodes", counts, is_log_x=True, is_log_y=title.startswith("First"))
         for row in sorted(rows, key=lambda row: int(row["nodes"])):
             panel.lines.setdefault(row["policy"], []).append((row["nodes"], value(row)))
         panels.append(panel)

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -34,17 +35,30 @@ COST = StepCost(
 SMALL = NodeOptions(n_ctx=1024, n_seq_max=4, cell_bytes=100, cache_bytes=2**20)
 
 
-def served(
-    policy: str = "random", n_nodes: int = 4, seed: int = 3, seconds: float = 120, max_portion: int = 2**30
-) -> Outcome:
+def run(
+    policy: str,
+    n_nodes: int = 4,
+    seed: int = 3,
+    per_s: float = 4.0,
+    seconds: float = 120,
+    warm_up_s: float = 0,
+    max_portion: int = 2**30,
+) -> tuple[Outcome, Counter[int]]:
+    """What a cluster gave, and the gaps of all nodes."""
     workload = Workload(prompt=60, answer=20, n_turns=4, think_s=1, system=200, n_systems=8, n_ctx=1024)
     cluster = Cluster(n_nodes, COST, SMALL, POLICIES[policy](seed))
     for node in cluster.nodes:
         node.max_portion = max_portion
-    outcome = cluster.run(arrivals(workload, 4.0 * n_nodes, 60, seed), seconds)
+    outcome = cluster.run(arrivals(workload, per_s * n_nodes, 60, seed), seconds, warm_up_s)
+    gaps: Counter[int] = Counter()
     for node in cluster.nodes:
         node.scheduler.check_integrity()
-    return outcome
+        gaps.update(node.gaps)
+    return outcome, +gaps
+
+
+def served(policy: str = "random", n_nodes: int = 4) -> Outcome:
+    return run(policy, n_nodes)[0]
 
 
 def random_load(rng: random.Random) -> Load:
@@ -150,12 +164,12 @@ def test_a_seed_gives_the_same_run(policy: str) -> None:
     assert served(policy) == served(policy)
 
 
-@pytest.mark.parametrize("seconds", [30, 120])
-def test_portions_change_nothing(seconds: float) -> None:
+@pytest.mark.parametrize(("seconds", "warm_up_s"), [(30, 0), (120, 0), (30, 20.3)])
+def test_portions_change_nothing(seconds: float, warm_up_s: float) -> None:
     """Steps that are skipped in portions give what they give one by one, also where the time ends amid a portion."""
-    whole = served("cost-based", seconds=seconds)
-    single = served("cost-based", seconds=seconds, max_portion=1)
-    assert whole.n_steps == single.n_steps > 3000 and whole.gap_s == single.gap_s
+    whole, gaps = run("cost-based", per_s=8, seconds=seconds, warm_up_s=warm_up_s)
+    single, single_gaps = run("cost-based", per_s=8, seconds=seconds, warm_up_s=warm_up_s, max_portion=1)
+    assert whole.n_steps == single.n_steps > 2000 and gaps == single_gaps
     assert np.hstack(list(asdict(whole).values())) == pytest.approx(
         np.hstack(list(asdict(single).values())), rel=1e-9
     )
@@ -199,6 +213,14 @@ def test_a_short_recording(recording: Recording, tmp_path: Path) -> None:
         assert all(sum(p.n_seqs for p in load.passes) >= load.n_outputs for load in run.loads)
     recording.save(tmp_path / "recording.json")
     assert Recording.load(tmp_path / "recording.json") == recording
+
+
+def test_the_stored_fit() -> None:
+    """The figures in docs/scale.md come from this file."""
+    path = TOOLS.parent / "benchmarks" / "results" / "2026-11-25-15m-q8_0-step-cost.json"
+    assert json.loads(path.read_text())["held_out_error"] <= 0.1
+    found = simulate("run", path, "--workload", "chat", "--scale", 0.25, "--nodes", 2, "--seconds", 20)
+    assert "2 nodes" in found and "nan" not in found
 
 
 def simulate(*arguments: object) -> str:

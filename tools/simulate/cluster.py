@@ -25,8 +25,8 @@ class Outcome:
 
     Requests count that arrive after the warm-up, and gaps after it. ``n_ended`` of ``n_arrived`` have ended by the end
     of the simulated time, with ``n_tokens`` in their answers; ``tokens_per_s``: a second after the warm-up. ``last_s``:
-    the last event. ``hit_rate``: the part of prompt tokens that were in cells. ``busy``: the part of the time in which
-    steps ran. ``backlog``: open requests per node.
+    when the last one ended. ``hit_rate``: the part of prompt tokens that were in cells. ``busy``: the part of the time
+    in which steps ran. ``backlog``: open requests per node.
     """
 
     n_nodes: int
@@ -58,7 +58,7 @@ class Cluster:
         self._events: list[tuple[float, int, int, Conversation | None]] = []
         self._order = count()
         self._next_s = [math.inf] * n_nodes  # the event of each node; others of it are void
-        self._now_s = 0.0
+        self._now_s = self._last_s = 0.0
 
     def __repr__(self) -> str:
         return f"<Cluster n_nodes={len(self.nodes)} at {self._now_s:.1f} s>"
@@ -87,9 +87,7 @@ class Cluster:
             now_s, _, number, conversation = heappop(events)
             if not is_warm and now_s >= self._warm_up_s:
                 is_warm = True
-                for node in nodes:
-                    node.count(self._warm_up_s)
-                    node.gaps.clear()
+                self._end_warm_up()
             if number >= 0 and self._next_s[number] != now_s:
                 continue  # an arrival has cut its steps short
             self._now_s = now_s
@@ -105,6 +103,13 @@ class Cluster:
             if number == -2:  # the conversation's first turn: the next one arrives later
                 self._next_arrival(arrivals)
             self._submit(conversation)
+        if not is_warm:
+            self._end_warm_up()
+
+    def _end_warm_up(self) -> None:
+        for node in self.nodes:
+            node.count(self._warm_up_s)
+            node.gaps.clear()
 
     def _next_arrival(self, arrivals: Iterator[tuple[float, Conversation]]) -> None:
         found = next(arrivals, None)
@@ -117,6 +122,7 @@ class Cluster:
             return
 
         def ended(answer: Answer) -> None:
+            self._last_s = answer.ended_s
             if answer in self._open:
                 self._open.remove(answer)
                 self._n_ended += 1
@@ -161,7 +167,7 @@ class Cluster:
             self._n_ended,
             sum(node.n_steps for node in self.nodes),
             self._n_generated,
-            self._now_s,
+            self._last_s,
             self._n_generated / max(seconds - warm_up_s, 1e-9),
             tuple(_quantile(first_s, q) for q in QUANTILES),
             tuple(quantile_of(gaps, q) for q in QUANTILES),

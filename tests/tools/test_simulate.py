@@ -30,7 +30,7 @@ from simulate.workload import WORKLOADS, Conversation, Workload, arrivals  # noq
 
 COST = StepCost(
     step_s=0.001, plan_s=0.0002, output_s=1e-5, prompt_s=0.001, copy_s=1e-4, copied_s=1e-6, pass_s=0.001,
-    tokens_s=(0.001, 0.0005, 0.0005, 0.0003, 0.0003, 0.0002, 0.0002, 0.0001, 0.0001), cell_s=1e-7, prompt_cell_s=1e-8,
+    tokens_s=(0.001, 0.0005, 0.0005, 0.0003, 0.0003, 0.0002, 0.0002, 0.0001, 0.0001), cell_s=5e-6, prompt_cell_s=1e-8,
 )  # fmt: skip
 SMALL = NodeOptions(n_ctx=1024, n_seq_max=4, cell_bytes=100, cache_bytes=2**20)
 

@@ -38,12 +38,17 @@ def plot(results: Sequence[Result], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, str] = {}
     capacities = [result for result in results if "capacity_per_s" in result]
+    policies: dict[str, Result] = {}  # by traffic: files with other numbers of nodes are one picture
     for result in results:
         name = result["arguments"]["workload"]
         if result in capacities:
             pictures[f"load-{name}.svg"] = _latencies(result)
+        elif name in policies:
+            policies[name]["rows"] += result["rows"]
         else:
-            pictures[f"policies-{name}.svg"] = _policies(result)
+            policies[name] = {**result, "rows": list(result["rows"])}
+    for name, result in policies.items():
+        pictures[f"policies-{name}.svg"] = _policies(result)
     priced = [result for result in capacities if result["arguments"]["node_cost"] is not None]
     if priced:
         pictures["cost.svg"] = _costs(priced)

@@ -16,6 +16,7 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 import llamapipe as lp
 from llamapipe.dynamo.arguments import parser, worker_options
 from llamapipe.dynamo.requests import chunk, last_chunk, sampling_params
+from llamapipe.engine.frontend.long_work import takes_long
 from llamapipe.engine.stream import AsyncStream
 from llamapipe.llama.vocab import Vocab
 
@@ -74,6 +75,8 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         prompt = _with_bos(request["token_ids"], engine.model.vocab)
         try:
             params = sampling_params(request)
+            if takes_long(prompt, params):  # a constraint, whose compilation would hold up the event loop
+                await asyncio.to_thread(engine.check_params, params)
             stream = engine.astream(prompt, params)
         except (ValueError, TypeError) as error:
             raise InvalidArgument(str(error)) from error

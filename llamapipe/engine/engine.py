@@ -198,7 +198,7 @@ class Engine(ChatCalls, Owner):
             pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
             # "exact" shares whole batches only, and these models whole sequences only.
             shares = cache_mode is True and not model.is_recurrent and not model.n_swa
-            n_sharing = context.n_seq_max if shares else 1
+            n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
             self._request_builder = RequestBuilder(model, context.n_ctx, n_sharing)
             self._chat_builder = ChatBuilder(model, self._request_builder)
             tuner = tuner_of(context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch))

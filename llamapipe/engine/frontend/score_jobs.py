@@ -29,7 +29,6 @@ from llamapipe.llama.model import Model
 Pair = tuple[list[int], list[int]]  # a context and a continuation
 T = TypeVar("T")  # the result of a call
 _N_LEAST = 8  # continuations of a request, if there are more: it copies the cells of the context
-_N_TURNS = 4  # requests for each slot, so that other requests need not wait long for one
 Shaped = Score | list[Score] | list[list[Score]] | list[Score | list[Score]]
 
 
@@ -80,7 +79,7 @@ class ScoreJob(Generic[T]):
         The first request has all continuations of one token: the context's last row scores them, however many.
         """
         long = [i for i in members if len(self._pairs[i][1]) > 1]
-        n_most = max(_N_LEAST, -(-len(long) // (_N_TURNS * n_sharing))) if n_sharing > 1 else len(long)
+        n_most = max(_N_LEAST, -(-len(long) // n_sharing)) if n_sharing > 1 else len(long)
         yield [i for i in members if len(self._pairs[i][1]) == 1] + long[:n_most]
         for begin in range(n_most, len(long), max(n_most, 1)):
             yield long[begin : begin + n_most]

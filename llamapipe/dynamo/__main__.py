@@ -1,4 +1,4 @@
-"""``python -m llamapipe.dynamo``: runs a worker until a signal ends it."""
+"""``python -m llamapipe.dynamo``: runs a worker until a signal stops it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line of ``python -m llamapipe.dynamo``. Dynamo's own options have its names and its variables."""
+"""The command line of ``python -m llamapipe.dynamo``.
+
+Options of Dynamo's runtime have the names and environment variables that Dynamo gives them.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,17 @@ example, on one machine and without etcd:
   python -m llamapipe.dynamo -m model.gguf --discovery-backend file --event-plane zmq
   python -m dynamo.frontend --discovery-backend file --event-plane zmq --migration-limit 3
 
-After SIGTERM the worker takes no new requests, finishes the running ones and exits."""
-# Dynamo's options: the variable that sets each, its default, its help.
+After SIGTERM the worker accepts no new requests, finishes the running ones and exits."""
+# Options of Dynamo's runtime: the environment variable that sets each, its default, its help.
 _RUNTIME = {
     "--namespace": ("DYN_NAMESPACE", "dynamo", "namespace of the worker"),
-    "--endpoint": ("DYN_ENDPOINT", None, "dyn://NAMESPACE.COMPONENT.ENDPOINT, instead of --namespace"),
-    "--discovery-backend": ("DYN_DISCOVERY_BACKEND", "etcd", "etcd, kubernetes, file or mem"),
+    "--endpoint": ("DYN_ENDPOINT", None, "dyn://NAMESPACE.COMPONENT.ENDPOINT; replaces --namespace"),
+    "--discovery-backend": ("DYN_DISCOVERY_BACKEND", "etcd", "discovery: etcd, kubernetes, file or mem"),
     "--request-plane": ("DYN_REQUEST_PLANE", "tcp", "how requests are sent: tcp or nats"),
     "--event-plane": ("DYN_EVENT_PLANE", None, "how events are published: zmq or nats"),
-    "--endpoint-types": ("DYN_ENDPOINT_TYPES", "chat,completions", "what the frontend offers"),
-    "--dyn-tool-call-parser": ("DYN_TOOL_CALL_PARSER", None, "the frontend's parser of tool calls"),
-    "--dyn-reasoning-parser": ("DYN_REASONING_PARSER", None, "the frontend's parser of reasoning"),
+    "--endpoint-types": ("DYN_ENDPOINT_TYPES", "chat,completions", "endpoints that the frontend serves"),
+    "--dyn-tool-call-parser": ("DYN_TOOL_CALL_PARSER", None, "parser that the frontend uses for tool calls"),
+    "--dyn-reasoning-parser": ("DYN_REASONING_PARSER", None, "parser that the frontend uses for reasoning"),
 }
 
 
@@ -56,15 +59,15 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     made.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
-    made.add_argument("--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template")
+    made.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the model's template")
     made.add_argument(
-        "--served-model-name", metavar="NAME", help="name of the model for clients (default: the file's)"
+        "--served-model-name", metavar="NAME", help="model name that clients use (default: the file's name)"
     )
     made.add_argument(
         "--tokenizer-dir",
         type=Path,
         metavar="DIR",
-        help="where tokenizer.json is written for the frontend (default: a folder of the user's cache)",
+        help="where to write tokenizer.json for the frontend (default: a folder in the user's cache)",
     )
     made.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's log and tracebacks on stderr")
     runtime = made.add_argument_group("Dynamo's runtime")
@@ -78,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class WorkerOptions(NamedTuple):
-    """What a command line asks for. ``registration``: fields of Dynamo's ``WorkerConfig``."""
+    """The settings of a worker. ``registration``: fields of Dynamo's ``WorkerConfig``."""
 
     open_engine: Callable[[ExitStack], lp.Engine]
     folder: Path
@@ -87,7 +90,7 @@ class WorkerOptions(NamedTuple):
 
 
 def worker_options(args: argparse.Namespace) -> WorkerOptions:
-    """What the parsed arguments ask for. Raises UsageError, OSError."""
+    """The settings that parsed arguments give. Raises UsageError, OSError."""
     file: Path = lp.demo_model_path() if args.model is None else args.model
     name = args.served_model_name or file.stem
     namespace, component, endpoint = _address(args)
@@ -127,9 +130,9 @@ def _address(args: argparse.Namespace) -> tuple[str, str, str]:
 
 
 def default_folder(file: Path, chat_template: str | None) -> Path:
-    """A folder for the frontend's files in the user's cache, the same for all workers of a model and a template.
+    """A folder in the user's cache for the frontend's files. Workers with the same model and template share it.
 
-    It outlives the worker: a frontend may read it for another worker of the same model.
+    It remains after the worker exits: a frontend may read it for another worker of the same model.
     """
     root = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"

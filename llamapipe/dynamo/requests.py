@@ -1,7 +1,7 @@
-"""Dynamo's requests as ``SamplingParams``, and our deltas as Dynamo's chunks. Needs no Dynamo.
+"""Converts Dynamo's requests to ``SamplingParams``, and our deltas to Dynamo's chunks. Does not import Dynamo.
 
-A request is a dict that Dynamo's frontend made. An option that has no equivalent here is an error that names it, unless
-it has the value that asks for what a worker does anyway.
+A request is a dict from Dynamo's frontend. An option without an equivalent here is refused with an error that names it,
+unless its value has no effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAMPLING: Final = {
     "repetition_penalty": "repeat_penalty",
 }
 _CONSTRAINTS: Final = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}
-# The values, besides none, that ask for nothing. Stop strings and their trimming are the frontend's.
+# Values that have no effect, besides None. The frontend handles stop strings and trims them.
 _WITHOUT_EFFECT: Final[dict[str, dict[str, tuple[object, ...]]]] = {
     "sampling_options": {
         "n": (1,),
@@ -46,7 +46,7 @@ _READ: Final = {
         "stop_token_ids",
         "stop_token_ids_hidden",
     },
-    # Those besides logprobs say how the frontend writes tokens.
+    # All but logprobs concern how the frontend writes tokens.
     "output_options": {
         "logprobs",
         "skip_special_tokens",
@@ -66,9 +66,9 @@ _OTHER_WORKERS: Final = {
 
 
 def sampling_params(request: Mapping[str, Any]) -> SamplingParams:
-    """The options of a request; an option that is not given has our default.
+    """The options of a request; options that are not given have our defaults.
 
-    Raises InvalidRequestError for what a worker cannot honour, and for wrong values; the message names the option.
+    Raises InvalidRequestError for an unsupported option and for a wrong value; the message names the option.
     """
     for key, what in _OTHER_WORKERS.items():
         if request.get(key):
@@ -96,7 +96,7 @@ def sampling_params(request: Mapping[str, Any]) -> SamplingParams:
 
 
 def _section(request: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The options of one part of a request that are given and have an effect."""
+    """The options in one section of a request that are given and have an effect."""
     found = {}
     for option, value in (request.get(name) or {}).items():
         if value is None:
@@ -109,7 +109,7 @@ def _section(request: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _constraint(request: Mapping[str, Any], guided: Mapping[str, Any]) -> dict[str, Any]:
-    """The format that a text must match."""
+    """The constraint on the output, as arguments of SamplingParams."""
     values: dict[str, Any] = {}
     for name, value in guided.items():
         if value is None:
@@ -123,15 +123,15 @@ def _constraint(request: Mapping[str, Any], guided: Mapping[str, Any]) -> dict[s
                 f"guided_decoding has {name}={value!r}, which this worker does not support"
             )
     if values and request.get("migration_link") is not None:
-        # The tokens that another worker generated are part of the prompt now, and the constraint would start anew.
+        # The other worker's tokens are part of the prompt now, so the constraint would start over after them.
         raise InvalidRequestError(
-            "a request with guided_decoding lost its worker and cannot go on at another one: send it again"
+            "a request with guided_decoding lost its worker and cannot continue on another one; send it again"
         )
     return values
 
 
 def chunk(delta: Delta, n_prompt: int, n_generated: int, wants_logprobs: bool) -> dict[str, Any]:
-    """A delta as a chunk of Dynamo's; ``n_generated``: tokens of the request so far, the delta's included."""
+    """A delta as a Dynamo chunk. ``n_generated``: tokens generated for the request so far, including this delta."""
     made: dict[str, Any] = {"token_ids": list(delta.token_ids), "index": 0}
     if wants_logprobs and delta.logprobs:
         made["log_probs"] = [entry.logprob for entry in delta.logprobs]
@@ -143,7 +143,7 @@ def chunk(delta: Delta, n_prompt: int, n_generated: int, wants_logprobs: bool) -
 
 
 def last_chunk(reason: str, n_prompt: int, n_generated: int) -> dict[str, Any]:
-    """The end of a request without further tokens."""
+    """The chunk that ends a request and has no tokens."""
     return {
         "token_ids": [],
         "index": 0,
@@ -157,7 +157,7 @@ def last_chunk(reason: str, n_prompt: int, n_generated: int) -> dict[str, Any]:
 
 
 def _top(entry: TokenLogprob) -> list[dict[str, Any]]:
-    """The most probable tokens of a position; the chosen one follows if it is not among them."""
+    """The most probable tokens of a position. The sampled one is added if it is not among them."""
     ranked = [(top.id, top.logprob, top.piece) for top in entry.top]
     if all(token != entry.id for token, _, _ in ranked):
         ranked.append((entry.id, entry.logprob, entry.piece))

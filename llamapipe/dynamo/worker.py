@@ -1,4 +1,4 @@
-"""``EngineWorker``: one engine, driven by Dynamo's runtime."""
+"""``EngineWorker``: one engine, whose methods Dynamo's runtime calls."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _BLOCK_TOKENS = 16  # the unit in which the frontend counts KV cells
 
 
 class EngineWorker(LLMEngine):  # type: ignore[misc]
-    """Serves token ids from one engine; any number of requests at once.
+    """Serves requests in token ids with one engine, any number at once.
 
-    ``open_engine`` makes the engine, in a thread, and leaves its end to the stack that it is given. ``folder`` gets
-    the files by which the frontend tokenizes. The runtime calls the methods; see ``dynamo.common.backend.LLMEngine``.
+    ``open_engine`` runs in a thread, makes the engine, and registers its closing with the ExitStack it gets. ``folder``
+    is where the tokenizer files for the frontend are written. For the methods see ``dynamo.common.backend.LLMEngine``.
     """
 
     def __init__(self, open_engine: Callable[[ExitStack], lp.Engine], folder: Path, name: str) -> None:
@@ -41,13 +41,13 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[EngineWorker, WorkerConfig]:
-        """A worker for a command line, not started, and what the runtime must know."""
+        """Returns a worker that is not started yet, and its configuration for the runtime."""
         options = worker_options(parser().parse_args(argv))
         worker = cls(options.open_engine, options.folder, options.name)
         return worker, WorkerConfig(**options.registration)
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Loads the model, makes the engine, and writes the frontend's files."""
+        """Loads the model, makes the engine, and writes the tokenizer files for the frontend."""
         engine = await asyncio.to_thread(self._open)
         self._engine = engine
         _log.info("serving %r as %s", engine, self._name)
@@ -68,14 +68,14 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         return engine
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-        """The chunks of one request."""
+        """Yields the chunks of one request."""
         engine = self._engine
         if engine is None or engine.closed:
             raise EngineShutdown("the engine is not running")
         prompt = _with_bos(request["token_ids"], engine.model.vocab)
         try:
             params = sampling_params(request)
-            if takes_long(prompt, params):  # a constraint, whose compilation would hold up the event loop
+            if takes_long(prompt, params):  # compiling a constraint would block the event loop
                 await asyncio.to_thread(engine.check_params, params)
             stream = engine.astream(prompt, params)
         except (ValueError, TypeError) as error:
@@ -101,25 +101,25 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
             del self._streams[request_id]
 
     async def abort(self, context: Any) -> None:
-        """Ends a request whose client went away; its slot is free within a step."""
+        """Cancels a request whose client disconnected; its slot is free within a step."""
         stream = self._streams.get(context.id())
         if stream is not None:
             stream.cancel()
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        """A request for one token, which the runtime sends while nothing else is asked."""
+        """A request for one token, which the runtime sends while there are no other requests."""
         assert self._engine is not None
         bos = self._engine.model.vocab.bos
         payload: dict[str, Any] = build_health_check_payload(0 if bos is None else bos)
         return payload
 
     async def cleanup(self) -> None:
-        """Closes the engine and its model, also after a start that failed. Running requests are finished first."""
+        """Closes the engine and its model, also if ``start`` failed. Running requests are finished first."""
         await asyncio.to_thread(self._undo.close)
 
 
 def _with_bos(tokens: Sequence[int], vocab: Vocab) -> list[int]:
-    """The prompt, which begins with a BOS if the model wants one: Dynamo's frontend adds none to a plain prompt."""
+    """The prompt, with a BOS in front if the model requires one: Dynamo's frontend adds none to plain prompts."""
     prompt = list(tokens)
     if vocab.add_bos and vocab.bos is not None and prompt[:1] != [vocab.bos]:
         prompt.insert(0, vocab.bos)

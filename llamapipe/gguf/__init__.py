@@ -2,5 +2,5 @@
 
 A damaged or hostile file must give an error that names the problem. llama.cpp itself may abort the process or read
 outside its buffers on such files, so every count, type, shape and offset is checked here first. Nothing here imports
-native code. ``tokenizer_json`` writes a file's vocabulary in the format that other tokenizers read.
+native code. ``tokenizer_json`` converts a file's vocabulary to the format of the ``tokenizers`` package.
 """

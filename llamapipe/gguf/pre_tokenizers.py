@@ -1,8 +1,8 @@
 """How byte-level BPE tokenizers cut a text into words before they merge bytes, by the name in ``tokenizer.ggml.pre``.
 
-Each entry lists the regular expressions that are applied one after the other: what an expression matches is a word,
-and so is what lies between two matches. They are in the syntax of the ``tokenizers`` package (Oniguruma). Only flavours
-whose token ids were compared with llama.cpp's are here.
+Each entry lists regular expressions that are applied one after the other. Each match of an expression is a word, and so
+is the text between two matches. The syntax is that of the ``tokenizers`` package (Oniguruma). The table has only those
+names whose token ids were compared with llama.cpp's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 
 class PreTokenizer(NamedTuple):
-    """``patterns``: applied in this order. ``whole_words``: a word that is a piece is not merged from its bytes."""
+    """``patterns``: applied in this order. ``whole_words``: a word that is a piece is taken whole, without merges."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False

@@ -1,4 +1,4 @@
-"""A folder with ``tokenizer.json`` and the two files that programs read beside it, as models on the hub have them."""
+"""Writes ``tokenizer.json`` and the two files that programs read with it, as in a model's repository on the hub."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write_tokenizer(
 ) -> Path:
     """Writes the three files for the checked GGUF file ``source`` and returns the folder.
 
-    ``bos``, ``eos``: special tokens, by which templates know them; ``ends``: all tokens that end generation. For the
-    others see ``tokenizer_json``. The same file gives the same bytes. Raises CannotExportError, OSError.
+    ``bos``, ``eos``: the special tokens that templates refer to; ``ends``: all tokens that end generation. For
+    other arguments see ``tokenizer_json``. Output is deterministic. Raises CannotExportError, OSError.
     """
     tokenizer = tokenizer_json(source, added, first, last)
     names = {token: piece for piece, token in tokenizer["model"]["vocab"].items()}
@@ -44,7 +44,7 @@ def write_tokenizer(
     if chat_template is not None:
         config["chat_template"] = chat_template
     model = {
-        "architectures": ["GGUF"],  # readers want one; no program loads weights by it
+        "architectures": ["GGUF"],  # readers require one; no program loads weights with it
         "model_type": "gguf",
         "vocab_size": len(names),
         "max_position_embeddings": n_ctx_train,

@@ -1,8 +1,8 @@
 """Writes a GGUF file's vocabulary as ``tokenizer.json``, the format of the ``tokenizers`` package.
 
 Programs that tokenize themselves, such as the frontend of NVIDIA Dynamo, read that format. The token ids are those of
-llama.cpp with special tokens parsed; a vocabulary that the format cannot express exactly is refused. Pure: what
-llama.cpp decides while it loads a file, such as which tokens are special, is handed in.
+llama.cpp with special tokens parsed; a vocabulary that the format cannot express exactly is refused. This module does
+not call llama.cpp: the caller passes what llama.cpp decides at load time, such as which tokens are special.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BYTE_PIECES: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 class AddedToken(NamedTuple):
-    """A token that is found in a text before the tokenizer runs; as ``chat.control_text.SpecialToken``."""
+    """A token that is matched before the tokenizer runs. Fields as in ``chat.control_text.SpecialToken``."""
 
     text: str
     id: int
@@ -31,7 +31,7 @@ class AddedToken(NamedTuple):
 
 
 class CannotExportError(ValueError):
-    """The vocabulary has no exact form as ``tokenizer.json``; the message says why."""
+    """``tokenizer.json`` cannot express the vocabulary exactly; the message gives the reason."""
 
 
 def tokenizer_json(
@@ -39,7 +39,7 @@ def tokenizer_json(
 ) -> dict[str, Any]:
     """The content of ``tokenizer.json`` for the vocabulary of a checked GGUF file.
 
-    ``added``: the special tokens as llama.cpp knows them. ``first``, ``last``: ids of the tokens that are put before
+    ``added``: the special tokens that llama.cpp found. ``first``, ``last``: ids of the tokens that are added before
     and after a text, if any. Raises CannotExportError, and OSError if the file cannot be read.
     """
     with path.open("rb") as file:
@@ -98,9 +98,9 @@ def _strings(head: Head, name: str) -> list[bytes]:
 
 
 def _check_overlaps(added: Sequence[AddedToken]) -> None:
-    """Refuses special tokens of which one can begin inside another.
+    """Refuses special tokens if one can begin inside another.
 
-    llama.cpp finds the longest token first, wherever it is in the text, ``tokenizers`` the one furthest to the left.
+    llama.cpp matches the longest token first, anywhere in the text; ``tokenizers`` matches from left to right.
     """
     starts: dict[str, list[str]] = {}
     for token in added:
@@ -112,8 +112,8 @@ def _check_overlaps(added: Sequence[AddedToken]) -> None:
                 both = one[:n] + other
                 if len(other.encode()) >= len(one.encode()) and other != one and not both.startswith(other):
                     raise CannotExportError(
-                        f"its special tokens {one!r} and {other!r} overlap in the text {both!r}, where llama.cpp "
-                        "and tokenizers find different ones"
+                        f"its special tokens {one!r} and {other!r} overlap in the text {both!r}, in which "
+                        "llama.cpp and tokenizers match different tokens"
                     )
 
 
@@ -124,7 +124,7 @@ def _sentencepiece(head: Head, pieces: list[str]) -> dict[str, Any]:
     known = set(pieces)
     if missing := [piece for piece in _BYTE_PIECES if piece not in known]:
         raise CannotExportError(
-            f"its vocabulary has no byte pieces such as {missing[0]!r}, so it cannot express every text"
+            f"its vocabulary lacks byte pieces, such as {missing[0]!r}, so it cannot encode every text"
         )
     entry = head.entries.get("tokenizer.ggml.add_space_prefix")
     prefix = True if entry is None else bool(entry.value)
@@ -146,11 +146,11 @@ def _sentencepiece(head: Head, pieces: list[str]) -> dict[str, Any]:
 
 
 def _merges_by_score(head: Head, pieces: list[str]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the pieces with the best scores first.
+    """Every pair of pieces that merges into a third; merges into the pieces with the best scores come first.
 
-    Two equal scores would be taken from left to right by llama.cpp, but in the order of this list by ``tokenizers``.
-    Of one piece's pairs, those with the longer left half come first, which is the order from left to right where
-    two of them overlap.
+    Merges with equal scores are refused: llama.cpp applies them from left to right, ``tokenizers`` in the order of this
+    list. Among the pairs of one piece, those with the longer left half come first; where two of them overlap in a text,
+    that is the order from left to right.
     """
     entry = head.entries.get("tokenizer.ggml.scores")
     if entry is None or not isinstance(entry.value, Array):
@@ -170,7 +170,7 @@ def _merges_by_score(head: Head, pieces: list[str]) -> list[tuple[str, str]]:
             continue
         if (other := made.setdefault(scores[i], piece)) != piece:
             raise CannotExportError(
-                f"its pieces {other!r} and {piece!r} have the same score, {scores[i]}: tokenizer.json needs an order"
+                f"its pieces {other!r} and {piece!r} have the same score, {scores[i]}; tokenizer.json needs an order"
             )
         merges += pairs
     return merges
@@ -186,9 +186,7 @@ def _byte_level(head: Head, pieces: list[str]) -> dict[str, Any]:
         named = (
             "it does not name its pre-tokenizer" if flavour is None else f"its pre-tokenizer is {flavour!r}"
         )
-        raise CannotExportError(
-            f"{named}; those that can be exported are {', '.join(sorted(PRE_TOKENIZERS))}"
-        )
+        raise CannotExportError(f"{named}; supported ones are {', '.join(sorted(PRE_TOKENIZERS))}")
     known = set(pieces)
     merges = []
     for i, line in enumerate(_strings(head, "merges")):
@@ -236,7 +234,7 @@ def _bpe(pieces: list[str], merges: Iterable[tuple[str, str]], **options: bool) 
 
 
 def _template(pieces: list[str], first: int | None, last: int | None) -> dict[str, Any] | None:
-    """Adds the tokens before and after a text, for readers that ask for it."""
+    """The post-processor that adds the tokens before and after a text, for readers that ask for them."""
     if first is None and last is None:
         return None
 

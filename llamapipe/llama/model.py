@@ -339,12 +339,13 @@ class Model(Owner):
         return self.chat_prompts.tokenize(messages, tools, add_generation_prompt, template_args)
 
     def save_tokenizer(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes the vocabulary for programs that tokenize themselves, and returns the folder.
+        """Writes tokenizer files to a folder, for programs that tokenize themselves. Returns the folder.
 
-        ``tokenizer.json`` is for the ``tokenizers`` package; ``tokenizer_config.json``, with the chat template, and
-        ``config.json`` have what such programs read beside it. Existing files are replaced, each at once.
+        ``tokenizer.json`` is the format of the ``tokenizers`` package. Such programs also read
+        ``tokenizer_config.json``, which has the chat template, and ``config.json``. Existing files are replaced
+        atomically.
 
-        Any thread. Raises ValueError for a vocabulary that has no exact form as ``tokenizer.json``; OSError.
+        Any thread. Raises ValueError if ``tokenizer.json`` cannot express the vocabulary exactly; OSError.
         """
         from llamapipe.gguf.tokenizer_files import write_tokenizer
         from llamapipe.gguf.tokenizer_json import AddedToken

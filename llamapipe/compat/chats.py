@@ -27,7 +27,7 @@ def tools_of(
 
 
 def choice_of(function_call: Any, tool_choice: Any) -> Any:
-    """The choice among tools; ``function_call`` is its older name. Raises ValueError, naming the argument."""
+    """The choice of a tool; ``function_call`` is its older name. Raises ValueError with the name of the argument."""
     if isinstance(function_call, Mapping):
         if not isinstance(function_call.get("name"), str):
             raise ValueError(
@@ -51,7 +51,7 @@ def choice_of(function_call: Any, tool_choice: Any) -> Any:
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:
-    """The JSON schema that an answer must match; None for any text. Raises TypeError, ValueError for another type."""
+    """The JSON schema that an answer must match; None: any text. Raises TypeError, ValueError for a wrong format."""
     if response_format is not None and not isinstance(response_format, Mapping):
         raise TypeError(
             f'response_format must be a dict such as {{"type": "json_object"}}, not {type(response_format).__name__}'

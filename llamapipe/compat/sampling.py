@@ -55,7 +55,7 @@ class MinTokensLogitsProcessor:
 
 
 def most_tokens(max_tokens: int | None) -> int | None:
-    """``max_tokens`` of a call; None if it has no limit of its own. Raises TypeError."""
+    """``max_tokens`` of a call; None: no limit. Raises TypeError."""
     if max_tokens is None:
         return None
     n = check_int("max_tokens", max_tokens, -(2**63), 2**63 - 1)
@@ -92,15 +92,17 @@ def sampling_params(
 ) -> SamplingParams:
     """The params of a call. ``last_n``: tokens that penalties look at; ``end``: the token that ends generation.
 
-    Raises TypeError, ValueError also for what llama.cpp no longer has, and as ``SamplingParams``.
+    Raises TypeError and ValueError as ``SamplingParams``, and ValueError for features that llama.cpp no longer has.
     """
     if tfs_z != 1.0:
-        raise ValueError(f"tfs_z is {tfs_z}; llama.cpp has no tail-free sampling any more, only 1.0 works")
+        raise ValueError(f"tfs_z is {tfs_z}; llama.cpp no longer has tail-free sampling, only 1.0 works")
     temperature = check_float("temperature", temperature, -math.inf, math.inf)
     if not penalize_nl:
         raise ValueError("penalize_nl=False: llama.cpp no longer exempts line ends from penalties")
     if logit_bias is not None and not isinstance(logit_bias, Mapping):
-        raise TypeError(f"logit_bias must be a dict of token ids and biases, not {type(logit_bias).__name__}")
+        raise TypeError(
+            f"logit_bias must be a dict from token ids to biases, not {type(logit_bias).__name__}"
+        )
     values: dict[str, Any] = {}
     if grammar is not None:
         if not isinstance(grammar, LlamaGrammar):

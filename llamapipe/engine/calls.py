@@ -370,8 +370,8 @@ class EngineCalls:
 
         Prompt and continuation are text or token ids. One prompt and one continuation return a Score; one prompt and a
         list of continuations, a list. For a list of prompts, ``continuation`` has one item for each prompt, or a list
-        of items for each, and the result has the same shape. Equal prompts are computed once, and many
-        continuations of one are divided among requests that run at the same time. If both are text,
+        of items for each, and the result has the same shape. Equal prompts are computed once. If a prompt has many
+        continuations, they are divided among requests that run at the same time. If both are text,
         prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
 
         Options as for ``generate``. Raises InvalidRequestError if prompt and continuation together exceed ``n_ctx`` or

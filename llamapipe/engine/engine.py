@@ -196,7 +196,7 @@ class Engine(ChatCalls, Owner):
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             _warn_of_size(context, self._kv_bytes)
             pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
-            # "exact" shares whole batches only, and these models whole sequences only.
+            # "exact" can share only whole batches, and these models only whole sequences.
             shares = cache_mode is True and not model.is_recurrent and not model.n_swa
             n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
             self._request_builder = RequestBuilder(model, context.n_ctx, n_sharing)

@@ -55,7 +55,7 @@ class Item(NamedTuple):
 class RequestBuilder:
     """Checks against a model and the context length of one engine. Any thread.
 
-    ``n_sharing``: how many requests of a call may share the cells of a prompt and run at the same time; 1: none.
+    ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
     """
 
     def __init__(self, model: Model, n_ctx: int, n_sharing: int = 1) -> None:

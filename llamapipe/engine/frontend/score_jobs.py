@@ -28,29 +28,29 @@ from llamapipe.llama.model import Model
 
 Pair = tuple[list[int], list[int]]  # a context and a continuation
 T = TypeVar("T")  # the result of a call
-_N_LEAST = 8  # continuations of a request, if there are more: it copies the cells of the context
+_N_LEAST = 8  # least continuations per request, since each request copies the context's cells
 Shaped = Score | list[Score] | list[list[Score]] | list[Score | list[Score]]
 
 
 class ScoreJob(Generic[T]):
     """Contexts and continuations to be scored, and the shape of the result.
 
-    The continuations of a context are divided among requests, which run at the same time and share its cells. A request
-    computes its continuations one after another.
+    The continuations of a context are divided among requests, which run at the same time and share the context's cells.
+    Each request computes its continuations one after another.
     """
 
     def __init__(self, pairs: Sequence[Pair], shape: Callable[[list[Score]], T]) -> None:
         self._pairs = pairs
         self._shape = shape
-        self._requests: list[list[int]] = []  # the pairs of each
+        self._requests: list[list[int]] = []  # indices of the pairs of each
 
     @property
     def n_requests(self) -> int:
-        """Once they were made."""
+        """Number of requests; known after ``makes``."""
         return len(self._requests)
 
     def makes(self, request_builder: RequestBuilder) -> Iterator[Make]:
-        """Returns functions, each of which creates the requests of a portion of the contexts.
+        """Returns functions, each of which creates a portion of the requests.
 
         Raises InvalidRequestError before any of them runs.
         """
@@ -76,7 +76,7 @@ class ScoreJob(Generic[T]):
     def _divided(self, members: Sequence[int], n_sharing: int) -> Iterator[list[int]]:
         """The pairs of one context, divided among requests.
 
-        The first request has all continuations of one token: the context's last row scores them, however many.
+        The first request has all continuations of one token: the context's last row scores any number of them.
         """
         long = [i for i in members if len(self._pairs[i][1]) > 1]
         n_most = max(_N_LEAST, -(-len(long) // n_sharing)) if n_sharing > 1 else len(long)

@@ -1,4 +1,4 @@
-"""How many prompt tokens and scores a step may have, so that the requests that decode need not wait too long for it."""
+"""Limits the prompt tokens and scores of a step, so that decoding requests do not wait too long for it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from llamapipe.engine.scheduler.request import UNLIMITED
 _MULTIPLE = 64  # tokens; llama.cpp's attention on a CPU works in tiles of this size
 _MARGIN = 0.9  # of the limit: times vary, and tokens are sampled and delivered as well
 _KEPT = 0.9  # weight of the observations so far at the next one
-_LEAST_ROWS = 4  # of scores, in a step
-_FIRST_ROWS = 8  # before it is known what they cost
+_LEAST_ROWS = 4  # scored tokens that a step may always have
+_FIRST_ROWS = 8  # the limit until their cost is known
 
 
 class PrefillBudget:
     """Learns from the times of steps what prompt tokens cost. The engine thread.
 
     A prompt token costs ``a + b * position``: all weights once, and attention to the tokens before it. Both are fitted
-    by least squares, in which older observations count less. A token that is scored costs a row of logits as well,
-    which may take longer than the token. The costs of a scored token are learned from steps that mostly have those.
+    by least squares, in which older observations count less. A scored token also costs a row of logits,
+    which may take longer than the token. That cost is learned from steps in which most prompt tokens are scored.
 
     ``max_itl_s``: the longest time between two tokens of a stream, in seconds; None: no limit. A step always has room
-    for 64 prompt tokens and 4 scores, so that they are computed at all.
+    for 64 prompt tokens and 4 scored tokens, so that prompts and scores always progress.
     """
 
     def __init__(self, max_itl_s: float | None) -> None:
@@ -32,7 +32,7 @@ class PrefillBudget:
             0.0  # weighted sums; x: position, y: seconds a token
         )
         self._n_most = _MULTIPLE // 2  # prompt tokens of the largest step so far
-        self._row_s: float | None = None  # a token that is scored
+        self._row_s: float | None = None  # seconds a scored token
         self._n_most_rows = _FIRST_ROWS // 2
 
     def __repr__(self) -> str:
@@ -59,7 +59,7 @@ class PrefillBudget:
         return max(int(n) // _MULTIPLE, 1) * _MULTIPLE
 
     def n_rows(self) -> int:
-        """The most scored tokens of a step in which requests decode."""
+        """The limit on scored tokens in a step with decoding requests."""
         if not self.is_on:
             return UNLIMITED
         left_s = self._limit_s - (self._decode_s or 0.0)
@@ -69,7 +69,7 @@ class PrefillBudget:
         return max(n, _LEAST_ROWS)
 
     def observe(self, n_prompt: int, position: float, seconds: float, n_rows: int = 0) -> None:
-        """Learns the time of a step with decoding requests and prompt tokens, whose mean position is this.
+        """Learns from the time of a step with decoding requests; ``position``: the mean of its ``n_prompt`` tokens.
 
         ``n_rows``: how many of the prompt tokens were scored.
         """

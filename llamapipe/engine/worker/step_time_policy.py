@@ -95,7 +95,7 @@ class StepTimePolicy:
 
 
 def _median(values: Iterable[float]) -> float:
-    """As of ``statistics``, whose import takes longer than all steps of a short run."""
+    """As ``statistics.median``; importing that module takes longer than all steps of a short run."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

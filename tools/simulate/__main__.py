@@ -1,12 +1,12 @@
 """Simulates engines under load.
 
 python tools/simulate record MODEL.gguf -o recording.json       # measure a real engine's steps
-python tools/simulate fit recording.json -o cost.json           # fit their times; print the error on other runs
-python tools/simulate check MODEL.gguf cost.json                # real runs and the simulated one
-python tools/simulate capacity cost.json                        # requests a second that one node serves in time
-python tools/simulate policies cost.json --nodes 40             # routing policies
-python tools/simulate run cost.json --nodes 1000 --processes 2  # a large cluster
-python tools/simulate plot capacity.json policies.json FOLDER   # pictures of what -o of these two wrote
+python tools/simulate fit recording.json -o cost.json           # fit their times; print the error on held-out runs
+python tools/simulate check MODEL.gguf cost.json                # compare real runs with the simulated one
+python tools/simulate capacity cost.json                        # highest rate that one node serves within limits
+python tools/simulate policies cost.json --nodes 40             # compare routing policies
+python tools/simulate run cost.json --nodes 1000 --processes 2  # simulate a large cluster
+python tools/simulate plot capacity.json policies.json FOLDER   # draw the files of capacity -o and policies -o
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ QUANTILES = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave. Times in seconds; first tokens and gaps between tokens at the QUANTILES.
+    """The result of a run. Times are in seconds; times to first token and gaps between tokens at the QUANTILES.
 
-    Requests count that arrive after the warm-up, and gaps after it. ``n_ended`` of ``n_arrived`` have ended by the end
-    of the simulated time, with ``n_tokens`` in their answers; ``tokens_per_s``: a second after the warm-up. ``last_s``:
-    when the last one ended. ``hit_rate``: the part of prompt tokens that were in cells. ``busy``: the part of the time
-    in which steps ran. ``backlog``: open requests per node.
+    Only requests that arrive after the warm-up count, and gaps after it. ``n_ended`` of ``n_arrived`` have ended when
+    the simulated time ends, with ``n_tokens`` in their answers; ``tokens_per_s``: per second after the warm-up.
+    ``last_s``: when the last one ended. ``hit_rate``: the part of prompt tokens that were cached. ``busy``: the part of
+    the time in which steps ran. ``backlog``: open requests per node.
     """
 
     n_nodes: int
@@ -50,14 +50,14 @@ class Cluster:
     def __init__(self, n_nodes: int, cost: StepCost, options: NodeOptions, policy: Policy) -> None:
         self.nodes = Nodes(Node(cost, options) for _ in range(n_nodes))
         self._policy = policy
-        self._open: set[Answer] = set()  # of those that count
+        self._open: set[Answer] = set()  # requests that count
         self._first_s = array("d")  # from arrival to first token
         self._n_arrived = self._n_ended = self._n_prompt = self._n_cached = self._n_generated = 0
         self._warm_up_s = 0.0
         # (time, order, node or -1 for an arrival): the order makes equal times a stable queue.
         self._events: list[tuple[float, int, int, Conversation | None]] = []
         self._order = count()
-        self._next_s = [math.inf] * n_nodes  # the event of each node; others of it are void
+        self._next_s = [math.inf] * n_nodes  # time of each node's next event; its other events are stale
         self._now_s = self._last_s = 0.0
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class Cluster:
         self._warm_up_s = warm_up_s
         self._next_arrival(arrivals)
         collects = gc.isenabled()
-        gc.disable()  # nothing here is cyclic, and it would look at millions of objects
+        gc.disable()  # nothing here is cyclic, and the collector would scan millions of objects
         try:
             self._serve(arrivals, seconds)
         finally:
@@ -89,7 +89,7 @@ class Cluster:
                 is_warm = True
                 self._end_warm_up()
             if number >= 0 and self._next_s[number] != now_s:
-                continue  # an arrival has cut its steps short
+                continue  # stale: an arrival has cut the node's portion short
             self._now_s = now_s
             if number >= 0:
                 node = nodes[number]

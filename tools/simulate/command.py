@@ -21,8 +21,8 @@ _COLUMNS = (
     f"{'':22s} {'requests/s':>10s} {'tokens/s':>9s} {'first token s, p50 p95 p99':>28s} {'gap ms, p50 p95 p99':>22s} "
     f"{'hits':>5s} {'busy':>5s} {'open':>6s}"
 )
-_LEAST_PER_S = 1e-3  # requests a second: nodes that serve less are said to serve none
-_SWEEP = tuple(i / 10 for i in range(1, 13))  # of the capacity: rates of a table of latencies over load
+_LEAST_PER_S = 1e-3  # requests a second; at a lower rate, a node is reported to serve none
+_SWEEP = tuple(i / 10 for i in range(1, 13))  # parts of the capacity at which latencies are simulated
 
 
 def main(doc: str) -> None:
@@ -30,9 +30,9 @@ def main(doc: str) -> None:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = _command(commands, "record", "model", out=True)
-    one.add_argument("--runs", type=int, default=16)
-    one.add_argument("--again", type=int, default=2, help="held-out runs that are made once more: the noise")
-    one.add_argument("--seconds", type=float, default=10.0, help="of each run")
+    one.add_argument("--runs", type=int, default=16, help="half are fitted, half are held out")
+    one.add_argument("--again", type=int, default=2, help="held-out runs to repeat, to measure the noise")
+    one.add_argument("--seconds", type=float, default=10.0, help="duration of each run")
     one.add_argument("--n-ctx", type=int, default=4096)
     one.add_argument("--n-seq-max", type=int, default=16)
     one.add_argument("--cache-mib", type=int, default=256, help="host memory for the prefix cache")
@@ -40,31 +40,31 @@ def main(doc: str) -> None:
     one = _command(commands, "fit", "recording", out=True)
     one = _command(commands, "check", "model", "cost")
     _traffic(one, per_s=2.0, seconds=60.0)
-    one.add_argument("--times", type=int, default=3, help="real runs; they differ by the noise")
-    one.add_argument("--warm-up", type=float, default=20.0, help="seconds before, which do not count")
+    one.add_argument("--times", type=int, default=3, help="number of real runs, to show the noise")
+    one.add_argument("--warm-up", type=float, default=20.0, help="seconds at the start that do not count")
     one.add_argument("--threads", type=int)
     one = _command(commands, "capacity", "cost", out=True, needs_out=False)
     _traffic(one, per_s=None, seconds=900.0)
     one.add_argument(
-        "--first", type=float, default=2.0, help="most seconds to the first token, 95 of 100 requests"
+        "--first", type=float, default=2.0, help="limit for the time to first token, p95, in seconds"
     )
-    one.add_argument("--gap", type=float, default=0.2, help="most seconds between tokens, 99 of 100 gaps")
-    one.add_argument("--node-cost", type=float, help="of a node for an hour, in your currency")
+    one.add_argument("--gap", type=float, default=0.2, help="limit for gaps between tokens, p99, in seconds")
+    one.add_argument("--node-cost", type=float, help="cost of a node per hour, in your currency")
     for name in ("policies", "run"):
         one = _command(commands, name, "cost", out=True, needs_out=False)
         _traffic(one, per_s=0.5, seconds=3600.0 if name == "run" else 900.0)
         one.add_argument("--nodes", type=int, nargs="+", default=[40])
         more = (
-            "that share the work"
+            "processes that share the work"
             if name == "policies"
-            else "that divide nodes and traffic, each with a router"
+            else "processes that divide nodes and traffic, each with its own router"
         )
         one.add_argument("--processes", type=int, default=1, help=more)
         if name == "run":
             one.add_argument("--policy", choices=list(POLICIES), default="cost-based")
     one = commands.add_parser("plot")
-    one.add_argument("results", type=Path, nargs="+", help="files that capacity -o and policies -o wrote")
-    one.add_argument("folder", type=Path)
+    one.add_argument("results", type=Path, nargs="+", help="files of capacity -o and policies -o")
+    one.add_argument("folder", type=Path, help="where to write the pictures")
     args = parser.parse_args()
     globals()[f"_{args.command}"](args)
 
@@ -86,9 +86,9 @@ def _command(
 
 def _traffic(parser: argparse.ArgumentParser, per_s: float | None, seconds: float) -> None:
     parser.add_argument("--workload", choices=list(WORKLOADS), default="chat")
-    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for all lengths")
     if per_s is not None:
-        parser.add_argument("--per-s", type=float, default=per_s, help="requests a second and node")
+        parser.add_argument("--per-s", type=float, default=per_s, help="requests a second per node")
     parser.add_argument("--seconds", type=float, default=seconds)
     parser.add_argument("--seed", type=int, default=1)
 
@@ -156,7 +156,7 @@ def _simulated(
 
 
 def _capacity(args: argparse.Namespace) -> None:
-    """Finds, by halving, the most requests a second that one node serves within the limits."""
+    """Finds by bisection the highest rate of requests that one node serves within the limits."""
     cost, options = _read(args.cost)
     workload = _workload(args, options)
     outcomes: dict[float, Outcome] = {}
@@ -168,7 +168,7 @@ def _capacity(args: argparse.Namespace) -> None:
 
     def is_served(per_s: float) -> bool:
         made = simulate(per_s)
-        is_late = made.first_s[1] > args.first or made.gap_s[2] > args.gap  # false where there was none
+        is_late = made.first_s[1] > args.first or made.gap_s[2] > args.gap  # comparisons with NaN are false
         return not is_late and made.n_ended >= 0.9 * made.n_arrived
 
     low, high = 0.0, 0.05
@@ -215,7 +215,7 @@ def _policies(args: argparse.Namespace) -> None:
 def _write(
     args: argparse.Namespace, workload: Workload, rows: Iterable[dict[str, Any]], **more: float
 ) -> None:
-    """Results with their conditions."""
+    """Writes results with the fit, arguments and traffic that they belong to."""
     given = {name: value for name, value in vars(args).items() if name not in ("output", "cost")}
     fit = json.loads(args.cost.read_text(encoding="utf-8"))
     made = {"fit": fit, "arguments": given, "traffic": asdict(workload), **more, "rows": list(rows)}

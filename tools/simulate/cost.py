@@ -1,9 +1,10 @@
-"""How long a step takes: a linear model of what it computes, fitted to the steps of a real engine.
+"""The cost model: predicts the time of a step from what it computes. Fitted to the steps of a real engine.
 
-The model is a sum with weights that are not negative. A step has a constant, another one where its plan does not repeat
-the one before it, and a time for each output row, each prompt, each copy of cells and each copied cell. llama.cpp cuts
-a step into passes. A pass has a constant, a time for its tokens (linear between some numbers of them, because kernels
-differ for few and for many rows), and a time for the KV cells that its tokens attend to.
+The model is linear, with weights that are not negative. A step costs a constant, another constant if its plan does
+not repeat the one before it, and a time for each output row, each prompt, each copy of cells and each copied cell.
+llama.cpp cuts a step into passes, one for each ubatch. A pass costs a constant, a time for its tokens, and a time for
+the KV cells that they attend to. The time for tokens is piecewise linear, because kernels differ for few and for many
+rows.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import numpy.typing as npt
 
 from llamapipe.engine.scheduler.batch_plan import BatchPlan
 
-_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of tokens between which a pass is linear
-_MOST_TOKENS = 4096  # of a pass
+_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of tokens between which the time of a pass is linear
+_MOST_TOKENS = 4096  # in a pass
 _N_FITS = 8
 Rows = npt.NDArray[np.float64]
 
 
 class Pass(NamedTuple):
-    """One ubatch: ``n_tokens`` of each of ``n_seqs`` sequences, which attend to ``n_cells`` KV cells in all."""
+    """One ubatch: ``n_tokens`` of each of ``n_seqs`` sequences. They attend to ``n_cells`` KV cells in total."""
 
     n_seqs: int
     n_tokens: int
@@ -33,9 +34,9 @@ class Pass(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a step computes. ``repeats``: it has the entries of the step before it, one position further.
+    """What a step computes. ``repeats``: its entries are those of the previous step, one position further.
 
-    ``n_copies``: copies of sequences to other slots, to host memory and back, with ``n_copied`` cells in all.
+    ``n_copies``: copies of sequences to other slots, to host memory and back, with ``n_copied`` cells in total.
     """
 
     repeats: bool
@@ -63,9 +64,9 @@ def load_of(plan: BatchPlan, n_ubatch: int, n_copies: int = 0, n_copied: int = 0
 
 
 def cut(parts: list[tuple[int, int, int]], n_ubatch: int) -> tuple[Pass, ...]:
-    """The passes of a step's parts: slot, first position and number of tokens of each, in the order of the batch.
+    """Cuts a step into passes. ``parts``: slot, first position and number of tokens of each, in the order of the batch.
 
-    As llama.cpp does it for per-sequence KV: equally long pieces of sequences whose ids follow each other.
+    As llama.cpp does for per-sequence KV: a pass has equally many tokens of sequences with consecutive ids.
     """
     passes = []
     while parts:
@@ -91,9 +92,10 @@ def cut(parts: list[tuple[int, int, int]], n_ubatch: int) -> tuple[Pass, ...]:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The weights, in seconds. ``tokens_s``: of each token of a pass up to the first knot, from there to the next ...
+    """The weights, in seconds.
 
-    ``cell_s``: of each cell that tokens of a pass with one token a sequence attend to; ``prompt_cell_s``: of others.
+    ``tokens_s``: for each token of a pass, by the interval between knots that it is in. ``cell_s``: for each attended
+    cell in passes with one token per sequence; ``prompt_cell_s``: in other passes.
     """
 
     step_s: float
@@ -122,7 +124,7 @@ class StepCost:
         return time_s
 
     def repeated_s(self, load: Load) -> float:
-        """By how much each repetition of a step takes longer than the one before it."""
+        """How much longer each repetition of a step takes than the one before it."""
         return self.cell_s * sum(p.n_seqs for p in load.passes)
 
     @cached_property
@@ -133,10 +135,10 @@ class StepCost:
 
     @classmethod
     def fit(cls, loads: Sequence[Load], seconds: Sequence[float]) -> StepCost:
-        """The weights with the least squares of errors relative to the fitted time. Raises ValueError for few steps.
+        """Fits the weights by least squares of errors relative to the fitted time. Raises ValueError for few steps.
 
-        Errors relative to the measured time would favour weights that are too small: a step that took too long counts
-        less than one that took too little. So the fit is repeated with the times that the one before it gave.
+        Errors relative to the measured time would favour weights that are too small: an unusually slow step would count
+        less than an unusually fast one. So the fit is repeated, each time relative to the previous fit's times.
         """
         columns = _columns(loads)
         if len(loads) < 10 * columns.shape[1]:
@@ -150,7 +152,7 @@ class StepCost:
 
 
 def _columns(loads: Iterable[Load]) -> Rows:
-    """A row for each step, with what each weight is multiplied by."""
+    """The matrix of the fit: a row for each step, with the factor of each weight."""
     rows = []
     knots = _hinges(np.arange(_MOST_TOKENS + 1))
     for load in loads:
@@ -172,7 +174,7 @@ def _columns(loads: Iterable[Load]) -> Rows:
 
 
 def _hinges(n: npt.NDArray[np.generic]) -> Rows:
-    """How much of each interval between knots is below ``n``."""
+    """The length of each interval between knots that lies below ``n``."""
     lower = np.array((0, *_KNOTS[:-1]))
     upper = np.array((*_KNOTS[:-1], np.inf))
     below: Rows = np.clip(n[:, None].astype(np.float64), lower, upper) - lower
@@ -198,7 +200,7 @@ def _non_negative(rows: Rows, wanted: Rows) -> Rows:
             if not below.any():
                 weights = best
                 break
-            # As far towards the best weights as none becomes negative; the first that would is not used.
+            # Move towards the best weights until the first one reaches zero; that one is no longer used.
             part = np.where(below, weights / np.maximum(weights - best, 1e-300), np.inf)
             weights = np.maximum(weights + part.min() * (best - weights), 0.0)
             weights[part.argmin()] = 0.0

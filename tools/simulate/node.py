@@ -1,4 +1,4 @@
-"""One engine in virtual time: the real ``Scheduler`` and ``KvCache``, and steps that take what ``StepCost`` says."""
+"""One engine in virtual time: the real ``Scheduler`` and ``KvCache``, with step times from ``StepCost``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from simulate.cost import StepCost, load_of
 from simulate.workload import TOKENS
 
 _NO_TOKENS: frozenset[int] = frozenset()
-_STREAMED = UNLIMITED - 1  # tokens that a stream may be ahead of its reader: all readers are fast
-BINS_PER_E = 20  # of the histogram of gaps: neighbours differ by 5 %
+_STREAMED = UNLIMITED - 1  # tokens that a stream may be ahead of its reader; no limit
+BINS_PER_E = 20  # bins of the histogram of gaps per factor of e: neighbours differ by 5 %
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class NodeOptions:
 class Answer:
     """A request from its arrival to its end, in seconds of virtual time; ``Request.sink`` on a node.
 
-    ``n_cached``: prompt tokens that were in cells. ``on_end``: called with this object when the last token is there.
+    ``n_cached``: prompt tokens that were cached. ``on_end``: called with this object when the request has ended.
     """
 
     __slots__ = (
@@ -66,23 +66,23 @@ class Answer:
         self.on_end = on_end
 
     def token(self, request: Request, token: int) -> bool:
-        """Tokens are counted by the node."""
+        """Does nothing: the node counts tokens."""
         return False
 
     def finish(self, request: Request) -> None:
-        """The node says when."""
+        """Does nothing: the node calls ``on_end``."""
 
     def restart_text(self) -> None:
-        """There is no text."""
+        """Does nothing: there is no text."""
 
 
 class Node:
-    """One engine. ``end_s``: when it has to be looked at again; infinity if it has no work. ``gaps``: by bin.
+    """One engine. ``end_s``: when its portion ends; infinity if it has no work. ``gaps``: a histogram, counts by bin.
 
-    While the same requests decode, every step repeats the one before it, and only takes longer by its cells. Such steps
-    are one *portion*: its last step ends a request. An arrival cuts a portion after the step in flight. The scheduler
-    plans and commits the first and the last of these steps; for those between them, only the numbers of tokens change.
-    ``max_portion``: most steps in one.
+    While the same requests decode, each step repeats the previous one, and takes longer only because of its additional
+    cells. Such steps form a *portion*, whose last step ends a request. An arrival cuts a portion after the step in
+    flight. The scheduler plans the first step and commits the last one. For the steps between them, only the token
+    counts are updated. ``max_portion``: the most steps in a portion.
     """
 
     __slots__ = (
@@ -116,18 +116,20 @@ class Node:
         self.gaps: Counter[int] = Counter()
         self.max_portion = (
             1 if self.scheduler.batch_builder.budget.is_on else 2**30
-        )  # it learns from each step
+        )  # the budget learns from each step
         self._cost = cost
         self._n_ubatch = options.n_ubatch
         self._inbox: list[Answer] = []
         self._plan: BatchPlan | None = None  # in flight
-        self._load = StepLoad(False, (), 0, 0)  # of the step that the portion began with
+        self._load = StepLoad(False, (), 0, 0)  # of the portion's first step
         self._begin_s = 0.0  # of the portion
         self._n_portion = 1
         self._step_s = self._slope_s = (
-            0.0  # the time of its first step, and by how much the others take longer
+            0.0  # time of its first step, and by how much each step is longer than the one before
         )
-        self._repeated: BatchPlan | None = None  # whose requests have had their last tokens at `_last_s`
+        self._repeated: BatchPlan | None = (
+            None  # the last repeating plan; its requests got their latest tokens at `_last_s`
+        )
         self._last_s = 0.0
 
     def __repr__(self) -> str:
@@ -161,12 +163,12 @@ class Node:
         else:
             self._note_tokens(plan, now_s)
         self._last_s = now_s
-        if scheduler.dequeued:  # some have ended
+        if scheduler.dequeued:  # some requests have ended
             self._note_ends(plan, now_s)
         self._start(now_s)
 
     def count(self, now_s: float) -> None:
-        """Brings the counters up to date: with the steps that have ended."""
+        """Adds the steps that have ended by now to the counters."""
         if self._plan is not None and self._n_portion > 1:
             self._count_steps(now_s)
 
@@ -182,7 +184,7 @@ class Node:
 
     def _count_steps(self, now_s: float) -> None:
         """Commits the steps of the portion that have ended."""
-        low, high = 0, self._n_portion - 1  # their number: at least, at most
+        low, high = 0, self._n_portion - 1  # bounds of their number
         while low < high:
             middle = (low + high + 1) // 2
             if self._ended_s(middle) <= now_s:
@@ -213,7 +215,7 @@ class Node:
         self._load = self._load.repeated(n)
 
     def _note_gaps(self, n: int, n_requests: int) -> None:
-        """Counts those of the first ``n`` steps of the portion."""
+        """Counts the gaps of the first ``n`` steps of the portion."""
         step_s, slope_s = self._step_s, self._slope_s
         last = _bin(step_s + (n - 1) * slope_s)
         noted = 0
@@ -253,7 +255,7 @@ class Node:
         if self._inbox:
             for answer in self._inbox:
                 scheduler.add(Request(answer.tokens, answer.n_answer, _NO_TOKENS, _STREAMED, sink=answer))
-                answer.tokens = []  # the request's now: it ends long before the answer is forgotten
+                answer.tokens = []  # the request owns them now, and is freed long before the answer
             self._inbox.clear()
         plan = scheduler.plan()
         if scheduler.dequeued:
@@ -279,7 +281,7 @@ class Node:
 
 
 def count_copies(ops: Iterable[MemoryOp], cache: KvCache) -> tuple[int, int]:
-    """How many of these changes copy cells between slots, to host memory or back, and how many cells."""
+    """Number of copies of cells, between slots, to host memory or back, and number of copied cells."""
     n_copies = n_cells = 0
     for op in ops:
         if isinstance(op, (Copy, LoadCells)):

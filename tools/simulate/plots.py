@@ -1,6 +1,6 @@
-"""Pictures of simulated figures: latency over load, routing policies, the cost of tokens.
+"""Draws simulation results: latency over load, routing policies, the cost of tokens.
 
-SVG without fonts of its own, which follows the reader's light or dark theme, as ``benchmarks/compare/chart.py`` draws.
+The SVG files embed no fonts and follow the reader's light or dark theme, as those of ``benchmarks/compare/chart.py``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Panel:
 
 
 def plot(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Draws what ``capacity -o`` and ``policies -o`` wrote, and returns the paths of the pictures."""
+    """Draws the files of ``capacity -o`` and ``policies -o``, and returns the paths of the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, str] = {}
     capacities = [result for result in results if "capacity_per_s" in result]
-    policies: dict[str, Result] = {}  # by traffic: files with other numbers of nodes are one picture
+    policies: dict[str, Result] = {}  # by traffic; results for different numbers of nodes are joined
     for result in results:
         name = result["arguments"]["workload"]
         if result in capacities:

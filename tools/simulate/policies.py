@@ -1,4 +1,4 @@
-"""How a router chooses a node. A policy sees what a router could know: open requests, and the prompts it has sent."""
+"""Routing policies. A policy uses only what a router can know: open requests, and the prompts that it has routed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_KNOWN = 2**21  # blocks that a router remembers
 
 
 class Nodes(list[Node]):
-    """Nodes, and which of them have how many open requests: a set of bits for each number, a bit for each node."""
+    """Nodes, indexed by their number of open requests: for each number, a bit set of nodes."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         super().__init__(nodes)
@@ -25,7 +25,7 @@ class Nodes(list[Node]):
         self._least = 0
 
     def changed(self, number: int) -> None:
-        """Takes note of a node's open requests. To be called after each change."""
+        """Updates the index. Call it after each change of a node's open requests."""
         before, after = self._n_open[number], self[number].n_open
         if before == after:
             return
@@ -40,7 +40,7 @@ class Nodes(list[Node]):
             self._least += 1
 
     def least_open(self, first: int) -> int:
-        """The node with the fewest open requests; of several, the first one from ``first`` on, around."""
+        """The node with the fewest open requests; if several, the first one at or after ``first``, cyclically."""
         those = self._with[self._least]
         after = those >> first
         if after:
@@ -67,7 +67,7 @@ class Random:
 
 
 class RoundRobin:
-    """One node after the other."""
+    """The nodes in turn."""
 
     def __init__(self, seed: int) -> None:
         self._numbers = count(seed)
@@ -78,7 +78,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The node with the fewest open requests; of several, the next in turn."""
+    """The node with the fewest open requests; if several, the next in turn."""
 
     def __init__(self, seed: int) -> None:
         self._numbers = count(seed)
@@ -89,11 +89,11 @@ class LeastLoaded:
 
 
 class PrefixAffinity:
-    """The node that has had the longest prefix of the prompt; without one, the least loaded."""
+    """The node that most recently got the longest matching prefix of the prompt; if none, the least loaded node."""
 
     def __init__(self, seed: int) -> None:
         self._fallback = LeastLoaded(seed)
-        self._known: OrderedDict[int, int] = OrderedDict()  # the node that was sent this prefix last
+        self._known: OrderedDict[int, int] = OrderedDict()  # by prefix: the node that got it last
 
     def choose(self, nodes: Nodes, answer: Answer) -> int:
         """See Policy."""
@@ -115,9 +115,9 @@ class PrefixAffinity:
 
 
 class CostBased(PrefixAffinity):
-    """The node with the least work before this request's first token: tokens it must compute, and those that are open.
+    """The node with the least work before this request's first token: uncached tokens of the prompt, plus open tokens.
 
-    Compared are the nodes that had a prefix of the prompt and the least loaded one.
+    Candidates are the nodes that got a prefix of the prompt, and the least loaded node.
     """
 
     def _choose(self, nodes: Nodes, answer: Answer, hashes: list[int]) -> int:

@@ -1,7 +1,7 @@
 """Runs a real engine under varying load and records what each step computed and how long it took.
 
-A step's time is counted from the end of the step before it, so it includes planning, sampling and delivery; steps after
-a pause are left out. In a served run, requests arrive as in a simulation, so that both can be compared.
+A step's time is measured from the end of the previous step, so it includes planning, sampling and delivery. Steps after
+a pause are left out. In a served run, requests arrive as in a simulation, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from simulate.cost import Load, Pass, load_of
 from simulate.node import NodeOptions, count_copies
 from simulate.workload import WORKLOADS, Conversation, Workload, arrivals, scaled
 
-STREAMS = "streams"  # beside the workloads: prompts of any length that have nothing in common
-FITTED = (STREAMS, "conversation", "chat")  # traffic of the runs with even seeds, which a fit uses
-HELD_OUT = ("agents", "coding", STREAMS)  # of those with odd seeds
-_N_PHASES = 4  # of a run, each with another number of callers
+STREAMS = "streams"  # traffic besides the workloads: prompts of random lengths that share nothing
+FITTED = (STREAMS, "conversation", "chat")  # traffic of the runs with even seeds, which are fitted
+HELD_OUT = ("agents", "coding", STREAMS)  # traffic of the runs with odd seeds
+_N_PHASES = 4  # of a run, each with a different number of callers
 
 
 @dataclass
 class Run:
-    """The steps of one run, and what its callers saw, in seconds. ``traffic``: of which kind.
+    """The steps of one run, and the latencies that its callers saw, in seconds.
 
-    ``n_tokens``: that its callers got. Runs with equal ``traffic`` and ``seed`` were made equally.
+    ``traffic``: a workload's name, or STREAMS. Runs with the same ``traffic`` and ``seed`` repeat each other.
     """
 
     traffic: str
@@ -43,7 +43,7 @@ class Run:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens callers got."""
+        """Tokens that callers received."""
         return len(self.first_s) + len(self.gaps_s)
 
 
@@ -72,7 +72,7 @@ def _load(repeats: bool, passes: list[list[int]], *counts: int) -> Load:
 
 
 class _Observer:
-    """Hears of each step's end, on the engine thread."""
+    """Records each step when it ends, on the engine thread."""
 
     def __init__(self, engine: lp.Engine, n_ubatch: int) -> None:
         self._n_ubatch = n_ubatch
@@ -89,7 +89,7 @@ class _Observer:
         scheduler.cache.take_memory_ops = self.take_memory_ops  # type: ignore[method-assign]
 
     def take_memory_ops(self) -> list[MemoryOp]:
-        """``KvCache.take_memory_ops``, noted."""
+        """Wraps ``KvCache.take_memory_ops``, and counts the copies."""
         ops = self._take_memory_ops()
         n_copies, n_copied = count_copies(ops, self._cache)
         self._n_copies += n_copies
@@ -97,7 +97,7 @@ class _Observer:
         return ops
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
-        """``Scheduler.observe``, noted."""
+        """Wraps ``Scheduler.observe``, and records the step."""
         self._observe(plan, seconds)
         now_s, idle_s = perf_counter(), self._loop._idle_s
         if plan.repeats:
@@ -111,7 +111,7 @@ class _Observer:
         self._last_s, self._idle_s = now_s, idle_s
 
     def move_to(self, run: Run) -> None:
-        """Gives a run what was noted since the last call."""
+        """Moves the steps recorded since the last call to a run."""
         run.loads, run.seconds = self._loads, self._seconds
         self._loads, self._seconds, self._last_s = [], [], 0.0
 
@@ -124,14 +124,14 @@ def record(
     n_again: int = 0,
     **engine_options: Any,
 ) -> Recording:
-    """Several runs, each with other traffic and other numbers of callers. The last ``n_again`` are held-out runs again.
+    """Makes several runs with different traffic and numbers of callers, then repeats ``n_again`` of the held-out ones.
 
     Lengths are in proportion to ``n_ctx``.
     """
     with _engine(model, options, **engine_options) as engine:
         recording = Recording(model.path.name, _with_sizes(options, engine))
         observer = _Observer(engine, options.n_ubatch)
-        # The first copies to host memory are far slower than later ones, which find memory that was used before.
+        # The first copies to host memory are far slower than later ones, which reuse memory.
         warm_up = Run("conversation", -1)
         _vary(engine, warm_up, random.Random(0), seconds, n_callers=options.n_seq_max)
         observer.move_to(warm_up)
@@ -155,9 +155,9 @@ def serve(
     seed: int,
     **engine_options: Any,
 ) -> tuple[Run, float]:
-    """A run in which conversations arrive as in a simulation, each in a thread of its own; and its seconds.
+    """Serves conversations that arrive as in a simulation, each in its own thread. Returns the run and its duration.
 
-    Turns that begin in the first ``warm_up_s`` are not in it.
+    The run does not contain turns that begin in the first ``warm_up_s``.
     """
     with _engine(model, options, **engine_options) as engine:
         observer = _Observer(engine, options.n_ubatch)
@@ -214,7 +214,7 @@ def _with_sizes(options: NodeOptions, engine: lp.Engine) -> NodeOptions:
 def _vary(
     engine: lp.Engine, run: Run, rng: random.Random, seconds: float, n_callers: int | None = None
 ) -> None:
-    """Callers with random prompts, or conversations of a workload, one after the other."""
+    """Runs callers at the same time. Each makes requests with random prompts, or of a workload, one after the other."""
     n_callers = round(2 ** rng.uniform(-0.4, 4.1)) if n_callers is None else n_callers
     end_s = perf_counter() + seconds
 
@@ -250,7 +250,7 @@ def _converse(engine: lp.Engine, conversation: Conversation, run: Run, salt: int
 
 
 def _prompt(engine: lp.Engine, conversation: Conversation, tokens: list[int], salt: int) -> list[int]:
-    """Ids of the vocabulary for those of a simulation: equal ones stay equal. All salts share the system prompts."""
+    """Maps the ids of a simulation to ids of the vocabulary; equal ids stay equal. System prompts ignore ``salt``."""
     n_ids, n_shared = engine.model.n_vocab - 300, conversation.n_shared
     prompt = [hash((token, 1)) % n_ids + 300 for token in tokens[:n_shared]]
     return prompt + [hash((token, salt, conversation.number)) % n_ids + 300 for token in tokens[n_shared:]]
@@ -259,7 +259,7 @@ def _prompt(engine: lp.Engine, conversation: Conversation, tokens: list[int], sa
 def _read(
     engine: lp.Engine, prompt: list[int], n_tokens: int, run: Run, end_s: float = math.inf, cache: bool = True
 ) -> None:
-    """Reads a stream, and notes the times between its tokens."""
+    """Reads a stream and records its time to first token and its gaps."""
     params = lp.SamplingParams(max_tokens=n_tokens, ignore_eos=True, cache=cache)
     last_s, times = perf_counter(), run.first_s
     for _ in engine.stream(prompt, params):

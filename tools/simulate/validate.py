@@ -1,4 +1,4 @@
-"""Whether fitted step times are right: on runs that were not fitted, and against what callers of real runs saw."""
+"""Tests fitted step times on held-out runs, and simulated latencies against those that callers of real runs saw."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SEEN = (
 
 
 def fit(recording: Recording) -> tuple[StepCost, float]:
-    """Fits the runs with even seeds. Prints the errors on the others, and returns the average."""
+    """Fits the runs with even seeds. Prints the errors on the other runs, and returns the fit and the average error."""
     runs = [run for run in recording.runs if run.seed % 2 == 0]
     cost = StepCost.fit([x for run in runs for x in run.loads], [x for run in runs for x in run.seconds])
     return cost, print_errors(cost, [run for run in recording.runs if run.seed % 2])
 
 
 def print_errors(cost: StepCost, runs: Sequence[Run]) -> float:
-    """Prints the errors of the fitted times. Returns that of a run, on average."""
+    """Prints the errors of the fitted times. Returns the average error of a run's time."""
     ratios: dict[tuple[str, int], list[float]] = {}
     single: list[float] = []
     print(f"{'run':>16s} {'steps':>6s} {'seconds':>8s} {'fitted':>7s} {'error':>7s}")
@@ -69,7 +69,7 @@ def check(
     n_times: int,
     n_threads: int | None,
 ) -> None:
-    """Prints what callers of real runs saw, at the median of the runs, beside the simulation of the same arrivals."""
+    """Prints the latencies of real runs, as medians over the runs, and of a simulation of the same arrivals."""
     measured, runs = [], []
     for _ in range(n_times):
         run, took_s = serve(model, options, workload, per_s, warm_up_s, seconds, seed, n_threads=n_threads)

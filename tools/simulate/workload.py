@@ -70,7 +70,7 @@ class Conversation:
 
     @property
     def n_shared(self) -> int:
-        """Tokens that it may share with other conversations."""
+        """Number of tokens that it may share with other conversations: the system prompt."""
         return len(self._head)
 
     def next_turn(self) -> tuple[list[int], int] | None:

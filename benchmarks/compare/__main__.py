@@ -7,10 +7,10 @@ Every side is a process of its own that loads the model once and then works when
 timed; in each round it does its work once before. Two processes of one program may differ by a tenth for as long as
 they live, so the rounds are divided among several, one after another, whose code is read into memory anew
 (`placement.py`). Prompts are given as tokens, no two begin alike, decoding is greedy, the end of generation is ignored
-and no prompt is cached. With ``--shared`` prompts begin alike, as with a system prompt, and are cached. With
-``--schema`` answers are JSON and end with it. ``llama-server one slot`` answers one request after another, as Ollama
-does by default. What is not on this machine is named with the reason and left out; `peers.py` says how each is had. The
-ceiling is llama-batched-bench in the better KV mode.
+and no prompt is cached. With ``--shared``, prompts share a prefix, as with a system prompt, and are cached.
+With ``--schema``, answers are JSON, and generation ends with the JSON value. ``llama-server one slot`` answers one
+request after another, as Ollama does by default. Peers that are not installed are skipped, and listed with the reason;
+`peers.py` says how to get each. The ceiling is llama-batched-bench in the better KV mode.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generate", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shared", type=int, default=0, help="tokens that all prompts begin with")
-    parser.add_argument("--schema", action="store_true", help="answers are JSON")
+    parser.add_argument(
+        "--shared", type=int, default=0, help="length of the prefix that all prompts share, in tokens"
+    )
+    parser.add_argument("--schema", action="store_true", help="generate JSON that matches a schema")
     parser.add_argument("--repeats", type=int, default=6, help="rounds in all")
     parser.add_argument(
         "--processes", type=int, help="of each side, one after another; 3, or --repeats if less"

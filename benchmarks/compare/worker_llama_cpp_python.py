@@ -28,7 +28,7 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
         began = perf_counter()
         for prompt in prompts:
             if not work.n_shared:
-                llama.reset()  # else it keeps what the prompt shares with the one before
+                llama.reset()  # without it, the prefix shared with the previous prompt stays cached
             out = llama.create_completion(
                 prompt, max_tokens=work.n_generate, temperature=0.0, grammar=grammar
             )

@@ -19,10 +19,10 @@ SCHEMA: dict[str, Any] = {
 
 
 class Work(NamedTuple):
-    """``n`` requests at once, each with a prompt of so many tokens and so many to generate, on so many threads.
+    """``n`` requests at once, each with ``n_prompt`` and ``n_generate`` tokens, on ``n_threads`` threads.
 
-    ``n_shared``: tokens that all prompts begin with, as they do with a system prompt; prompts are cached then.
-    ``schema``: answers are JSON of SCHEMA, and end with it.
+    ``n_shared``: prompt tokens that all requests share, as with a system prompt; if there are any, prompts are cached.
+    ``schema``: answers are JSON that matches SCHEMA, and generation ends with it.
     """
 
     n: int
@@ -50,7 +50,7 @@ class Work(NamedTuple):
         return -(-(self.n_prompt + self.n_generate + 8) // 256) * 256
 
     def prompts(self, salt: int) -> list[list[int]]:
-        """Of which no two begin alike after what they share, whatever the round; ids that every vocabulary here has."""
+        """Prompts that differ from the first unshared token on, in all rounds. Every vocabulary here has their ids."""
         shared = [300 + (17 * j + j * j) % 1900 for j in range(self.n_shared)]
         n_own = self.n_prompt - self.n_shared
         return [

@@ -78,11 +78,11 @@ def ray(session: nox.Session) -> None:
 def dynamo(session: nox.Session) -> None:
     """Install the package with NVIDIA Dynamo and run the tests that start its frontend and our workers."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
-    # The packages ask for much that only Dynamo's other engines use.
+    # The packages depend on much that only Dynamo's other engines use.
     session.install("--no-deps", *DYNAMO)
     session.install(*nox.project.dependency_groups(GROUPS, "dynamo"))
     _install(session)
-    # Warnings of Dynamo's own modules are not errors here.
+    # Warnings in Dynamo's own modules are not errors here.
     _pytest(session, "-m", "dynamo", "-W=default", default=["tests/dynamo_cluster"])
 
 

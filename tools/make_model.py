@@ -164,7 +164,7 @@ def _tensor_type(type_name: str, name: str, n_layers: int) -> gguf.GGMLQuantizat
 def _weights(shape: Shape, n_vocab: int, seed: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Yields tensors in file order, float32 in numpy's order of dimensions (GGUF stores them reversed).
 
-    One after another: all of an 8B model would take 32 GB.
+    One at a time: all tensors of an 8B model would take 32 GB.
     """
     rng = np.random.default_rng(seed)
 

@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's frontend before our workers: ``nox -s dynamo``."""
+"""NVIDIA Dynamo's frontend with our workers: ``nox -s dynamo``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stream(
 
 
 def run_streams(cluster: Cluster, when_running: Callable[[], None]) -> list[tuple[str, Any]]:
-    """All streams at once; ``when_running`` is called when each has begun, and not half of them have ended."""
+    """Runs all streams at once. Calls ``when_running`` when each has begun, before half of them have ended."""
     begun = Semaphore(0)
 
     def run(prompt: str) -> tuple[str, Any]:
@@ -69,7 +69,7 @@ def run_streams(cluster: Cluster, when_running: Callable[[], None]) -> list[tupl
         try:
             return stream(cluster, prompt, after_each, max_tokens=N_TOKENS, ignore_eos=True)
         except BaseException:
-            begun.release()  # nobody waits for a stream that failed
+            begun.release()  # do not wait for a stream that failed
             raise
 
     with ThreadPoolExecutor(N_STREAMS) as pool:
@@ -92,7 +92,7 @@ def test_streams_survive_the_death_of_a_worker(cluster: Cluster) -> None:
     assert disturbed == undisturbed
     counted = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics").text)
     moved = [one.value for f in counted for one in f.samples if one.name.endswith("model_migration_total")]
-    assert sum(moved) >= 1  # the dead worker had requests, and they went on at the other one
+    assert sum(moved) >= 1  # the dead worker had requests, and the other one continued them
 
 
 def test_answers_are_those_of_the_engine(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""What needs no Dynamo: its requests as options, our deltas as its chunks, the command line."""
+"""Tests that run without Dynamo: conversion of its requests and of our deltas, and the command line."""
 
 from __future__ import annotations
 

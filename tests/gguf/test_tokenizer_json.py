@@ -21,7 +21,7 @@ from llamapipe.gguf.tokenizer_json import AddedToken, CannotExportError, _check_
 assert TOOLS.is_dir()  # importing it makes this one importable
 import make_model  # noqa: E402
 
-# Characters that have no category yet are words for one of the two programs and not for the other.
+# The two programs treat unassigned characters differently: one as words, the other not.
 _CHARACTERS = st.characters(exclude_categories=("Cs", "Cn"))
 _FEW = st.sampled_from(list("aeiht THE'1234 \n\t\u2581\u00e9\u4e2d\U0001f600<|>s"))
 

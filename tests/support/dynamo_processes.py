@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's frontend and our workers, in processes of their own, on loopback and without etcd."""
+"""Runs NVIDIA Dynamo's frontend and our workers as processes, on loopback and without etcd."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 class DynamoProcess:
-    """One process of Dynamo; its output is in a file of the folder."""
+    """One process of Dynamo; its output goes to a file in the folder."""
 
     def __init__(self, folder: Path, name: str, *command: str) -> None:
         self.log = folder / f"{name}.log"

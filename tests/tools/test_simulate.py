@@ -44,7 +44,7 @@ def run(
     warm_up_s: float = 0,
     max_portion: int = 2**30,
 ) -> tuple[Outcome, Counter[int]]:
-    """What a cluster gave, and the gaps of all nodes."""
+    """The outcome of a cluster, and the gaps of all nodes."""
     workload = Workload(prompt=60, answer=20, n_turns=4, think_s=1, system=200, n_systems=8, n_ctx=1024)
     cluster = Cluster(n_nodes, COST, SMALL, POLICIES[policy](seed))
     for node in cluster.nodes:
@@ -79,7 +79,7 @@ def test_a_fit_finds_the_weights() -> None:
 
 
 def test_a_fit_meets_the_mean() -> None:
-    """Most steps are fast and some slow: their sum must be right, not the sum of the fast ones."""
+    """If a few steps are slow, the fit must match the sum of all steps, not that of the fast ones."""
     rng = random.Random(2)
     loads = [random_load(rng) for _ in range(4000)]
     times = [COST.seconds(load) * (4 if rng.random() < 0.1 else 1) for load in loads]
@@ -166,7 +166,7 @@ def test_a_seed_gives_the_same_run(policy: str) -> None:
 
 @pytest.mark.parametrize(("seconds", "warm_up_s"), [(30, 0), (120, 0), (30, 20.3)])
 def test_portions_change_nothing(seconds: float, warm_up_s: float) -> None:
-    """Steps that are skipped in portions give what they give one by one, also where the time ends amid a portion."""
+    """Steps in portions give the same results as single steps, also if the simulated time ends within a portion."""
     whole, gaps = run("cost-based", per_s=8, seconds=seconds, warm_up_s=warm_up_s)
     single, single_gaps = run("cost-based", per_s=8, seconds=seconds, warm_up_s=warm_up_s, max_portion=1)
     assert whole.n_steps == single.n_steps > 2000 and gaps == single_gaps

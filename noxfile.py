@@ -213,7 +213,9 @@ def sanitize(session: nox.Session) -> None:
     session.env.update(CFLAGS=flags, CXXFLAGS=flags, LDFLAGS="-fsanitize=address,undefined")
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session)
-    runtime = _output(["cc", "-print-file-name=libasan.so"]).strip()
+    # Without the C++ library the sanitizer finds no exceptions to watch, and ends the process at the first one.
+    libraries = ("libasan.so", "libstdc++.so")
+    runtime = ":".join(_output(["cc", f"-print-file-name={name}"]).strip() for name in libraries)
     # The interpreter is not instrumented, and does not free everything.
     session.env.update(LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc")
     session.env["UBSAN_OPTIONS"] = "print_stacktrace=1:halt_on_error=1"

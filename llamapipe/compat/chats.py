@@ -26,7 +26,7 @@ def tools_of(
     return None if tools is None else list(tools)
 
 
-def choice_of(function_call: Any, tool_choice: Any) -> Any:
+def choice_of(function_call: Any, tool_choice: Any, has_tools: bool) -> Any:
     """The choice of a tool; ``function_call`` is its older name. Raises ValueError with the name of the argument."""
     if isinstance(function_call, Mapping):
         if not isinstance(function_call.get("name"), str):
@@ -43,11 +43,7 @@ def choice_of(function_call: Any, tool_choice: Any) -> Any:
                 f'tool_choice is {tool_choice!r}; it must be "auto", "none", "required" or '
                 '{"type": "function", "function": {"name": …}}'
             )
-    elif tool_choice not in (None, "auto", "none", "required"):
-        raise ValueError(
-            f'tool_choice is {tool_choice!r}; it must be "auto", "none", "required" or a function'
-        )
-    return tool_choice
+    return tool_choice if has_tools else None  # as in llama-cpp-python, it means nothing without tools
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:

@@ -198,7 +198,7 @@ class Llama(LlamaBase):
             messages,
             params,
             tools_of(functions, tools),
-            choice_of(function_call, tool_choice),
+            choice_of(function_call, tool_choice, bool(tools or functions)),
             self._template_args,
         )
         name = model or self.model_path

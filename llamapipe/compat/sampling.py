@@ -58,8 +58,8 @@ def most_tokens(max_tokens: int | None) -> int | None:
     """``max_tokens`` of a call; None: no limit. Raises TypeError."""
     if max_tokens is None:
         return None
-    n = check_int("max_tokens", max_tokens, -(2**63), 2**63 - 1)
-    return n if n > 0 else None
+    number = check_float("max_tokens", max_tokens, -math.inf, math.inf)  # the original takes floats
+    return math.ceil(number) if 0 < number < 2**63 else None
 
 
 def sampling_params(

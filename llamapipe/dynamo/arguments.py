@@ -94,7 +94,7 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
     file: Path = lp.demo_model_path() if args.model is None else args.model
     name = args.served_model_name or file.stem
     namespace, component, endpoint = _address(args)
-    folder = args.tokenizer_dir or default_folder(file, args.chat_template)
+    folder = (args.tokenizer_dir or default_folder(file, args.chat_template)).absolute()
 
     def opened(undo: ExitStack) -> lp.Engine:
         options = {"chat_template": args.chat_template, **given(args, MODEL)}

@@ -85,6 +85,9 @@ def sampling_params(request: Mapping[str, Any]) -> SamplingParams:
     for name in ("min_tokens", "ignore_eos"):
         if name in stop:
             values[name] = stop[name]
+    n_most, n_least = values["max_tokens"], values.get("min_tokens")
+    if request.get("migration_link") is not None and n_most is not None and n_least is not None:
+        values["min_tokens"] = min(n_least, n_most)  # the lost worker has generated the tokens before
     if "logprobs" in output:
         values["logprobs"] = output["logprobs"]
     if "guided_decoding" in sampling:

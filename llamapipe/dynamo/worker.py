@@ -21,6 +21,7 @@ from llamapipe.engine.stream import AsyncStream
 from llamapipe.llama.vocab import Vocab
 
 _log = logging.getLogger(__name__)
+_DEAD = (lp.errors.EngineClosedError, lp.errors.BackendError)  # another worker can go on with the request
 _BLOCK_TOKENS = 16  # the unit in which the frontend counts KV cells
 
 
@@ -78,6 +79,8 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
             if takes_long(prompt, params):  # compiling a constraint would block the event loop
                 await asyncio.to_thread(engine.check_params, params)
             stream = engine.astream(prompt, params)
+        except _DEAD as error:
+            raise EngineShutdown(str(error)) from error
         except (ValueError, TypeError) as error:
             raise InvalidArgument(str(error)) from error
         request_id = context.id()
@@ -93,12 +96,13 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
                     if delta.finish_reason is not None:
                         return
             yield last_chunk("cancelled", len(prompt), n_generated)
-        except lp.errors.EngineClosedError as error:
+        except _DEAD as error:
             raise EngineShutdown(str(error)) from error
         except ValueError as error:
             raise InvalidArgument(str(error)) from error
         finally:
-            del self._streams[request_id]
+            if self._streams.get(request_id) is stream:  # else a retry of the same request came meanwhile
+                del self._streams[request_id]
 
     async def abort(self, context: Any) -> None:
         """Cancels a request whose client disconnected; its slot is free within a step."""

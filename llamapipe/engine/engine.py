@@ -198,6 +198,10 @@ class Engine(ChatCalls, Owner):
             pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
             # "exact" can share only whole batches, and these models only whole sequences.
             shares = cache_mode is True and not model.is_recurrent and not model.n_swa
+            # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
+            shares = (
+                shares and not self._queue.is_limited and context.n_cells >= context.n_ctx * context.n_seq_max
+            )
             n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
             self._request_builder = RequestBuilder(model, context.n_ctx, n_sharing)
             self._chat_builder = ChatBuilder(model, self._request_builder)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from llamapipe.gguf.tokenizer_json import AddedToken, tokenizer_json
@@ -57,7 +57,15 @@ def write_tokenizer(
         ("tokenizer_config.json", config),
         ("config.json", model),
     ):
-        partial = folder / f".{name}.{os.getpid()}"
-        partial.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        partial.replace(folder / name)
+        with NamedTemporaryFile(
+            "w", encoding="utf-8", dir=folder, prefix=f".{name}.", delete=False
+        ) as partial:
+            try:
+                json.dump(content, partial, ensure_ascii=False)
+                partial.close()
+                Path(partial.name).chmod(0o644)
+                Path(partial.name).replace(folder / name)
+            except BaseException:
+                Path(partial.name).unlink()
+                raise
     return folder

@@ -334,7 +334,6 @@ def test_a_misspelt_option_of_the_constructor() -> None:
         ("max_tokens", "5"),
         ("logit_bias", 5),
         ("tool_choice", {}),
-        ("tool_choice", "always"),
         ("tool_choice", {"type": "function"}),
         ("function_call", {}),
         ("response_format", "json"),
@@ -348,3 +347,11 @@ def test_errors_name_the_argument(llm: Any, name: str, value: Any) -> None:
     if name in ("temperature", "top_k", "max_tokens", "logit_bias"):
         with pytest.raises((TypeError, ValueError), match=f"^{name} "):
             llm("Hello", **{name: value})
+
+
+def test_what_the_original_takes(llm: Any) -> None:
+    """Floats as limits, and a choice of tools where there are none."""
+    messages = [{"role": "user", "content": "Hello"}]
+    short = llm.create_chat_completion(messages, max_tokens=2.0, temperature=0, tool_choice="get_weather")
+    assert short["usage"]["completion_tokens"] <= 2
+    assert llm("Once", max_tokens=-1.0, temperature=0)["choices"]

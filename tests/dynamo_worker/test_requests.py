@@ -186,3 +186,11 @@ sys.stderr = sys.stdout
 print(main([]))
 """
         assert "pip install 'llamapipe[dynamo]'" in (out := run_script(program)) and out.endswith("1\n")
+
+
+def test_least_tokens_of_a_migrated_request() -> None:
+    """The frontend reduces max_tokens by what the lost worker generated, and leaves min_tokens."""
+    request = {"token_ids": [1], "stop_conditions": {"max_tokens": 30, "min_tokens": 50}}
+    with pytest.raises(InvalidRequestError, match="min_tokens"):
+        sampling_params(request)
+    assert sampling_params({**request, "migration_link": {}}).min_tokens == 30

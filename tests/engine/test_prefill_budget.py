@@ -62,6 +62,35 @@ class TestPrefillBudget:
         assert seconds > 0.012 or n > 1000
         assert budget.n_tokens(0) == 64  # nothing is known of tokens without scores
 
+    def test_scores_among_other_prompt_tokens_count(self) -> None:
+        """20 of 64 prompt tokens are scored, each for 3 ms: one of them is in fact more than the limit allows."""
+        budget = PrefillBudget(0.025)
+        budget.observe(0, 0, 0.005)
+        seconds = 1.0
+        for _ in range(40):
+            n = min(budget.n_rows(), 20)
+            seconds = 0.005 + 64 * 50e-6 + n * 0.003
+            budget.observe(64, 32, seconds, n)
+        assert seconds <= 0.026
+
+    def test_an_outlier_is_forgotten(self) -> None:
+        budget = PrefillBudget(0.025)
+        budget.observe(0, 0, 0.005)
+        budget.observe(8, 32, 2.0, 8)
+        assert budget.n_rows() == 4
+        for _ in range(60):
+            n = budget.n_rows()
+            budget.observe(64, 32, 0.005 + 64 * 20e-6 + n * 0.0005, n)
+        assert budget.n_rows() > 8
+
+    def test_tokens_are_learned_beside_a_few_scores(self) -> None:
+        """Contexts with continuations of one token: a score in each step."""
+        budget = PrefillBudget(0.1)
+        budget.observe(0, 0, 0.005)
+        for _ in range(20):
+            budget.observe(64, 32, 0.005 + 64 * 50e-6 + 0.001, 1)
+        assert budget.n_tokens(0) > 64
+
     def test_a_slow_machine_still_computes_prompts(self) -> None:
         budget = PrefillBudget(0.01)
         budget.observe(0, 0, 5.0)

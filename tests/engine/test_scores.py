@@ -176,6 +176,14 @@ class TestScore:
         most = n_context if n_context < 16 else 4  # a short one is computed again, of a long one its last row
         assert prompt_tokens[True] - prompt_tokens[False] <= n_requests * most
 
+    @pytest.mark.parametrize("options", [{"n_cells": 300}, {"max_queue": 2}])
+    def test_continuations_stay_together(self, make_engine: MakeEngine, options: dict[str, int]) -> None:
+        """Where cells are scarce, divided requests would compute the context again; a queue would refuse them."""
+        engine = make_engine(n_seq_max=8, **options)
+        before = engine.stats().n_prompt_tokens
+        engine.score(tokens_of(90, 3), [tokens_of(3, 200 + i) for i in range(40)])
+        assert engine.stats().n_prompt_tokens - before == 90 + 40 * 2
+
     def test_only_asked_rows_are_outputs(self, make_engine: MakeEngine) -> None:
         """A row costs a product with the whole vocabulary: the context has one."""
         engine = make_engine(trace=True)

@@ -174,9 +174,11 @@ def serve(
                 sleep(conversation.think_s())
 
         threads = []
+        has_warmed_up = False
         for at_s, conversation in arrivals(workload, per_s, warm_up_s + seconds, seed):
             _sleep_until(begin_s + min(at_s, warm_up_s))
-            if at_s >= warm_up_s and not warm_up.loads:
+            if at_s >= warm_up_s and not has_warmed_up:
+                has_warmed_up = True
                 engine._engine_thread.ask(lambda: observer.move_to(warm_up))
             _sleep_until(begin_s + at_s)
             threads.append(threading.Thread(target=converse, args=(conversation,)))

@@ -18,7 +18,7 @@ class PrefillBudget:
 
     A prompt token costs ``a + b * position``: all weights once, and attention to the tokens before it. Both are fitted
     by least squares, in which older observations count less. A scored token also costs a row of logits,
-    which may take longer than the token. That cost is learned from steps in which most prompt tokens are scored.
+    which may take longer than the token. Its cost is what a step takes beyond its other tokens.
 
     ``max_itl_s``: the longest time between two tokens of a stream, in seconds; None: no limit. A step always has room
     for 64 prompt tokens and 4 scored tokens, so that prompts and scores always progress.
@@ -75,20 +75,31 @@ class PrefillBudget:
         """
         if not self.is_on:
             return
-        if n_rows:
-            self._n_most_rows = max(self._n_most_rows, n_rows)
-            if 2 * n_rows >= n_prompt:
-                row_s = max(seconds - (self._decode_s or 0.0), 0.0) / n_rows
-                self._row_s = row_s if self._row_s is None else _KEPT * self._row_s + (1 - _KEPT) * row_s
-            return
         if n_prompt == 0:
             before_s = seconds if self._decode_s is None else self._decode_s
             self._decode_s = before_s + 0.2 * (seconds - before_s)
-        elif n_prompt >= _MULTIPLE // 4:  # fewer say little
+            return
+        prompt_s = max(seconds - (self._decode_s or 0.0), 0.0)
+        if n_rows:
+            self._observe_rows(n_rows, n_prompt - n_rows, prompt_s)
+            if 2 * n_rows >= n_prompt:
+                return
+            prompt_s = max(prompt_s - n_rows * (self._row_s or 0.0), prompt_s / 2)
+        if n_prompt >= _MULTIPLE // 4:  # fewer say little
             self._n_most = max(self._n_most, n_prompt)
-            token_s = max(seconds - (self._decode_s or 0.0), 0.0) / n_prompt
+            token_s = prompt_s / n_prompt
             self._n = _KEPT * self._n + 1
             self._x = _KEPT * self._x + position
             self._y = _KEPT * self._y + token_s
             self._xx = _KEPT * self._xx + position * position
             self._xy = _KEPT * self._xy + position * token_s
+
+    def _observe_rows(self, n_rows: int, n_others: int, seconds: float) -> None:
+        """Learns what scored tokens cost, from a step with ``n_others`` other prompt tokens."""
+        if self._row_s is not None and 3 * n_rows < n_others:  # too few to tell more
+            self._row_s = min(self._row_s, seconds / n_rows)
+            return
+        others_s = n_others * self._y / self._n if self._n else 0.0
+        row_s = max(seconds - others_s, 0.0) / n_rows
+        self._row_s = row_s if self._row_s is None else _KEPT * self._row_s + (1 - _KEPT) * row_s
+        self._n_most_rows = max(self._n_most_rows, n_rows)

@@ -6,7 +6,8 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import httpx
@@ -202,14 +203,16 @@ def test_a_path_cannot_write_lines_into_the_log(
 def test_slow_bodies_do_not_keep_others_out(server: serve, client: httpx.Client, engine: lp.Engine) -> None:
     """As many as may be served at once: they are answered 408, and the next one is served."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
-    sockets = [socket.create_connection((server.host, server.port), 60) for _ in range(4)]
-    for slow in sockets:
-        slow.sendall(head)
-    wait_until(lambda: server._server.state.n_requests == 4)
-    assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 429
-    for slow in sockets:
-        with closing(slow):
-            answer = slow.recv(4096)
+    with ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_connection((server.host, server.port), 60)) for _ in range(4)
+        ]
+        for slow in sockets:
+            slow.sendall(head)
+        wait_until(lambda: server._server.state.n_requests == 4)
+        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 429
+        for slow in sockets:
+            answer = b"".join(iter(partial(slow.recv, 4096), b""))
             assert answer.startswith(b"HTTP/1.1 408 ") and b"within 0.5 seconds" in answer
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 

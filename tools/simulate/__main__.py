@@ -14,9 +14,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[0:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parents[2])]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
 
-from simulate.command import main  # noqa: E402
+from simulate.command import main
 
 if __name__ == "__main__":
     main(__doc__ or "")

@@ -57,6 +57,7 @@ class ScoreJob(Generic[T]):
         groups: dict[tuple[int, ...], list[int]] = {}
         for i, (context, _) in enumerate(self._pairs):
             groups.setdefault(tuple(context), []).append(i)
+        self._requests.clear()
         for members in groups.values():
             request_builder.check_scores(self._pairs[members[0]][0], [self._pairs[i][1] for i in members])
             self._requests += self._divided(members, request_builder.n_sharing)

@@ -95,7 +95,7 @@ class StepTimePolicy:
 
 
 def _median(values: Iterable[float]) -> float:
-    """As ``statistics.median``; importing that module takes longer than all steps of a short run."""
+    """As ``statistics.median``, whose module takes some milliseconds to import."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -161,11 +161,17 @@ def _merges_by_score(head: Head, pieces: list[str]) -> list[tuple[str, str]]:
     merges = []
     for i in sorted(range(len(pieces)), key=lambda i: (-scores[i], i)):
         piece = pieces[i]
-        pairs = [
-            (piece[:n], piece[n:])
-            for n in range(len(piece) - 1, 0, -1)
-            if piece[:n] in known and piece[n:] in known
-        ]
+        pairs = []
+        for n in range(len(piece) - 1, 0, -1):
+            left, right = piece[:n], piece[n:]
+            if left in known and right in known:
+                pairs.append((left, right))
+            elif (left in known or n == 1) and (right in known or n == len(piece) - 1):
+                missing = left if left not in known else right
+                raise CannotExportError(
+                    f"its piece {piece!r} has the character {missing!r}, which is not a piece: llama.cpp merges it, "
+                    "tokenizers splits it into bytes"
+                )
         if not pairs:
             continue
         if (other := made.setdefault(scores[i], piece)) != piece:

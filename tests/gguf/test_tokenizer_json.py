@@ -129,6 +129,20 @@ def test_what_has_no_exact_form_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_piece_with_an_unknown_character_is_refused(tmp_path: Path) -> None:
+    tokens = list(make_model.vocabulary("builtin-spm")["tokenizer.ggml.tokens"].value)
+    tokens[-1] = "\u2603e"
+    with opened(vocabulary(tmp_path, "builtin-spm", {"tokenizer.ggml.tokens": tokens})) as model:
+        assert len(tokens) - 1 in model.tokenize("\u2603e")
+        with pytest.raises(ValueError, match="the character '\u2603', which is not a piece"):
+            model.save_tokenizer(tmp_path / "out")
+    tokens[-2] = "\u2603"
+    with opened(vocabulary(tmp_path, "builtin-spm", {"tokenizer.ggml.tokens": tokens})) as model:
+        made = model.save_tokenizer(tmp_path / "out")
+        ids = Tokenizer.from_file(str(made / "tokenizer.json")).encode("a \u2603e\u2603").ids
+        assert ids == list(model.tokenize("a \u2603e\u2603"))
+
+
 def test_special_tokens_that_overlap_are_refused() -> None:
     def check(*texts: str) -> None:
         _check_overlaps([AddedToken(text, i, True) for i, text in enumerate(texts)])

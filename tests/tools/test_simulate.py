@@ -24,6 +24,7 @@ if str(TOOLS) not in sys.path:
 from simulate.cluster import Cluster, Outcome  # noqa: E402
 from simulate.cost import Load, Pass, StepCost, cut  # noqa: E402
 from simulate.node import Answer, Node, NodeOptions  # noqa: E402
+from simulate.plots import plot  # noqa: E402
 from simulate.policies import POLICIES, Nodes  # noqa: E402
 from simulate.record import Recording, record  # noqa: E402
 from simulate.workload import WORKLOADS, Conversation, Workload, arrivals  # noqa: E402
@@ -223,15 +224,47 @@ def test_the_stored_fit() -> None:
     assert "2 nodes" in found and "nan" not in found
 
 
-def simulate(*arguments: object) -> str:
+def simulate(*arguments: object, error: str = "") -> str:
+    """The output of the command; ``error``: what its message has, if it must fail."""
     done = subprocess.run(
         [sys.executable, str(TOOLS / "simulate"), *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode != 0) == bool(error), done.stderr
+    assert error in done.stderr and "Traceback" not in done.stderr
     return done.stdout
+
+
+def test_too_little_to_measure_is_an_error(demo: lp.Model, recording: Recording, tmp_path: Path) -> None:
+    only_fitted = Recording(recording.model, recording.options, recording.runs[:1])
+    only_fitted.save(tmp_path / "recording.json")
+    cost = tmp_path / "cost.json"
+    simulate("fit", tmp_path / "recording.json", "-o", cost, error="record at least 2 runs")
+    simulate("record", demo.path, "--runs", 1, "-o", cost, error="must be at least 2")
+    recording.save(tmp_path / "recording.json")
+    simulate("fit", tmp_path / "recording.json", "-o", cost)
+    short = ("--per-s", 0.001, "--warm-up", 0.1, "--seconds", 0.1, "--times", 1, "--threads", 1)
+    simulate("check", demo.path, cost, *short, error="raise --seconds or --per-s")
+
+
+def test_a_plot_leaves_out_what_has_no_logarithm(tmp_path: Path) -> None:
+    def row(load: float, first: float) -> dict[str, object]:
+        first_s, gap_s = (first, first, first), (0.0, 0.0, 0.0)
+        return {"load": load, "tokens_per_s": 10 * first, "first_s": first_s, "gap_s": gap_s}
+
+    result = {
+        "arguments": {"workload": "chat", "first": 2.0, "gap": 0.2, "node_cost": 1.0},
+        "fit": {"model": "demo", "held_out_error": 0.1},
+        "capacity_per_s": 1.0,
+        "rows": [row(0.1, 0.0), row(0.2, float("nan")), row(0.5, 0.7), row(1.0, 1.5)],
+    }
+    names = {path.name: path for path in plot([result], tmp_path)}
+    assert set(names) == {"load-chat.svg", "cost.svg"}
+    for name, n_dots in (("load-chat.svg", 3 * 2), ("cost.svg", 2)):  # two loads have values; no gap has
+        picture = ElementTree.parse(names[name]).getroot()
+        assert len(list(picture.iter("{http://www.w3.org/2000/svg}circle"))) == n_dots
 
 
 def test_the_command_line(demo: lp.Model, recording: Recording, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def main(doc: str) -> None:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = _command(commands, "record", "model", out=True)
-    one.add_argument("--runs", type=int, default=16, help="half are fitted, half are held out")
+    one.add_argument("--runs", type=_two_or_more, default=16, help="half are fitted, half are held out")
     one.add_argument("--again", type=int, default=2, help="held-out runs to repeat, to measure the noise")
     one.add_argument("--seconds", type=float, default=10.0, help="duration of each run")
     one.add_argument("--n-ctx", type=int, default=4096)
@@ -66,7 +66,18 @@ def main(doc: str) -> None:
     one.add_argument("results", type=Path, nargs="+", help="files of capacity -o and policies -o")
     one.add_argument("folder", type=Path, help="where to write the pictures")
     args = parser.parse_args()
-    globals()[f"_{args.command}"](args)
+    try:
+        globals()[f"_{args.command}"](args)
+    except ValueError as error:
+        parser.exit(1, f"error: {error}\n")
+
+
+def _two_or_more(text: str) -> int:
+    if (number := int(text)) < 2:
+        raise argparse.ArgumentTypeError(
+            f"{number} runs; it must be at least 2, one to fit and one to hold out"
+        )
+    return number
 
 
 def _command(

@@ -22,7 +22,10 @@ _DARK = ("#4493f8", "#f0883e", "#ab7df8", "#3fb950", "#9198a1")
 
 @dataclass
 class Panel:
-    """One plot. ``lines``: points by label. ``limit``: a value with its label. ``places``: ticks of the x axis."""
+    """One plot; values without a logarithm are left out on a log axis.
+
+    ``lines``: points by label. ``limit``: a value with its label. ``places``: ticks of the x axis.
+    """
 
     title: str
     x_title: str
@@ -105,7 +108,7 @@ def _costs(results: Sequence[Result]) -> str:
         panel.lines[given["workload"]] = [
             (100 * row["load"], given["node_cost"] / (row["tokens_per_s"] * 3600) * 1e6)
             for row in result["rows"]
-            if row["load"] <= 1.0
+            if row["load"] <= 1.0 and row["tokens_per_s"] > 0
         ]
     prices = ", ".join(f"{price:g}" for price in sorted({r["arguments"]["node_cost"] for r in results}))
     return _draw(f"Cost, if a node costs {prices} an hour", _source(results[0]), [panel])
@@ -145,9 +148,12 @@ def _draw(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
 
 
 def _panel(panel: Panel, left: float, labels: Sequence[str]) -> list[str]:
-    points = [(x, y) for line in panel.lines.values() for x, y in line if math.isfinite(y)]
-    values = [y for _, y in points] + ([panel.limit[0]] if panel.limit else [])
-    ticks = _log_ticks(values) if panel.is_log_y else _ticks(max(values, default=1.0))
+    lines = {
+        label: [(x, y) for x, y in line if math.isfinite(y) and (y > 0 or not panel.is_log_y)]
+        for label, line in panel.lines.items()
+    }
+    values = [y for line in lines.values() for _, y in line] + ([panel.limit[0]] if panel.limit else [])
+    ticks = _log_ticks(values or [1.0]) if panel.is_log_y else _ticks(max(values, default=1.0))
     low, high = _axis(ticks[0], panel.is_log_y), _axis(ticks[-1], panel.is_log_y)
     begin, end = (_axis(x, panel.is_log_x) for x in (panel.places[0], panel.places[-1]))
 
@@ -177,8 +183,8 @@ def _panel(panel: Panel, left: float, labels: Sequence[str]) -> list[str]:
             f'<line class="limit" x1="{left}" y1="{y:.1f}" x2="{left + _WIDTH}" y2="{y:.1f}"/>'
             f'<text x="{left + 8}" y="{y + above:.1f}">{escape(panel.limit[1])}</text>'
         )
-    for label, line in panel.lines.items():
-        places = [at(x, y) for x, y in line if math.isfinite(y)]
+    for label, line in lines.items():
+        places = [at(*point) for point in line]
         where = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         colour = f"c{labels.index(label)}"
         parts.append(f'<polyline class="line {colour}" points="{where}"/>')

@@ -23,10 +23,18 @@ SEEN = (
 
 
 def fit(recording: Recording) -> tuple[StepCost, float]:
-    """Fits the runs with even seeds. Prints the errors on the other runs, and returns the fit and the average error."""
+    """Fits the runs with even seeds. Prints the errors on the other runs, and returns the fit and the average error.
+
+    Raises ValueError if there are too few steps to fit, or no other runs.
+    """
+    held_out = [run for run in recording.runs if run.seed % 2 and run.seconds]
+    if not held_out:
+        raise ValueError(
+            "the recording has no run with an odd seed to test the fit on; record at least 2 runs"
+        )
     runs = [run for run in recording.runs if run.seed % 2 == 0]
     cost = StepCost.fit([x for run in runs for x in run.loads], [x for run in runs for x in run.seconds])
-    return cost, print_errors(cost, [run for run in recording.runs if run.seed % 2])
+    return cost, print_errors(cost, held_out)
 
 
 def print_errors(cost: StepCost, runs: Sequence[Run]) -> float:
@@ -69,10 +77,18 @@ def check(
     n_times: int,
     n_threads: int | None,
 ) -> None:
-    """Prints the latencies of real runs, as medians over the runs, and of a simulation of the same arrivals."""
+    """Prints the latencies of real runs, as medians over the runs, and of a simulation of the same arrivals.
+
+    Raises ValueError if a run received too few tokens.
+    """
     measured, runs = [], []
     for _ in range(n_times):
         run, took_s = serve(model, options, workload, per_s, warm_up_s, seconds, seed, n_threads=n_threads)
+        if not run.gaps_s or not run.seconds:
+            raise ValueError(
+                f"no request arrived in the {seconds:g} s after the warm-up, or each got one token; raise --seconds or "
+                "--per-s"
+            )
         runs.append(run)
         measured.append(_seen(run.n_tokens / took_s, run.first_s, run.gaps_s))
     print_errors(cost, runs)

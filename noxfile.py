@@ -218,8 +218,10 @@ def sanitize(session: nox.Session) -> None:
     runtime = ":".join(_output(["cc", f"-print-file-name={name}"]).strip() for name in libraries)
     # The interpreter is not instrumented, and does not free everything.
     session.env.update(LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc")
-    session.env["UBSAN_OPTIONS"] = "print_stacktrace=1:halt_on_error=1"
-    _pytest(session, "-m", "native", *_without_limits())
+    suppressions = HERE / "tests" / "support" / "ubsan.supp"
+    session.env["UBSAN_OPTIONS"] = f"print_stacktrace=1:halt_on_error=1:suppressions={suppressions}"
+    # pytest must not capture the report of a sanitizer that ends the process.
+    _pytest(session, "--capture=sys", "-m", "native", *_without_limits())
 
 
 @nox.session

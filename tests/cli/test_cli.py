@@ -18,7 +18,10 @@ from support.interrupts import heed_ctrl_c
 from support.screen import Screen, run_in_terminal
 
 import llamapipe as lp
+from llamapipe.cli import _parser
 from llamapipe.cli.options import ENGINE, MODEL, SAMPLING, TEXTS
+from llamapipe.cli.serve import _served
+from llamapipe.structured import compile as grammars
 
 PACKAGE = Path(lp.__file__).parent
 STORY = "Once upon a time, there was a little fox named Lily."
@@ -556,3 +559,13 @@ def test_the_harness_command_names_its_extra(missing: str, tmp_path: Path) -> No
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("llamapipe-lm-eval: ")
     assert done.stderr.rstrip().splitlines()[-1].endswith('pip install "llamapipe[lm-eval]"')
+
+
+def test_a_server_is_prepared_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("a request has to read the vocabulary")
+
+    with _served(_parser().parse_args(["serve", "--n-ctx", "128"])) as (engine, _):
+        monkeypatch.setattr(grammars, "GrammarTokenizer", read)
+        out = engine.generate("Count:", lp.SamplingParams(max_tokens=4, regex=" [0-9]+"))
+    assert out.text.strip().isdecimal()

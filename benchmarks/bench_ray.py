@@ -1,6 +1,7 @@
 """Compares a job of Ray Data with one actor, and with more, with the bare engine: generated tokens a second.
 
-    python benchmarks/bench_ray.py [MODEL.gguf] [--prompts 4000] [--tokens 32] [--rounds 3] [--actors 1] [--json FILE]
+    python benchmarks/bench_ray.py [MODEL.gguf] [--prompts 4000] [--tokens 32] [--rounds 3] [--actors 1] [--threads N]
+                                 [--json FILE]
 
 Needs the extra ``ray``. The sides take turns, each in a process of its own, so all of them meet the same load.
 ``bare``: ``engine.generate`` with the list of all prompts, in a worker of Ray that does nothing else, so that the
@@ -8,7 +9,8 @@ system gives it the same part of a busy machine. The others: what ``llamapipe.ra
 of the same prompts, with the same engine options. Their rate counts from when the first rows came to an actor until the
 last were done, with all pauses between, but without the start of Ray, of the actors and of the engines;
 ``whole_job_tokens_per_s`` counts from the start of the job until the driver has all rows. ``tokens_per_cpu_s`` divides
-by the processor time of the engine's process, which a busy machine changes less. Greedy, end of generation ignored.
+by the processor time of the engine's process, which a busy machine changes less. ``--threads``: of both sides' engines;
+one less than the cores leaves a core to Ray's own processes. Greedy, end of generation ignored.
 Without a model: the bundled one. Only loopback is used.
 """
 
@@ -63,9 +65,14 @@ class TimedCompleter(lr.Completer):
             yield out
 
 
-def bare(model: str, n: int, params: lp.SamplingParams) -> dict[str, float]:
+def spec(model: str, n_threads: int | None) -> lr.EngineSpec:
+    """The engine of both sides."""
+    return lr.EngineSpec(model, _OPTIONS | ({} if n_threads is None else {"n_threads": n_threads}))
+
+
+def bare(model: str, n: int, params: lp.SamplingParams, n_threads: int | None) -> dict[str, float]:
     """The rate of the engine alone."""
-    with lr.EngineSpec(model, _OPTIONS).opened() as engine:
+    with spec(model, n_threads).opened() as engine:
         engine.generate([prompt(-i) for i in range(64)], params)
         begin, begin_cpu_s = perf_counter(), process_time()
         done = engine.generate([prompt(i) for i in range(n)], params)
@@ -85,7 +92,9 @@ def start_ray(n_actors: int) -> None:
     )
 
 
-def with_ray(model: str, n: int, params: lp.SamplingParams, n_actors: int) -> dict[str, float]:
+def with_ray(
+    model: str, n: int, params: lp.SamplingParams, n_threads: int | None, n_actors: int
+) -> dict[str, float]:
     """The rate of a job."""
     start_ray(n_actors)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +102,7 @@ def with_ray(model: str, n: int, params: lp.SamplingParams, n_actors: int) -> di
         parquet.write_table(arrow.table({"id": range(n), "prompt": [prompt(i) for i in range(n)]}), path)
         begin = perf_counter()
         given = {
-            "spec": lr.EngineSpec(model, _OPTIONS),
+            "spec": spec(model, n_threads),
             "prompt": "prompt",
             "params": params,
             "n_sharing": n_actors,
@@ -124,6 +133,8 @@ def measured(side: str, args: argparse.Namespace) -> dict[str, float]:
         "--tokens",
         str(args.tokens),
     ]
+    if args.threads is not None:
+        command += ["--threads", str(args.threads)]
     environment = {**os.environ, **_SETTINGS}
     folders = [str(Path(lp.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
@@ -144,6 +155,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--actors", default="1", help="numbers of actors, with commas between")
+    parser.add_argument("--threads", type=int, help="of the engine, on both sides")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -151,9 +163,10 @@ def main() -> None:
     if args.side is not None:
         if args.side == "bare":
             start_ray(1)
-            print(json.dumps(ray.get(ray.remote(bare).remote(args.model, args.prompts, params))))
+            given = (args.model, args.prompts, params, args.threads)
+            print(json.dumps(ray.get(ray.remote(bare).remote(*given))))
         else:
-            print(json.dumps(with_ray(args.model, args.prompts, params, int(args.side))))
+            print(json.dumps(with_ray(args.model, args.prompts, params, args.threads, int(args.side))))
         return
     sides = ["bare", *args.actors.split(",")]
     turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
@@ -176,7 +189,16 @@ def main() -> None:
     if args.json:
         about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         args.json.write_text(
-            json.dumps({**about, "prompts": args.prompts, "tokens": args.tokens, "turns": turns}, indent=1)
+            json.dumps(
+                {
+                    **about,
+                    "prompts": args.prompts,
+                    "tokens": args.tokens,
+                    "threads": args.threads,
+                    "turns": turns,
+                },
+                indent=1,
+            )
         )
 
 

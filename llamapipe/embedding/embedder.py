@@ -15,7 +15,7 @@ import numpy as np
 
 from llamapipe.arguments import check_flag, check_tokens, explains_options
 from llamapipe.embedding.worker import Call, Worker
-from llamapipe.engine.frontend.progress import progress_bar
+from llamapipe.engine.delivery.progress import progress_bar
 from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.llama.embedding_context import EmbeddingContext

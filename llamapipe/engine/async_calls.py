@@ -10,12 +10,13 @@ from typing import Any, Literal, overload
 from llamapipe.arguments import check_choice, check_int, explains_options
 from llamapipe.engine.calls import EngineCalls
 from llamapipe.engine.delivery.mailbox import AsyncMailbox
-from llamapipe.engine.frontend.call_options import ON, amakes_of, call_options, outcome_of
+from llamapipe.engine.frontend.call_options import ON, CallOptions, OnError, OnTimeout, call_options
 from llamapipe.engine.frontend.keywords import explains_keywords
 from llamapipe.engine.frontend.long_work import built
+from llamapipe.engine.frontend.pending import Pending
+from llamapipe.engine.frontend.prompt_list import amakes_of, outcome_of
 from llamapipe.engine.frontend.request_builder import Item, Prompt
 from llamapipe.engine.frontend.score_jobs import score_job
-from llamapipe.engine.frontend.submission import CallOptions, OnError, OnTimeout, Pending
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion, Score
 from llamapipe.engine.scheduler.request import Request

@@ -9,13 +9,15 @@ from llamapipe.arguments import check_choice, check_flag, check_int, explains_op
 from llamapipe.engine.cache import MIN_PREFIX
 from llamapipe.engine.cached_prefix import CachedPrefix
 from llamapipe.engine.delivery.mailbox import Mailbox, ThreadMailbox
-from llamapipe.engine.frontend.call_options import ON, call_options, makes_of, outcome_of
+from llamapipe.engine.delivery.progress import Progress, progress_bar
+from llamapipe.engine.frontend.call_options import ON, CallOptions, OnError, OnTimeout, call_options
 from llamapipe.engine.frontend.keywords import explains_keywords
-from llamapipe.engine.frontend.progress import Progress, progress_bar
+from llamapipe.engine.frontend.pending import Pending
+from llamapipe.engine.frontend.prompt_list import makes_of, outcome_of
 from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder, TokenIds
 from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score_job, tokens_job
 from llamapipe.engine.frontend.snapshot import Layout, unpack
-from llamapipe.engine.frontend.submission import CallOptions, OnError, OnTimeout, Pending, Submission
+from llamapipe.engine.frontend.submission import Submission
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion, Score

@@ -11,6 +11,7 @@ from llamapipe.arguments import check_flag
 from llamapipe.engine.async_calls import AsyncEngineCalls
 from llamapipe.engine.chat_results import ChatCompletion
 from llamapipe.engine.chat_stream import AsyncChatStream, ChatStream
+from llamapipe.engine.delivery.progress import progress_bar
 from llamapipe.engine.frontend.call_options import call_options
 from llamapipe.engine.frontend.chat_builder import (
     ChatBuilder,
@@ -21,7 +22,6 @@ from llamapipe.engine.frontend.chat_builder import (
 )
 from llamapipe.engine.frontend.keywords import explains_keywords
 from llamapipe.engine.frontend.long_work import takes_long
-from llamapipe.engine.frontend.progress import progress_bar
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from llamapipe.engine.chat_results import ChatDelta
+from llamapipe.engine.delivery.delta_parser import DeltaParser
 from llamapipe.engine.frontend.chat_builder import ChatItem
-from llamapipe.engine.frontend.delta_parser import DeltaParser
 from llamapipe.engine.frontend.request_builder import Item
 from llamapipe.engine.stream import AsyncStream, Stream
 from llamapipe.native.owner import Owner

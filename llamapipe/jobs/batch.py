@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypedDict, cast, overload
 
 from llamapipe.arguments import check_flag, explains_options
+from llamapipe.engine.delivery.progress import progress_bar
 from llamapipe.engine.engine import Engine
-from llamapipe.engine.frontend.progress import progress_bar
 from llamapipe.engine.params import SamplingParams
 from llamapipe.jobs.answers import Answerer
 from llamapipe.jobs.output import open_output

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from llamapipe.arguments import check_flag
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatFinishReason
-from llamapipe.engine.frontend.delta_parser import DeltaParser
+from llamapipe.engine.delivery.delta_parser import DeltaParser
 from llamapipe.engine.frontend.request_builder import Item, RequestBuilder, named
 from llamapipe.engine.params import CONSTRAINTS, SamplingParams
 from llamapipe.engine.results import Choice, Completion

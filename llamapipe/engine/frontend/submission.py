@@ -7,117 +7,32 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
 from functools import partial
 from itertools import chain, islice
 from queue import Empty
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, Mailbox, ThreadMailbox
-from llamapipe.engine.delivery.sink import Failure
-from llamapipe.engine.frontend.observer import ObservedRequest, RequestObserver
-from llamapipe.engine.frontend.progress import Progress
+from llamapipe.engine.delivery.progress import Progress
+from llamapipe.engine.frontend.call_options import CallOptions, left_s
+from llamapipe.engine.frontend.observer import RequestObserver
+from llamapipe.engine.frontend.pending import Pending
 from llamapipe.engine.frontend.queue_limit import ExpiredError, QueueLimit
-from llamapipe.engine.frontend.request_builder import PORTION, Groups, Make, named
-from llamapipe.engine.results import Completion
+from llamapipe.engine.frontend.request_builder import PORTION, Groups, Make
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
-from llamapipe.errors import EngineClosedError, QueueFullError
+from llamapipe.errors import EngineClosedError
 
 if TYPE_CHECKING:
     import asyncio
 
 T = TypeVar("T")
-OnError = Literal["raise", "return"]
-OnTimeout = Literal["raise", "return"]
 
 # Long lists are submitted in portions. When 20,000 prompts were submitted at once, the garbage collector scanned
 # all their objects again and again, for up to 0.26 s, during which no thread ran.
 _N_AHEAD = 2 * PORTION  # if fewer groups of a long list have no result yet, the next portion is submitted
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """How a call waits, and what it does with failures.
-
-    ``deadline``: a time of ``perf_counter``. ``names_prompts``: errors name the index of their prompt. ``operation``:
-    its name for observers.
-    """
-
-    block: bool = True
-    timeout: float | None = None
-    deadline: float | None = None
-    on_error: OnError = "raise"
-    on_timeout: OnTimeout = "raise"
-    names_prompts: bool = False
-    operation: str = "text_completion"
-
-    def expired(self) -> ExpiredError:
-        """The error for a call whose deadline passed."""
-        return ExpiredError(f"not finished within the timeout of {self.timeout} s; the rest was cancelled")
-
-
-class Pending(Generic[T]):
-    """The requests of one call that have no result yet. One thread or task."""
-
-    def __init__(self, options: CallOptions) -> None:
-        self.options = options
-        self.observer: RequestObserver | None = None
-        self._observed: dict[int, ObservedRequest] = {}
-        self.groups: dict[int, Sequence[Request]] = {}
-        self.unsubmitted: deque[Request] = deque()
-        self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
-        self.timed_out = False
-        # Of a long list. The thread that closes the engine submits the rest of it.
-        self.lock = threading.RLock()
-        self.is_long = False
-        self.is_making = False
-        self.is_broken = False  # closing was interrupted meanwhile: results will be missing
-        self.has_ended = False
-
-    def add(self, groups: Groups) -> None:
-        """Requests that are to be submitted."""
-        self.groups.update(groups)
-        for index, requests in groups.items():
-            self.unsubmitted += requests
-            if self.observer is not None:
-                self._observed[index] = self.observer.begin(requests, self.options.operation)
-
-    @property
-    def requests(self) -> list[Request]:
-        """All requests without a result."""
-        return [request for requests in list(self.groups.values()) for request in requests]
-
-    def read(self, item: tuple[int, Any]) -> tuple[int, T | Exception, Sequence[Request]]:
-        """The index and result in a mailbox item, and the requests to cancel because one of their group failed.
-
-        Raises the error of a failed request if the call's options say so.
-        """
-        index, result = item
-        requests = self.groups[index]
-        if self._observed:
-            error = result.error if isinstance(result, Failure) else None
-            self._observed.pop(index).end(error, timed_out=self.timed_out)
-        if isinstance(result, Failure):
-            result = named(result.error, index) if self.options.names_prompts else result.error
-            if self.options.on_error == "raise" or not isinstance(result, Exception):
-                raise result
-        else:
-            requests = ()
-            if self.timed_out and isinstance(result, Completion):
-                result = _timed_out(result)
-        return index, result, requests
-
-    def give_up(self, error: BaseException | None) -> None:
-        """Reports the end of all groups that have no result to the observer; ``error``: the reason, if there is one."""
-        if not isinstance(error, (TimeoutError, QueueFullError, EngineClosedError)):
-            error = None  # Ctrl-C, or the error of another request
-        while self._observed:
-            self._observed.popitem()[1].end(error)
 
 
 class Submission:
@@ -421,18 +336,6 @@ class Submission:
                 mailbox.receive(pending.ready.popleft())
 
 
-def _timed_out(completion: Completion) -> Completion:
-    if all(choice.finish_reason != "cancelled" for choice in completion.choices):
-        return completion
-    return replace(
-        completion,
-        choices=tuple(
-            replace(choice, finish_reason="timeout") if choice.finish_reason == "cancelled" else choice
-            for choice in completion.choices
-        ),
-    )
-
-
 async def _in_time(wait: Callable[[], Awaitable[T]], options: CallOptions) -> T:
     """The result of ``wait``, or ExpiredError."""
     if options.deadline is None:
@@ -444,8 +347,3 @@ async def _in_time(wait: Callable[[], Awaitable[T]], options: CallOptions) -> T:
         return await asyncio.wait_for(wait(), left_s(options.deadline))
     except asyncio.TimeoutError:
         raise options.expired() from None
-
-
-def left_s(deadline: float | None) -> float | None:
-    """Seconds until a time of ``perf_counter``; None: no limit."""
-    return None if deadline is None else max(deadline - perf_counter(), 0.0)

@@ -79,10 +79,15 @@ __all__ = [
 ]
 
 
+_WITH_EXTRAS = ("compat", "ray", "server")  # not imported here
+
+
 def __getattr__(name: str) -> object:
-    """Raises AttributeError with the nearest public name."""
+    """Raises AttributeError with the nearest public name, or with the import that is missing."""
     from llamapipe.arguments import unknown_attribute
 
+    if name in _WITH_EXTRAS:
+        raise AttributeError(f"llamapipe.{name} is not imported yet: import llamapipe.{name}", name=name)
     raise unknown_attribute("llamapipe", name, __all__)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import AsyncMock, create_autospec
 
 import pytest
+from support.run_script import run_script
 
 import llamapipe as lp
 from llamapipe.llama.model import ENGINE_OPTIONS, MODEL_OPTIONS
@@ -134,3 +135,23 @@ def test_async_methods_are_still_coroutine_functions() -> None:
         assert inspect.iscoroutinefunction(getattr(lp.Engine, name))
     mocked = create_autospec(lp.Engine, instance=True)
     assert isinstance(mocked.agenerate, AsyncMock) and not isinstance(mocked.generate, AsyncMock)
+
+
+def test_a_package_that_was_not_imported() -> None:
+    out = run_script("""
+import llamapipe as lp
+for name in ("compat", "ray", "server"):
+    try:
+        getattr(lp, name)
+    except AttributeError as error:
+        print(error)
+import llamapipe.compat
+print(lp.compat.Llama.__name__)
+""")
+    assert out.splitlines() == [
+        *(
+            f"llamapipe.{name} is not imported yet: import llamapipe.{name}"
+            for name in ("compat", "ray", "server")
+        ),
+        "Llama",
+    ]

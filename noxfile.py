@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def ray(session: nox.Session) -> None:
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session, "backend=cpu", extra="ray")
     session.env.setdefault("LLAMAPIPE_RAY_PROMPTS", "20000")
+    # Ray starts no worker if its files are inside of the environment, where nox puts temporary files.
+    session.env.setdefault("RAY_TMPDIR", tempfile.gettempdir())
     # Warnings of Ray's own modules, such as sockets that they leave open, are not errors here.
     _pytest(session, "-m", "ray", "-W=default", default=["tests/ray_cluster", "tests/docs"])
 

@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from time import perf_counter, process_time, time
+from typing import Any
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
@@ -52,8 +53,17 @@ def prompt(i: int) -> str:
     return f"{i} is a number. The"
 
 
+def warm_up(engine: lp.Engine, params: lp.SamplingParams) -> None:
+    """Computes what is not timed: the first steps of an engine are slower."""
+    engine.generate([prompt(-i) for i in range(64)], params)
+
+
 class TimedCompleter(lr.Completer):
     """Adds to each row when its batch came to the actor and when it was done."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        warm_up(self.engine, self._format.params)
 
     async def __call__(self, batch: arrow.Table) -> AsyncIterator[arrow.Table]:
         """The rows with their answers."""
@@ -73,7 +83,7 @@ def spec(model: str, n_threads: int | None) -> lr.EngineSpec:
 def bare(model: str, n: int, params: lp.SamplingParams, n_threads: int | None) -> dict[str, float]:
     """The rate of the engine alone."""
     with spec(model, n_threads).opened() as engine:
-        engine.generate([prompt(-i) for i in range(64)], params)
+        warm_up(engine, params)
         begin, begin_cpu_s = perf_counter(), process_time()
         done = engine.generate([prompt(i) for i in range(n)], params)
         seconds, cpu_s = perf_counter() - begin, process_time() - begin_cpu_s

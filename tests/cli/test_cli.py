@@ -18,7 +18,7 @@ from support.interrupts import heed_ctrl_c
 from support.screen import Screen, run_in_terminal
 
 import llamapipe as lp
-from llamapipe.cli import _parser
+from llamapipe.cli import _parser, main
 from llamapipe.cli.options import ENGINE, MODEL, SAMPLING, TEXTS
 from llamapipe.cli.serve import _served
 from llamapipe.structured import compile as grammars
@@ -569,3 +569,14 @@ def test_a_server_is_prepared_for_grammars(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(grammars, "GrammarTokenizer", read)
         out = engine.generate("Count:", lp.SamplingParams(max_tokens=4, regex=" [0-9]+"))
     assert out.text.strip().isdecimal()
+
+
+def test_a_server_switches_threads_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    before = sys.getswitchinterval()
+    monkeypatch.setattr("llamapipe.server.run_server", lambda *_: seen.append(sys.getswitchinterval()))
+    try:
+        assert main(["serve", "--port", "0", "--n-ctx", "128"]) == 0
+    finally:
+        sys.setswitchinterval(before)
+    assert seen and seen[0] < 0.001

@@ -70,9 +70,9 @@ def ray(session: nox.Session) -> None:
     """Install the package with Ray (800 MB) and run the tests, and the programs of its page, that start Ray."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"))
     _install(session, "backend=cpu", extra="ray")
-    session.env.setdefault("LLAMAPIPE_RAY_PROMPTS", "20000")
-    # Ray starts no worker if its files are inside of the environment, where nox puts temporary files.
-    session.env.setdefault("RAY_TMPDIR", tempfile.gettempdir())
+    session.env["LLAMAPIPE_RAY_PROMPTS"] = os.environ.get("LLAMAPIPE_RAY_PROMPTS", "20000")
+    # Ray starts no worker if its files are inside the environment, where nox puts temporary files.
+    session.env["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
     # Warnings of Ray's own modules, such as sockets that they leave open, are not errors here.
     _pytest(session, "-m", "ray", "-W=default", default=["tests/ray_cluster", "tests/docs"])
 

@@ -9,8 +9,9 @@ system gives it the same part of a busy machine. The others: what ``llamapipe.ra
 of the same prompts, with the same engine options. Their rate counts from when the first rows came to an actor until the
 last were done, with all pauses between, but without the start of Ray, of the actors and of the engines;
 ``whole_job_tokens_per_s`` counts from the start of the job until the driver has all rows. ``tokens_per_cpu_s`` divides
-by the processor time of the engine's process, which a busy machine changes less. ``--threads``: of both sides' engines;
-one less than the cores leaves a core to Ray's own processes. Greedy, end of generation ignored.
+by the processor time of the engine's process, which a busy machine changes less. Both engines compute 64 prompts
+before; the rate of the whole job contains them. ``--threads``: compute threads of the engine on both sides; with one
+less than the cores, Ray's processes have a core. Greedy, end of generation ignored.
 Without a model: the bundled one. Only loopback is used.
 """
 

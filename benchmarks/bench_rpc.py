@@ -2,14 +2,16 @@
 
     python benchmarks/bench_rpc.py [MODEL.gguf] [--n 1 8] [--prompt 64] [--generate 64] [--threads 2] [--rounds 5]
 
-Prints milliseconds per step and seconds to load the model. Workers run one after another, so each gets all threads.
-Loopback only: a real network adds a round trip for each worker and step. Greedy, end of generation ignored. The sides
-take turns, and each loads the model once a round.
+Prints milliseconds per step and seconds to load the model. ``--threads``: of each process; workers compute one after
+another, but their threads wait for each other where they share cores. Loopback only: a real network adds a round trip
+for each worker and step. Greedy, end of generation ignored. The sides take turns, and each loads the model once a
+round.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind an installed llamapipe
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # after an installed llamapipe
 
 import llamapipe as lp
 
@@ -36,7 +38,11 @@ class Figures(NamedTuple):
 def start_worker(stack: ExitStack, n_threads: int) -> str:
     """The address of a new worker, which ends with ``stack``."""
     command = [sys.executable, "-m", "llamapipe", "rpc-worker", "--port", "0", "--threads", str(n_threads)]
-    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    folder = str(Path(lp.__file__).parent.parent)  # the package that is measured, wherever this runs
+    environment = {**os.environ, "PYTHONPATH": folder}
+    process = stack.enter_context(
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd="/")
+    )
     stack.callback(process.terminate)
     assert process.stdout is not None
     return process.stdout.readline().split()[-1]
@@ -49,7 +55,7 @@ def measure(model: Path, n_workers: int, args: argparse.Namespace) -> dict[int, 
         began = perf_counter()
         loaded = stack.enter_context(lp.Model(model, rpc=workers) if workers else lp.Model(model))
         load_s = perf_counter() - began
-        n_ctx = max(args.n) * (args.prompt + args.generate + 1)
+        n_ctx = args.prompt + args.generate + 1
         engine = stack.enter_context(
             lp.Engine(loaded, n_ctx=n_ctx, n_seq_max=max(args.n), n_threads=args.threads, prefix_cache=False)
         )
@@ -76,7 +82,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8], help="requests at once")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generate", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     rounds = [{name: measure(args.model, n, args) for name, n in SIDES.items()} for _ in range(args.rounds)]

@@ -79,14 +79,14 @@ __all__ = [
 ]
 
 
-_WITH_EXTRAS = ("compat", "ray", "server")  # not imported here
+_NOT_IMPORTED = ("compat", "dynamo", "lm_eval", "ray", "server")
 
 
 def __getattr__(name: str) -> object:
     """Raises AttributeError with the nearest public name, or with the import that is missing."""
     from llamapipe.arguments import unknown_attribute
 
-    if name in _WITH_EXTRAS:
+    if name in _NOT_IMPORTED:
         raise AttributeError(f"llamapipe.{name} is not imported yet: import llamapipe.{name}", name=name)
     raise unknown_attribute("llamapipe", name, __all__)
 

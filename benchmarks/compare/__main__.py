@@ -25,7 +25,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # after an installed llamapipe
 
 from ceiling import Ceiling
 from neighbour import busy_neighbour

@@ -17,7 +17,7 @@ import venv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # after an installed llamapipe
 
 from native_build.paths import REQUIREMENTS, cache_dir
 from native_build.sources import find_source, read_pin

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # after an installed llamapipe
 
 from worker import Measured, Run, serve
 from workload import SCHEMA, Work

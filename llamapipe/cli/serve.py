@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,8 +207,7 @@ def _served(
         model = open_model(args.model, model_options, show_progress=args.worker is None)
         stack.enter_context(model)
         engine = stack.enter_context(open_engine(model, engine_options))
-        with suppress(ImportError):  # a request with a schema says which extra it needs
-            prepare_vocabulary(model.vocab)
+        prepare_vocabulary(model.vocab)
         embedder = None
         if args.embeddings is not None:
             encoder = stack.enter_context(lp.Model(args.embeddings, **placement))

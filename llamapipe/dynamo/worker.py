@@ -19,6 +19,7 @@ from llamapipe.dynamo.requests import chunk, last_chunk, sampling_params
 from llamapipe.engine.frontend.long_work import takes_long
 from llamapipe.engine.stream import AsyncStream
 from llamapipe.llama.vocab import Vocab
+from llamapipe.structured.compile import prepare_vocabulary
 
 _log = logging.getLogger(__name__)
 _DEAD = (lp.errors.EngineClosedError, lp.errors.BackendError)  # another worker can go on with the request
@@ -66,6 +67,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
     def _open(self) -> lp.Engine:
         engine = self._open_engine(self._undo)
         engine.model.save_tokenizer(self._folder)
+        prepare_vocabulary(engine.model.vocab)
         return engine
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:

@@ -48,7 +48,7 @@ def tokenizer_json(
     _check_overlaps(added)
     kind = text(head.entries, "tokenizer.ggml.model") or ""
     if kind == "llama":
-        parts = _sentencepiece(head, pieces)
+        parts = _sentencepiece(head, pieces, added)
     elif kind == "gpt2":
         parts = _byte_level(head, pieces)
     else:
@@ -120,7 +120,7 @@ def _check_overlaps(added: Sequence[AddedToken]) -> None:
 # ---- SentencePiece with merges: pieces have scores, and the pair with the best score is merged first
 
 
-def _sentencepiece(head: Head, pieces: list[str]) -> dict[str, Any]:
+def _sentencepiece(head: Head, pieces: list[str], added: Sequence[AddedToken]) -> dict[str, Any]:
     known = set(pieces)
     if missing := [piece for piece in _BYTE_PIECES if piece not in known]:
         raise CannotExportError(
@@ -141,22 +141,26 @@ def _sentencepiece(head: Head, pieces: list[str]) -> dict[str, Any]:
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _bpe(pieces, _merges_by_score(head, pieces), byte_fallback=True),
+        "model": _bpe(pieces, _merges_by_score(head, pieces, added), byte_fallback=True),
     }
 
 
-def _merges_by_score(head: Head, pieces: list[str]) -> list[tuple[str, str]]:
+def _merges_by_score(head: Head, pieces: list[str], added: Sequence[AddedToken]) -> list[tuple[str, str]]:
     """Every pair of pieces that merges into a third; merges into the pieces with the best scores come first.
 
     Merges with equal scores are refused: llama.cpp applies them from left to right, ``tokenizers`` in the order of this
     list. Among the pairs of one piece, those with the longer left half come first; where two of them overlap in a text,
     that is the order from left to right.
+
+    Pieces with characters that are not pieces are refused, too, unless they are special tokens: llama.cpp merges such
+    characters, ``tokenizers`` splits them into bytes.
     """
     entry = head.entries.get("tokenizer.ggml.scores")
     if entry is None or not isinstance(entry.value, Array):
         raise CannotExportError("tokenizer.ggml.scores is missing")
     scores = entry.value.data.tolist()
     known = set(pieces)
+    special = {token.text for token in added}  # matched before merging
     made: dict[float, str] = {}
     merges = []
     for i in sorted(range(len(pieces)), key=lambda i: (-scores[i], i)):
@@ -166,11 +170,13 @@ def _merges_by_score(head: Head, pieces: list[str]) -> list[tuple[str, str]]:
             left, right = piece[:n], piece[n:]
             if left in known and right in known:
                 pairs.append((left, right))
-            elif (left in known or n == 1) and (right in known or n == len(piece) - 1):
+            elif (
+                piece not in special and (left in known or n == 1) and (right in known or n == len(piece) - 1)
+            ):
                 missing = left if left not in known else right
                 raise CannotExportError(
-                    f"its piece {piece!r} has the character {missing!r}, which is not a piece: llama.cpp merges it, "
-                    "tokenizers splits it into bytes"
+                    f"its piece {piece!a} has the character {missing!a}, which is not a piece: llama.cpp "
+                    "merges it, tokenizers splits it into bytes"
                 )
         if not pairs:
             continue

@@ -15,6 +15,7 @@ from llamapipe.ray.placement import cores_of_actor
 from llamapipe.ray.requests import HttpRequest
 from llamapipe.ray.spec import EngineSpec
 from llamapipe.server.settings import ServerSettings
+from llamapipe.structured.compile import prepare_vocabulary
 
 Message = MutableMapping[str, Any]
 _MOST_WAITING = 256  # messages of an answer that were not sent yet
@@ -37,6 +38,7 @@ class EngineReplica:
 
         self._undo = ExitStack()
         self.engine = self._undo.enter_context(spec.opened(cores_of_actor(num_cpus, n_sharing)))
+        prepare_vocabulary(self.engine.model.vocab)
         self._app = app(self.engine, settings)
 
     def __repr__(self) -> str:

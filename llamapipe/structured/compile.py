@@ -7,6 +7,7 @@ passed on without the lines that were written around that text.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import weakref
 from collections import OrderedDict
@@ -19,6 +20,8 @@ from llamapipe.structured.guide import Guide, message_of
 from llamapipe.structured.library import llguidance
 from llamapipe.structured.schema import Schema, schema_object, schema_text, subschemas, with_options
 from llamapipe.structured.tokenizer import GrammarTokenizer
+
+_log = logging.getLogger("llamapipe")
 
 # Longest text of each kind, in characters. llguidance compiles a text of this length in about a second at worst; a Lark
 # grammar takes time in the square of its alternatives.
@@ -71,11 +74,17 @@ def compile_guide(
 
 
 def prepare_vocabulary(vocab: Vocab) -> None:
-    """Reads a vocabulary for grammars, so that no request has to; a second call does nothing. Any thread.
+    """Reads a vocabulary for grammars before requests come; a second call does nothing. Any thread.
 
-    llguidance holds the interpreter's lock meanwhile: 0.1 s for 32,000 tokens. Raises ImportError without it.
+    llguidance holds the interpreter's lock meanwhile: 0.1 s for 32,000 tokens. Without llguidance this does nothing. A
+    failure is logged: only requests with a constraint need the vocabulary, and they raise the error.
     """
-    _compiler(vocab, "a grammar")
+    try:
+        _compiler(vocab, "a grammar")
+    except ImportError:
+        pass
+    except Exception as error:
+        _log.warning("the vocabulary cannot be read for grammars: %s", error)
 
 
 def _checked(kind: str, text: Any) -> str:

@@ -134,8 +134,15 @@ def test_a_piece_with_an_unknown_character_is_refused(tmp_path: Path) -> None:
     tokens[-1] = "\u2603e"
     with opened(vocabulary(tmp_path, "builtin-spm", {"tokenizer.ggml.tokens": tokens})) as model:
         assert len(tokens) - 1 in model.tokenize("\u2603e")
-        with pytest.raises(ValueError, match="the character '\u2603', which is not a piece"):
+        with pytest.raises(ValueError, match=r"the character '\\u2603', which is not a piece"):
             model.save_tokenizer(tmp_path / "out")
+    types = list(make_model.vocabulary("builtin-spm")["tokenizer.ggml.token_type"].value)
+    types[-1] = 4  # user-defined: matched before merging
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    with opened(vocabulary(tmp_path, "builtin-spm", changes)) as model:
+        made = model.save_tokenizer(tmp_path / "special")
+        ids = Tokenizer.from_file(str(made / "tokenizer.json")).encode("a \u2603e\u2603").ids
+        assert ids == list(model.tokenize("a \u2603e\u2603", parse_special=True))
     tokens[-2] = "\u2603"
     with opened(vocabulary(tmp_path, "builtin-spm", {"tokenizer.ggml.tokens": tokens})) as model:
         made = model.save_tokenizer(tmp_path / "out")

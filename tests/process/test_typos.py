@@ -140,7 +140,7 @@ def test_async_methods_are_still_coroutine_functions() -> None:
 def test_a_package_that_was_not_imported() -> None:
     out = run_script("""
 import llamapipe as lp
-for name in ("compat", "ray", "server"):
+for name in ("compat", "dynamo", "lm_eval", "ray", "server"):
     try:
         getattr(lp, name)
     except AttributeError as error:
@@ -151,7 +151,7 @@ print(lp.compat.Llama.__name__)
     assert out.splitlines() == [
         *(
             f"llamapipe.{name} is not imported yet: import llamapipe.{name}"
-            for name in ("compat", "ray", "server")
+            for name in ("compat", "dynamo", "lm_eval", "ray", "server")
         ),
         "Llama",
     ]

@@ -14,6 +14,7 @@ from support.guided import allowed_ids
 from support.run_script import run_script
 
 import llamapipe as lp
+from llamapipe.structured import compile as grammars
 from llamapipe.structured.compile import compile_guide
 
 # Each takes under two seconds, compiled and followed for fifty tokens, or is refused; see docs/structured.md.
@@ -35,6 +36,24 @@ HOSTILE: list[dict[str, object]] = [
     {"json_schema": {"allOf": [{"anyOf": [{"required": [f"{a}{i}"]} for a in "ab"]} for i in range(24)]}},
     {"json_schema": '{"items":' * 10_000 + "true" + "}" * 10_000},
 ]
+
+
+def test_preparing_a_vocabulary_ends_no_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(error: Exception) -> None:
+        def read(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(grammars, "GrammarTokenizer", read)
+
+    with lp.Model(lp.demo_model_path(), vocab_only=True) as model:
+        fail(ImportError("no llguidance"))
+        grammars.prepare_vocabulary(model.vocab)
+        assert not caplog.records
+        fail(ValueError("two equal tokens"))
+        grammars.prepare_vocabulary(model.vocab)
+    assert ["two equal tokens" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")

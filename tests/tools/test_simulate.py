@@ -242,11 +242,16 @@ def test_too_little_to_measure_is_an_error(demo: lp.Model, recording: Recording,
     only_fitted.save(tmp_path / "recording.json")
     cost = tmp_path / "cost.json"
     simulate("fit", tmp_path / "recording.json", "-o", cost, error="record at least 2 runs")
-    simulate("record", demo.path, "--runs", 1, "-o", cost, error="must be at least 2")
+    for wrong in (1, "x"):
+        simulate("record", demo.path, "--runs", wrong, "-o", cost, error="must be a whole number, at least 2")
+    simulate("run", tmp_path / "missing.json", error="missing.json")
     recording.save(tmp_path / "recording.json")
     simulate("fit", tmp_path / "recording.json", "-o", cost)
     short = ("--per-s", 0.001, "--warm-up", 0.1, "--seconds", 0.1, "--times", 1, "--threads", 1)
     simulate("check", demo.path, cost, *short, error="raise --seconds or --per-s")
+    simulate("capacity", cost, "--seconds", 1e-6, error="nothing was generated in 1e-06 s")
+    simulate("run", cost, "--per-s", 0, error="must be a number above 0")
+    simulate("check", demo.path, cost, "--times", 0, error="at least 1")
 
 
 def test_a_plot_leaves_out_what_has_no_logarithm(tmp_path: Path) -> None:

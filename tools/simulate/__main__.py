@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed llamapipe
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # after an installed llamapipe
 
 from simulate.command import main
 

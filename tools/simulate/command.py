@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from simulate.cluster import Cluster, Outcome
-from simulate.cost import StepCost
+from simulate.cost import StepCost, TooLittleDataError
 from simulate.node import NodeOptions
 from simulate.policies import POLICIES
 from simulate.workload import WORKLOADS, Workload, arrivals, scaled
@@ -30,7 +31,7 @@ def main(doc: str) -> None:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = _command(commands, "record", "model", out=True)
-    one.add_argument("--runs", type=_two_or_more, default=16, help="half are fitted, half are held out")
+    one.add_argument("--runs", type=_at_least(2), default=16, help="half are fitted, half are held out")
     one.add_argument("--again", type=int, default=2, help="held-out runs to repeat, to measure the noise")
     one.add_argument("--seconds", type=float, default=10.0, help="duration of each run")
     one.add_argument("--n-ctx", type=int, default=4096)
@@ -40,7 +41,7 @@ def main(doc: str) -> None:
     one = _command(commands, "fit", "recording", out=True)
     one = _command(commands, "check", "model", "cost")
     _traffic(one, per_s=2.0, seconds=60.0)
-    one.add_argument("--times", type=int, default=3, help="number of real runs, to show the noise")
+    one.add_argument("--times", type=_at_least(1), default=3, help="number of real runs, to show the noise")
     one.add_argument("--warm-up", type=float, default=20.0, help="seconds at the start that do not count")
     one.add_argument("--threads", type=int)
     one = _command(commands, "capacity", "cost", out=True, needs_out=False)
@@ -68,15 +69,26 @@ def main(doc: str) -> None:
     args = parser.parse_args()
     try:
         globals()[f"_{args.command}"](args)
-    except ValueError as error:
+    except (TooLittleDataError, OSError) as error:
         parser.exit(1, f"error: {error}\n")
 
 
-def _two_or_more(text: str) -> int:
-    if (number := int(text)) < 2:
-        raise argparse.ArgumentTypeError(
-            f"{number} runs; it must be at least 2, one to fit and one to hold out"
-        )
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"it is {text!r}; it must be a whole number, at least {least}")
+        return int(text)
+
+    return number
+
+
+def _above_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; it must be a number above 0")
     return number
 
 
@@ -99,8 +111,8 @@ def _traffic(parser: argparse.ArgumentParser, per_s: float | None, seconds: floa
     parser.add_argument("--workload", choices=list(WORKLOADS), default="chat")
     parser.add_argument("--scale", type=float, default=1.0, help="factor for all lengths")
     if per_s is not None:
-        parser.add_argument("--per-s", type=float, default=per_s, help="requests a second per node")
-    parser.add_argument("--seconds", type=float, default=seconds)
+        parser.add_argument("--per-s", type=_above_zero, default=per_s, help="requests a second per node")
+    parser.add_argument("--seconds", type=_above_zero, default=seconds)
     parser.add_argument("--seed", type=int, default=1)
 
 
@@ -191,6 +203,8 @@ def _capacity(args: argparse.Namespace) -> None:
     if low == 0.0:
         print("no rate is served within the limits")
         return
+    if not outcomes[low].tokens_per_s:
+        raise TooLittleDataError(f"nothing was generated in {args.seconds:g} s; raise --seconds")
     print(_COLUMNS)
     _print_outcome(args.workload, low, outcomes[low])
     if args.node_cost is not None:

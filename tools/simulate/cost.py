@@ -25,6 +25,10 @@ _N_FITS = 8
 Rows = npt.NDArray[np.float64]
 
 
+class TooLittleDataError(ValueError):
+    """There is too little data for a result; the message says what to change."""
+
+
 class Pass(NamedTuple):
     """One ubatch: ``n_tokens`` of each of ``n_seqs`` sequences. They attend to ``n_cells`` KV cells in total."""
 
@@ -135,14 +139,16 @@ class StepCost:
 
     @classmethod
     def fit(cls, loads: Sequence[Load], seconds: Sequence[float]) -> StepCost:
-        """Fits the weights by least squares of errors relative to the fitted time. Raises ValueError for few steps.
+        """Fits the weights by least squares of errors relative to the fitted time. Raises TooLittleDataError.
 
         Errors relative to the measured time would favour weights that are too small: an unusually slow step would count
         less than an unusually fast one. So the fit is repeated, each time relative to the previous fit's times.
         """
         columns = _columns(loads)
         if len(loads) < 10 * columns.shape[1]:
-            raise ValueError(f"{len(loads)} steps are too few to fit a step's time; record a longer run")
+            raise TooLittleDataError(
+                f"{len(loads)} steps are too few to fit a step's time; record a longer run"
+            )
         times = fitted = np.array(seconds)
         for _ in range(_N_FITS):
             weights = _non_negative(columns / fitted[:, None], times / fitted)

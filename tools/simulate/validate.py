@@ -9,7 +9,7 @@ import numpy as np
 
 import llamapipe as lp
 from simulate.cluster import QUANTILES, Cluster
-from simulate.cost import StepCost
+from simulate.cost import StepCost, TooLittleDataError
 from simulate.node import NodeOptions
 from simulate.policies import POLICIES
 from simulate.record import Recording, Run, serve
@@ -25,12 +25,13 @@ SEEN = (
 def fit(recording: Recording) -> tuple[StepCost, float]:
     """Fits the runs with even seeds. Prints the errors on the other runs, and returns the fit and the average error.
 
-    Raises ValueError if there are too few steps to fit, or no other runs.
+    Raises TooLittleDataError if there are too few steps to fit, or none in other runs.
     """
     held_out = [run for run in recording.runs if run.seed % 2 and run.seconds]
     if not held_out:
-        raise ValueError(
-            "the recording has no run with an odd seed to test the fit on; record at least 2 runs"
+        raise TooLittleDataError(
+            "the recording has no steps in a run with an odd seed, to test the fit on; record at least 2 runs, or "
+            "longer ones (--seconds)"
         )
     runs = [run for run in recording.runs if run.seed % 2 == 0]
     cost = StepCost.fit([x for run in runs for x in run.loads], [x for run in runs for x in run.seconds])
@@ -79,13 +80,13 @@ def check(
 ) -> None:
     """Prints the latencies of real runs, as medians over the runs, and of a simulation of the same arrivals.
 
-    Raises ValueError if a run received too few tokens.
+    Raises TooLittleDataError if a run received too few tokens.
     """
     measured, runs = [], []
     for _ in range(n_times):
         run, took_s = serve(model, options, workload, per_s, warm_up_s, seconds, seed, n_threads=n_threads)
         if not run.gaps_s or not run.seconds:
-            raise ValueError(
+            raise TooLittleDataError(
                 f"no request arrived in the {seconds:g} s after the warm-up, or each got one token; raise --seconds or "
                 "--per-s"
             )

@@ -1,4 +1,4 @@
-"""How a call waits, and what it does with failures."""
+"""The options of a call, checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompts of a call, one after another, and the result of ``generate`` in their shape."""
+"""Turns the prompts of a call into requests one by one, and the results into the shape of the prompts."""
 
 from __future__ import annotations
 

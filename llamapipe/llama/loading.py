@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,13 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any
 
 
 @contextmanager
-def mapping_guard(module: Any, path: Path) -> Iterator[None]:
-    """Raises ModelLoadError at the end if a mapped file was truncated meanwhile, instead of ending the process."""
-    if module.lib.lp_mapping_guard_begin() < 0:
+def mapping_guard(module: Any, path: Path, files: Sequence[Path] = ()) -> Iterator[None]:
+    """Raises ModelLoadError at the end if a mapped file was truncated meanwhile, instead of ending the process.
+
+    Guards this thread; for ``files`` also threads that llama.cpp starts to convert weights.
+    """
+    texts = [module.ffi.new("char[]", os.fsencode(os.path.realpath(file))) for file in files]
+    if module.lib.lp_mapping_guard_begin(texts, len(texts)) < 0:
         raise ModelLoadError(f"{path} cannot be loaded: no handler of SIGBUS can be installed")
     failure = None
     try:

@@ -159,7 +159,7 @@ class Model(Owner):
     def _load(self, info: GgufInfo, params: Any, progress: Progress | None) -> None:
         failure = None
         try:
-            with mapping_guard(self._native, self.path):
+            with mapping_guard(self._native, self.path, [stamp.path for stamp in info.stamps]):
                 self._handle = load(self._native, self.path, params, progress)
         except ModelLoadError as error:
             failure = error

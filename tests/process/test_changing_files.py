@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -139,7 +142,7 @@ import faulthandler, mmap, os, sys, tempfile, threading
 from llamapipe.native.load import native
 if sys.argv[1] == "handler":
     faulthandler.enable()
-assert native().lib.lp_mapping_guard_begin() == 0
+assert native().lib.lp_mapping_guard_begin([], 0) == 0
 file = tempfile.TemporaryFile()
 file.truncate(8192)
 mapped = mmap.mmap(file.fileno(), 8192)
@@ -158,9 +161,25 @@ say("ended")
     assert done == "ended\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find the file")
+def test_the_guard_covers_threads_that_read_the_loaded_file(tmp_path: Path) -> None:
+    """ggml converts weights in threads of its own where the CPU has AMX."""
+    path = tmp_path / "with spaces (deleted).gguf"
+    path.write_bytes(b"x" * 4 * mmap.PAGESIZE)
+    module = native()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        name = module.ffi.new("char[]", os.fsencode(os.path.realpath(path)))
+        assert module.lib.lp_mapping_guard_begin([name], 1) == 0
+        os.truncate(path, mmap.PAGESIZE)
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda page: mapped[page * mmap.PAGESIZE], [3, 1, 2, 0]))
+        assert module.lib.lp_mapping_guard_end() > 0
+    assert found == [0, 0, 0, ord("x")]
+
+
 def test_guards_of_one_thread_nest() -> None:
     lib = native().lib
-    assert lib.lp_mapping_guard_begin() == 0
-    assert lib.lp_mapping_guard_begin() == 0
+    assert lib.lp_mapping_guard_begin([], 0) == 0
+    assert lib.lp_mapping_guard_begin([], 0) == 0
     assert lib.lp_mapping_guard_end() == 0
     assert lib.lp_mapping_guard_end() == 0

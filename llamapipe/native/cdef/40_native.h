@@ -42,9 +42,10 @@ int      lp_rpc_serve(const char * library, const char * address, const char * c
                       ggml_backend_dev_t * devices);
 
 // ---- files that shrink while they are mapped (mapping_guard.cpp)
-// Between the two, on this thread, pages beyond the end of a mapped file read as zeros instead of ending the process.
-int lp_mapping_guard_begin(void);  // LP_ERROR if the handler of SIGBUS cannot be installed
-int lp_mapping_guard_end(void);    // how many pages were missing
+// Between the two, pages beyond the end of a mapped file read as zeros instead of ending the process: on this thread those
+// of all files, on others those of `paths`, which are absolute and without symbolic links (at most 64 files at once).
+int lp_mapping_guard_begin(const char * const * paths, int n_paths);  // LP_ERROR: no handler of SIGBUS can be installed
+int lp_mapping_guard_end(void);                                       // not 0 if pages were missing
 
 // ---- context (context_api.cpp): a llama_context with its logits ring and its compute threads
 typedef struct lp_context lp_context;

@@ -1,10 +1,18 @@
 // Files that shrink while they are mapped: reading a page beyond the new end raises SIGBUS, which would end the process.
-// While a thread loads a model, such pages are replaced by zeros, and the load is refused afterwards.
+// While a thread loads a model, such pages are replaced by zeros, and the load is refused afterwards. ggml converts
+// weights in threads of its own (AMX): for these, the page must belong to a file that is being loaded.
 #include "native.h"
 #include "signal_watch.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstring>
+#include <mutex>
 
 namespace {
 
@@ -14,20 +22,116 @@ uintptr_t        g_page_size = 4096;
 lp::SignalWatch  g_watch(SIGBUS, on_missing_page);
 thread_local int t_n_guards = 0, t_n_missing = 0;
 
+// A file that is being loaded. The handler reads these without a lock.
+struct File {
+    std::atomic<bool> used{false};
+    std::atomic<int>  n_missing{0};
+    const int *       thread = nullptr;  // whose guard it belongs to, and how many guards that thread had
+    int               depth  = 0;
+    char              path[PATH_MAX];
+};
+
+std::mutex g_mutex;  // of those who write
+File       g_files[64];
+
+// The end of the mapping that contains an address, and its file; 0 if it has none. Only async-signal-safe calls.
+uintptr_t mapping_of(uintptr_t address, char (&path)[PATH_MAX]) {
+    const int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+    if (maps < 0) {
+        return 0;
+    }
+    // A line: "begin-end rights offset device inode   /path". Fields 0 to 4 are numbers or letters without spaces.
+    char      buffer[4096];
+    ssize_t   n_read = 0;
+    uintptr_t begin = 0, end = 0, found = 0;
+    int       field = 0;
+    size_t    n_path = 0;
+    bool      is_second = false, is_space = false;
+    while (found == 0 && (n_read = read(maps, buffer, sizeof buffer)) > 0) {
+        for (ssize_t i = 0; i < n_read && found == 0; i++) {
+            const char c = buffer[i];
+            if (c == '\n') {
+                if (field == 5 && begin <= address && address < end) {
+                    path[n_path] = 0;
+                    found        = end;
+                }
+                begin = end = 0;
+                field       = 0;
+                n_path      = 0;
+                is_second = is_space = false;
+            } else if (field < 5 && c == ' ') {
+                is_space = true;
+            } else {
+                if (is_space) {
+                    is_space = false;
+                    field++;
+                }
+                if (field == 0 && c == '-') {
+                    is_second = true;
+                } else if (field == 0) {
+                    uintptr_t & number = is_second ? end : begin;
+                    number             = number * 16 + (uintptr_t) (c <= '9' ? c - '0' : c - 'a' + 10);
+                } else if (field == 5 && n_path + 1 < sizeof path) {
+                    path[n_path++] = c;
+                }
+            }
+        }
+    }
+    close(maps);
+    return found;
+}
+
+// Replaces the rest of the mapping of a file that is being loaded: what follows a missing page is missing, too.
+bool replace_rest(uintptr_t page) {
+    char            path[PATH_MAX];
+    const uintptr_t end = mapping_of(page, path);
+    if (end == 0) {
+        return false;
+    }
+    bool is_loaded = false;
+    for (File & file : g_files) {
+        if (file.used && strcmp(file.path, path) == 0) {
+            file.n_missing++;
+            is_loaded = true;
+        }
+    }
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+    return is_loaded && mmap((void *) page, end - page, PROT_READ | PROT_WRITE, flags, -1, 0) == (void *) page;
+}
+
 void on_missing_page(int, siginfo_t * info, void * context) {
-    if (t_n_guards > 0 && info->si_code == BUS_ADRERR) {
-        void * page = (void *) ((uintptr_t) info->si_addr & ~(g_page_size - 1));
-        if (mmap(page, g_page_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == page) {
-            t_n_missing++;
-            return;  // the instruction runs again and reads zeros
+    if (info->si_code == BUS_ADRERR) {
+        const uintptr_t page = (uintptr_t) info->si_addr & ~(g_page_size - 1);
+        if (t_n_guards > 0) {
+            const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+            if (mmap((void *) page, g_page_size, PROT_READ | PROT_WRITE, flags, -1, 0) == (void *) page) {
+                t_n_missing++;
+                return;  // the instruction runs again and reads zeros
+            }
+        } else if (replace_rest(page)) {
+            return;
         }
     }
     g_watch.forward(info, context);
 }
 
+void add(const char * path) {
+    const size_t n = strlen(path);
+    for (File & file : g_files) {
+        if (!file.used && n < sizeof file.path) {
+            memcpy(file.path, path, n + 1);
+            file.thread    = &t_n_guards;
+            file.depth     = t_n_guards;
+            file.n_missing = 0;
+            file.used      = true;
+            return;
+        }
+    }
+}
+
 }  // namespace
 
-int lp_mapping_guard_begin(void) {
+int lp_mapping_guard_begin(const char * const * paths, int n_paths) {
     g_page_size = (uintptr_t) sysconf(_SC_PAGESIZE);
     if (!g_watch.begin()) {
         return LP_ERROR;
@@ -35,11 +139,23 @@ int lp_mapping_guard_begin(void) {
     if (t_n_guards++ == 0) {
         t_n_missing = 0;
     }
+    std::lock_guard lock(g_mutex);
+    std::for_each(paths, paths + n_paths, add);
     return 0;
 }
 
 int lp_mapping_guard_end(void) {
+    int n_missing = 0;
+    {
+        std::lock_guard lock(g_mutex);
+        for (File & file : g_files) {
+            if (file.used && file.thread == &t_n_guards && file.depth == t_n_guards) {
+                file.used = false;
+                n_missing += file.n_missing;
+            }
+        }
+    }
     t_n_guards--;
     g_watch.end();
-    return t_n_missing;
+    return t_n_missing + n_missing;
 }

@@ -34,7 +34,8 @@ struct File {
 std::mutex g_mutex;  // of those who write
 File       g_files[64];
 
-// The end of the mapping that contains an address, and its file; 0 if it has none. Only async-signal-safe calls.
+// The end of the mapping that contains an address, or 0; the path of its file is empty if it has none. Only
+// async-signal-safe calls.
 uintptr_t mapping_of(uintptr_t address, char (&path)[PATH_MAX]) {
     const int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
     if (maps < 0) {
@@ -51,7 +52,7 @@ uintptr_t mapping_of(uintptr_t address, char (&path)[PATH_MAX]) {
         for (ssize_t i = 0; i < n_read && found == 0; i++) {
             const char c = buffer[i];
             if (c == '\n') {
-                if (field == 5 && begin <= address && address < end) {
+                if (begin <= address && address < end) {
                     path[n_path] = 0;
                     found        = end;
                 }
@@ -90,6 +91,9 @@ bool replace_rest(uintptr_t page) {
     }
     bool is_loaded = false;
     for (File & file : g_files) {
+        if (path[0] == 0 && file.used) {
+            return true;  // another thread has replaced the page meanwhile
+        }
         if (file.used && strcmp(file.path, path) == 0) {
             file.n_missing++;
             is_loaded = true;

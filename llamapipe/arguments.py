@@ -73,6 +73,28 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     return value
 
 
+def refuse_table(name: str, value: object) -> None:
+    """Raises TypeError for a DataFrame: iterating over one gives the names of its columns."""
+    if hasattr(value, "columns") and (hasattr(value, "to_dict") or hasattr(value, "to_pylist")):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}; give one of its columns as a list, such as table['text'].to_list(), "
+            "or its rows as dicts, such as table.to_dict('records'), to llamapipe.batch"
+        )
+
+
+def from_column(name: str, value: Any) -> Any:
+    """``value``, but a list of its values if it is a column of a pandas, polars or pyarrow table.
+
+    Raises TypeError for a whole table.
+    """
+    if not isinstance(value, (str, list, tuple)):
+        refuse_table(name, value)
+        for method in ("to_list", "to_pylist"):
+            if callable(convert := getattr(value, method, None)):
+                return convert()
+    return value
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The most similar known name, else the shortest known name that begins with ``name``; None: there is none."""
     from difflib import get_close_matches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import llamapipe as lp
@@ -27,7 +28,7 @@ from llamapipe.cli.terminal import Terminal
 from llamapipe.jobs.answers import Answerer, AnswerRequest
 from llamapipe.jobs.batch import AHEAD
 from llamapipe.jobs.output import is_complete, lines_of, open_output, remove_output
-from llamapipe.jobs.records import count_records, format_of, read_records
+from llamapipe.jobs.records import STDIN, count_records, format_of, read_records
 from llamapipe.jobs.run import BatchSummary, run_job
 
 _DESCRIPTION = """\
@@ -58,7 +59,12 @@ def add_parser(
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("input", type=Path, metavar="IN", help="a file of records: .jsonl, .csv or .parquet")
+    parser.add_argument(
+        "input",
+        type=Path,
+        metavar="IN",
+        help="a file of records: .jsonl, .csv (both also with .gz) or .parquet; - for JSON lines on standard input",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="OUT", required=True, help="results: .jsonl, .csv or .parquet"
     )
@@ -69,16 +75,40 @@ def add_parser(
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user message")
     parser.add_argument("--system", metavar="TEXT", help="begin each conversation with this; implies --chat")
     parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="COLUMN",
+        help="copy a column of IN to OUT; may be repeated",
+    )
+    parser.add_argument(
         "--unordered", action="store_true", help="write results as they finish, not in the order of IN"
     )
-    parser.add_argument("--overwrite", action="store_true", help="start again and discard the results in OUT")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--overwrite", action="store_true", help="start again and discard the results in OUT")
+    again.add_argument(
+        "--retry-failed", action="store_true", help="answer the records again whose results have an error"
+    )
+    parser.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name that requests in OpenAI's format use for the model; default: the file's name; may be repeated",
+    )
+    parser.add_argument(
+        "--embeddings", type=model_path, metavar="FILE", help="a GGUF file for requests to /v1/embeddings"
+    )
+    parser.add_argument(
+        "--embeddings-alias", action="append", default=[], metavar="NAME", help="the same for --embeddings"
+    )
     add_options(parser, "sampling", [*TEXTS, *SAMPLING], defaults_of(lp.SamplingParams))
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status: 1 if a record failed."""
+    """Run the command and return the exit status: 1 if a result has an error."""
     try:
         params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))
         format_of(args.input)
@@ -86,15 +116,19 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
     n_records = count_records(args.input)
-    if args.input in (args.output, lines) or (args.output.exists() and args.output.samefile(args.input)):
+    if args.input != STDIN and (
+        args.input in (args.output, lines) or (args.output.exists() and args.output.samefile(args.input))
+    ):
         raise UsageError("IN and OUT are the same file")
     if args.overwrite:
         remove_output(args.output)
     if is_complete(args.output):
         print(f"llamapipe: {args.output} is complete already; --overwrite begins anew", file=sys.stderr)
         return 0
+    if args.retry_failed and lines != args.output:
+        raise UsageError("--retry-failed needs an OUT that ends with .jsonl")
     with (
-        open_output(args.output) as results,
+        ExitStack() as stack,
         open_model(args.model, given(args, MODEL)) as model,
         open_engine(model, given(args, ENGINE)) as engine,
     ):
@@ -105,37 +139,42 @@ def run(args: argparse.Namespace) -> int:
                 args.template,
                 args.system,
                 args.chat,
-                requests=lambda: _open_requests(engine),
+                args.keep,
+                requests=lambda: _open_requests(engine, args, stack),
             )
         except ValueError as error:
-            raise UsageError(f"--template: {error}") from error
+            raise UsageError(str(error)) from error
         shown = _Shown(n_records)
-        summary = run_job(
-            read_records(args.input),
-            answerer,
-            results,
-            n_ahead=AHEAD * engine.n_seq_max,
-            ordered=not args.unordered,
-            on_progress=shown.show,
-        )
+        with open_output(args.output, answerer.settings(), retry_failed=args.retry_failed) as results:
+            summary = run_job(
+                read_records(args.input),
+                answerer,
+                results,
+                n_ahead=AHEAD * engine.n_seq_max,
+                ordered=not args.unordered,
+                on_progress=shown.show,
+            )
         shown.end(summary)
-    return 1 if summary.n_failed else 0
+    return 1 if summary.n_failed + summary.n_skipped_failed else 0
 
 
-def _open_requests(engine: lp.Engine) -> AnswerRequest:
+def _open_requests(engine: lp.Engine, args: argparse.Namespace, stack: ExitStack) -> AnswerRequest:
     try:
         from llamapipe.server.batch import BatchRequests
     except ModuleNotFoundError as error:
         raise ImportError(
             f"requests in OpenAI's format need {error.name}: pip install 'llamapipe[server]'"
         ) from None
-    return BatchRequests(engine).answer
+    embedder = None
+    if args.embeddings is not None:
+        embedder = stack.enter_context(lp.Embedder(stack.enter_context(lp.Model(args.embeddings))))
+    return BatchRequests(engine, args.alias, embedder, args.embeddings_alias).answer
 
 
 class _Shown:
     """The line of progress, and the closing one."""
 
-    def __init__(self, n_records: int) -> None:
+    def __init__(self, n_records: int | None) -> None:
         self._n_records = n_records
         self._terminal = Terminal(sys.stderr)
         self._began_s = self._next_s = time.perf_counter()
@@ -148,8 +187,11 @@ class _Shown:
         self._next_s = now_s + _EVERY_S
         seconds = max(now_s - self._began_s, 1e-9)
         n = progress.n_done + progress.n_skipped
-        left_s = (self._n_records - n) * seconds / max(progress.n_done, 1)
-        line = f"{n:,} of {self._n_records:,}, {progress.n_tokens / seconds:,.0f} tokens/s, {_duration(left_s)} left"
+        line = f"{n:,}" if self._n_records is None else f"{n:,} of {self._n_records:,}"
+        line += f", {progress.n_tokens / seconds:,.0f} tokens/s"
+        if self._n_records is not None:
+            left_s = (self._n_records - n) * seconds / max(progress.n_done, 1)
+            line += f", {_duration(left_s)} left"
         line += f", {progress.n_failed:,} failed" if progress.n_failed else ""
         self._terminal.write(f"\r\x1b[2K{line}")
 
@@ -164,6 +206,8 @@ class _Shown:
             parts.append(f"{progress.n_failed:,} failed")
         if progress.n_skipped:
             parts.append(f"{progress.n_skipped:,} were there already")
+        if progress.n_skipped_failed:
+            parts.append(f"{progress.n_skipped_failed:,} of them failed (--retry-failed)")
         self._terminal.line(", ".join(parts))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast, overload
 
 import numpy as np
 
-from llamapipe.arguments import check_flag, check_tokens, explains_options
+from llamapipe.arguments import check_flag, check_tokens, explains_options, from_column
 from llamapipe.embedding.worker import Call, Worker
 from llamapipe.engine.delivery.progress import progress_bar
 from llamapipe.engine.worker.thread_tuner import tuner_of
@@ -246,6 +246,7 @@ class Embedder(Owner):
         check_flag("truncate", truncate)
         if isinstance(texts, str):
             return True, [self._tokens(texts, None, truncate)]
+        texts = from_column("texts", texts)
         if isinstance(texts, (bytes, bytearray)) or not isinstance(texts, Sequence):
             raise TypeError(f"texts must be a str or a list, not {type(texts).__name__}")
         if texts and not isinstance(texts[0], (str, Sequence, np.ndarray)):

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal, overload
 
-from llamapipe.arguments import check_choice, check_int, explains_options
+from llamapipe.arguments import check_choice, check_int, explains_options, refuse_table
 from llamapipe.engine.calls import EngineCalls
 from llamapipe.engine.delivery.mailbox import AsyncMailbox
 from llamapipe.engine.frontend.call_options import ON, CallOptions, OnError, OnTimeout, call_options
@@ -139,6 +139,7 @@ class AsyncEngineCalls(EngineCalls):
         call_options(timeout, True, on_error, "raise")
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, (Iterable, AsyncIterable)):
             raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
+        refuse_table("prompts", prompts)
         n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
         return self._aiter_completed(prompts, params, n, timeout, on_error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, Literal, TypeVar, overload
 
-from llamapipe.arguments import check_choice, check_flag, check_int, explains_options
+from llamapipe.arguments import check_choice, check_flag, check_int, explains_options, refuse_table
 from llamapipe.engine.cache import MIN_PREFIX
 from llamapipe.engine.cached_prefix import CachedPrefix
 from llamapipe.engine.delivery.mailbox import Mailbox, ThreadMailbox
@@ -177,6 +177,7 @@ class EngineCalls:
         call_options(timeout, True, on_error, "raise")
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
+        refuse_table("prompts", prompts)
         n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
         bar = progress_bar(
             check_flag("progress", progress), len(prompts) if isinstance(prompts, Sized) else None

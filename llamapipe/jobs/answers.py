@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import zlib
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
@@ -12,7 +13,8 @@ from llamapipe.chat.results import ToolCall
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import TokenLogprob
-from llamapipe.jobs.records import Record
+from llamapipe.jobs.records import Record, as_json, column
+from llamapipe.jobs.tables import RESULT_FIELDS
 
 # Options that a record may set: all of SamplingParams, except those that JSON or a result cannot hold.
 _OPTIONS: Final = frozenset(field.name for field in fields(SamplingParams)) - {
@@ -41,9 +43,10 @@ class Answerer:
     """Turns records into results with one engine; for one event loop.
 
     ``params``: for records that do not say otherwise. ``template``: makes the prompt from a record's columns, as
-    ``str.format`` does; then the columns are no options. ``system``: a system message; prompts become conversations.
-    ``chat``: prompts are messages of a user. ``requests``: called once, for the first record in OpenAI's batch format,
-    returns what answers these. Raises ValueError for a bad template, TypeError.
+    ``str.format`` does; then the columns are not read as options. ``system``: a system message; prompts become
+    conversations. ``chat``: prompts are messages of a user. ``keep``: names of columns that are copied to the result.
+    ``requests``: called once, for the first record in OpenAI's batch format, returns what answers these. Raises
+    ValueError for a bad template and for a column with the name of a result's field, TypeError.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Answerer:
         template: str | None = None,
         system: str | None = None,
         chat: bool = False,
+        keep: Collection[str] = (),
         requests: Callable[[], AnswerRequest] | None = None,
     ) -> None:
         if not isinstance(params, SamplingParams):
@@ -61,7 +65,11 @@ class Answerer:
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
         check_flag("chat", chat)
-        self._engine, self._params = engine, params
+        if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
+            raise TypeError("keep must be a list of the names of columns")
+        if taken := RESULT_FIELDS.intersection(keep):
+            raise ValueError(f"keep has {min(taken)!r}, which is a field of results: rename the column")
+        self._engine, self._params, self._keep = engine, params, tuple(dict.fromkeys(keep))
         self._template, self._system, self._chat = template, system, chat or system is not None
         self._open_requests = requests
         self._answer_request: AnswerRequest | None = None
@@ -71,6 +79,15 @@ class Answerer:
     def __repr__(self) -> str:
         return f"<Answerer template={self._template!r} chat={self._chat}>"
 
+    def settings(self) -> int:
+        """32 bits that differ, most likely, for another model, other options or another template."""
+        params = {field.name: getattr(self._params, field.name) for field in fields(self._params)}
+        processors = [type(one).__qualname__ for one in params.pop("logits_processors") or ()]
+        told = (self._template, self._system, self._chat, sorted(self._keep), params, processors)
+        return zlib.crc32(
+            repr(told).encode("utf-8", "surrogatepass"), zlib.crc32(self._engine.model.fingerprint)
+        )
+
     async def answer(self, record: Record) -> Answer:
         """Answers a record; what goes wrong with it is its result. Raises EngineClosedError only."""
         given = record.fields
@@ -78,8 +95,11 @@ class Answerer:
         try:
             if record.problem is not None:
                 raise ValueError(record.problem)
+            start |= {name: as_json(column(given, name)) for name in self._keep}
             if self._template is None and "custom_id" in given and ("url" in given or "body" in given):
-                return await self._request(record)
+                answer = await self._request(record)
+                kept = {name: start[name] for name in self._keep}
+                return replace(answer, result=answer.result | kept)
             made, n = await self._complete(given)
         except Exception as error:  # whatever it is: the other records go on
             if self._engine.closed:
@@ -117,8 +137,11 @@ class Answerer:
             raise TypeError("messages must be a list of objects with role and content")
         chats = messages is not None or self._chat
         known = _OPTIONS | (_CHAT_OPTIONS if chats else frozenset())
-        if wrong := sorted(options.keys() - known):
-            raise ValueError(f"{wrong[0]!r} is not an option{did_you_mean(wrong[0], known | _KEPT)}")
+        if wrong := sorted(options.keys() - known - set(self._keep)):
+            hint = (
+                did_you_mean(wrong[0], known | _KEPT) or "; to copy the column to the result, name it in keep"
+            )
+            raise ValueError(f"{wrong[0]!r} is not an option of SamplingParams{hint}")
         if isinstance(biases := options.get("logit_bias"), Mapping):
             options["logit_bias"] = {_token_id(key): bias for key, bias in biases.items()}
         params = replace(self._params, **{k: v for k, v in options.items() if k in _OPTIONS})
@@ -169,17 +192,19 @@ def _token_id(key: object) -> object:
 
 def check_template(template: str) -> None:
     """Raises ValueError if a template has anything but names of columns."""
-    for _, name, _, _ in string.Formatter().parse(template):
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"the template is {template!r}: {error}") from None
+    for _, name, _, _ in parts:
         # Only names: attributes and positions of a column's value are no columns.
         if name is not None and (not name or not set(name).isdisjoint(".[]") or name.isdigit()):
             raise ValueError(f"the template has {{{name}}}; write the name of a column, and {{{{ for a brace")
 
 
-def filled(template: str, columns: dict[str, Any]) -> str:
-    """The prompt that a template makes of a record's columns. Raises ValueError if one is missing."""
-    try:
-        return template.format_map(columns)
-    except KeyError as error:
-        raise ValueError(
-            f"the record has no column {error}; it has {', '.join(map(repr, columns))}"
-        ) from None
+def filled(template: str, columns: Mapping[str, Any]) -> str:
+    """The prompt that a template makes of a record's columns. Raises ValueError if one is missing or null."""
+    for _, name, _, _ in string.Formatter().parse(template):
+        if name and column(columns, name) is None:
+            raise ValueError(f"the column {name!r} is null")
+    return template.format_map(columns)

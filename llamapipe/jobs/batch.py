@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import TypedDict, cast, overload
 
-from llamapipe.arguments import check_flag, explains_options
+from llamapipe.arguments import check_flag, explains_options, from_column
 from llamapipe.engine.delivery.progress import progress_bar
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
@@ -51,7 +51,9 @@ def batch(
     template: str | None = None,
     system: str | None = None,
     chat: bool = False,
+    keep: Collection[str] = (),
     ordered: bool = True,
+    retry_failed: bool = False,
     progress: bool = False,
 ) -> Iterator[BatchResult]: ...
 @overload
@@ -64,7 +66,9 @@ def batch(
     template: str | None = None,
     system: str | None = None,
     chat: bool = False,
+    keep: Collection[str] = (),
     ordered: bool = True,
+    retry_failed: bool = False,
     progress: bool = False,
 ) -> BatchSummary: ...
 @explains_options()
@@ -77,7 +81,9 @@ def batch(
     template: str | None = None,
     system: str | None = None,
     chat: bool = False,
+    keep: Collection[str] = (),
     ordered: bool = True,
+    retry_failed: bool = False,
     progress: bool = False,
 ) -> Iterator[BatchResult] | BatchSummary:
     """Answer every record, many at a time. Use it for jobs that are too long for a list of prompts.
@@ -85,14 +91,16 @@ def batch(
     ``records``: texts, lists of token ids, mappings such as ``{"prompt": ..., "max_tokens": 8}`` or ``{"messages":
     ...}``; or the ``Path`` of a .jsonl, .csv or .parquet file. They are read as they are needed, in the calling thread.
     ``template``: makes the prompt from a mapping's values, ``"Translate: {text}"``. ``system``: begins each
-    conversation with this; ``chat``: prompts are messages of a user. A record that fails gives a result with ``error``.
+    conversation with this; ``chat``: prompts are messages of a user. ``keep``: names of columns to copy to the result.
+    A record that fails gives a result with ``error``.
 
     Without ``output``: an iterator of results, in the order of the records, or as they are done if not ``ordered``.
     At most four records for each of the engine's slots are in flight or wait to be taken. Closing the iterator cancels
     them.
 
     With ``output``: runs the job to its end, writes .jsonl, .csv or .parquet, and returns the counts. A job that was
-    stopped goes on when the same call is made again: every record is written once.
+    stopped goes on when the same call is made again: every record is written once. ``retry_failed``: records whose
+    results in a .jsonl file have an error are answered again.
 
     Blocks the calling thread; several jobs may share an engine. Raises ValueError and TypeError for wrong arguments,
     OSError, ImportError if the format needs an extra, EngineClosedError.
@@ -101,11 +109,14 @@ def batch(
         raise TypeError(
             f"records is one {type(records).__name__}; give a list of records, or the Path of a file"
         )
+    records = from_column("records", records)
     if not isinstance(engine, Engine):
         raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
-    answerer = Answerer(engine, SamplingParams() if params is None else params, template, system, chat)
-    for name, flag in (("ordered", ordered), ("progress", progress)):
+    answerer = Answerer(engine, SamplingParams() if params is None else params, template, system, chat, keep)
+    for name, flag in (("ordered", ordered), ("retry_failed", retry_failed), ("progress", progress)):
         check_flag(name, flag)
+    if retry_failed and output is None:
+        raise ValueError("retry_failed needs output: without it no results are kept")
     if isinstance(records, os.PathLike):
         path = Path(records)
         found, total = read_records(path), count_records(path) if progress else None
@@ -131,7 +142,7 @@ def batch(
             bar.update()
 
     try:
-        with open_output(Path(output)) as file:
+        with open_output(Path(output), answerer.settings(), retry_failed=retry_failed) as file:
             return run_job(counted(), answerer, file, n_ahead=n_ahead, ordered=ordered)
     finally:
         bar.close()

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llamapipe.jobs import tables
-from llamapipe.jobs.records import format_of
+from llamapipe.jobs.records import STDIN, format_of
 from llamapipe.jobs.results import ResultFile
 
 
 def lines_of(path: Path) -> Path:
-    """The file of JSON lines that holds the results of ``path`` while the job runs."""
+    """The file of JSON lines that holds the results of ``path`` while the job runs. Raises ValueError."""
+    if path == STDIN or path.suffix.lower() == ".gz":
+        raise ValueError(f"the output is {path}; its name must end with .jsonl, .csv or .parquet")
     return path if format_of(path) == "jsonl" else path.with_name(path.name + ".jsonl")
 
 
@@ -28,18 +30,18 @@ def remove_output(path: Path) -> None:
 
 
 @contextmanager
-def open_output(path: Path) -> Iterator[ResultFile]:
+def open_output(path: Path, settings: int, *, retry_failed: bool = False) -> Iterator[ResultFile]:
     """Opens the results for ``path``; when the block ends without an exception, they are all there.
 
-    A .csv or .parquet file appears at the end; until then ``path.jsonl`` holds the results. Raises ValueError for
-    another ending and a file of something else, FileExistsError for a table that is there, BlockingIOError, OSError,
-    ImportError.
+    ``settings``, ``retry_failed``: as of ``ResultFile``. A .csv or .parquet file appears at the end; until then
+    ``path.jsonl`` holds the results. Raises ValueError for another ending and a file of something else, FileExistsError
+    for a table that is there, BlockingIOError, OSError, ImportError.
     """
     lines = lines_of(path)
     if is_complete(path):
         raise FileExistsError(f"{path} is complete already; remove it to begin anew")
     tables.require(path)
-    results = ResultFile(lines)
+    results = ResultFile(lines, settings, retry_failed=retry_failed)
     try:
         yield results
         if lines != path:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import operator
+import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, cast
 
 from llamapipe.jobs import tables
 
 FORMATS: Final = ("jsonl", "csv", "parquet")
+STDIN: Final = Path("-")
 # Longer lines are refused one by one: a file without line ends would otherwise be read into memory whole.
 MAX_LINE_BYTES: Final = 64 * 2**20
 _CHUNK_BYTES: Final = 2**20
@@ -33,12 +38,31 @@ class Record:
         return names.get("custom_id", names.get("id"))
 
     @property
+    def digest(self) -> int:
+        """32 bits that differ, most likely, for records that differ."""
+        try:
+            text = json.dumps([self.fields, self.problem], default=_plain, sort_keys=True)
+        except (TypeError, ValueError):  # such as a tuple as a key
+            text = repr(self.fields)
+        except RecursionError:
+            text = f"a record of {len(self.fields)} fields"
+        return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+    @property
     def names(self) -> dict[str, object]:
         """Its ``id`` and ``custom_id`` as a line of results holds them: a date, for example, as text."""
-        return {name: _as_json(self.fields[name]) for name in ("id", "custom_id") if name in self.fields}
+        return {name: as_json(self.fields[name]) for name in ("id", "custom_id") if name in self.fields}
 
 
-def _as_json(value: object) -> object:
+def column(fields: Mapping[str, Any], name: str) -> Any:
+    """The value of a field. Raises ValueError if there is none."""
+    if name not in fields:
+        raise ValueError(f"the record has no column {name!r}; it has {', '.join(map(repr, fields))}")
+    return fields[name]
+
+
+def as_json(value: object) -> object:
+    """A value as a line of results holds it: a date, for example, as text."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     try:
@@ -58,18 +82,46 @@ def _plain(value: object) -> object:
 
 def format_of(path: Path) -> str:
     """The format that a file's name says. Raises ValueError for other names."""
-    ending = path.suffix.lower().removeprefix(".")
+    if path == STDIN:
+        return "jsonl"
+    name = path.with_suffix("") if _is_compressed(path) else path
+    ending = name.suffix.lower().removeprefix(".")
     ending = {"ndjson": "jsonl", "json": "jsonl"}.get(ending, ending)
-    if ending not in FORMATS:
-        raise ValueError(f"{path} has an unknown format; the name must end with .jsonl, .csv or .parquet")
+    if ending not in FORMATS or (ending == "parquet" and name is not path):
+        raise ValueError(
+            f"{path} has an unknown format; the name must end with .jsonl, .csv, .jsonl.gz, .csv.gz or .parquet"
+        )
     return ending
 
 
+def _is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, or of standard input. Raises OSError."""
+    if path == STDIN:
+        yield sys.stdin.buffer
+        return
+    with path.open("rb") as file:
+        if not _is_compressed(path):
+            yield file
+            return
+        import gzip
+
+        try:
+            with gzip.open(file) as text:
+                yield cast(BinaryIO, text)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} is damaged, or is no gzip file: {error}") from error
+
+
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file, in its order. Blank lines do not count.
+    """The records of a file, in its order. Blank lines do not count. ``STDIN`` is standard input, as JSON lines.
 
     Raises OSError, ImportError if the format needs an extra, and ValueError for a CSV file that has no header or is not
-    UTF-8, or a file that is no Parquet.
+    UTF-8, a damaged gzip file, or a file that is no Parquet.
     """
     match format_of(path):
         case "csv":
@@ -92,13 +144,15 @@ def records_of(items: Iterable[object]) -> Iterator[Record]:
             yield Record(index, {}, problem)
 
 
-def count_records(path: Path) -> int:
-    """About how many records a file has: its lines, for JSON lines and CSV."""
+def count_records(path: Path) -> int | None:
+    """About how many records a file has: its lines, for JSON lines and CSV. None for standard input."""
     kind = format_of(path)
+    if path == STDIN:
+        return None
     if kind == "parquet":
         return tables.count_parquet(path)
     n, last = 0, b"\n"
-    with path.open("rb") as file:
+    with _opened(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             n += chunk.count(b"\n")
             last = chunk
@@ -107,42 +161,49 @@ def count_records(path: Path) -> int:
 
 
 def _json_records(path: Path) -> Iterator[Record]:
-    index = 0
-    with path.open("rb") as file:
+    index = number = 0  # of records and of lines: blank lines are no records
+    with _opened(path) as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
             if not line.strip():
                 continue
             if len(line) > MAX_LINE_BYTES:
-                yield Record(index, {}, f"the line is longer than {MAX_LINE_BYTES} bytes")
+                yield Record(index, {}, f"line {number} is longer than {MAX_LINE_BYTES} bytes")
                 while line and not line.endswith(b"\n"):
                     line = file.readline(MAX_LINE_BYTES)
             else:
-                yield _parsed(index, line)
+                yield _parsed(index, number, line)
             index += 1
 
 
-def _parsed(index: int, line: bytes) -> Record:
+def _parsed(index: int, number: int, line: bytes) -> Record:
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return Record(index, {}, f"the line is not JSON: {error}")
+    except json.JSONDecodeError as error:
+        return Record(index, {}, f"line {number} is not JSON: {error.msg}, at character {error.pos + 1}")
+    except (ValueError, RecursionError) as error:  # such as text that is not UTF-8
+        return Record(index, {}, f"line {number} is not JSON: {error}")
     if isinstance(value, str):
         return Record(index, {"prompt": value})
+    if isinstance(value, list):
+        return Record(index, {}, f"line {number} is a list; write each record on a line of its own")
     if not isinstance(value, dict):
-        return Record(index, {}, f"the line must be an object or a text, not {type(value).__name__}")
+        return Record(index, {}, f"line {number} must be an object or a text, not {type(value).__name__}")
     return Record(index, value)
 
 
 def _csv_records(path: Path) -> Iterator[Record]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file)
+    with _opened(path) as file:
+        rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
         try:
             names = next(rows, None)
             if not names:
                 raise ValueError(f"{path} has no header: its first line must name the columns")
             for index, row in enumerate(row for row in rows if row):
                 if len(row) != len(names):
-                    problem = f"the row has {len(row)} values, the header names {len(names)} columns"
+                    problem = (
+                        f"line {rows.line_num} has {len(row)} values, the header names {len(names)} columns"
+                    )
                     yield Record(index, {}, problem)
                 else:
                     yield Record(index, dict(zip(names, row, strict=True)))

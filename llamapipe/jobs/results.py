@@ -1,12 +1,16 @@
-"""The file of results: whole lines, each index once, continued where a job that was killed had stopped."""
+"""The file of results: whole lines, each index once, continued where a job that was killed had stopped.
+
+Each line has a ``digest``: 8 hexadecimal digits for the job's settings and 8 for the record, so that a restart notices
+when either has changed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import zlib
+import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,27 +20,32 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _ID = "batch_req_"  # before the index, in OpenAI's format
+_FAILED = 2
 
 
 class ResultFile:
     """Appends results to ``path``. One thread.
 
+    ``settings``: a number of 32 bits, which differs when the model, the template or the options do.
+
     A file that is there already is read first: ``has`` says which records it holds, and a line that was not finished is
-    cut off. Raises ValueError if the file holds other lines, BlockingIOError if another process writes it, OSError.
+    cut off. ``retry_failed``: results with an error are removed, so that their records are answered again.
+
+    Raises ValueError if the file holds other lines or results of other settings, BlockingIOError if another process
+    writes it, OSError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, settings: int = 0, *, retry_failed: bool = False) -> None:
         self.path = path
         self.n_done = 0
-        self._marks = array("L")  # by index: 0 is missing, else made of the record's id
-        self._file: BinaryIO = path.open("a+b", buffering=0)
+        self._settings = settings
+        # By index: 0 is missing, else the digest of the record, a bit for a failure, and 1.
+        self._marks = array("Q")
+        self._file: BinaryIO = _locked(path)
         try:
-            if fcntl is not None:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._read()
-        except BlockingIOError:
-            self._file.close()
-            raise BlockingIOError(f"{path} is being written by another process") from None
+            failed = self._read()
+            if failed and retry_failed:
+                self._remove(failed)
         except BaseException:
             self._file.close()
             raise
@@ -44,19 +53,24 @@ class ResultFile:
     def __repr__(self) -> str:
         return f"<ResultFile {self.path.name!r} n_done={self.n_done}>"
 
-    def has(self, index: int, name: object) -> bool:
-        """Whether the record is there. Raises ValueError if it is there under another id."""
+    def has(self, index: int, digest: int) -> bool:
+        """Whether the record is there. Raises ValueError if it had another digest."""
         mark = self._marks[index] if index < len(self._marks) else 0
-        if mark not in (0, _mark(name)):
+        if mark and mark >> 2 != digest:
             raise ValueError(
-                f"record {index + 1} has the id {name!r}, and {self.path} has it with another one: the input "
-                "has changed; give another output file"
+                f"record {index + 1} has changed since its result was written to {self.path}; start again with "
+                "--overwrite, or give another output file"
             )
         return mark != 0
 
-    def write(self, index: int, name: object, result: Mapping[str, Any]) -> None:
+    def failed(self, index: int) -> bool:
+        """Whether the result that is there has an error."""
+        return index < len(self._marks) and bool(self._marks[index] & _FAILED)
+
+    def write(self, index: int, digest: int, result: Mapping[str, Any]) -> None:
         """Appends the result of a record. Raises OSError, for example when the disk is full."""
-        line = json.dumps(result, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        told = {**result, "digest": struct.pack(">II", self._settings, digest).hex()}
+        line = json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         start = self._file.seek(0, os.SEEK_END)
         view = memoryview(line)
         try:
@@ -65,7 +79,7 @@ class ResultFile:
         except OSError:
             self._file.truncate(start)
             raise
-        self._note(index, _mark(name))
+        self._note(index, digest << 2 | 1)
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
@@ -77,25 +91,62 @@ class ResultFile:
         self.n_done += self._marks[index] == 0
         self._marks[index] = mark
 
-    def _read(self) -> None:
+    def _read(self) -> list[int]:
+        """Notes what is there; the indices of what failed."""
         self._file.seek(0)
         whole = 0  # bytes up to the last line end
-        with open(self._file.fileno(), "rb", closefd=False) as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    break
-                whole += len(line)
-                index, name = self._place(line, number)
-                self._note(index, _mark(name))
+        failed = []
+        for number, line in enumerate(self._lines(), 1):
+            if not line.endswith(b"\n"):
+                break
+            index, settings, mark = self._place(line, number)
+            if settings != self._settings:
+                raise ValueError(
+                    f"{self.path} has results of another model, template or options; start again with --overwrite, "
+                    "or give another output file"
+                )
+            whole += len(line)
+            self._note(index, mark)
+            if mark & _FAILED:
+                failed.append(index)
         self._file.truncate(whole)
+        return failed
 
-    def _place(self, line: bytes, number: int) -> tuple[int, object]:
-        """The index and id of the record in a line."""
+    def _remove(self, indices: Collection[int]) -> None:
+        """Writes the file anew without some results. A job that is killed meanwhile leaves the old file."""
+        removed, part = set(indices), self.path.with_name(self.path.name + ".part")
+        part.unlink(missing_ok=True)
+        kept = _locked(part)
+        try:
+            self._file.seek(0)
+            with open(kept.fileno(), "wb", closefd=False) as writer:
+                for number, line in enumerate(self._lines(), 1):
+                    if self._place(line, number)[0] not in removed:
+                        writer.write(line)
+            part.replace(self.path)
+        except BaseException:
+            kept.close()
+            part.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file = kept
+        for index in removed:
+            self._marks[index] = 0
+        self.n_done -= len(removed)
+
+    def _lines(self) -> Iterator[bytes]:
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            yield from lines
+
+    def _place(self, line: bytes, number: int) -> tuple[int, int, int]:
+        """The index, the settings and the mark in a line."""
         try:
             value = json.loads(line)
             index = value["index"] if "index" in value else value["id"].removeprefix(_ID)
-            return int(index), value.get("custom_id", value.get("id"))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            settings, record = struct.unpack(">II", bytes.fromhex(value["digest"]))
+            mark = record << 2 | (_FAILED if _has_failed(value) else 0) | 1
+            return int(index), settings, mark
+        except (ValueError, TypeError, KeyError, AttributeError, struct.error):
             raise ValueError(
                 f"{self.path}, line {number}, is no result of a batch job; give another output file"
             ) from None
@@ -106,5 +157,21 @@ def request_id(index: int) -> str:
     return f"{_ID}{index}"
 
 
-def _mark(name: object) -> int:
-    return 1 if name is None else zlib.crc32(repr(name).encode("utf-8", "surrogatepass")) | 2
+def _has_failed(result: Mapping[str, Any]) -> bool:
+    response = result.get("response")
+    refused = isinstance(response, dict) and response["status_code"] >= 400
+    return refused or result.get("error") is not None
+
+
+def _locked(path: Path) -> BinaryIO:
+    file: BinaryIO = path.open("a+b", buffering=0)
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise BlockingIOError(f"{path} is being written by another process") from None
+    except BaseException:
+        file.close()
+        raise
+    return file

@@ -14,11 +14,17 @@ from llamapipe.jobs.results import ResultFile
 
 @dataclass
 class BatchSummary:
-    """What a job has done since it was started; ``n_skipped`` records were in the results already."""
+    """What a job has done since it was started.
+
+    - ``n_done``: records answered, ``n_failed`` of them with an error.
+    - ``n_skipped``: records whose results were there already, ``n_skipped_failed`` of them with an error.
+    - ``n_tokens``: generated tokens.
+    """
 
     n_done: int = 0
     n_failed: int = 0
     n_skipped: int = 0
+    n_skipped_failed: int = 0
     n_tokens: int = 0
 
 
@@ -72,7 +78,7 @@ def run_job(
     for record, answer in answers(
         _left(records, results, summary), answerer, n_ahead=n_ahead, ordered=ordered
     ):
-        results.write(record.index, record.id, answer.result)
+        results.write(record.index, record.digest, answer.result)
         summary.n_done += 1
         summary.n_failed += answer.failed
         summary.n_tokens += answer.n_tokens
@@ -83,7 +89,8 @@ def run_job(
 
 def _left(records: Iterable[Record], results: ResultFile, summary: BatchSummary) -> Iterator[Record]:
     for record in records:
-        if results.has(record.index, record.id):
+        if results.has(record.index, record.digest):
             summary.n_skipped += 1
+            summary.n_skipped_failed += results.failed(record.index)
         else:
             yield record

@@ -1,10 +1,10 @@
-"""Parquet in, Parquet and CSV out. Parquet needs the extra ``parquet``."""
+"""Parquet in, Parquet and CSV out: tables of results. Parquet needs the extra ``parquet``."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any, Final
 
 _ROWS_AT_ONCE: Final = 1024
 _NUMBERS: Final = ("index", "seed", "n_prompt_tokens", "n_completion_tokens", "status_code")
-# The columns of a table of results. Values that are not texts or numbers are written as JSON.
-COLUMNS: Final = (
+# The columns of a table of results, in their order. Other columns are those that the job kept, after `custom_id`.
+# Values that are not texts or numbers are written as JSON.
+_COLUMNS: Final = (
     "index",
     "id",
     "custom_id",
@@ -30,6 +31,10 @@ COLUMNS: Final = (
     "response",
     "error",
 )
+_N_NAMES: Final = 3  # of them name the record
+_PLAIN: Final = (str, int, float)  # bools, too
+_ALWAYS: Final = ("text", "error")  # the others are columns if a result has them
+RESULT_FIELDS: Final = frozenset(_COLUMNS) | {"digest"}
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -52,12 +57,11 @@ def write_table(lines: Path, path: Path) -> None:
     """
     part = path.with_name(path.name + ".part")
     try:
-        with lines.open("rb") as source:
-            rows = (_row(json.loads(line)) for line in source)
-            if path.suffix.lower() == ".csv":
-                _write_csv(rows, part)
-            else:
-                _write_parquet(rows, part)
+        columns = _columns(_rows(lines))
+        if path.suffix.lower() == ".csv":
+            _write_csv(_rows(lines), columns, part)
+        else:
+            _write_parquet(_rows(lines), columns, part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -69,36 +73,63 @@ def require(path: Path) -> None:
         _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
 
 
-def _write_csv(rows: Iterator[dict[str, Any]], path: Path) -> None:
+def _rows(lines: Path) -> Iterator[dict[str, Any]]:
+    """The results, one value a column."""
+    with lines.open("rb") as source:
+        for line in source:
+            row = json.loads(line)
+            row.pop("digest", None)
+            if isinstance(response := row.get("response"), dict):
+                row |= {"status_code": response.get("status_code"), "response": response.get("body")}
+            yield row
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, set[type]]:
+    """The columns of a table in their order, and the types of their values."""
+    found: dict[str, set[type]] = {name: set() for name in _ALWAYS}
+    for row in rows:
+        for name, value in row.items():
+            types = found.setdefault(name, set())
+            if value is not None:
+                types.add(type(value))
+    kept = [name for name in found if name not in _COLUMNS]
+    first, last = _COLUMNS[:_N_NAMES], _COLUMNS[_N_NAMES:]
+    return {name: found[name] for name in (*first, *kept, *last) if name in found}
+
+
+def _write_csv(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, set[type]], path: Path) -> None:
     with path.open("w", encoding="utf-8", errors="surrogatepass", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for row in rows:
+            values = (row.get(name) for name in columns)
+            writer.writerow(value if isinstance(value, _PLAIN) else _text(value) for value in values)
 
 
-def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> None:
+def _write_parquet(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, set[type]], path: Path) -> None:
     arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
-    # Seeds take all 64 bits.
-    schema = arrow.schema(
-        [(name, arrow.uint64() if name in _NUMBERS else arrow.string()) for name in COLUMNS]
+
+    def kind(name: str, types: set[type]) -> Any:
+        if name in _NUMBERS:
+            return arrow.uint64()  # seeds of callers take all 64 bits
+        if types == {bool}:
+            return arrow.bool_()
+        if types and types <= {int, float} and name not in _COLUMNS:
+            return arrow.float64() if float in types else arrow.int64()
+        return arrow.string()
+
+    schema = arrow.schema([(name, kind(name, types)) for name, types in columns.items()])
+    texts = {field.name for field in schema if field.type == arrow.string()}
+    plain = (
+        {name: _text(row.get(name)) if name in texts else row.get(name) for name in columns} for row in rows
     )
     with parquet.ParquetWriter(path, schema) as writer:
-        while some := list(islice(rows, _ROWS_AT_ONCE)):
+        while some := list(islice(plain, _ROWS_AT_ONCE)):
             writer.write_table(arrow.Table.from_pylist(some, schema=schema))
 
 
-def _row(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result as a row: one value a column."""
-    row = dict(result)
-    if isinstance(response := row.get("response"), dict):
-        row |= {"status_code": response.get("status_code"), "response": response.get("body")}
-    return {name: _value(name, row.get(name)) for name in COLUMNS}
-
-
-def _value(name: str, value: object) -> object:
-    if value is None or isinstance(value, str) or name in _NUMBERS:
-        return value
-    return json.dumps(value, ensure_ascii=False)
+def _text(value: object) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _opened(path: Path) -> Any:

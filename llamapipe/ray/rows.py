@@ -121,10 +121,7 @@ class RowFormat:
         try:
             options = {} if self.options is None else _options(row[self.options])
             if self.is_template:
-                empty = next((name for name in self.fields if row[name] is None), None)
-                if empty is not None:
-                    raise ValueError(f"the column {empty!r} is null")
-                return Record(index, {"prompt": filled(str(self.prompt), dict(row)), **options})
+                return Record(index, {"prompt": filled(str(self.prompt), row), **options})
             if self.prompt is not None:
                 if row[self.prompt] is None:
                     raise ValueError(f"the column {self.prompt!r} is null")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.jobs.answers import Answer
 from llamapipe.jobs.records import Record
@@ -19,12 +20,26 @@ _NO_LIMIT = 2**31 - 1  # requests and bytes: the job has its own bound
 
 
 class BatchRequests:
-    """Gives each record the answer that ``llamapipe serve`` would give; for one event loop."""
+    """Gives each record the answer that ``llamapipe serve`` would give; for one event loop.
 
-    def __init__(self, engine: Engine) -> None:
-        self._application = app(
-            engine, ServerSettings(max_requests=_NO_LIMIT, max_body_bytes=_NO_LIMIT, page=False)
+    ``names``, ``embedding_names``: what requests may call the model and the ``embedder``; default: the file's name.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        names: Sequence[str] = (),
+        embedder: Embedder | None = None,
+        embedding_names: Sequence[str] = (),
+    ) -> None:
+        settings = ServerSettings(
+            model_names=tuple(names),
+            embedding_names=tuple(embedding_names),
+            max_requests=_NO_LIMIT,
+            max_body_bytes=_NO_LIMIT,
+            page=False,
         )
+        self._application = app(engine, settings, embedder)
 
     def __repr__(self) -> str:
         return "<BatchRequests>"

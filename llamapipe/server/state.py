@@ -120,7 +120,7 @@ class ServerState:
         if self.embedder is None:
             raise ApiError(
                 404,
-                "this server has no embedding model: start it with --embeddings FILE",
+                "there is no embedding model here: give --embeddings FILE at the start",
                 "model",
                 "model_not_found",
             )
@@ -148,6 +148,9 @@ def _served(name: str | None, names: tuple[str, ...]) -> str:
     if name not in names:
         there = ", ".join(map(repr, names))
         raise ApiError(
-            404, f"the model {name!r} is not served here; there is {there}", "model", "model_not_found"
+            404,
+            f"the model {name!r} is not served here; there is {there} (--alias gives it other names)",
+            "model",
+            "model_not_found",
         )
     return name

@@ -17,6 +17,8 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import pandas
+import pyarrow as arrow
 import pytest
 from support.bad_values import FLAGS, INF, INTEGERS, NAN, NUMBERS, TOKENS, Bad, names
 from support.gguf_models import tiny_model
@@ -105,6 +107,19 @@ def test_what_is_no_prompt(engine: lp.Engine, call: Call, bad: Bad) -> None:
 def test_an_empty_prompt_is_rejected(engine: lp.Engine, call: Call, empty: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"^the prompt is empty; give at least one"):
         call(engine, empty, GREEDY)
+
+
+@list_entry
+def test_columns_of_tables(engine: lp.Engine, call: Call) -> None:
+    """A column is a list of its values. A table is refused: iterating over it gives the names of its columns."""
+    texts = ["a b", "b a"]
+    for column in (pandas.Series(["gone", *texts])[1:], arrow.chunked_array([texts])):
+        assert [one.text for one in engine.generate(column, GREEDY)] == [
+            one.text for one in engine.generate(texts, GREEDY)
+        ]
+    for table in (pandas.DataFrame({"text": texts}), arrow.table({"text": texts})):
+        with pytest.raises(TypeError, match=r"is a (DataFrame|Table); give one of its columns as a list"):
+            call(engine, table)
 
 
 @list_entry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import datetime
+import gzip
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow as arrow
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
@@ -35,6 +37,7 @@ from llamapipe.server.batch import BatchRequests
 
 GREEDY = lp.SamplingParams(max_tokens=6, temperature=0.0)
 N_KILLS = int(os.environ.get("LLAMAPIPE_KILLS", "8"))
+COUNTS = ("seed", "n_prompt_tokens", "n_completion_tokens")
 CLI = "import sys; from llamapipe.cli import main; sys.exit(main())"
 
 
@@ -53,10 +56,11 @@ def job(talker: lp.Engine, tmp_path: Path) -> Callable[..., tuple[BatchSummary, 
     ) -> tuple[BatchSummary, list[dict[str, Any]]]:
         given = tmp_path / name
         given.write_bytes(text.encode() if isinstance(text, str) else text)
-        ordered = options.pop("ordered", True)
-        results = ResultFile(tmp_path / "out.jsonl")
+        ordered, retry_failed = options.pop("ordered", True), options.pop("retry_failed", False)
+        params = options.pop("params", GREEDY)
+        answerer = Answerer(talker, params, requests=lambda: BatchRequests(talker).answer, **options)
+        results = ResultFile(tmp_path / "out.jsonl", answerer.settings(), retry_failed=retry_failed)
         try:
-            answerer = Answerer(talker, GREEDY, requests=lambda: BatchRequests(talker).answer, **options)
             done = run_job(read_records(given), answerer, results, n_ahead=16, ordered=ordered)
         finally:
             results.close()
@@ -134,10 +138,11 @@ class TestKinds:
         assert results[0]["text"] == talker.chat(messages, GREEDY).content
 
     def test_several_texts_and_log_probabilities(self, job: Any) -> None:
-        _, results = job(lines({"prompt": "a", "n": 3}, {"prompt": "a", "logprobs": 2}))
+        records = [{"prompt": "a", "n": 3}, {"prompt": "a", "logprobs": 2}]
+        _, results = job(lines(*records))
         assert len(results[0]["texts"]) == 3
         assert [len(one["top"]) for one in results[1]["logprobs"]] == [2] * results[1]["n_completion_tokens"]
-        _, results = job(lines("a", "a", {"prompt": "a", "prompt_logprobs": 2}))
+        _, results = job(lines(*records, {"prompt": "a", "prompt_logprobs": 2}))
         assert "is not an option" in results[2]["error"]["message"]
 
     def test_bad_records_fail_alone(self, job: Any) -> None:
@@ -164,6 +169,50 @@ class TestKinds:
         assert (done.n_done, done.n_failed) == (2 * len(bad) + 1, len(bad) + 1)
         assert ["error" in result for result in results] == [True, False] * len(bad) + [True]
         assert "did you mean max_tokens?" in results[10]["error"]["message"]
+
+    def test_a_bad_line_is_found_by_its_number(self, job: Any) -> None:
+        _, results = job('\n\n"fine"\n{"prompt": a}\n[]\n')
+        assert [one["index"] for one in results] == [0, 1, 2]
+        message = results[1]["error"]["message"]
+        assert message.startswith("line 4 is not JSON: ")
+        assert message.endswith(", at character 12")
+        assert results[2]["error"]["message"] == "line 5 is a list; write each record on a line of its own"
+
+    def test_a_null_makes_no_prompt(self, job: Any) -> None:
+        _, results = job(lines({"text": None}, {"text": ""}, {"txt": 1}), template="T: {text}")
+        assert results[0]["error"]["message"] == "the column 'text' is null"
+        assert "error" not in results[1]
+        assert results[2]["error"]["message"] == "the record has no column 'text'; it has 'txt'"
+
+    def test_kept_columns(self, job: Any) -> None:
+        records = [{"prompt": "a", "label": ["pos"], "max_tokens": 2}, {"prompt": "b"}]
+        _, results = job(lines(*records), keep=["label", "max_tokens"])
+        assert (results[0]["label"], results[0]["max_tokens"]) == (["pos"], 2)
+        assert results[0]["n_completion_tokens"] == 2
+        assert results[1]["error"]["message"] == "the record has no column 'label'; it has 'prompt'"
+
+    def test_a_column_without_a_use_names_the_way_out(self, job: Any) -> None:
+        _, results = job(lines({"prompt": "a", "label": 1}))
+        assert "to copy the column to the result, name it in keep" in results[0]["error"]["message"]
+
+    def test_kept_columns_of_requests(self, job: Any) -> None:
+        body = {"prompt": "a", "max_tokens": 1}
+        record = {"custom_id": "a", "url": "/v1/completions", "body": body, "label": 5}
+        _, results = job(lines(record), keep=["label"])
+        assert (results[0]["label"], results[0]["response"]["status_code"]) == (5, 200)
+
+    @pytest.mark.parametrize("ending", ["jsonl.gz", "csv.gz"])
+    def test_compressed_files(self, job: Any, tmp_path: Path, ending: str) -> None:
+        text = b'prompt\na\n"b\nc"\n' if ending == "csv.gz" else b'"a"\n{"prompt": "b\\nc"}\n'
+        name = f"in.{ending}"
+        _, results = job(gzip.compress(text), name)
+        assert len(results) == 2
+        assert not any("error" in one for one in results)
+        assert count_records(tmp_path / name) == (3 if ending == "csv.gz" else 2)
+        with pytest.raises(ValueError, match=r"damaged, or is no gzip file"):
+            job(gzip.compress(text)[:-9], name)
+        with pytest.raises(ValueError, match=r"damaged, or is no gzip file"):
+            job(text, name)
 
     def test_a_line_that_is_too_long(self, tmp_path: Path) -> None:
         path = tmp_path / "long.jsonl"
@@ -217,8 +266,50 @@ class TestAgain:
 
     def test_another_input_is_refused(self, job: Any) -> None:
         job(lines({"id": "a", "prompt": "a"}))
-        with pytest.raises(ValueError, match="the input has changed"):
-            job(lines({"id": "b", "prompt": "a"}))
+        for other in ({"id": "b", "prompt": "a"}, {"id": "a", "prompt": "b"}):
+            with pytest.raises(ValueError, match="record 1 has changed since its result was written"):
+                job(lines(other))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"template": "A {prompt}"},
+            {"chat": True},
+            {"keep": ["prompt"]},
+            {"params": lp.SamplingParams(top_k=5)},
+        ],
+        ids=str,
+    )
+    def test_other_settings_are_refused(self, job: Any, options: dict[str, Any]) -> None:
+        job(lines({"prompt": "a"}))
+        with pytest.raises(ValueError, match="another model, template or options"):
+            job(lines({"prompt": "a"}), **options)
+
+    def test_another_model_is_refused(self, talker: lp.Engine, tiny: lp.Model, tmp_path: Path) -> None:
+        out = tmp_path / "out.jsonl"
+        lp.batch(["a"], talker, GREEDY, output=out)
+        with lp.Engine(tiny, n_ctx=256) as engine, pytest.raises(ValueError, match="another model"):
+            lp.batch(["a"], engine, GREEDY, output=out)
+
+    def test_failures_that_were_there_count_and_can_be_tried_again(self, job: Any) -> None:
+        records: list[Any] = [f"Tale {i}" for i in range(9)]
+        records[2] = records[5] = {"prompt": 5}
+        done, _ = job(lines(*records))
+        assert (done.n_done, done.n_failed) == (9, 2)
+        done, results = job(lines(*records))
+        assert (done.n_done, done.n_skipped, done.n_skipped_failed, len(results)) == (0, 9, 2, 9)
+        records[5] = "Mended"
+        done, results = job(lines(*records), retry_failed=True)
+        assert (done.n_done, done.n_failed, done.n_skipped) == (2, 1, 7)
+        assert [one["index"] for one in results] == [0, 1, 3, 4, 6, 7, 8, 2, 5]
+        assert ["error" in one for one in results] == [False] * 7 + [True, False]
+
+    def test_failed_requests_are_tried_again(self, job: Any) -> None:
+        bad = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": 5}}
+        assert job(lines(bad, bad | {"url": 7}))[0].n_failed == 2
+        good = bad | {"body": {"prompt": "a", "max_tokens": 1}}
+        done, results = job(lines(good, good), retry_failed=True)
+        assert (done.n_done, done.n_failed, len(results)) == (2, 0, 2)
 
     def test_another_file_is_refused_and_kept(self, job: Any, tmp_path: Path) -> None:
         (tmp_path / "out.jsonl").write_text('{"name": "precious"}\nno line end')
@@ -286,7 +377,7 @@ class TestCommand:
     def test_wrong_usage(self, tmp_path: Path) -> None:
         (tmp_path / "in.jsonl").write_text(lines("a"))
         for options, message in (
-            (["--template", "{"], "--template"),
+            (["--template", "{"], "the template is '{'"),
             (["--temperature", "-1"], "temperature"),
         ):
             with batch(tmp_path, *options) as process:
@@ -298,7 +389,41 @@ class TestCommand:
         done = subprocess.run(
             command(CLI, *words), env=environment(), text=True, capture_output=True, check=False
         )
-        assert (done.returncode, "must end with .jsonl, .csv or .parquet" in done.stderr) == (2, True)
+        assert (done.returncode, "must end with .jsonl, .csv," in done.stderr) == (2, True)
+
+    def test_standard_input_names_of_requests_and_failures(self, tmp_path: Path) -> None:
+        body = {"model": "gpt-x", "prompt": "a", "max_tokens": 1}
+        records = [{"custom_id": "a", "url": "/v1/completions", "body": body}]
+        records.append({"custom_id": "b", "url": "/v1/embeddings", "body": {"model": "e", "input": "a"}})
+        out = tmp_path / "out.jsonl"
+
+        def run(*options: str) -> tuple[int, str]:
+            words = ["batch", "-", "-o", str(out), *options]
+            done = subprocess.run(
+                command(CLI, *words),
+                env=environment(),
+                text=True,
+                input=lines(*records),
+                capture_output=True,
+                check=False,
+            )
+            return done.returncode, done.stderr
+
+        assert run()[0] == 1
+        statuses = [json.loads(line)["response"] for line in out.read_text().splitlines()]
+        assert [one["status_code"] for one in statuses] == [404, 404]
+        assert "--alias" in statuses[0]["body"]["error"]["message"]
+        status, said = run()
+        assert status == 1
+        assert "2 were there already, 2 of them failed (--retry-failed)" in said
+        demo = str(lp.demo_model_path())
+        status, said = run(
+            "--retry-failed", "--alias", "gpt-x", "--embeddings", demo, "--embeddings-alias", "e"
+        )
+        assert status == 0, said
+        first, second = map(json.loads, out.read_text().splitlines())
+        assert first["response"]["body"]["model"] == "gpt-x"
+        assert len(second["response"]["body"]["data"][0]["embedding"]) > 10
 
     def test_a_full_disk(self, tmp_path: Path) -> None:
         """Files may have 2,000 bytes: the command fails, and later goes on with what fitted."""
@@ -379,8 +504,15 @@ class TestPython:
         given.write_text(lines("a", {"prompt": 5}, "b"))
         summary = lp.batch(given, talker, GREEDY, output=out)
         assert (summary.n_done, summary.n_failed, summary.n_skipped) == (3, 1, 0)
-        again = lp.batch(["a", {"prompt": "b"}, "b", "c"], talker, GREEDY, output=str(out))
+        again = lp.batch(["a", {"prompt": 5}, "b", "c"], talker, GREEDY, output=str(out))
         assert (again.n_done, again.n_skipped) == (1, 3)
+
+    def test_a_column_of_a_table(self, talker: lp.Engine) -> None:
+        texts = ["The cat", "A dog"]
+        expected = [one.text for one in talker.generate(texts, GREEDY)]
+        column = pandas.Series(["gone", *texts])[1:]
+        for given in (column, arrow.chunked_array([texts])):
+            assert [one["text"] for one in lp.batch(given, talker, GREEDY)] == expected
 
     @pytest.mark.parametrize(
         ("records", "message"), [("text", "one str"), (Path("a.txt"), "must end with"), (5, "not iterable")]
@@ -402,18 +534,49 @@ class TestTables:
                 writer.writerows(rows)
         else:
             parquet.write_table(arrow.Table.from_pylist(rows), given)
-        assert count_records(given) >= len(rows)
+        assert (count_records(given) or 0) >= len(rows)
         params = lp.SamplingParams(max_tokens=1, temperature=0.0)
         summary = lp.batch(given, talker, params, output=out, template="The {animal}")
         assert (summary.n_done, summary.n_failed) == (2800, 0)
         table = arrow_csv.read_csv(out) if ending == "csv" else parquet.read_table(out)
         results = table.to_pylist()
+        assert table.column_names == ["index", "id", "text", "finish_reason", *COUNTS, "error"]
         assert [result["index"] for result in results] == list(range(2800))
         assert [int(result["id"]) for result in results] == list(range(2800))
         assert results[0]["text"] == talker.generate("The cat", params).text
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == [out.name]
         with pytest.raises(FileExistsError, match="complete already"):
             lp.batch(given, talker, params, output=out, template="The {animal}")
+
+    def test_kept_columns_have_the_types_of_their_values(self, talker: lp.Engine, tmp_path: Path) -> None:
+        values = {"whole": 5, "part": 0.5, "flag": True, "name": "x", "list": [1, "a"], "empty": None}
+        records = [{"prompt": "a", **values}, {"prompt": "b", **values, "part": 2, "name": 7}]
+        params = lp.SamplingParams(max_tokens=1)
+        lp.batch(records, talker, params, output=tmp_path / "out.parquet", keep=list(values))
+        table = parquet.read_table(tmp_path / "out.parquet")
+        kept = ["whole", "part", "flag", "name", "list", "empty"]
+        assert sorted(table.column_names[1:7]) == sorted(kept)
+        assert [str(table.schema.field(name).type) for name in kept] == [
+            "int64",
+            "double",
+            "bool",
+            "string",
+            "string",
+            "string",
+        ]
+        assert table.select(kept).to_pylist() == [
+            {"whole": 5, "part": 0.5, "flag": True, "name": "x", "list": '[1, "a"]', "empty": None},
+            {"whole": 5, "part": 2.0, "flag": True, "name": "7", "list": '[1, "a"]', "empty": None},
+        ]
+        lp.batch(records, talker, params, output=tmp_path / "out.csv", keep=["list", "part"])
+        with (tmp_path / "out.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [(row["list"], row["part"]) for row in rows] == [('[1, "a"]', "0.5"), ('[1, "a"]', "2")]
+
+    @pytest.mark.parametrize("name", ["text", "error", "digest"])
+    def test_columns_with_the_names_of_results_are_not_kept(self, talker: lp.Engine, name: str) -> None:
+        with pytest.raises(ValueError, match=f"keep has '{name}', which is a field of results"):
+            lp.batch([], talker, keep=[name])
 
     def test_a_table_appears_at_the_end(self, talker: lp.Engine, tmp_path: Path) -> None:
         out = tmp_path / "out.parquet"
@@ -458,6 +621,11 @@ class TestTables:
         {"chat": "no"},
         {"ordered": 0},
         {"progress": 1},
+        {"keep": "label"},
+        {"keep": [5]},
+        {"retry_failed": 1},
+        {"records": pandas.DataFrame({"text": ["a"]})},
+        {"records": arrow.table({"text": ["a"]})},
         {"records": {"prompt": "a"}},
     ],
     ids=str,

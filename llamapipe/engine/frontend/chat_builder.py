@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from llamapipe.arguments import check_flag
+from llamapipe.arguments import check_flag, from_column
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatFinishReason
 from llamapipe.engine.delivery.delta_parser import DeltaParser
 from llamapipe.engine.frontend.request_builder import Item, RequestBuilder, named
@@ -236,6 +236,7 @@ def _conversations(messages: Any) -> tuple[list[Conversation], bool]:
     """The conversations as a list, and whether a single one was given."""
     if isinstance(messages, str):
         return [messages], True
+    messages = from_column("messages", messages)
     if not isinstance(messages, Sequence) or isinstance(messages, (bytes, bytearray)):
         raise TypeError(
             f"messages must be a list of messages, not {type(messages).__name__}: "

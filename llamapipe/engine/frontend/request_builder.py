@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 
-from llamapipe.arguments import check_tokens
+from llamapipe.arguments import check_tokens, from_column
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.delivery.sink import (
     Choices,
@@ -77,6 +77,7 @@ class RequestBuilder:
         Raises TypeError, ValueError, InvalidRequestError; errors in a list name the prompt's index. With ``on_error``
         ``"return"``, an InvalidRequestError is in the place of its prompt instead.
         """
+        prompt = from_column("prompt", prompt)
         self._refuse_long_ids(prompt)
         prompts, single = split_prompts(prompt)
         if params is None or isinstance(params, SamplingParams):
@@ -305,6 +306,7 @@ def split_prompts(prompt: Any, name: str = "prompt", empty_ok: bool = False) -> 
     """
     if isinstance(prompt, str):
         return [prompt], True
+    prompt = from_column(name, prompt)
     try:
         if isinstance(prompt, (bytes, bytearray, Mapping, Set)):
             raise TypeError

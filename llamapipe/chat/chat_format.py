@@ -137,6 +137,7 @@ class ChatFormat:
             reasoning_open=self._is_open(prompt_tail),
             tools={} if choice == "none" else {t.name: t.parameters for t in tools},
             stream_calls=stream_calls,
+            required=choice not in ("auto", "none"),
             harmony=self._harmony,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from llamapipe.chat.calls.answer_output import AnswerOutput
@@ -18,7 +19,8 @@ class ChatParser:
     """Parses one answer. Feed it the text as it arrives, with control tokens as text. For one thread at a time.
 
     The result does not depend on where the text is cut. Markers never appear in content. Text that begins like a call
-    but is not one, such as incomplete JSON or the name of an unknown tool, is content.
+    but is not one, such as incomplete JSON or the name of an unknown tool, is content; with ``required``, where the
+    grammar allows nothing but calls, an incomplete call at the end is dropped.
 
     With ``stream_calls`` the arguments of a call are returned while they arrive, and an incomplete call stays
     unfinished. Without it, a call is returned when it is complete.
@@ -32,6 +34,7 @@ class ChatParser:
         reasoning_open: bool = False,
         tools: Mapping[str, dict[str, Any]] | None = None,
         stream_calls: bool = False,
+        required: bool = False,
         harmony: bool = False,
     ) -> None:
         """``tools``: the parameters of each tool that may be called. ``reasoning_open``: the prompt ends in reasoning.
@@ -46,6 +49,7 @@ class ChatParser:
         self._form = form
         self._harmony = HarmonyReader(self._buffer, self._output, tools or {}) if harmony else None
         self._reading = self._answer()
+        self._required = required
         self._finished = False
         next(self._reading)
 
@@ -63,7 +67,8 @@ class ChatParser:
         if not self._finished:
             self._finished = self._buffer.ended = True
             next(self._reading, None)
-        return self._output.piece()
+        piece = self._output.piece()
+        return replace(piece, content="") if self._required else piece
 
     def _answer(self) -> Reading[None]:
         yield

@@ -1,22 +1,48 @@
 """llama-cpp-python's names, backed by one shared engine for each ``Llama``: ``from llamapipe.compat import Llama``.
 
-Calls from many threads run together. Options that llamapipe cannot honour raise and say why.
+Calls from many threads run together. Options that llamapipe cannot honour raise and say why. The constants that the
+constructor takes, such as ``GGML_TYPE_Q8_0``, are here, too.
 """
 
+from llamapipe.arguments import unknown_attribute
 from llamapipe.compat.grammar import LlamaGrammar
 from llamapipe.compat.llama import Llama
-from llamapipe.compat.sampling import LogitsProcessorList, MinTokensLogitsProcessor, StoppingCriteriaList
-from llamapipe.compat.state import LlamaCache, LlamaRAMCache, LlamaState
+from llamapipe.compat.names import CONSTANTS
+from llamapipe.compat.sampling import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinTokensLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from llamapipe.compat.state import LlamaCache, LlamaDiskCache, LlamaRAMCache, LlamaState
 from llamapipe.compat.tokenizer import LlamaTokenizer
+
+__version__ = "0.3.36"  # of llama-cpp-python: the version whose names these are
 
 __all__ = [
     "Llama",
     "LlamaCache",
+    "LlamaDiskCache",
     "LlamaGrammar",
     "LlamaRAMCache",
     "LlamaState",
     "LlamaTokenizer",
+    "LogitsProcessor",
     "LogitsProcessorList",
     "MinTokensLogitsProcessor",
+    "StoppingCriteria",
     "StoppingCriteriaList",
 ]
+
+
+def __getattr__(name: str) -> int:
+    """The value of a constant. Raises AttributeError with the nearest public name."""
+    if name in CONSTANTS:
+        return CONSTANTS[name]
+    raise unknown_attribute("llamapipe.compat", name, __dir__())
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion in an editor or notebook."""
+    return sorted([*__all__, *CONSTANTS, "__version__"])

@@ -5,31 +5,32 @@ from __future__ import annotations
 import os
 import random
 import weakref
-from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from llamapipe.arguments import check_int
 from llamapipe.compat import formats, options
+from llamapipe.compat.names import missing
 from llamapipe.compat.sampling import sampling_params
-from llamapipe.compat.sequence import ThreadSequence
-from llamapipe.compat.state import LlamaRAMCache, LlamaState
+from llamapipe.compat.sequence import SequenceMethods, ThreadSequence
+from llamapipe.compat.state import LlamaRAMCache
 from llamapipe.compat.tokenizer import LlamaTokenizer, PromptMaker
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.model import Model
+from llamapipe.locks import Lock
 
 Answer = dict[str, Any]
 
 
-class LlamaBase:
+class LlamaBase(SequenceMethods):
     """What ``Llama`` is made of, but for the calls that answer in OpenAI's form."""
 
     def __init__(
@@ -82,6 +83,7 @@ class LlamaBase:
         verbose: bool = True,
         n_seq_max: int = 8,
         n_cells: int | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         template_args: Mapping[str, Any] | None = None,
         **older: Any,
     ) -> None:
@@ -93,30 +95,29 @@ class LlamaBase:
         del values["older"]
         options.check_older(older, values)
         options.check_refused(values)
-        if pooling_type not in options.POOLING:
-            raise ValueError(f"pooling_type is {pooling_type!r}; it must be one of {list(options.POOLING)}")
-        if chat_format is not None:
-            formats.check_name(chat_format)
+        options.check_integers(values)
+        template = formats.template_of(chat_format, chat_template)
         self.model_path = os.fspath(model_path)
         # They change what llama-cpp-python prints or allocates, not what it answers.
         self.verbose, self._logits_all, self._no_perf = verbose, logits_all, no_perf
         self.chat_format = chat_format
+        self.chat_handler = None  # another is refused
         self._named = formats.FORMATS.get(chat_format or "")
         self._last_n = last_n_tokens_size
-        self._lock = RLock()
-        self._embedding, self._pooling = embedding, options.POOLING[pooling_type]
+        self._lock = Lock()
+        self._embedding = embedding
         self._embedder: Embedder | None = None
         self._n_batch = n_batch
         self._options = values
         self._template_args = dict(template_args or {})
         self._cache: LlamaRAMCache | None = None
         self.set_seed(seed)
-        template = formats.TEMPLATES.get(chat_format or "")
         model = Model(self.model_path, chat_template=template, **options.model_options(values))
         self._model = self._owned.enter_context(model)
         try:
             self._n_ctx = n_ctx or model.n_ctx_train
             options.check_rope(values, model.metadata)
+            self._pooling = options.pooling(pooling_type, model.metadata)
             self._tokenizer = LlamaTokenizer(model)
             self._prompts = PromptMaker(model, self._tokenizer, spm_infill)
             self._engine: Engine | None = None
@@ -131,6 +132,14 @@ class LlamaBase:
         state = " closed" if self._model is None else ""
         return f"<Llama {Path(self.model_path).name!r} n_ctx={self._n_ctx}{state}>"
 
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError: with the reason for what llama-cpp-python has, else with the nearest name."""
+            if hasattr(type(self), name):  # a property that raised
+                return object.__getattribute__(self, name)
+            raise missing("Llama", name, dir(self))
+
     # ---- what is beneath
     @property
     def lp_model(self) -> Model:
@@ -143,8 +152,8 @@ class LlamaBase:
     def engine(self) -> Engine:
         """Llamapipe's engine, for all that it can do and llama-cpp-python cannot."""
         with self._lock:
+            model = self.lp_model
             if self._engine is None:
-                model = self.lp_model
                 if model.vocab_only:
                     raise RuntimeError("vocab_only=True: this Llama can only tokenize")
                 engine = Engine(model, **options.engine_options(self._options, self._n_ctx))
@@ -188,6 +197,13 @@ class LlamaBase:
         """The model's tokenizer."""
         return self._tokenizer
 
+    tokenizer_ = property(tokenizer, doc="The same as an attribute.")
+
+    @property
+    def cache(self) -> LlamaRAMCache | None:
+        """What ``set_cache`` was given."""
+        return self._cache
+
     def token_eos(self) -> int:
         """The token that ends a text; -1 if there is none."""
         return _or_none(self.lp_model.eos)
@@ -203,92 +219,24 @@ class LlamaBase:
 
     def pooling_type(self) -> int:
         """The number of the pooling of embeddings, as in llama.h."""
-        name = self._pooling if self._embedder is None else self._embedder.pooling
-        return next(number for number, text in options.POOLING.items() if text == name)
+        return next(number for number, text in options.POOLING.items() if text == self._pooling)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """The tokens of UTF-8 text; ``special``: text of control tokens becomes those tokens."""
+        _ = self.lp_model  # raises if it is closed
         return self._tokenizer.tokenize(text, add_bos, special)
 
     def detokenize(
         self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
     ) -> bytes:
         """The bytes of tokens; control tokens have none unless ``special``."""
+        _ = self.lp_model  # raises if it is closed
         return self._tokenizer.detokenize(tokens, prev_tokens, special)
 
-    # ---- the calling thread's sequence
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens the calling thread has evaluated."""
-        return len(self._own().ids)
-
-    @property
-    def input_ids(self) -> npt.NDArray[np.intc]:
-        """The tokens that the calling thread has evaluated."""
-        return np.array(self._own().ids, np.intc)
-
-    @property
-    def eval_tokens(self) -> deque[int]:
-        """The same as a deque."""
-        return deque(self._own().ids, maxlen=self._n_ctx)
-
-    @property
-    def eval_logits(self) -> deque[list[float]]:
-        """The logits after the last token. Computes them."""
-        return deque([self._own().logits().tolist()], maxlen=1)
-
-    @property
-    def scores(self) -> Any:
-        """llama-cpp-python's logits of all tokens, which are not kept here."""
-        raise NotImplementedError(
-            "logits of all tokens are not kept; use Llama.engine.score, or prompt_logprobs, or llamapipe.Pipeline"
-        )
-
-    def reset(self) -> None:
-        """Forgets the calling thread's tokens."""
-        self._own().reset()
-
-    def eval(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the calling thread's sequence. They are computed when a token is sampled."""
-        self._own().extend(tokens)
-
-    def sample(self, *, temp: float = 0.8, idx: int | None = None, **sampling: Any) -> int:
-        """Samples the token after the calling thread's sequence, and does not append it.
-
-        ``sampling``: as in ``generate``. Raises ValueError for ``idx``: only the last position can be sampled.
-        """
-        if idx is not None:
-            raise ValueError("idx is not supported: only the last position can be sampled")
-        return self._own().sample(self._params(1, None, temperature=temp, **sampling))
-
-    def generate(
-        self, tokens: Sequence[int], *, temp: float = 0.8, reset: bool = True, **sampling: Any
-    ) -> Generator[int, Sequence[int] | None, None]:
-        """Tokens after ``tokens``, one after the other; the token that ends generation, if one does, is the last.
-
-        ``sampling``: ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``repeat_penalty``, ``frequency_penalty``,
-        ``presence_penalty``, ``mirostat_mode``, ``mirostat_tau``, ``mirostat_eta``, ``logits_processor``,
-        ``stopping_criteria``, ``grammar``. Tokens that are sent to the generator are appended.
-        """
-        sequence = self._own()
-        params = self._params(None, None, temperature=temp, **sampling)
-        if reset:
-            sequence.reset()
-        sequence.extend(tokens)
-        return sequence.generate(params, self.token_eos())
-
-    def save_state(self) -> LlamaState:
-        """The calling thread's sequence, with its KV cells."""
-        return self._own().save(self._seed)
-
-    def load_state(self, state: LlamaState) -> None:
-        """Makes a saved sequence the calling thread's."""
-        self._own().load(state)
-
     def set_seed(self, seed: int) -> None:
-        """Seeds calls that have no ``seed``; 0xFFFFFFFF: each gets a random one."""
-        self._seed = seed
-        self._seeds = None if seed == options.NO_SEED else random.Random(seed)
+        """Seeds calls that have no ``seed``; -1 and 0xFFFFFFFF: each gets a random one."""
+        self._seed = check_int("seed", seed, -(2**63), 2**64 - 1)
+        self._seeds = None if seed in (-1, options.NO_SEED) else random.Random(self._seed)
 
     def set_cache(self, cache: LlamaRAMCache | None) -> None:
         """Accepts a ``LlamaRAMCache``, whose purpose the engine's prefix cache serves in any case."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from llamapipe.compat.formats import Format
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
+from llamapipe.errors import InvalidRequestError
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -57,19 +58,24 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
     kind = response_format.get("type")
     if kind == "json_object":
         return response_format.get("schema") or {"type": "object"}
-    if kind == "json_schema" and isinstance(given := response_format.get("json_schema"), Mapping):
-        if "schema" in given:
+    if kind == "json_schema":
+        given = response_format.get("json_schema")
+        if isinstance(given, Mapping) and "schema" in given:
             return given["schema"]
         raise ValueError(
-            'response_format has no schema: {"type": "json_schema", "json_schema": {"schema": …}}'
+            f"response_format is {response_format!r}; json_schema needs "
+            "{'type': 'json_schema', 'json_schema': {'schema': …}}"
         )
-    raise ValueError(f"response_format is {response_format!r}; its type must be 'text' or 'json_object'")
+    raise ValueError(
+        f"response_format is {response_format!r}; its type must be 'text', 'json_object' or 'json_schema'"
+    )
 
 
 class ChatCall:
     """One chat: what ``create_chat_completion`` asks for, without the form of its answer.
 
-    ``named``: a format known by name, None for the model's template. Raises ValueError for a tool that is not there.
+    ``named``: a format known by name, None for the model's template. Raises ValueError for a tool that is not there,
+    and for tools that the format or the template cannot show.
     """
 
     def __init__(
@@ -95,6 +101,11 @@ class ChatCall:
                 "this chat_format has no tool calls but one that tool_choice names; use chat_format="
                 "'chatml-function-calling', or the model's own template"
             )
+        elif tools and named is None and without_tools and tool_choice != "none":
+            raise InvalidRequestError(
+                "tools are given, but the model's chat template has no place for them; pass chat_format="
+                "'chatml-function-calling', or a chat_template that writes tool calls"
+            )
         self._params = params
         if named is not None and named.stop:
             given = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
@@ -106,9 +117,11 @@ class ChatCall:
     def whole(self) -> ChatCompletion:
         """The answer, when it is complete."""
         if self._named is None:
-            done = self._engine.chat(self._messages, self._params, **self._options())
+            with _in_words_of_llama():
+                done = self._engine.chat(self._messages, self._params, **self._options())
         else:
-            text = self._engine.generate(self._prompt(), self._params)
+            with _in_words_of_llama():
+                text = self._engine.generate(self._prompt(), self._params)
             first = text.choices[0]
             choice = ChatChoice(
                 0, first.text, "", (), first.finish_reason, first.seed, first.token_ids, first.logprobs
@@ -117,8 +130,15 @@ class ChatCall:
         if self._forced is None:
             return done
         first_choice = done.choices[0]
-        call = ToolCall(new_call_id(), self._forced, _arguments(first_choice.content))
-        forced = replace(first_choice, content="", tool_calls=(call,), finish_reason="tool_calls")
+        arguments, reason = _arguments(first_choice.content), first_choice.finish_reason
+        # A call that max_tokens cut off is left out, as it is with a template that writes calls.
+        calls = () if arguments is None else (ToolCall(new_call_id(), self._forced, arguments),)
+        forced = replace(
+            first_choice,
+            content="",
+            tool_calls=calls,
+            finish_reason="tool_calls" if calls and reason == "stop" else reason,
+        )
         return replace(done, choices=(forced,))
 
     def deltas(self) -> Generator[ChatDelta]:
@@ -132,15 +152,19 @@ class ChatCall:
             for delta in deltas:
                 parts = (ToolCallDelta(0, call_id, name, delta.content),) if delta.content or call_id else ()
                 call_id = name = None
-                reason = None if delta.finish_reason is None else "tool_calls"
-                yield delta._replace(content="", tool_calls=parts, finish_reason=reason)  # type: ignore[arg-type]
+                reason = "tool_calls" if delta.finish_reason == "stop" else delta.finish_reason
+                yield delta._replace(content="", tool_calls=parts, finish_reason=reason)
 
     def _plain_deltas(self) -> Generator[ChatDelta]:
         if self._named is None:
-            with closing(self._engine.stream_chat(self._messages, self._params, **self._options())) as stream:
-                yield from stream
+            with _in_words_of_llama():
+                chat = self._engine.stream_chat(self._messages, self._params, **self._options())
+            with closing(chat):
+                yield from chat
             return
-        with closing(self._engine.stream(self._prompt(), self._params)) as stream:
+        with _in_words_of_llama():
+            stream = self._engine.stream(self._prompt(), self._params)
+        with closing(stream):
             for delta in stream:
                 yield ChatDelta(delta.text, "", (), delta.token_ids, delta.logprobs, delta.finish_reason)
 
@@ -163,10 +187,21 @@ def _parameters(tools: list[Mapping[str, Any]], name: str) -> Any:
     raise ValueError(f"tool_choice names {name!r}; the tools are {known}")
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call. Text that ended early is kept under ``"_incomplete"``."""
+def _arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call; None if the text ended before they were complete."""
     try:
         value = json.loads(text)
     except ValueError:
-        return {"_incomplete": text}
-    return value if isinstance(value, dict) else {"_incomplete": text}
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@contextmanager
+def _in_words_of_llama() -> Iterator[None]:
+    """Errors about a context that is too small name the option of ``Llama``, whose users have made no engine."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            str(error).replace("make the engine with a larger n_ctx", "raise n_ctx")
+        ) from None

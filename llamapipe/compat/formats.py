@@ -6,6 +6,7 @@ writes something else, or drops the system message, docs/coming-from/llama-cpp-p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -193,8 +194,13 @@ TEMPLATES: Final = {"chatml-function-calling": FUNCTION_CALLING}
 UNSUPPORTED: Final = ("functionary", "functionary-v1", "functionary-v2")
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError for a format that is not known or not supported."""
+def template_of(name: str | None, given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """The ``chat_template`` of ``Model`` for a format and a ``chat_template`` of ``Llama``; None: the file's.
+
+    Raises ValueError for a format that is not known or not supported, and if both are given.
+    """
+    if name is None:
+        return given
     if name in UNSUPPORTED:
         raise ValueError(
             f"chat_format={name!r} is not supported; leave it out to use the model's own template"
@@ -202,3 +208,6 @@ def check_name(name: str) -> None:
     if name not in FORMATS and name not in TEMPLATES:
         known = ", ".join(sorted([*FORMATS, *TEMPLATES]))
         raise ValueError(f"chat_format is {name!r}; it must be one of {known}")
+    if given is not None:
+        raise ValueError(f"chat_format={name!r} and a chat_template are given; give one of them")
+    return TEMPLATES.get(name)

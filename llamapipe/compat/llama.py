@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from llamapipe.arguments import explains_options
 from llamapipe.compat.base import LlamaBase
 from llamapipe.compat.chats import ChatCall, choice_of, schema_of, tools_of
 from llamapipe.compat.grammar import LlamaGrammar
@@ -19,7 +20,7 @@ from llamapipe.compat.responses import (
     head,
     usage,
 )
-from llamapipe.compat.sampling import LogitsProcessor, StoppingCriteria, most_tokens
+from llamapipe.compat.sampling import COMMON_OPTIONS, LogitsProcessor, StoppingCriteria, most_tokens
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.params import SamplingParams
 
@@ -32,8 +33,8 @@ class Llama(LlamaBase):
 
     Calls of many threads run together: up to ``n_seq_max`` at a time, each with a context of ``n_ctx`` tokens, in
     ``n_cells`` KV cells that they share. ``reset``, ``eval``, ``sample``, ``generate`` and the states work on a
-    sequence of the calling thread. ``template_args``: for the chat template, such as ``{"enable_thinking": False}``.
-    Close it, or use ``with``.
+    sequence of the calling thread. ``chat_template``: Jinja source or the path of a file, in place of the model's own.
+    ``template_args``: for the chat template, such as ``{"enable_thinking": False}``. Close it, or use ``with``.
 
     Raises ValueError for options that llamapipe cannot honour, ModelLoadError, BackendError if memory runs out.
     """
@@ -77,6 +78,7 @@ class Llama(LlamaBase):
         """The same as ``create_completion``."""
         return self.create_completion(prompt, *args, **kwargs)
 
+    @explains_options()
     def create_completion(
         self,
         prompt: str | list[int],
@@ -108,10 +110,12 @@ class Llama(LlamaBase):
         """Continues a prompt: a dictionary in the form of OpenAI's API, or its chunks if ``stream``.
 
         ``max_tokens``: None or 0: until the context is full. ``suffix``: the text after the gap, for models that fill
-        in the middle. ``echo``: the prompt is part of the text. Raises ValueError for a prompt that does not fit.
+        in the middle. ``echo``: the prompt is part of the text. Raises TypeError for unknown options, ValueError for a
+        prompt that does not fit.
         """
         given = locals()
-        names = _COMMON | {"stop", "logprobs", "logit_bias"}
+        _ = self.lp_model  # raises if it is closed
+        names = COMMON_OPTIONS | {"stop", "logprobs", "logit_bias"}
         tokens = self._prompts.tokens(prompt, suffix)
         room = self._n_ctx - len(tokens)
         if room <= 0:
@@ -146,6 +150,7 @@ class Llama(LlamaBase):
         with closing(self.engine.stream(tokens, params)) as stream:
             yield from completion_chunks(start, stream, writer)
 
+    @explains_options()
     def create_chat_completion(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -190,7 +195,7 @@ class Llama(LlamaBase):
             logit_bias=logit_bias,
             logprobs=(top_logprobs or 0) if logprobs else None,
             json_schema=schema_of(response_format),
-            **{name: given[name] for name in _COMMON},
+            **{name: given[name] for name in COMMON_OPTIONS},
         )
         call = ChatCall(
             self.engine,
@@ -222,6 +227,7 @@ class Llama(LlamaBase):
         return (ChatCompletionChunk(**chunk) for chunk in answer)
 
     # ---- embeddings
+    @explains_options()
     def create_embedding(self, input: str | list[str], model: str | None = None) -> Answer:  # noqa: A002
         """Embeddings in the form of OpenAI's API."""
         vectors, n_tokens = self.embed([input] if isinstance(input, str) else input, return_count=True)
@@ -232,6 +238,7 @@ class Llama(LlamaBase):
         counts = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "data": data, "model": model or self.model_path, "usage": counts}
 
+    @explains_options()
     def embed(
         self,
         input: str | list[str],  # noqa: A002
@@ -239,12 +246,15 @@ class Llama(LlamaBase):
         truncate: bool = True,
         return_count: bool = False,
     ) -> Any:
-        """The embedding of a text, or a list of them; with pooling ``none``, a list for each token.
+        """The embedding of a text, ``n_embd`` floats, or a list of embeddings for a list of texts.
 
-        Raises RuntimeError without ``embedding=True``, ValueError for a text that is too long if not ``truncate``.
+        With pooling ``none``, which holds for models whose file names no pooling, a text's embedding is a list of
+        ``n_tokens`` lists. ``truncate``: a text that is too long is cut. Raises RuntimeError without
+        ``embedding=True``, ValueError for a text that is too long if not ``truncate``.
         """
         if not self._embedding:
             raise RuntimeError("embeddings need Llama(..., embedding=True)")
+        _ = self.lp_model  # raises if it is closed
         texts = [input] if isinstance(input, str) else list(input)
         embedder = self._embed()
         prompts = [self._tokenizer.encode(text, special=False) for text in texts]
@@ -262,22 +272,3 @@ class Llama(LlamaBase):
                 embedder = Embedder(self.lp_model, self._pooling, n_ctx=n, n_threads=threads)
                 self._embedder = self._owned.enter_context(embedder)
             return self._embedder
-
-
-_COMMON = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repeat_penalty",
-    "tfs_z",
-    "mirostat_mode",
-    "mirostat_tau",
-    "mirostat_eta",
-    "stopping_criteria",
-    "logits_processor",
-    "grammar",
-}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from llamapipe.arguments import did_you_mean
+from llamapipe.arguments import check_int, did_you_mean
 
 # llama.h's numbers.
-SPLIT_MODES: Final = {0: "none", 1: "layer", 2: "row"}
+SPLIT_MODES: Final = {0: "none", 1: "layer", 2: "row", 3: "tensor"}
 TYPES: Final = {
     0: "f32",
     1: "f16",
@@ -20,9 +20,30 @@ TYPES: Final = {
     20: "iq4_nl",
     30: "bf16",
 }
-POOLING: Final = {-1: None, 0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
-_OLDER: Final = {"n_parts": -1, "f16_kv": True}
+POOLING: Final = {-1: "unspecified", 0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+# For names.py: only the first is accepted, so the bindings do not have them.
+ROPE_SCALING: Final = {-1: "unspecified", 0: "none", 1: "linear", 2: "yarn", 3: "longrope"}
+# Arguments of older versions, which LangChain still gives: the values that are accepted, as the original ignores all,
+# and what to use instead of others.
+_OLDER: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "n_parts": ((-1,), "the parts of a model are found by themselves"),
+    "f16_kv": ((True, False), "use type_k and type_v"),
+    "device": ((None,), "use n_gpu_layers and main_gpu"),
+}
 NO_SEED: Final = 0xFFFFFFFF
+# Options that are compared or looked up before ``Model`` and ``Engine`` check them, with their ranges.
+_INT32_MAX: Final = 2**31 - 1
+_INTEGERS: Final = {
+    "n_ctx": (0, _INT32_MAX),
+    "n_batch": (0, _INT32_MAX),
+    "n_ubatch": (0, _INT32_MAX),
+    "n_seq_max": (-_INT32_MAX, _INT32_MAX),  # the engine knows the range
+    "last_n_tokens_size": (-1, _INT32_MAX),
+    "split_mode": (-_INT32_MAX, _INT32_MAX),  # the message about another number names the modes
+    "pooling_type": (min(POOLING), max(POOLING)),
+    "type_k": (-_INT32_MAX, _INT32_MAX),
+    "type_v": (-_INT32_MAX, _INT32_MAX),
+}
 # Cells that requests which run together share, if one request may have fewer.
 _SHARED_CELLS: Final = 8192
 
@@ -44,7 +65,7 @@ REFUSED: Final[dict[str, tuple[object, str]]] = {
     "lora_scale": (1.0, "llamapipe has no adapters yet"),
     "lora_path": (None, "llamapipe has no adapters yet; merge it into the model"),
     "numa": (False, "start the process under numactl"),
-    "chat_handler": (None, "llamapipe reads no images; pass chat_format or use the model's template"),
+    "chat_handler": (None, "llamapipe reads no images; for text, pass chat_format or chat_template"),
     "draft_model": (None, "llamapipe has no speculative decoding yet"),
     "tokenizer": (None, "the model file's tokenizer is used"),
 }
@@ -66,8 +87,16 @@ def check_older(values: dict[str, Any], known: Iterable[str]) -> None:
     for name, value in values.items():
         if name not in _OLDER:
             raise TypeError(f"Llama() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
-        if value != _OLDER[name]:
-            raise ValueError(f"{name}={value!r} is not supported: llama.cpp has no such option any more")
+        accepted, instead = _OLDER[name]
+        if value not in accepted:
+            raise ValueError(f"{name}={value!r} is not supported: {instead}")
+
+
+def check_integers(values: dict[str, Any]) -> None:
+    """Raises TypeError for what is not an integer and ValueError for one out of range."""
+    for name, (low, high) in _INTEGERS.items():
+        if values[name] is not None or name not in ("type_k", "type_v"):
+            check_int(name, values[name], low, high)
 
 
 def check_rope(values: dict[str, Any], metadata: dict[str, str]) -> None:
@@ -83,6 +112,18 @@ def check_rope(values: dict[str, Any], metadata: dict[str, str]) -> None:
             raise ValueError(
                 f"{option}={values[option]!r} is not supported: the model file says {value:g}; leave it at 0"
             )
+
+
+def pooling(number: int, metadata: dict[str, str]) -> str:
+    """The pooling of embeddings for ``pooling_type``; -1: the file's.
+
+    A file that names none has "none", as in llama.cpp: one vector for each token. ``Embedder`` would choose "last" or
+    "mean", whose result has another shape than that of the original.
+    """
+    if number == -1:
+        own = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", "0")
+        number = int(own) if own.isdecimal() and int(own) in POOLING else 0
+    return POOLING[number]
 
 
 def model_options(values: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,21 @@ LogitsProcessor = Callable[[Ids, Row], Row]
 StoppingCriteria = Callable[[Ids, Row], bool]
 
 
+# Of ``create_completion``, ``create_chat_completion`` and, but for ``temperature``, the low-level calls.
+COMMON_OPTIONS: Final = frozenset({
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty", "repeat_penalty",
+    "tfs_z", "mirostat_mode", "mirostat_tau", "mirostat_eta", "stopping_criteria", "logits_processor", "grammar",
+})  # fmt: skip
+SAMPLING_OPTIONS: Final = COMMON_OPTIONS - {"temperature"} | {"penalize_nl"}
+
+
 class LogitsProcessorList(list[LogitsProcessor]):
     """Processors that are applied one after the other."""
 
     def __call__(self, input_ids: Ids, scores: Row) -> Row:
         """The scores after all processors."""
         for processor in self:
-            scores = processor(input_ids, scores)
+            scores = _scores_of(processor, input_ids, scores)
         return scores
 
 
@@ -150,7 +158,21 @@ def _as_ours(
         if criterion is not None and criterion(ids, row):
             row[:] = -np.inf
             row[end] = 0.0
-        elif processor is not None and (scores := processor(ids, row)) is not row:
+        elif processor is not None and (scores := _scores_of(processor, ids, row)) is not row:
             row[:] = scores
 
     return process
+
+
+def _scores_of(processor: LogitsProcessor, ids: Ids, row: Row) -> Row:
+    """What a processor returns. Raises TypeError for None, ValueError for another shape."""
+    scores: Any = processor(ids, row)
+    if scores is None:  # numpy would write NaN into the row
+        raise TypeError(
+            "the logits processor returned None; return the scores, also if they were changed in place"
+        )
+    if np.shape(scores) != row.shape:
+        raise ValueError(
+            f"the logits processor returned scores of the shape {np.shape(scores)}; it must be {row.shape}"
+        )
+    return scores  # type: ignore[no-any-return]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from threading import local
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe.arguments import check_tokens
+from llamapipe.arguments import check_tokens, wrong_option
+from llamapipe.compat.names import NO_SCORES
+from llamapipe.compat.sampling import SAMPLING_OPTIONS
 from llamapipe.compat.state import LlamaState
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
@@ -95,3 +99,96 @@ class ThreadSequence:
         if not self.ids:
             raise ValueError("nothing was evaluated; call eval(tokens) first")
         return list(self.ids)
+
+
+class SequenceMethods:
+    """The methods of ``Llama`` that work on the calling thread's sequence."""
+
+    _n_ctx: int
+    _seed: int
+
+    def _own(self) -> ThreadSequence:
+        raise NotImplementedError
+
+    def _params(self, max_tokens: int | None, seed: int | None, **sampling: Any) -> SamplingParams:
+        raise NotImplementedError
+
+    def token_eos(self) -> int:
+        """The token that ends a text; -1 if there is none."""
+        raise NotImplementedError
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens the calling thread has evaluated."""
+        return len(self._own().ids)
+
+    @property
+    def input_ids(self) -> npt.NDArray[np.intc]:
+        """The tokens that the calling thread has evaluated."""
+        return np.array(self._own().ids, np.intc)
+
+    @property
+    def eval_tokens(self) -> deque[int]:
+        """The same as a deque."""
+        return deque(self._own().ids, maxlen=self._n_ctx)
+
+    @property
+    def eval_logits(self) -> deque[list[float]]:
+        """The logits after the last token. Computes them."""
+        return deque([self._own().logits().tolist()], maxlen=1)
+
+    @property
+    def scores(self) -> Any:
+        """llama-cpp-python's logits of all tokens, which are not kept here."""
+        raise NotImplementedError(NO_SCORES)
+
+    def reset(self) -> None:
+        """Forgets the calling thread's tokens."""
+        self._own().reset()
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the calling thread's sequence. They are computed when a token is sampled."""
+        self._own().extend(tokens)
+
+    def sample(self, *, temp: float = 0.8, idx: int | None = None, **sampling: Any) -> int:
+        """Samples the token after the calling thread's sequence, and does not append it.
+
+        ``sampling``: as in ``generate``. Raises TypeError for unknown names, and ValueError for ``idx``: only the last
+        position can be sampled.
+        """
+        _check_names("sample", sampling)
+        if idx is not None:
+            raise ValueError("idx is not supported: only the last position can be sampled")
+        return self._own().sample(self._params(1, None, temperature=temp, **sampling))
+
+    def generate(
+        self, tokens: Sequence[int], *, temp: float = 0.8, reset: bool = True, **sampling: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """Tokens after ``tokens``, one after the other; the token that ends generation, if one does, is the last.
+
+        ``sampling``: ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``repeat_penalty``, ``frequency_penalty``,
+        ``presence_penalty``, ``mirostat_mode``, ``mirostat_tau``, ``mirostat_eta``, ``logits_processor``,
+        ``stopping_criteria``, ``grammar``. Tokens that are sent to the generator are appended. Raises TypeError for
+        unknown names.
+        """
+        _check_names("generate", sampling)
+        sequence = self._own()
+        params = self._params(None, None, temperature=temp, **sampling)
+        if reset:
+            sequence.reset()
+        sequence.extend(tokens)
+        return sequence.generate(params, self.token_eos())
+
+    def save_state(self) -> LlamaState:
+        """The calling thread's sequence, with its KV cells."""
+        return self._own().save(self._seed)
+
+    def load_state(self, state: LlamaState) -> None:
+        """Makes a saved sequence the calling thread's."""
+        self._own().load(state)
+
+
+def _check_names(method: str, sampling: Mapping[str, Any]) -> None:
+    wrong = sampling.keys() - SAMPLING_OPTIONS
+    if wrong:
+        raise TypeError(wrong_option(method, min(wrong), {*SAMPLING_OPTIONS, "temp"}, {}))

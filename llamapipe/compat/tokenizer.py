@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
+from llamapipe.arguments import check_tokens
 from llamapipe.llama.model import Model
+
+if TYPE_CHECKING:
+    from llamapipe.compat.base import LlamaBase
 
 
 class LlamaTokenizer:
-    """The tokenizer of a model. Any thread."""
+    """The tokenizer of a ``Llama``, or of a ``llamapipe.Model``. Any thread. Raises TypeError for others."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, llama: LlamaBase | Model) -> None:
+        model = getattr(llama, "lp_model", llama)
+        if not isinstance(model, Model):
+            raise TypeError(f"llama must be a Llama or a llamapipe.Model, not {type(llama).__name__}")
         self._model = model
         self._vocab = model.vocab
 
@@ -59,8 +67,13 @@ class PromptMaker:
         """The tokens; a prompt of tokens is taken as it is. Raises TypeError and ValueError."""
         if isinstance(prompt, (bytes, bytearray)):  # would count as token ids
             raise TypeError("prompt must be a str or a list of token ids, not bytes: write prompt.decode()")
+        if not isinstance(prompt, Iterable):
+            raise TypeError(f"prompt must be a str or a list of token ids, not {type(prompt).__name__}")
         if suffix is None:
-            found = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            if isinstance(prompt, str):
+                found = self._tokenizer.encode(prompt)
+            else:
+                found = check_tokens("prompt", prompt, self._vocab.n_vocab)
             bos = self._vocab.bos
             return [bos] if not found and bos is not None else found
         if not isinstance(prompt, str):

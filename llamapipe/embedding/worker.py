@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from llamapipe.engine.worker.thread_tuner import ThreadTuner
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.embedding_context import EmbeddingContext
+from llamapipe.locks import Lock
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +63,7 @@ class Worker:
         self._tuner = tuner
         self._pid = os.getpid()
         self._inbox: SimpleQueue[Call | None] = SimpleQueue()  # None: look at ``_closing``
-        self._submitting = threading.RLock()  # of callers: no call is put after the last None
+        self._submitting = Lock()  # of callers: no call is put after the last None
         self._calls: deque[Call] = deque()
         self._closing = False
         self._drain = True

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from typing import Protocol
+
+from llamapipe.locks import Lock
 
 
 class Closable(Protocol):
@@ -19,7 +20,7 @@ class Closable(Protocol):
         """Ends the thread and waits for it."""
 
 
-_lock = threading.RLock()
+_lock = Lock()
 _open: set[Closable] = set()
 _registered = False
 
@@ -42,7 +43,7 @@ def forget(item: Closable) -> None:
 
 def _renew_lock() -> None:
     global _lock
-    _lock = threading.RLock()
+    _lock = Lock()
 
 
 # Another thread may hold the lock at the fork. It does not exist in the child, so the lock would stay held there.

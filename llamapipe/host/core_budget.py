@@ -7,9 +7,9 @@ every engine says when it computes, and learns how many threads it may use while
 from __future__ import annotations
 
 import os
-import threading
 
 from llamapipe.host.cores import usable_cores
+from llamapipe.locks import Lock
 
 
 class CoreBudget:
@@ -17,7 +17,7 @@ class CoreBudget:
 
     def __init__(self, n_cores: int) -> None:
         self.n_cores = n_cores
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._computing: list[BudgetMember] = []  # in the order in which they began
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class BudgetMember:
 
 
 _budget: CoreBudget | None = None
-_making = threading.RLock()
+_making = Lock()
 
 
 def process_budget() -> CoreBudget:
@@ -98,7 +98,7 @@ def limit_cores(n_cores: int) -> None:
 def _forget_in_child() -> None:
     """The engines of the parent process do not compute here, and its locks may be held by threads that are gone."""
     global _budget, _making
-    _budget, _making = None, threading.RLock()
+    _budget, _making = None, Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -25,6 +25,7 @@ from typing import Any
 
 from llamapipe.kv_events.blocks import Block, BlockTracker, Cleared, Event, Removed, Stored, chains
 from llamapipe.kv_events.options import EVENTS_THREAD_NAME, KvEvents
+from llamapipe.locks import Lock
 
 _MAX_WAITING = 64  # batches; while as many wait, changes are collected in the tracker
 _MAX_UNSENT = 100_000  # batches for one slow subscriber; it misses those after them
@@ -49,7 +50,7 @@ class Publisher:
         self.tracker = BlockTracker(options.block_size)
         self.n_put = 0
         self._queue: SimpleQueue[list[Event] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # of what the two threads share
+        self._lock = Lock()  # of what the two threads share
         self._kept: deque[tuple[int, bytes, list[Event]]] = deque()
         self._base: dict[int, Block] = {}  # what batches before the kept ones stored
         self._closed = False

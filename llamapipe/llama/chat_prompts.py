@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from llamapipe.chat.control_text import ControlTexts, tokenized, unused_mark
 from llamapipe.errors import InvalidRequestError
+from llamapipe.locks import Lock
 
 if TYPE_CHECKING:
     from llamapipe.chat.template import ChatTemplate
@@ -30,7 +30,7 @@ class ChatPrompts:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._compiled: dict[str, ChatTemplate] = {}
-        self._lock = RLock()
+        self._lock = Lock()
         self._has_warned = False
 
     def __repr__(self) -> str:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from llamapipe.errors import ModelLoadError
+from llamapipe.locks import Lock
 from llamapipe.native.load import drain_log, last_error
 
 Progress = Callable[[float], object]
 
 _EXIT_WAIT_S = 10.0  # a load stops at its next tensor, far sooner unless a progress function never returns
 _current = threading.local()  # .load: the load running on this thread
-_lock = threading.RLock()
+_lock = Lock()
 _running: set[_Load] = set()
 _exiting = False
 _callback: Any = None

@@ -7,7 +7,6 @@ closed before them.
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -26,6 +25,7 @@ from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
 from llamapipe.llama.loading import Progress, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
+from llamapipe.locks import Lock
 from llamapipe.native.load import native
 from llamapipe.native.owner import Owner
 
@@ -100,7 +100,7 @@ class Model(Owner):
         self._handle: Any = None
         self._workers: Workers | None = None
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._children: dict[int, str] = {}
         try:
             self.path = Path(os.fsdecode(path))
@@ -428,9 +428,8 @@ class Model(Owner):
                 return
             if self._children:
                 names = ", ".join(sorted(self._children.values()))
-                raise EngineClosedError(
-                    f"{len(self._children)} open objects still use the model ({names}); close them first"
-                )
+                them = "it" if len(self._children) == 1 else "them"
+                raise EngineClosedError(f"the model is still used by {names}; close {them} first")
             handle, self._handle = self._handle, None
             if hasattr(self, "vocab"):  # absent if Ctrl-C interrupted __init__
                 self.vocab.forget()

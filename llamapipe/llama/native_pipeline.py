@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 from llamapipe.arguments import check_choice
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, EngineClosedError
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
+from llamapipe.locks import Lock
 from llamapipe.native.load import drain_log, enum_names, last_error, native
 from llamapipe.native.owner import Owner
 
@@ -113,7 +113,7 @@ class NativePipeline(Owner):
             )
         self._free = lib.lp_pipeline_free  # modules may be gone when the interpreter ends
         self._closed = False
-        self._closing = threading.Lock()
+        self._closing = Lock()
         self._n_reused = 0
 
     def error(self, code: int, why: str | None = None, n_tokens: int | None = None) -> Exception:
@@ -143,12 +143,15 @@ class NativePipeline(Owner):
     @property
     def n_reused(self) -> int:
         """How often llama.cpp used its last compute graph again; what it was at the end, once closed."""
-        if self._closing.acquire(blocking=False):  # else it is being closed just now
-            try:
-                if not self.context.closed:
-                    self._n_reused = self.context.n_reused
-            finally:
+        try:
+            # Otherwise it is being closed just now.
+            if self._closing.acquire(blocking=False) and not self.context.closed:
+                self._n_reused = self.context.n_reused
+        finally:
+            try:  # noqa: SIM105  # calls of suppress() may be interrupted
                 self._closing.release()
+            except RuntimeError:  # not held
+                pass
         return self._n_reused
 
     def next_position(self, seq_id: int) -> int:

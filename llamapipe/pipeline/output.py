@@ -6,13 +6,13 @@ step that owns their memory.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llamapipe.arguments import check_float
 from llamapipe.errors import EngineClosedError
+from llamapipe.locks import Lock
 from llamapipe.native.load import last_error, native
 from llamapipe.native.owner import Owner
 
@@ -115,7 +115,7 @@ class StepOutput(Owner):
     def __init__(self, pipeline: NativePipeline, native: Any, batch: Batch) -> None:
         self._pipeline = pipeline
         self._handle: _Handle | None = _Handle(native, pipeline.native.lib.lp_step_free, pipeline.context)
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._rows: npt.NDArray[np.float32] | None = None
         self.n_tokens = len(batch)
         self.n_outputs = int(np.count_nonzero(batch.outputs))

@@ -7,7 +7,6 @@ Stages of the pipeline are timed by native code and fetched when the trace is re
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from llamapipe.arguments import check_int
+from llamapipe.locks import Lock
 from llamapipe.native.load import enum_names
 from llamapipe.pipeline.span import Span
 
@@ -37,7 +37,7 @@ class Trace:
 
     def __init__(self, pipeline: NativePipeline) -> None:
         self._pipeline = pipeline
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._spans: list[Span] = []
         self._max = 1
         self.on = False  # True while stages are recorded

@@ -8,17 +8,17 @@ belongs to one model, and such a model has one context.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llamapipe.errors import BackendError
+from llamapipe.locks import Lock
 from llamapipe.native.load import LIB_DIR, drain_log, last_error, native
 from llamapipe.rpc.addresses import Address, parse_addresses
 from llamapipe.rpc.handshake import check_worker
 
-_lock = threading.RLock()
+_lock = Lock()
 _open: dict[str, Any] = {}  # the native connections, by address
 
 

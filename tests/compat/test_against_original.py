@@ -6,11 +6,21 @@ import random
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 import llamapipe as lp
-from llamapipe.compat import Llama, LlamaGrammar, LogitsProcessorList, StoppingCriteriaList
+from llamapipe import compat
+from llamapipe.compat import (
+    Llama,
+    LlamaGrammar,
+    LlamaRAMCache,
+    LlamaTokenizer,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from llamapipe.compat.formats import FORMATS
+from llamapipe.compat.names import CONSTANTS
 
 llama_cpp = pytest.importorskip(
     "llama_cpp", reason="llama-cpp-python is not installed; `nox -s tests` builds it"
@@ -149,6 +159,33 @@ class TestCompletions:
         for llm in (ours, theirs):
             with pytest.raises(ValueError, match=r"context"):
                 llm("word " * 600)
+
+
+class TestNames:
+    def test_constants(self) -> None:
+        theirs = {name: getattr(llama_cpp, name, None) for name in CONSTANTS}
+        assert {**theirs, "GGML_TYPE_BF16": CONSTANTS["GGML_TYPE_BF16"]} == CONSTANTS
+        assert compat.__version__ == llama_cpp.__version__
+
+    def test_attributes(self, ours: Any, theirs: Any) -> None:
+        for name in ("cache", "chat_handler"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.tokenizer_.encode("a b") == theirs.tokenizer_.encode("a b")
+        assert LlamaTokenizer(ours).encode("a b") == llama_cpp.LlamaTokenizer(theirs).encode("a b")
+        assert LlamaRAMCache().cache_size == llama_cpp.LlamaRAMCache().cache_size
+
+    @pytest.mark.parametrize("pooling", [-1, 0, 1, 3])
+    def test_shapes_of_embeddings(self, pooling: int) -> None:
+        found = []
+        for library in (compat, llama_cpp):
+            llm = library.Llama(
+                str(lp.demo_model_path()), embedding=True, pooling_type=pooling, verbose=False
+            )
+            vectors, n = llm.embed(["hello there", "a"], return_count=True)
+            one = llm.create_embedding("a")["data"][0]["embedding"]
+            found.append((llm.pooling_type(), [np.shape(vector) for vector in vectors], n, np.shape(one)))
+            llm.close()
+        assert found[0] == found[1]
 
 
 class TestLowLevel:

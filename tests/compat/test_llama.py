@@ -8,6 +8,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ import pytest
 from support.bert_model import bert_model
 
 import llamapipe as lp
-from llamapipe.compat import Llama, LlamaGrammar, LlamaRAMCache, options
+from llamapipe.compat import (
+    LLAMA_POOLING_TYPE_LAST,
+    LLAMA_POOLING_TYPE_MEAN,
+    LLAMA_POOLING_TYPE_NONE,
+    Llama,
+    LlamaGrammar,
+    LlamaRAMCache,
+    options,
+)
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
 TOOL: dict[str, Any] = {
@@ -98,7 +107,7 @@ class TestThreads:
 class TestOptions:
     def test_the_constructor_has_all_arguments(self) -> None:
         ours = set(inspect.signature(Llama.__init__).parameters)
-        assert len(ours - {"self", "n_seq_max", "n_cells", "template_args", "older"}) == 45
+        assert len(ours - {"self", "n_seq_max", "n_cells", "chat_template", "template_args", "older"}) == 45
 
     @pytest.mark.parametrize("name", list(options.REFUSED))
     def test_what_cannot_be_honoured_is_refused(self, name: str) -> None:
@@ -117,6 +126,7 @@ class TestOptions:
             ({"split_mode": 9}, "split_mode is 9"),
             ({"type_k": 4}, "type_k is 4"),
             ({"pooling_type": 9}, "pooling_type is 9"),
+            ({"chat_format": "chatml", "chat_template": "{{ messages }}"}, "give one of them"),
             ({"n_ctx": -1}, "n_ctx"),
         ],
     )
@@ -129,15 +139,23 @@ class TestOptions:
             Llama(lp.demo_model_path(), n_cttx=5)
 
     def test_what_older_programs_give(self) -> None:
-        """LangChain's ChatLlamaCpp always gives these."""
+        """LangChain's ChatLlamaCpp always gives these; its LlamaCppEmbeddings, another f16_kv and a device."""
         given: dict[str, Any] = {
             "n_parts": -1,
             "f16_kv": True,
+            "device": None,
             "rope_freq_scale": 1.0,
             "rope_freq_base": 10000.0,
         }
-        Llama(lp.demo_model_path(), **given).close()
-        for name, other in (("f16_kv", False), ("rope_freq_scale", 0.5), ("rope_freq_base", 1e6)):
+        for both in (True, False):
+            Llama(lp.demo_model_path(), **given | {"f16_kv": both}).close()
+        for name, other in (
+            ("f16_kv", 7),
+            ("n_parts", 2),
+            ("device", "cuda"),
+            ("rope_freq_scale", 0.5),
+            ("rope_freq_base", 1e6),
+        ):
             with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
                 Llama(lp.demo_model_path(), **given | {name: other})
 
@@ -168,6 +186,7 @@ class TestOptions:
 
         assert texts(5) == texts(5)
         assert len(set(texts(5))) > 1
+        assert len({text for _ in range(3) for text in texts(-1)}) > 3  # random, as 0xFFFFFFFF
 
     def test_pickling_loads_again(self, llm: Any) -> None:
         again: Any = pickle.loads(pickle.dumps(llm))
@@ -176,7 +195,9 @@ class TestOptions:
 
     def test_caches(self, llm: Any) -> None:
         llm.set_cache(LlamaRAMCache(capacity_bytes=1 << 20))
+        assert llm.cache.capacity_bytes == 1 << 20
         llm.set_cache(None)
+        assert llm.cache is None
         with pytest.raises(TypeError, match="LlamaRAMCache"):
             llm.set_cache("disk")
 
@@ -202,6 +223,42 @@ class TestChats:
                 text, reason = call["function"]["arguments"], choice["finish_reason"]
             assert reason == "tool_calls"
             assert set(json.loads(text)) == {"name", "age"}
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("chat_format", [None, "chatml", "chatml-function-calling"])
+    def test_a_forced_tool_that_is_cut_off(self, chat_format: str | None, stream: bool) -> None:
+        """The call is left out, and no part of it is content."""
+        llm: Any
+        with Llama(lp.demo_model_path(), n_ctx=1024, chat_format=chat_format) as llm:
+            given: dict[str, Any] = {"tools": [TOOL], "temperature": 0.0, "stream": stream}
+            given["tool_choice"] = {"type": "function", "function": {"name": "UserDetail"}}
+            for n in (1, 4, 14):
+                answer = llm.create_chat_completion(MESSAGES, max_tokens=n, **given)
+                if stream:
+                    parts = [part["choices"][0] for part in answer]
+                    assert not any("content" in part["delta"] for part in parts)
+                    reason = parts[-1]["finish_reason"]
+                else:
+                    (choice,) = answer["choices"]
+                    assert choice["message"] == {"role": "assistant", "content": ""}
+                    reason = choice["finish_reason"]
+                assert reason == "length"
+
+    def test_a_template_of_ones_own(self, tmp_path: Path) -> None:
+        source = (
+            "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]{{ word or '' }}"
+        )
+        path = tmp_path / "template.jinja"
+        path.write_text(source)
+        for given in (source, path):
+            with Llama(lp.demo_model_path(), chat_template=given, template_args={"word": " So"}) as llm:
+                prompt = "[user] Extract Jason is 25 years old\n[assistant] So"
+                assert llm.create_chat_completion(MESSAGES, max_tokens=1)["usage"]["prompt_tokens"] == len(
+                    llm.tokenize(prompt.encode())
+                )
+                again: Any = pickle.loads(pickle.dumps(llm))
+                assert again.lp_model.render_chat(MESSAGES, word=" So") == prompt
+                again.close()
 
     def test_older_names(self, llm: Any) -> None:
         answer = llm.create_chat_completion(
@@ -265,6 +322,21 @@ class TestEmbeddings:
         assert answer["usage"]["prompt_tokens"] == n
         assert len(bert.create_embedding("hello")["data"][0]["embedding"]) == bert.n_embd()
         assert np.linalg.norm(bert.embed("hello", normalize=True)) == pytest.approx(1, abs=1e-5)
+
+    def test_a_file_that_names_no_pooling(self, bert: Any) -> None:
+        """One vector for each token, as llama.cpp does it."""
+        llm: Any
+        with Llama(lp.demo_model_path(), embedding=True) as llm:
+            n = len(llm.tokenize(b"hello there"))
+            vectors = llm.embed("hello there")
+            assert llm.pooling_type() == LLAMA_POOLING_TYPE_NONE
+            assert np.shape(vectors) == np.shape(llm.embed(["hello there"])[0]) == (n, llm.n_embd())
+            assert np.shape(llm.create_embedding("hello there")["data"][0]["embedding"]) == (n, llm.n_embd())
+            assert np.allclose(np.linalg.norm(llm.embed("hello there", normalize=True), axis=1), 1)
+        with Llama(lp.demo_model_path(), embedding=True, pooling_type=LLAMA_POOLING_TYPE_LAST) as llm:
+            assert llm.pooling_type() == LLAMA_POOLING_TYPE_LAST
+            assert np.allclose(llm.embed("hello there"), vectors[-1], atol=1e-4)
+        assert bert.pooling_type() == LLAMA_POOLING_TYPE_MEAN  # as the file says
 
     def test_long_texts(self, bert: Any) -> None:
         text = "hello " * 2000

@@ -507,12 +507,12 @@ def test_a_model_with_live_contexts_is_not_closed(tiny: lp.Model) -> None:
     with lp.Model(tiny.path) as model:
         first, second = Context(model, n_ctx=64), Context(model, n_ctx=64)
         with pytest.raises(
-            EngineClosedError, match=r"^2 open objects still use the model \(Context, Context\); close them"
+            EngineClosedError, match=r"^the model is still used by Context, Context; close them first$"
         ):
             model.close()
         assert not model.closed
         first.close()
-        with pytest.raises(EngineClosedError, match=r"^1 open objects"):
+        with pytest.raises(EngineClosedError, match=r"^the model is still used by Context; close it first$"):
             model.close()
         second.close()
 

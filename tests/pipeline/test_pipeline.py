@@ -643,7 +643,9 @@ def test_the_process_ends_whatever_is_left_open(ending: str, code: int) -> None:
 @pytest.mark.device
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_refuses() -> None:
-    text = run_script(FORKED)
+    text = run_script(
+        FORKED, flags=("-W", "ignore::DeprecationWarning")
+    )  # of fork() beside threads, from Python 3.12 on
     assert "before fork()" in text and "(1, 2400)" in text
 
 

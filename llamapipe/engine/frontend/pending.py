@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from llamapipe.engine.frontend.request_builder import Groups, named
 from llamapipe.engine.results import Completion
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import EngineClosedError, QueueFullError
+from llamapipe.locks import Lock
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Pending(Generic[T]):
         self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
         self.timed_out = False
         # Of a long list. The thread that closes the engine submits the rest of it.
-        self.lock = threading.RLock()
+        self.lock = Lock()
         self.is_long = False
         self.is_making = False
         self.is_broken = False  # closing was interrupted meanwhile: results will be missing

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from llamapipe.engine.worker.time_counter import TimeCounter
 from llamapipe.errors import QueueFullError
+from llamapipe.locks import Lock
 
 if TYPE_CHECKING:
     import asyncio
@@ -43,7 +44,7 @@ class QueueLimit:
         self._times = TimeCounter()
         # Of callers only. A Condition would run Python code while it is held. Reentrant, as all locks of callers: a
         # destructor or signal handler that uses the engine may run while its thread holds the lock.
-        self._entering = threading.RLock()
+        self._entering = Lock()
         self._waiters: deque[Callable[[], object]] = deque()  # each wakes a caller that waits for room
 
     @property
@@ -75,11 +76,11 @@ class QueueLimit:
             if self._limit is not None and len(requests) > self._limit:
                 raise QueueFullError(
                     f"{len(requests)} requests are submitted at once and max_queue is {self._limit}: that never fits; "
-                    "submit fewer, pass block=True, or make the engine with a larger max_queue"
+                    "submit fewer at once, or raise max_queue"
                 )
             raise QueueFullError(
-                f"{self.n} requests are queued and {len(requests)} more were submitted; max_queue is {self._limit}: "
-                "retry later, or pass block=True"
+                f"max_queue is {self._limit} and the queue has {self.n}: there is no room for {len(requests)} more; "
+                "retry later, or raise max_queue"
             )
 
     def enter(self, request: Hashable, deadline: float | None) -> None:

@@ -7,7 +7,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from threading import RLock
 from typing import Generic, TypeVar
 
 from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
@@ -17,6 +16,7 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.sampler import Guide, SamplerChain, takes_tokens
 from llamapipe.llama.sampling_options import Dry, SamplingOptions
 from llamapipe.llama.vocab import Vocab
+from llamapipe.locks import Lock
 
 _N_KEPT = 64
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class LruCache(Generic[T]):
 
     def __init__(self, n: int = _N_KEPT) -> None:
         self._n = n
-        self._lock = RLock()
+        self._lock = Lock()
         self._values: OrderedDict[Hashable, T] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -21,6 +21,7 @@ from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.errors import EngineClosedError
 from llamapipe.host.at_exit import close_at_exit, forget
 from llamapipe.kv_events.options import EVENTS_THREAD_NAME
+from llamapipe.locks import Lock
 
 T = TypeVar("T")
 
@@ -34,7 +35,9 @@ _threads: WeakSet[EngineThread] = WeakSet()
 def single_caller() -> bool:
     """Whether no other thread could submit a request while this one waits for its own."""
     mine = threading.current_thread()
-    return all(thread is mine or thread.name in _OURS for thread in threading.enumerate())
+    # What threading.enumerate() reads, without its lock, which an interrupted thread may keep (llamapipe/locks.py).
+    threads = list(threading._active.values())  # type: ignore[attr-defined]
+    return all(thread is mine or thread.name in _OURS for thread in threads)
 
 
 def _mark_forked() -> None:
@@ -59,7 +62,7 @@ class EngineThread:
         self._pid = os.getpid()
         _threads.add(self)
         self._inbox = loop.inbox
-        self._lock = threading.RLock()  # no request is submitted after the command that ends the loop
+        self._lock = Lock()  # no request is submitted after the command that ends the loop
         self._closing = False
         self._stopped = False  # the command that ends the loop was sent, or will be now
         self._lists: dict[object, Callable[[], None]] = {}  # lists of which a part is not submitted yet

@@ -113,7 +113,7 @@ class StepsInFlight:
     # ---- any thread
     def abort_all(self) -> None:
         """Cancels the requests of all steps in flight, so that the steps need not be computed."""
-        for plan in (self._launching, *(launched.plan for launched in list(self.steps))):
+        for plan in (self._launching, *(launched.plan for launched in self.steps.copy())):
             for request, _ in plan.scheduled if plan is not None else ():
                 request.cancelled = True
         self.abort_cancelled()
@@ -126,7 +126,7 @@ class StepsInFlight:
             step = self.executor.launching()
             if self._launching is plan:  # so the number is this plan's, or that of a step in the past
                 self.executor.abort(step)
-        for launched in list(self.steps):
+        for launched in self.steps.copy():
             if all(request.cancelled for request, _ in launched.plan.scheduled):
                 self.executor.abort(launched.step)
 

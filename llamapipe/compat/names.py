@@ -1,0 +1,50 @@
+"""Names of llama-cpp-python that are neither classes nor methods: its constants, and attributes that are missing here.
+
+The constants are those of options that the constructor has. They come from the tables that the options are checked
+with, so that each name and its number mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from llamapipe.arguments import unknown_attribute
+from llamapipe.compat import options
+
+CONSTANTS: Final[dict[str, int]] = {
+    f"{prefix}_{name.upper()}": number
+    for prefix, names in (
+        ("GGML_TYPE", options.TYPES),
+        ("LLAMA_POOLING_TYPE", options.POOLING),
+        ("LLAMA_SPLIT_MODE", options.SPLIT_MODES),
+        ("LLAMA_ROPE_SCALING_TYPE", options.ROPE_SCALING),
+    )
+    for number, name in names.items()
+}
+
+NO_SCORES: Final = (
+    "logits of all tokens are not kept; use Llama.engine.score, or prompt_logprobs, or llamapipe.Pipeline"
+)
+_NO_STRUCT: Final = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
+_ABSENT: Final = {
+    "Llama": {
+        "_scores": NO_SCORES,
+        "_ctx": "there is no llama_cpp context; use Llama.engine, or llamapipe.Pipeline",
+        "_batch": "there is no llama_cpp batch; use llamapipe.Pipeline",
+        "context_params": _NO_STRUCT,
+        "model_params": _NO_STRUCT,
+    },
+    "LlamaState": {"scores": NO_SCORES},
+    "LlamaRAMCache": {"cache_state": "prefixes are kept by the engine: see Llama.engine.stats()"},
+}
+
+
+def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
+    """An error for an attribute that ``owner`` lacks: the reason if llama-cpp-python has it, else the nearest name."""
+    reason = _ABSENT[owner].get(name)
+    if reason is not None:
+        return AttributeError(f"{owner} has no {name!r} here: {reason}", name=name)
+    if name.startswith("_"):  # Python itself asks for many of these
+        return AttributeError(f"{owner!r} object has no attribute {name!r}", name=name)
+    return unknown_attribute(owner, name, known)

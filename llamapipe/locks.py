@@ -16,7 +16,7 @@ class Lock(_thread.RLock):  # type: ignore[misc]  # final for type checkers only
 
     __slots__ = ()
 
-    def __enter__(self) -> bool:
+    def __enter__(self) -> bool:  # type: ignore[override]  # without arguments
         try:
             self.acquire()
         except BaseException:

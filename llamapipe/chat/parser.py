@@ -19,8 +19,8 @@ class ChatParser:
     """Parses one answer. Feed it the text as it arrives, with control tokens as text. For one thread at a time.
 
     The result does not depend on where the text is cut. Markers never appear in content. Text that begins like a call
-    but is not one, such as incomplete JSON or the name of an unknown tool, is content; with ``required``, where the
-    grammar allows nothing but calls, an incomplete call at the end is dropped.
+    but is not one, such as the name of an unknown tool, is content. An incomplete call at the end is dropped if the
+    answer was cut off and a marker began the call, or with ``required``, where the grammar allows nothing but calls.
 
     With ``stream_calls`` the arguments of a call are returned while they arrive, and an incomplete call stays
     unfinished. Without it, a call is returned when it is complete.
@@ -62,9 +62,15 @@ class ChatParser:
             next(self._reading)
         return self._output.piece()
 
-    def finish(self) -> ChatPiece:
-        """Ends the text; returns the parts that were held back. A second call returns nothing."""
+    def finish(self, cut_off: bool = False) -> ChatPiece:
+        """Ends the text; returns the parts that were held back. A second call returns nothing.
+
+        ``cut_off``: the model had more to say.
+        """
         if not self._finished:
+            # Without a marker, such text may be JSON that the user asked for.
+            marked = self._harmony is not None or (self._form is not None and bool(self._form.trigger))
+            self._output.drops_incomplete = cut_off and marked
             self._finished = self._buffer.ended = True
             next(self._reading, None)
         piece = self._output.piece()

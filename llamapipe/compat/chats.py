@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -117,11 +117,9 @@ class ChatCall:
     def whole(self) -> ChatCompletion:
         """The answer, when it is complete."""
         if self._named is None:
-            with _in_words_of_llama():
-                done = self._engine.chat(self._messages, self._params, **self._options())
+            done = self._engine.chat(self._messages, self._params, **self._options())
         else:
-            with _in_words_of_llama():
-                text = self._engine.generate(self._prompt(), self._params)
+            text = self._engine.generate(self._prompt(), self._params)
             first = text.choices[0]
             choice = ChatChoice(
                 0, first.text, "", (), first.finish_reason, first.seed, first.token_ids, first.logprobs
@@ -157,13 +155,11 @@ class ChatCall:
 
     def _plain_deltas(self) -> Generator[ChatDelta]:
         if self._named is None:
-            with _in_words_of_llama():
-                chat = self._engine.stream_chat(self._messages, self._params, **self._options())
+            chat = self._engine.stream_chat(self._messages, self._params, **self._options())
             with closing(chat):
                 yield from chat
             return
-        with _in_words_of_llama():
-            stream = self._engine.stream(self._prompt(), self._params)
+        stream = self._engine.stream(self._prompt(), self._params)
         with closing(stream):
             for delta in stream:
                 yield ChatDelta(delta.text, "", (), delta.token_ids, delta.logprobs, delta.finish_reason)
@@ -194,14 +190,3 @@ def _arguments(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
-
-
-@contextmanager
-def _in_words_of_llama() -> Iterator[None]:
-    """Errors about a context that is too small name the option of ``Llama``, whose users have made no engine."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        raise InvalidRequestError(
-            str(error).replace("make the engine with a larger n_ctx", "raise n_ctx")
-        ) from None

@@ -210,7 +210,7 @@ class Embedder(Owner):
             if not truncate or room < 1:
                 raise InvalidRequestError(
                     f"document {index} has {n} tokens with the query; n_ctx is {self.n_ctx}: shorten it, "
-                    "or pass truncate=True"
+                    "or set truncate to cut it"
                 )
             middle = middle[:room]
         if not n:
@@ -268,7 +268,7 @@ class Embedder(Owner):
         if len(tokens) > self.n_ctx:
             if not truncate:
                 raise InvalidRequestError(
-                    f"{what} has {len(tokens)} tokens; n_ctx is {self.n_ctx}: shorten it, or pass truncate=True"
+                    f"{what} has {len(tokens)} tokens; n_ctx is {self.n_ctx}: shorten it, or set truncate to cut it"
                 )
             end = tokens[len(tokens) - n_end :]
             tokens = [*tokens[: self.n_ctx - n_end], *end]

@@ -135,7 +135,7 @@ class Generation(Owner):
         if len(self._tokens) + len(ids) >= self._n_ctx:
             raise InvalidRequestError(
                 f"the sequence would have {len(self._tokens) + len(ids)} tokens; n_ctx is {self._n_ctx} and one must "
-                "stay free: trim it, or make the engine with a larger n_ctx"
+                "stay free: trim it, or raise n_ctx"
             )
         if ids:
             self._tokens += ids

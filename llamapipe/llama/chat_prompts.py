@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from llamapipe.chat.template import ChatTemplate
     from llamapipe.llama.model import Model
 
-_NO_TEMPLATE = (
-    '{} has no chat template; pass one, as text or as a file: lp.Model(path, chat_template="template.jinja")'
-)
+_NO_TEMPLATE = "{} has no chat template; give one with chat_template, as text or as a file"
 
 
 class ChatPrompts:
@@ -117,7 +115,7 @@ class ChatPrompts:
         if n_ctx is not None and len(text) >= n_ctx and (n_least := vocab.least_tokens(len(text))) >= n_ctx:
             raise InvalidRequestError(
                 f"the conversation has {len(text)} characters, at least {n_least} tokens; n_ctx is {n_ctx} and "
-                "one must stay free: shorten it, or make the engine with a larger n_ctx"
+                "one must stay free: shorten it, or raise n_ctx"
             )
         return tokenized(text, mark, controls, vocab.tokenize, self._added)
 

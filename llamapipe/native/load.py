@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from llamapipe.errors import BackendError
+from llamapipe.locks import Lock
 from llamapipe.native.backend_packages import BackendPackage, usable
 from llamapipe.native.cpu_features import missing_features
 
@@ -22,7 +22,7 @@ _PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"
 logger = logging.getLogger("llamapipe.native")
 
-_lock = threading.RLock()
+_lock = Lock()
 _module: Any = None
 _not_loaded: dict[str, str] = {}
 _LOG_BYTES = 512
@@ -145,6 +145,9 @@ _ABORTED = (
     "failed to decode, ret = 2",
     ", +inf)",  # the cells that it removes then
 )
+# llama.cpp's warning that an Embedder's pooling is not the model's default, where the model has none (-1). An Embedder
+# always chooses a pooling, so nothing is contradicted. Where a model has a default, the warning stays.
+_NO_DEFAULT = "model default pooling_type is [-1], but ["
 
 
 def last_error(module: Any) -> str:
@@ -176,7 +179,7 @@ def drain_log(module: Any) -> list[str]:
         line = ffi.buffer(text, n)[:].decode("utf-8", "replace").rstrip()
         if not line.strip("."):
             continue
-        if line.endswith(_ABORTED):  # by us, because its requests were cancelled
+        if line.endswith(_ABORTED) or _NO_DEFAULT in line:  # aborted by us: its requests were cancelled
             severity = logging.DEBUG
         logger.log(severity, "%s", line)
         if severity >= logging.WARNING:

@@ -31,6 +31,8 @@ from llamapipe.server.routes import (
 )
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
+from llamapipe.server.wire.openapi import ALIASES
+from llamapipe.server.wire.other_servers import path_hint
 
 
 def app(
@@ -78,7 +80,6 @@ def routes(state: ServerState) -> list[Route]:
         _route("POST", "/v1/responses", responses.responses),
         _route("POST", "/v1/embeddings", embeddings.embeddings),
         _route("POST", "/v1/rerank", embeddings.rerank),
-        _route("POST", "/rerank", embeddings.rerank),
         _route("POST", "/v1/messages", messages.messages, "anthropic"),
         _route("POST", "/v1/messages/count_tokens", messages.count_tokens, "anthropic"),
         _route("GET", "/v1/models", models.list_models),
@@ -93,6 +94,10 @@ def routes(state: ServerState) -> list[Route]:
         _route("GET", "/health", system.health, counted=False),
         _route("GET", "/metrics", system.metrics),
     ]
+    by_path = {(route.path, method): route for route in made for method in route.methods or ()}
+    for alias, path, method in ALIASES:
+        route = by_path[path, method]
+        made.append(Route(alias, route.endpoint, methods=[method], name=route.name))
     if state.settings.page:
         made += [
             _route("GET", "/", page.page, counted=False),
@@ -113,7 +118,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answers requests for unknown paths and methods, in the API's error format."""
     assert isinstance(error, HTTPException)
     dialect: Dialect = "anthropic" if request.url.path.startswith("/v1/messages") else "openai"
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    hint = path_hint(request.scope["path"]) if error.status_code == 404 else ""
+    message = f"{request.method} {request.url.path}: {error.detail}{hint}"
     body = ApiError(error.status_code, message).body(dialect)
     return Response(
         msgspec.json.encode(body), error.status_code, dict(error.headers or {}), "application/json"

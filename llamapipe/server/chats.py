@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
 from llamapipe.engine.frontend.chat_builder import ChatOptions
 from llamapipe.engine.params import SamplingParams
+from llamapipe.errors import InvalidRequestError
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import total_choices
 from llamapipe.server.wire.chat_checks import check_schema, check_tools
+from llamapipe.server.wire.constraint_errors import constraint_of, with_field
 
 
 class ChatJob:
     """One conversation with its params: answered as a whole, or as one stream for each choice.
 
+    ``schema_field``: the field of the request that holds the answer's schema.
     ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
     returned. ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
     """
@@ -27,16 +31,19 @@ class ChatJob:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         options: ChatOptions,
+        schema_field: str = "response_format",
         is_empty: bool = False,
     ) -> None:
         total_choices(call.state, params.n)
         check_tools(options.tools)
-        check_schema(options.response_format)
+        check_schema(options.response_format, schema_field)
+        self._call = call
         self._engine = call.state.engine
         self._timeout = call.state.settings.timeout_s
         self._messages = messages
         self._params = params
         self._options = options._asdict()
+        self._constraint = constraint_of(params) if options.response_format is None else schema_field
         self.is_empty = is_empty
         self.n_prompt_tokens = self.n_cached_tokens = 0
 
@@ -45,9 +52,13 @@ class ChatJob:
 
     async def whole(self) -> ChatCompletion:
         """The answer, when all choices are complete."""
-        done = await self._engine.achat(
+        answer = self._engine.achat(
             self._messages, self._params, timeout=self._timeout, block=False, **self._options
         )
+        try:
+            done = await self._call.whole(answer)
+        except InvalidRequestError as e:
+            raise await self._explained(e) from None
         if self.is_empty:
             done = replace(done, choices=tuple(map(_emptied, done.choices)))
         return done
@@ -63,15 +74,36 @@ class ChatJob:
         stream = self._engine.astream_chat(
             self._messages, params, timeout=self._timeout, block=False, **self._options
         )
-        async with stream:
-            async for delta in stream:
-                self.n_prompt_tokens = stream.n_prompt_tokens
-                if i == 0:  # the first stream computes the prompt for the others
-                    self.n_cached_tokens = stream.n_cached_tokens
-                if self.is_empty:
-                    yield ChatDelta("", "", (), (), () if delta.logprobs is not None else None, "length")
-                    return
-                yield delta
+        try:
+            async with stream:
+                async for delta in stream:
+                    self.n_prompt_tokens = stream.n_prompt_tokens
+                    if i == 0:  # the first stream computes the prompt for the others
+                        self.n_cached_tokens = stream.n_cached_tokens
+                    if self.is_empty:
+                        yield ChatDelta("", "", (), (), () if delta.logprobs is not None else None, "length")
+                        return
+                    yield delta
+        except InvalidRequestError as e:
+            raise await self._explained(e) from None
+
+    async def _explained(self, error: InvalidRequestError) -> Exception:
+        """The error with the field of the request that caused it, if that is known."""
+        if self._options["tools"] and str(error).startswith(("json_schema ", "lark ")):
+            # All schemas are in one grammar: the tool whose schema cannot be compiled alone is to blame.
+            found = await asyncio.to_thread(self._bad_tool)
+            if found is not None:
+                return found
+        return with_field(error, self._constraint or "tools")
+
+    def _bad_tool(self) -> Exception | None:
+        for tool in self._options["tools"]:
+            function = tool["function"]
+            try:
+                self._engine.check_params(SamplingParams(json_schema=function.get("parameters")))
+            except InvalidRequestError as e:
+                return with_field(e, f"tools: the parameters of {function['name']!r}")
+        return None
 
 
 def _emptied(choice: ChatChoice) -> ChatChoice:

@@ -82,7 +82,7 @@ def api_error(error: BaseException) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        return ApiError(429, f"{error}; try again later", code="queue_full")
+        return ApiError(429, str(error), code="queue_full")
     if isinstance(error, EngineClosedError):
         return ApiError(503, "the server is shutting down", code="shutting_down")
     if isinstance(error, InvalidRequestError):

@@ -13,13 +13,13 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 
-from llamapipe.arguments import did_you_mean
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
+from llamapipe.server.wire.mismatch import mismatch
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _log = logging.getLogger("llamapipe.server")
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_UNKNOWN_FIELD = re.compile(r"contains unknown field `([^`]*)`")
-_MISSING_FIELD = re.compile(r"missing required field `([^`]*)`")
-_PLACE = re.compile(r" - at `\$\.?([^`]*)`")
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,7 +47,7 @@ class Call:
 
     ``raw``: the body. ``id``: from the header ``x-request-id``, or random.
     ``unused``: options that were accepted but have no effect.
-    ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics.
+    ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics; None: not known.
     ``first_token_at``: when the first token arrived, by ``perf_counter``. ``intervals_s``: seconds between the tokens
     of a stream.
     """
@@ -64,7 +61,8 @@ class Call:
         self.status = 0
         self.raw = b""
         self.unused: tuple[str, ...] = ()
-        self.n_prompt_tokens = self.n_completion_tokens = 0
+        self.n_prompt_tokens: int | None = 0
+        self.n_completion_tokens: int | None = 0
         self.first_token_at: float | None = None
         self.intervals_s: list[float] = []
         self._last_token_at: dict[int, float] = {}
@@ -103,6 +101,14 @@ class Call:
         self.n_prompt_tokens, self.n_completion_tokens = n_prompt, n_completion
         if first_token_s is not None and self.first_token_at is None:
             self.first_token_at = self.started_at + first_token_s
+
+    async def whole(self, answer: Awaitable[T]) -> T:
+        """The engine's answer. If the client leaves or the time is up first, nobody has counted its tokens."""
+        try:
+            return await answer
+        except (asyncio.CancelledError, TimeoutError):
+            self.n_prompt_tokens = self.n_completion_tokens = None
+            raise
 
     def token_arrived(self, stream: int) -> None:
         """Records the arrival of a token of one of the answer's streams."""
@@ -157,7 +163,7 @@ class Call:
         try:
             return decoder.decode(self.raw)
         except msgspec.ValidationError as e:
-            raise _refused(str(e), decoder.type) from None
+            raise mismatch(str(e), decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
         except RecursionError:
@@ -213,21 +219,6 @@ class Call:
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         await self.answer(msgspec.json.encode(error.body(dialect)), error.status, headers)
-
-
-def _refused(message: str, kind: Any) -> ApiError:
-    """The error for a body that does not match the API's types."""
-    place = _PLACE.search(message)
-    path = place.group(1) if place else ""
-    text = _PLACE.sub("", message)
-    for pattern, what in ((_UNKNOWN_FIELD, "unknown"), (_MISSING_FIELD, "missing")):
-        found = pattern.search(message)
-        if found:
-            field = f"{path}.{found.group(1)}" if path else found.group(1)
-            known = msgspec.structs.fields(kind) if what == "unknown" and not path else ()
-            hint = did_you_mean(field, [one.encode_name for one in known])
-            return ApiError(400, f"{what} field: {field}{hint}", field, f"{what}_field")
-    return ApiError(400, f"{path}: {text}" if path else text, path or None, "invalid_value")
 
 
 Handler = Callable[[Call], Awaitable[None]]

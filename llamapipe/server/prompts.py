@@ -76,7 +76,8 @@ def _check(state: ServerState, tokens: list[int]) -> None:
         raise ValueError(f"the token id {wrong} is not in the vocabulary, which has ids 0 to {n_vocab - 1}")
     if len(tokens) >= n_ctx:
         raise ValueError(
-            f"the prompt has {len(tokens)} tokens; n_ctx is {n_ctx} and one must stay free: shorten it"
+            f"the prompt has {len(tokens)} tokens; n_ctx is {n_ctx} and one must stay free: "
+            "shorten it, or raise n_ctx"
         )
 
 

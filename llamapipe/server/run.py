@@ -1,7 +1,7 @@
 """Runs a server with uvicorn: ``llamapipe serve``, or from Python in a thread of its own.
 
-SIGTERM and Ctrl-C drain the server: it refuses new requests and stops when the running ones are answered. A second
-signal cancels them.
+SIGTERM and Ctrl-C drain the server: it closes its port and idle connections, and ends when the running requests are
+answered. A second signal cancels them.
 """
 
 from __future__ import annotations

@@ -131,13 +131,13 @@ class ServerState:
         seconds = perf_counter() - call.started_at
         self.metrics.answered(call, seconds)
         _log.info(
-            "%s %s %d %.0f ms n_prompt_tokens=%d n_completion_tokens=%d id=%s",
+            "%s %s %d %.0f ms n_prompt_tokens=%s n_completion_tokens=%s id=%s",
             call.scope["method"],
             quote(call.scope["path"], _PATH_CHARACTERS),
             call.status,
             seconds * 1e3,
-            call.n_prompt_tokens,
-            call.n_completion_tokens,
+            "-" if call.n_prompt_tokens is None else call.n_prompt_tokens,
+            "-" if call.n_completion_tokens is None else call.n_completion_tokens,
             call.id,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
+import re
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -16,9 +16,17 @@ from typing import Any
 from llamapipe.errors import DecodeError, InvalidRequestError
 from llamapipe.llama.model import Model
 from llamapipe.llama.vocab import Vocab
+from llamapipe.locks import Lock
 from llamapipe.structured.guide import Guide, message_of
 from llamapipe.structured.library import llguidance
-from llamapipe.structured.schema import Schema, schema_object, schema_text, subschemas, with_options
+from llamapipe.structured.schema import (
+    Schema,
+    schema_object,
+    schema_text,
+    subschemas,
+    with_options,
+    without_options,
+)
 from llamapipe.structured.tokenizer import GrammarTokenizer
 
 _log = logging.getLogger("llamapipe")
@@ -32,6 +40,8 @@ N_CACHED = 128
 # grammar, so that it shifts no position in an error message.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _MAX_TRIED = 300
+_BAD_SCHEMA = re.compile(r"at (\d+)\((\d+)\): failed to compile JSON schema: ")
+_QUOTED_LINE = re.compile(r"\n +\d+ \| ")
 
 
 class GuideFactory:
@@ -103,7 +113,7 @@ def _checked(kind: str, text: Any) -> str:
 
 class _Entry:
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = Lock()
         self.factory: GuideFactory | None = None
 
 
@@ -112,7 +122,7 @@ class _Compiler:
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
 
     def factory(self, kind: str, text: str) -> GuideFactory:
@@ -142,9 +152,7 @@ class _Compiler:
         else:
             start = self._matcher(_regex_grammar(text) if kind == "regex" else _grammar(text))
             if start.is_error():
-                raise InvalidRequestError(
-                    f"{kind} cannot be compiled: {_without_ours(message_of(start), kind)}"
-                )
+                raise InvalidRequestError(self._error(kind, text, message_of(start)))
         factory = GuideFactory(start, self._tokenizer)
         # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here and not in a request.
         with factory.new() as guide:
@@ -163,6 +171,18 @@ class _Compiler:
         limits = library.LLParserLimits(verbose_errors=False)
         return library.LLMatcher(self._tokenizer.native, grammar, log_level=0, limits=limits)
 
+    def _error(self, kind: str, text: str, message: str) -> str:
+        """The error message of a regular expression or a Lark grammar.
+
+        The answers of a chat follow a Lark grammar that we wrote around the caller's schemas. An error about a schema
+        there is told as one about a schema, and quotes none of our lines.
+        """
+        found = _BAD_SCHEMA.match(message) if kind == "lark" else None
+        schema = None if found is None else _schema_at(text, int(found[1]), int(found[2]))
+        if found is not None and schema is not None:
+            return self._schema_error(schema, _QUOTED_LINE.split(message[found.end() :])[0])
+        return f"{kind} cannot be compiled: {_without_ours(message, kind)}"
+
     def _schema_error(self, schema: dict[str, Any], message: str) -> str:
         """The error message with a JSON pointer. llguidance names no place, so each subschema is compiled alone."""
         shared: dict[str, Any] = {
@@ -179,6 +199,16 @@ class _Compiler:
                 found, message = pointer, message_of(matcher)
         place = f" at {found}" if found else ""
         return f"json_schema cannot be compiled{place}: {_without_ours(message, 'json_schema')}"
+
+
+def _schema_at(lark: str, line: int, column: int) -> dict[str, Any] | None:
+    """The schema at a place of a Lark grammar, if ``with_options`` made it; otherwise None."""
+    element = lark.split("\n")[line - 1][column - 1 :]
+    try:
+        schema, _ = json.JSONDecoder().raw_decode(element.removeprefix("%json "))
+    except ValueError:
+        return None
+    return without_options(schema) if isinstance(schema, dict) else None
 
 
 def _json_grammar(schema: dict[str, Any]) -> str:
@@ -208,7 +238,7 @@ def _without_ours(message: str, kind: str) -> str:
 
 
 _compilers: weakref.WeakKeyDictionary[Vocab, _Compiler] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_lock = Lock()
 
 
 def _compiler(vocab: Vocab, kind: str) -> _Compiler:

@@ -35,6 +35,7 @@ MAX_MULTIPLE = 100_000  # least common multiple of all multipleOf; 100,000 take 
 # At most one match of this pattern is allowed wherever JSON permits spaces. It fits every usual layout, and it keeps a
 # model from generating spaces without end.
 SPACE = r"\x20{1,2}|\n[\x20\t]{0,40}"
+_OPTIONS = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
 
 Schema = Mapping[str, Any] | bool | str
 
@@ -79,8 +80,14 @@ def schema_text(schema: Any) -> str:
 
 def with_options(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema with options for llguidance: the spaces it allows, and strictness."""
-    options = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
-    return {**schema, "x-guidance": options}
+    return {**schema, "x-guidance": _OPTIONS}
+
+
+def without_options(schema: dict[str, Any]) -> dict[str, Any] | None:
+    """The schema that ``with_options`` was given; None if this is no result of it."""
+    if schema.get("x-guidance") != _OPTIONS:
+        return None
+    return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
 def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:

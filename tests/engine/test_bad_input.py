@@ -173,8 +173,7 @@ def test_prompts_longer_than_the_context(engine: lp.Engine, call: Call) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             call(engine, [5] * n, GREEDY)
         assert str(caught.value) == (
-            f"the prompt has {n} tokens; n_ctx is 64 and one must stay free: shorten it, or make the engine "
-            "with a larger n_ctx"
+            f"the prompt has {n} tokens; n_ctx is 64 and one must stay free: shorten it, or raise n_ctx"
         )
     with pytest.raises(InvalidRequestError, match="n_ctx is 64"):
         call(engine, "long " * 1000, GREEDY)

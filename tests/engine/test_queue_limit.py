@@ -57,7 +57,7 @@ class TestCount:
         enter_at_once(queue, 2)
         with pytest.raises(
             QueueFullError,
-            match=r"2 requests are queued and 2 more were submitted; max_queue is 3: .* block=True",
+            match=r"^max_queue is 3 and the queue has 2: there is no room for 2 more; retry later",
         ):
             enter_at_once(queue, 2)
         assert queue.n == 2

@@ -6,10 +6,12 @@ import logging
 from pathlib import Path
 
 import pytest
+from support.bert_model import bert_model
 from support.gguf_models import tiny_model
 from support.run_script import run_script
 
 import llamapipe as lp
+from llamapipe.native.load import drain_log, native
 
 LOGGER = "llamapipe.native"
 
@@ -109,3 +111,18 @@ def test_an_error_tells_its_own_reason_not_an_earlier_one(tiny: lp.Model) -> Non
         others = {"q8_0", "q4_0"} - {bad_type}
         assert bad_type in str(caught.value)
         assert not any(other in str(caught.value) for other in others)
+
+
+def test_a_pooling_is_no_news_for_a_model_without_a_default(
+    demo: lp.Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger=LOGGER)
+    with lp.Embedder(demo, pooling="last", n_ctx=256):
+        drain_log(native())
+    (record,) = [r for r in caplog.records if "pooling_type is [-1]" in r.getMessage()]
+    assert record.levelno == logging.DEBUG
+    caplog.clear()
+    with lp.Embedder(bert_model(tmp_path / "bert.gguf")[0], pooling="cls"):
+        drain_log(native())
+    (record,) = [r for r in caplog.records if "default pooling_type" in r.getMessage()]
+    assert record.levelno == logging.WARNING

@@ -123,7 +123,7 @@ class TestCompletions:
         [
             ({"max_tokenz": 3}, "max_tokenz"),
             ({"max_tokens": "x"}, "max_tokens"),
-            ({"max_tokens": -1}, "max_tokens"),
+            ({"max_tokens": -2}, "max_tokens"),
             ({"temperature": -1}, "temperature"),
             ({"n": 0}, "n"),
             ({"n": 1000}, "n"),

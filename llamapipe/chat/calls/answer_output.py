@@ -26,6 +26,7 @@ class AnswerOutput:
         self._begun = False  # a part of a call was returned, and the call is not complete
         self._n_calls = 0
         self._held: list[ToolCallDelta] = []  # of the call that is being read
+        self.drops_incomplete = False  # a call that the end of the text cuts off is dropped, else it is content
 
     def piece(self) -> ChatPiece:
         """The output added since ``piece`` was last called."""
@@ -114,4 +115,6 @@ class AnswerOutput:
                 self._buffer.recorded()
                 return
         self._held = []
-        self.content(self._buffer.recorded())
+        text = self._buffer.recorded()
+        if not (self.drops_incomplete and self._buffer.ended):
+            self.content(text)

@@ -38,7 +38,7 @@ class DeltaParser:
         piece = parser.feed(delta.text)
         content, reasoning, tool_calls = piece.content, piece.reasoning, piece.tool_calls
         if reason is not None:
-            last = parser.finish()
+            last = parser.finish(cut_off=reason == "length")
             content, reasoning = content + last.content, reasoning + last.reasoning
             tool_calls += last.tool_calls
         self._called = self._called or bool(tool_calls)

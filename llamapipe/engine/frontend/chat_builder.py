@@ -6,7 +6,6 @@ gives the grammar that the text must follow, and the parser that reads it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -19,6 +18,7 @@ from llamapipe.engine.params import CONSTRAINTS, SamplingParams
 from llamapipe.engine.results import Choice, Completion
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
+from llamapipe.locks import Lock
 
 if TYPE_CHECKING:
     from llamapipe.chat.chat_format import ChatFormat
@@ -69,7 +69,7 @@ class ChatItem(NamedTuple):
             from llamapipe.chat.results import ChatMessage
 
             parser = self.new_parser()
-            message = ChatMessage((parser.feed(choice.text), parser.finish()))
+            message = ChatMessage((parser.feed(choice.text), parser.finish(cut_off=reason == "length")))
             content, reasoning, tool_calls = message.content, message.reasoning, message.tool_calls
             if tool_calls and reason == "stop":
                 reason = "tool_calls"
@@ -92,7 +92,7 @@ class ChatBuilder:
     def __init__(self, model: Model, request_builder: RequestBuilder) -> None:
         self._model = model
         self._request_builder = request_builder
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._format: ChatFormat | None = None
 
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ class ChatBuilder:
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):
                 raise InvalidRequestError(
-                    "response_format is given, and params hold a constraint too; give one"
+                    "response_format is given, and another constraint, too; give one of them"
                 )
             params = replace(params, json_schema=_answer_schema(options.response_format))
         chat_format = self.chat_format()
@@ -200,7 +200,7 @@ class ChatBuilder:
         if tools and not chat_format.supports_tools:
             raise InvalidRequestError(
                 "tools are given, but the model's chat template has no place for them; "
-                "use a model that was trained to call tools, or pass Model(chat_template=...)"
+                "use a model that was trained to call tools, or give a chat_template with a place for them"
             )
         given = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
         if given is not None and given != "json_schema":

@@ -118,7 +118,7 @@ class RequestBuilder:
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         if isinstance(prompt, str) and not prompt:
             raise InvalidRequestError(
-                "the prompt is empty; give at least one character or token ([model.bos] starts from nothing)"
+                "the prompt is empty; give at least one character or token; the BOS token alone starts from nothing"
             )
         if isinstance(prompt, str):
             self._refuse_long_text(prompt)
@@ -143,7 +143,7 @@ class RequestBuilder:
         if n_least >= self.n_ctx:
             raise InvalidRequestError(
                 f"the prompt has {len(prompt)} characters, at least {n_least} tokens; n_ctx is {self.n_ctx} "
-                "and one must stay free: shorten it, or make the engine with a larger n_ctx"
+                "and one must stay free: shorten it, or raise n_ctx"
             )
 
     def _refuse_long_ids(self, prompt: Any) -> None:
@@ -160,7 +160,7 @@ class RequestBuilder:
     def _refuse_ids(self, n: int) -> NoReturn:
         raise InvalidRequestError(
             f"the prompt has {n} tokens; n_ctx is {self.n_ctx} and one must stay free: "
-            "shorten it, or make the engine with a larger n_ctx"
+            "shorten it, or raise n_ctx"
         )
 
     def completions(self, items: Sequence[Item | Exception]) -> Iterator[Make]:
@@ -221,7 +221,7 @@ class RequestBuilder:
         if longest > self.n_ctx:
             raise InvalidRequestError(
                 f"prompt and continuation have {longest + 1} tokens; n_ctx is {self.n_ctx}, and all but the last "
-                "must fit: shorten them, or create the engine with a larger n_ctx"
+                "must fit: shorten them, or raise n_ctx"
             )
 
     def stream(self, item: Item, mailbox: Mailbox, n_ahead: int) -> Request:

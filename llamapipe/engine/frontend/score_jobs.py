@@ -182,12 +182,10 @@ def _windows(model: Model, ids: list[int], n_window: int, n_ctx: int) -> list[Pa
     """The second halves of windows that do not overlap, given the first halves."""
     window = check_int("n_window", n_window, 4, max(n_ctx, 4))
     if window > n_ctx:
-        raise InvalidRequestError(
-            f"n_ctx is {n_ctx} and a window needs 4 tokens; make the engine with a larger n_ctx"
-        )
+        raise InvalidRequestError(f"n_ctx is {n_ctx} and a window needs 4 tokens; raise n_ctx")
     if len(ids) < window:
         raise InvalidRequestError(
-            f"there are {len(ids)} tokens and a window has {window}; give more, or a smaller n_window"
+            f"there are {len(ids)} tokens and a window has {window}; give more tokens, or a smaller window"
         )
     first = window // 2
     pairs: list[Pair] = []

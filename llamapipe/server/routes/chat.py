@@ -18,7 +18,7 @@ from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
 from llamapipe.server.exchange import Call
 from llamapipe.server.routes.completions import usage
 from llamapipe.server.wire.logprobs import chat_logprobs, check_top
-from llamapipe.server.wire.openai import EFFORTS, ChatRequest, ResponseFormat
+from llamapipe.server.wire.openai import EFFORTS, ChatRequest, token_limit
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 _MAX_TOP = 20  # the API's limit
@@ -43,14 +43,12 @@ def _job(call: Call, request: ChatRequest) -> ChatJob:
     vocab = call.state.engine.model.vocab
     if request.modalities is not None and request.modalities != ["text"]:
         raise ApiError(400, "modalities may only be ['text']: this server answers in text", "modalities")
-    limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
-    if limits and min(limits) < 0:
-        raise ApiError(
-            400, f"max_completion_tokens is {min(limits)}; it must be 0 or more", "max_completion_tokens"
-        )
+    limit = token_limit(max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-    more: dict[str, Any] = {"max_tokens": max(min(limits), 1) if limits else None}
+    more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1)}
+    if request.json_schema is not None:
+        more["json_schema"] = request.json_schema
     if request.logprobs:
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
     params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
@@ -67,8 +65,8 @@ def _job(call: Call, request: ChatRequest) -> ChatJob:
             args.setdefault("reasoning_effort", effort)
     tools, tool_choice = _tools(request)
     parallel = request.parallel_tool_calls is not False
-    options = ChatOptions(tools, tool_choice, parallel, _schema(request.response_format), args)
-    return ChatJob(call, request.messages, params, options, bool(limits) and min(limits) == 0)
+    options = ChatOptions(tools, tool_choice, parallel, request.answer_schema(), args)
+    return ChatJob(call, request.messages, params, options, is_empty=limit == 0)
 
 
 def _tools(request: ChatRequest) -> tuple[Sequence[dict[str, Any]] | None, Any]:
@@ -105,21 +103,6 @@ def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
     """The name and the parameters of each function among ``tools``; None stands for what is missing."""
     functions = [tool.get("function") for tool in tools]
     return [(f.get("name"), f.get("parameters")) if isinstance(f, dict) else (None, f) for f in functions]
-
-
-def _schema(given: ResponseFormat | None) -> Any:
-    """The JSON schema that the answer must match, None for any text."""
-    if given is None or given.type == "text":
-        return None
-    if given.type == "json_object":
-        return given.schema or {"type": "object"}
-    wrapped = given.json_schema or {}
-    schema = wrapped.get("schema", given.schema)
-    if schema is None:
-        raise ApiError(
-            400, "response_format: json_schema needs a schema", "response_format.json_schema.schema"
-        )
-    return schema
 
 
 class _Answer:

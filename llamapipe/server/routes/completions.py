@@ -11,15 +11,18 @@ from typing import Any
 
 import msgspec
 
+from llamapipe.engine.engine import Engine
 from llamapipe.engine.frontend.long_work import takes_long
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Choice, Completion, Delta, TokenLogprob
+from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
 from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import n_prompts, prompts_of, total_choices
+from llamapipe.server.wire.constraint_errors import constraint_of, with_field
 from llamapipe.server.wire.logprobs import CompletionLogprobs, check_top
-from llamapipe.server.wire.openai import CompletionRequest
+from llamapipe.server.wire.openai import CompletionRequest, token_limit
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 _DEFAULT_MAX_TOKENS = 16  # the API's default
@@ -69,23 +72,23 @@ class _Job:
             raise ApiError(
                 400, "best_of greater than n cannot be streamed: all choices must be complete", "best_of"
             )
-        max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        if max_tokens < 0:
-            raise ApiError(400, f"max_tokens is {max_tokens}; it must be 0 or more", "max_tokens")
+        limit = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        max_tokens = token_limit(max_tokens=limit)
         top = check_top("logprobs", request.logprobs)
         more: dict[str, Any] = {
-            "max_tokens": max(max_tokens, 1),
+            "max_tokens": None if max_tokens is None else max(max_tokens, 1),
             "n": best_of,
-            "json_schema": request.json_schema,
         }
+        schema = request.answer_schema()
+        if schema is not None or request.json_schema is not None:
+            more["json_schema"] = request.json_schema if schema is None else schema
         if top is not None or best_of > n:
             more["logprobs"] = top or 0
         if request.echo and top is not None:
             more["prompt_logprobs"] = top
         total_choices(call.state, n_prompts(request.prompt) * best_of)
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
-        if request.stream and takes_long((), params):
-            await asyncio.to_thread(call.state.engine.check_params, params)
+        await _check(call.state.engine, params, None if schema is None else "response_format")
         prompts = await prompts_of(
             call.state,
             request.prompt,
@@ -104,8 +107,9 @@ class _Job:
     # ---- complete
     async def answer(self) -> dict[str, Any]:
         """The answer, when all choices are complete."""
-        done = await self.call.state.engine.agenerate(
-            self.prompts, self.params, timeout=self.call.state.settings.timeout_s, block=False
+        state = self.call.state
+        done = await self.call.whole(
+            state.engine.agenerate(self.prompts, self.params, timeout=state.settings.timeout_s, block=False)
         )
         choices = [
             self._choice(completion, choice, i * self.n + j)
@@ -239,6 +243,20 @@ class _Job:
                 yield delta
                 if self._is_empty:
                     return
+
+
+async def _check(engine: Engine, params: SamplingParams, field: str | None) -> None:
+    """Checks params for the engine's model before any prompt is. Raises ApiError 400, which names the field.
+
+    ``field``: what holds the constraint, if the request names it otherwise than ``SamplingParams``.
+    """
+    try:
+        if takes_long((), params):  # a constraint is compiled now, and the result is kept
+            await asyncio.to_thread(engine.check_params, params)
+        else:
+            engine.check_params(params)
+    except InvalidRequestError as e:
+        raise with_field(e, field or constraint_of(params) or "") from None
 
 
 def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, Any]:

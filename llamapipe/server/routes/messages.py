@@ -73,7 +73,7 @@ def _job(call: Call, request: MessagesRequest) -> ChatJob:
         {**_template_args(request), **(request.chat_template_kwargs or {})},
         continue_last=bool(conversation) and conversation[-1]["role"] == "assistant",
     )
-    return ChatJob(call, conversation, checked_params(values), options)
+    return ChatJob(call, conversation, checked_params(values), options, "output_config.format")
 
 
 def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:

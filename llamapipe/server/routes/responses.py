@@ -75,7 +75,7 @@ def _job(call: Call, request: ResponsesRequest) -> ChatJob:
         args.setdefault("reasoning_effort", effort)
     parallel = request.parallel_tool_calls is not False
     options = ChatOptions(tools, choice, parallel, _schema(request), args)
-    return ChatJob(call, messages_of(request), checked_params(values), options)
+    return ChatJob(call, messages_of(request), checked_params(values), options, "text.format")
 
 
 def _schema(request: ResponsesRequest) -> Any:

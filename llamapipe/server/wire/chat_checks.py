@@ -30,12 +30,10 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
             raise ApiError(400, f"tools[{i}]: the parameters of {name!r} must be a JSON schema", "tools")
 
 
-def check_schema(schema: object) -> None:
-    """Raises ApiError 400 if the schema of the answer is no schema."""
+def check_schema(schema: object, field: str) -> None:
+    """Raises ApiError 400 if the schema of the answer, in ``field``, is no schema."""
     if schema is not None and not isinstance(schema, (dict, bool)):
-        raise ApiError(
-            400, "response_format: the schema must be a JSON object or a boolean", "response_format"
-        )
+        raise ApiError(400, f"{field}: the schema must be a JSON object or a boolean", field)
 
 
 def check_template_args(names: Iterable[str]) -> None:

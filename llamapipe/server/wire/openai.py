@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from llamapipe.engine.params import CONSTRAINTS
 from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.sampling import Sampling
 
@@ -13,8 +14,14 @@ Prompt = str | list[str | int | list[int]]  # text or token ids, one or several
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # how much a model reasons
 
 
-# What sglang-router adds to each request: whatever its clients leave out. These values ask for what this server does.
+# What sglang-router adds to each request, whatever its clients leave out, and fields of llama-server. These values ask
+# for what this server does.
 _ONLY = {
+    "id_slot": -1,
+    "timings_per_token": False,
+    "return_progress": False,
+    "return_tokens": False,
+    "post_sampling_probs": False,
     "no_stop_trim": False,
     "skip_special_tokens": True,
     "return_hidden_states": False,
@@ -31,6 +38,27 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The format of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | None = None
+
+    def answer_schema(self) -> Any:
+        """The JSON schema that the answer must match, None for any text. Raises ApiError 400."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return self.schema or {"type": "object"}
+        schema = (self.json_schema or {}).get("schema", self.schema)
+        if schema is None:
+            raise ApiError(
+                400, "response_format: json_schema needs a schema", "response_format.json_schema.schema"
+            )
+        return schema
+
+
 class Streamed(Sampling, kw_only=True):
     """A request whose answer may be a stream."""
 
@@ -42,6 +70,14 @@ class Streamed(Sampling, kw_only=True):
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     return_hidden_states: bool | None = None
+    id_slot: int | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
+    return_tokens: bool | None = None
+    post_sampling_probs: bool | None = None
+    # The format of the text, as OpenAI's API and as llama-server name it.
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | str | None = None
 
     def check(self) -> None:
         """Raises ApiError 400 for values that this server does not support, and for stream options without a stream.
@@ -50,7 +86,10 @@ class Streamed(Sampling, kw_only=True):
         """
         for name, only in _ONLY.items():
             if getattr(self, name, None) not in (None, only):
-                raise ApiError(400, f"{name} may only be {str(only).lower()}", name)
+                given = getattr(self, name)
+                raise ApiError(
+                    400, f"{name} is {_json(given)}; it may only be {_json(only)}, or left out", name
+                )
         if self.stream is None and self.stream_options is not None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
 
@@ -64,9 +103,31 @@ class Streamed(Sampling, kw_only=True):
         """Whether events are padded."""
         return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
+    def answer_schema(self) -> Any:
+        """The JSON schema in ``response_format``; None for any text. Raises ApiError 400."""
+        if self.response_format is None:
+            return None
+        schema = self.response_format.answer_schema()
+        other = next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
+        if schema is not None and other is not None:
+            raise ApiError(400, f"response_format and {other} are both given; give one of them", other)
+        return schema
+
     def unused(self) -> tuple[str, ...]:
         """The given options that have no effect on this server."""
         return ("user",) if self.user is not None else ()
+
+
+def token_limit(**given: int | None) -> int | None:
+    """The smallest of limits of generated tokens; None, as -1: no limit. Raises ApiError 400, which names the field."""
+    for name, limit in given.items():
+        if limit is not None and limit < -1:
+            raise ApiError(400, f"{name} is {limit}; it must be 0 or more, or -1 for no limit", name)
+    return min((limit for limit in given.values() if limit is not None and limit >= 0), default=None)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 class CompletionRequest(Streamed, kw_only=True):
@@ -81,17 +142,8 @@ class CompletionRequest(Streamed, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    json_schema: dict[str, Any] | str | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The format of the answer's text."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-    schema: dict[str, Any] | None = None
 
 
 class ChatRequest(Streamed, kw_only=True):
@@ -102,7 +154,6 @@ class ChatRequest(Streamed, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

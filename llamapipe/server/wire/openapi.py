@@ -60,7 +60,6 @@ OPERATIONS = (
     ),
     Operation("post", "/v1/embeddings", "Embed texts.", EmbeddingRequest, (*_BODY, *_BUSY)),
     Operation("post", "/v1/rerank", "Rank documents for a query.", RerankRequest, (*_BODY, *_BUSY)),
-    Operation("post", "/rerank", "The same.", RerankRequest, (*_BODY, *_BUSY)),
     Operation("get", "/v1/models", "The models that are served.", None, _BUSY),
     Operation(
         "get",
@@ -87,11 +86,27 @@ OPERATIONS = (
     Operation("get", "/metrics", "Metrics for Prometheus.", None, _BUSY, "text/plain"),
 )
 
+# Other paths of an operation, its own path, and its method: those of llama-server whose answers have the same form.
+ALIASES = (
+    ("/chat/completions", "/v1/chat/completions", "POST"),
+    ("/responses", "/v1/responses", "POST"),
+    ("/models", "/v1/models", "GET"),
+    ("/rerank", "/v1/rerank", "POST"),
+    ("/reranking", "/v1/rerank", "POST"),
+    ("/v1/reranking", "/v1/rerank", "POST"),
+    ("/v1/health", "/health", "GET"),
+)
+
 
 def document(paths: Iterable[str]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of the operations whose path is served."""
     served = set(paths)
-    operations = [one for one in OPERATIONS if one.path in served]
+    by_path = {(one.path, one.method.upper()): one for one in OPERATIONS}
+    aliases = [
+        by_path[path, method]._replace(path=alias, summary=f"The same as {path}.")
+        for alias, path, method in ALIASES
+    ]
+    operations = [one for one in (*OPERATIONS, *aliases) if one.path in served]
     bodies = list({one.body: None for one in operations if one.body is not None})
     _, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     components["Error"] = {"type": "object", "description": "In the format of the route's API."}

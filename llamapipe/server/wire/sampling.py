@@ -10,47 +10,6 @@ import msgspec
 from llamapipe.engine.params import SamplingParams
 from llamapipe.server.errors import ApiError
 
-# Names that other servers use for an option of SamplingParams.
-_SAME = {
-    "repetition_penalty": "repeat_penalty",
-    "typical": "typical_p",
-    "max_completion_tokens": "max_tokens",
-}
-_OURS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "repeat_penalty",
-    "repeat_last_n",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "xtc_probability",
-    "xtc_threshold",
-    "dynatemp_range",
-    "dynatemp_exponent",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-    "sampler_order",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "grammar",
-    "regex",
-    "lark",
-    "n",
-)
 _ID_DIGITS = 10  # of a token id, which has 32 bits
 _MOST_CHARACTERS = 65_536  # of all texts of one option
 # The most texts of an option. Each breaker is compared with every token of the vocabulary before the first step.
@@ -84,6 +43,9 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mirostat: int | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    infill: bool | None = None
     sampler_order: list[str] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -97,6 +59,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     regex: str | None = None
     lark: str | None = None
     n: int | None = None
+    cache_prompt: bool | None = None  # llama-server's name of ``cache``
 
     def params(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
         """The options as ``SamplingParams``; ``more``: further fields of it.
@@ -104,17 +67,29 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text. Raises ApiError 400, which names
         the field.
         """
-        values: dict[str, Any] = {name: value for name in _OURS if (value := getattr(self, name)) is not None}
+        values: dict[str, Any] = {
+            name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None
+        }
         if self.repetition_penalty is not None:
             if self.repeat_penalty is not None:
                 raise ApiError(400, "repeat_penalty and repetition_penalty are the same option; give one")
             values["repeat_penalty"] = self.repetition_penalty
+        if self.cache_prompt is not None:
+            values["cache"] = self.cache_prompt
         if self.seed is not None and self.seed != -1:
             values["seed"] = self.seed % 2**64
         if self.logit_bias is not None:
             values["logit_bias"] = _biases(self.logit_bias, tokenize)
         values.update(more)
         return checked_params(values)
+
+
+# Fields that are passed on as they are; a name that is missing here would be ignored, so no list is kept by hand.
+_SAME_NAME = [
+    name
+    for name in Sampling.__struct_fields__
+    if name in SamplingParams.__dataclass_fields__ and name not in ("seed", "logit_bias")
+]
 
 
 def checked_params(values: dict[str, Any]) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Answers that must be calls, and that `max_tokens` cuts off: no part of a call is content, whatever its format."""
+"""Answers that `max_tokens` cuts off within a call: no part of the call is content, whatever its format."""
 
 from __future__ import annotations
 
@@ -26,6 +26,25 @@ def test_every_beginning_of_a_call(family: Family, choice: str) -> None:
             if not stream_calls:
                 assert not answer.tool_calls or answer.tool_calls[0].arguments == FULL
     assert answer.tool_calls
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_a_call_that_the_model_chose(family: Family) -> None:
+    """Where a marker begins calls, at most a part of a marker is content; where JSON does, it stays content."""
+    form = ChatFormat.of(renderer(family.template), ByteVocabulary(family.specials).special_id)
+
+    def contents(cut_off: bool) -> list[str]:
+        found = []
+        for n in range(len(family.full)):
+            parser = form.parser(TOOLS, "auto", prompt_tail=family.tail)
+            found.append(ChatMessage([*map(parser.feed, family.full[:n]), parser.finish(cut_off)]).content)
+        return found
+
+    if family.full.lstrip().startswith(("{", "<|python_tag|>")):
+        assert contents(True) == contents(False)
+    else:
+        assert max(map(len, contents(True))) < 40  # the longest marker
+        assert '"' not in "".join(contents(True))
 
 
 @pytest.mark.parametrize("n", [1, 3, 14, 30])

@@ -1,0 +1,133 @@
+"""Formats that an answer must match, on every route: they hold, and errors name the field of the request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.chat_families import FAMILIES
+from support.chat_templates import template
+from support.scripted_model import scripted_model
+
+import llamapipe as lp
+from llamapipe.server import ServerSettings, serve
+
+HELLO = [{"role": "user", "content": "Hello"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+BAD: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "strng"}}}
+PLACE = "cannot be compiled at #/properties/a: Invalid type: strng"
+CHAT = ("/v1/chat/completions", {"messages": HELLO, "model": "demo", "max_tokens": 60})
+TEXT = ("/v1/completions", {"prompt": "Hello", "model": "demo", "max_tokens": 60})
+RESPONSES = ("/v1/responses", {"input": "Hello", "model": "demo", "max_output_tokens": 60})
+MESSAGES = ("/v1/messages", {"messages": HELLO, "model": "demo", "max_tokens": 60})
+
+
+def response_format(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+@pytest.fixture(scope="module")
+def client(demo: lp.Model) -> Iterator[httpx.Client]:
+    with (
+        lp.Engine(demo, n_ctx=512, n_seq_max=2) as engine,
+        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(
+    "given",
+    [response_format(SCHEMA), {"json_schema": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}],
+    ids=["response_format", "json_schema", "json_schema as text"],
+)
+@pytest.mark.parametrize("route", [CHAT, TEXT], ids=["chat", "text"])
+def test_a_schema_holds(client: httpx.Client, route: tuple[str, dict[str, Any]], given: Any) -> None:
+    path, body = route
+    choice = client.post(path, json={**body, **given}).json()["choices"][0]
+    text = choice["message"]["content"] if path == CHAT[0] else choice["text"]
+    assert json.loads(text) in ({"a": 1}, {"a": 2})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "given", "field", "message"),
+    [
+        (CHAT, response_format(BAD), "response_format", f"response_format: the JSON schema {PLACE}"),
+        (CHAT, {"json_schema": BAD}, "json_schema", f"json_schema {PLACE}"),
+        (TEXT, response_format(BAD), "response_format", f"response_format: the JSON schema {PLACE}"),
+        (TEXT, {"json_schema": BAD}, "json_schema", f"json_schema {PLACE}"),
+        (CHAT, {"regex": "("}, "regex", "regex cannot be compiled"),
+        (TEXT, {"regex": "("}, "regex", "regex cannot be compiled"),
+        (TEXT, {"grammar": "root ::= x"}, "grammar", "grammar: the rule 'x' is not defined"),
+        (CHAT, response_format(SCHEMA) | {"regex": "a"}, "regex", "response_format and regex are both given"),
+        (TEXT, response_format(SCHEMA) | {"regex": "a"}, "regex", "response_format and regex are both given"),
+        (
+            RESPONSES,
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": BAD}}},
+            "text.format",
+            f"text.format: the JSON schema {PLACE}",
+        ),
+        (
+            MESSAGES,
+            {"output_config": {"format": {"type": "json_schema", "schema": BAD}}},
+            None,  # Anthropic's errors name no field
+            f"output_config.format: the JSON schema {PLACE}",
+        ),
+    ],
+)
+def test_an_error_names_the_field_and_shows_no_internals(
+    client: httpx.Client,
+    route: tuple[str, dict[str, Any]],
+    given: Any,
+    field: str | None,
+    message: str,
+    stream: bool,
+) -> None:
+    answer = client.post(route[0], json={**route[1], **given, "stream": stream})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["message"].startswith(message)
+    assert error.get("param") == field
+    for internal in ("x-guidance", "lark", "of the list"):
+        assert internal not in error["message"]
+
+
+def test_a_schema_of_a_tool_is_named_by_its_tool(tmp_path: Path) -> None:
+    family = FAMILIES["Hermes"]
+
+    def function(name: str, parameters: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    path, body = CHAT
+    body = {**body, "model": "said"}
+    model = scripted_model(tmp_path / "said.gguf", family.full, (), template(family.template).text)
+    with (
+        lp.Engine(model, n_ctx=4096) as engine,
+        serve(engine) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        for more in ({}, {"tool_choice": "required"}, response_format(SCHEMA)):
+            tools = [function("good", SCHEMA), function("bad", BAD)]
+            error = client.post(path, json={**body, "tools": tools, **more}).json()["error"]
+            assert error["message"] == f"tools: the parameters of 'bad': the JSON schema {PLACE}"
+            assert error["param"] == "tools"
+        given = {"tools": [function("good", SCHEMA)], **response_format(BAD)}
+        error = client.post(path, json={**body, **given}).json()["error"]
+        assert error["message"] == f"response_format: the JSON schema {PLACE}"
+
+
+def test_a_model_without_tools_is_named(client: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    error = client.post(CHAT[0], json={**CHAT[1], "tools": [tool]}).json()["error"]
+    assert error["param"] == "tools"
+    assert "give a chat_template" in error["message"]

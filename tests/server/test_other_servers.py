@@ -1,0 +1,212 @@
+"""What clients of llama-server and Ollama send: the same where it means the same, otherwise an error that says more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+import llamapipe as lp
+from llamapipe.server import ServerSettings, serve
+
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT: dict[str, Any] = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
+TEXT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+ROUTES = [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+on_both = pytest.mark.parametrize(("path", "body"), ROUTES, ids=["chat", "text"])
+
+
+@pytest.fixture(scope="module")
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine: lp.Engine) -> Iterator[httpx.Client]:
+    with (
+        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def error_of(client: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+class TestPaths:
+    @pytest.mark.parametrize(
+        ("method", "path", "hint"),
+        [
+            ("POST", "/api/chat", "use /v1/chat/completions"),
+            ("POST", "/api/generate", "use /v1/completions"),
+            ("POST", "/api/embed", "use /v1/embeddings"),
+            ("GET", "/api/tags", "use /v1/models"),
+            ("POST", "/api/pull", "with -m"),
+            ("POST", "/completion", "use /v1/completions"),
+            ("POST", "/completions", "use /v1/completions"),
+            ("POST", "/embeddings", "use /v1/embeddings"),
+            ("GET", "/props", "use /model_info"),
+        ],
+    )
+    def test_an_unknown_one_names_the_one_here(
+        self, client: httpx.Client, method: str, path: str, hint: str
+    ) -> None:
+        answer = client.request(method, path)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"].startswith(f"{method} {path}: Not Found; ")
+        assert hint in answer.json()["error"]["message"]
+
+    @pytest.mark.parametrize(
+        ("alias", "path", "body"),
+        [
+            ("/chat/completions", "/v1/chat/completions", CHAT),
+            ("/responses", "/v1/responses", {"input": "Hello", "max_output_tokens": 4, "temperature": 0}),
+            ("/rerank", "/v1/rerank", {"query": "a", "documents": ["b"]}),
+            ("/reranking", "/v1/rerank", {"query": "a", "documents": ["b"]}),
+            ("/v1/reranking", "/v1/rerank", {"query": "a", "documents": ["b"]}),
+            ("/models", "/v1/models", None),
+            ("/v1/health", "/health", None),
+        ],
+    )
+    def test_an_alias_answers_as_its_route(
+        self, client: httpx.Client, alias: str, path: str, body: dict[str, Any] | None
+    ) -> None:
+        method = "GET" if body is None else "POST"
+        answers = [client.request(method, one, json=body) for one in (alias, path)]
+        assert answers[0].status_code == answers[1].status_code
+        first, second = (one.json() for one in answers)
+        for name in ("choices", "data", "status", "error"):
+            assert first.get(name) == second.get(name)
+        documented = client.get("/openapi.json").json()["paths"]
+        first, second = (documented[one][method.lower()] for one in (alias, path))
+        for name in ("responses", "requestBody", "security"):
+            assert first.get(name) == second.get(name)
+
+    def test_health_needs_no_key_by_either_path(self, engine: lp.Engine) -> None:
+        with serve(engine, settings=ServerSettings(api_keys=("one",))) as server:
+            assert httpx.get(f"{server.url}/v1/health").status_code == 200
+            assert httpx.get(f"{server.url}/models").status_code == 401
+
+
+class TestFields:
+    @pytest.mark.parametrize(
+        ("path", "field", "hint"),
+        [
+            ("/v1/completions", "n_predict", "it is max_tokens here"),
+            ("/v1/chat/completions", "num_predict", "it is max_tokens here"),
+            ("/v1/responses", "n_predict", "it is max_output_tokens here"),
+            ("/v1/completions", "mirostat_mode", "it is mirostat here"),
+            ("/v1/chat/completions", "options", "each option as a field of its own"),
+            ("/v1/chat/completions", "think", "chat_template_kwargs"),
+            ("/v1/chat/completions", "keep_alive", "the model stays loaded"),
+            ("/v1/chat/completions", "format", "it is response_format here"),
+            ("/v1/completions", "max_tokenz", "did you mean max_tokens?"),
+        ],
+    )
+    def test_an_unknown_one_names_the_one_here(
+        self, client: httpx.Client, path: str, field: str, hint: str
+    ) -> None:
+        bodies = {**dict(ROUTES), "/v1/responses": {"input": "a"}}
+        error = error_of(client, path, {**bodies[path], field: 1})
+        assert error["message"].startswith(f"unknown field: {field}; ")
+        assert hint in error["message"]
+
+    @on_both
+    def test_no_limit_of_tokens(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+        given = {**body, "ignore_eos": True, "max_tokens": -1}
+        answer = client.post(path, json=given).json()
+        assert answer["usage"]["total_tokens"] == 256  # until the context ends
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    @on_both
+    def test_a_wrong_limit_is_named_as_the_client_named_it(
+        self, client: httpx.Client, path: str, body: dict[str, Any]
+    ) -> None:
+        error = error_of(client, path, {**body, "max_tokens": -2})
+        assert error["param"] == "max_tokens"
+        assert error["message"] == "max_tokens is -2; it must be 0 or more, or -1 for no limit"
+
+    def test_of_two_limits_the_smaller_holds(self, client: httpx.Client) -> None:
+        for given, n in (((-1, 3), 3), ((2, -1), 2), ((3, 2), 2), ((0, -1), 0)):
+            limits = {"max_tokens": given[0], "max_completion_tokens": given[1], "ignore_eos": True}
+            answer = client.post(ROUTES[0][0], json={**CHAT, **limits}).json()
+            assert answer["usage"]["completion_tokens"] == n
+        error = error_of(client, ROUTES[0][0], {**CHAT, "max_completion_tokens": -5})
+        assert error["param"] == "max_completion_tokens"
+
+    @on_both
+    def test_the_cache_can_be_left_out(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+        text = "The fox and the owl and the cat and the dog went to the wood. " * 5
+        long = {"prompt": text} if "prompt" in body else {"messages": [{"role": "user", "content": text}]}
+        n_cached = [
+            client.post(path, json={**body, **long, **more}).json()["usage"]["prompt_tokens_details"]
+            for more in ({}, {"cache_prompt": True}, {"cache_prompt": False})
+        ]
+        assert n_cached[1]["cached_tokens"] > 20
+        assert n_cached[2]["cached_tokens"] == 0
+
+    @on_both
+    def test_values_that_ask_for_what_is_done_anyway(
+        self, client: httpx.Client, path: str, body: dict[str, Any]
+    ) -> None:
+        same = {
+            "id_slot": -1,
+            "timings_per_token": False,
+            "return_progress": False,
+            "return_tokens": False,
+            "post_sampling_probs": False,
+        }
+        assert client.post(path, json={**body, **same}).status_code == 200
+        for field, value in same.items():
+            error = error_of(client, path, {**body, field: 3 if field == "id_slot" else True})
+            assert error["param"] == field
+            assert f"it may only be {str(value).lower()}" in error["message"]
+
+    @on_both
+    def test_adaptive_sampling(
+        self, client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]
+    ) -> None:
+        options: dict[str, Any] = {
+            "seed": 1,
+            "temperature": 3.0,
+            "adaptive_target": 0.3,
+            "adaptive_decay": 0.0,
+            "max_tokens": 20,
+            "ignore_eos": True,
+        }
+        choice = client.post(path, json={**body, **options}).json()["choices"][0]
+        params = lp.SamplingParams(**options)
+        if "prompt" in body:
+            assert choice["text"] == engine.generate(body["prompt"], params).text
+        else:
+            assert choice["message"]["content"] == engine.chat(HELLO, params).content
+        assert error_of(client, path, {**body, "adaptive_target": 3})["param"] == "adaptive_target"
+
+
+class TestMessages:
+    """They name options, not calls of Python, which a client of the server cannot change."""
+
+    def test_a_prompt_over_the_context(self, client: httpx.Client) -> None:
+        message = error_of(client, "/v1/completions", {"prompt": [5] * 300})["message"]
+        assert message == (
+            "the prompt has 300 tokens; n_ctx is 256 and one must stay free: shorten it, or raise n_ctx"
+        )
+
+    def test_a_full_queue(self, demo: lp.Model) -> None:
+        with (
+            lp.Engine(demo, n_ctx=512, n_seq_max=1, max_queue=1) as engine,
+            serve(engine) as server,
+            httpx.Client(base_url=server.url, timeout=60) as client,
+        ):
+            error = error_of(client, "/v1/completions", {"prompt": ["a"] * 20}, 429)
+        assert error["message"] == (
+            "20 requests are submitted at once and max_queue is 1: that never fits; "
+            "submit fewer at once, or raise max_queue"
+        )

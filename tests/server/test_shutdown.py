@@ -1,0 +1,123 @@
+"""How a server ends: it closes its port and idle connections, and finishes running requests. So says the guide."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from support.control import PATIENCE_S, wait_until
+from support.server_process import ServerProcess
+from support.worker_server import LONG, LongStream, worker_server
+
+import llamapipe as lp
+from llamapipe.server import serve
+
+OPTIONS = ("--n-ctx", "2048", "--n-seq-max", "2")
+
+
+class Idle:
+    """A connection that has been answered once and stays open."""
+
+    def __init__(self, url: str) -> None:
+        address = urlsplit(url)
+        assert address.hostname is not None and address.port is not None
+        self._address = (address.hostname, address.port)
+        self._connection = HTTPConnection(*self._address, timeout=PATIENCE_S)
+        self._connection.request("GET", "/health")
+        assert self._connection.getresponse().read().startswith(b'{"status":"ok"')
+
+    def refuses_others(self) -> bool:
+        """Returns when the server has closed this connection: whether it then refuses another one."""
+        assert self._connection.sock is not None
+        assert self._connection.sock.recv(4096) == b""
+        try:
+            socket.create_connection(self._address, PATIENCE_S).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def test_closing_in_python() -> None:
+    with (
+        lp.Engine(lp.demo_model_path(), n_ctx=2048, n_seq_max=2) as engine,
+        serve(engine) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
+        client.stream("POST", "/v1/completions", json=LONG) as answer,
+        closing(Idle(server.url)) as idle,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        closed = pool.submit(server.close)
+        assert idle.refuses_others()
+        assert not closed.done()
+        assert list(lines)[-2] == "data: [DONE]"
+        closed.result()
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    with (
+        ServerProcess(*OPTIONS, cwd=tmp_path) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
+        client.stream("POST", "/v1/completions", json=LONG) as answer,
+        closing(Idle(server.url)) as idle,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        server._process.send_signal(signal.SIGTERM)
+        assert idle.refuses_others()
+        assert list(lines)[-2] == "data: [DONE]"
+
+
+def test_sigterm_to_a_supervisor(tmp_path: Path) -> None:
+    with worker_server(1, *OPTIONS, log=tmp_path / "log") as server, closing(Idle(server.url)) as idle:
+        stream = LongStream(server)
+        server.signal(signal.SIGTERM)
+        wait_until(idle.refuses_others)
+        assert stream.finishes()
+        assert server.process.wait(PATIENCE_S) == 0
+
+
+class TestTheLog:
+    """A request that its client abandons: the log has the tokens of a stream, and says that it has no others."""
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_abandoned(
+        self, path: str, stream: bool, demo: lp.Model, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        prompt = {"prompt": "Once upon"} if path == "/v1/completions" else {"messages": MESSAGES}
+        body = json.dumps({**prompt, "max_tokens": 1500, "ignore_eos": True, "stream": stream}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        caplog.set_level("INFO", logger="llamapipe.server")
+        with lp.Engine(demo, n_ctx=2048, n_seq_max=1) as engine, serve(engine) as server:
+            with socket.create_connection((server.host, server.port), PATIENCE_S) as client:
+                client.sendall(head + body)
+                if stream:
+                    assert client.recv(100).startswith(b"HTTP/1.1 200")
+                else:
+                    wait_until(lambda: engine.stats().n_completion_tokens > 3)
+            wait_until(lambda: [one for one in caplog.records if one.name == "llamapipe.server"])
+        (line,) = [one.getMessage() for one in caplog.records if one.name == "llamapipe.server"]
+        counts = dict(word.split("=") for word in line.split() if "=" in word)
+        if stream:
+            assert f"POST {path} 200 " in line
+            assert int(counts["n_prompt_tokens"]) > 1
+            assert int(counts["n_completion_tokens"]) > 0
+        else:
+            assert f"POST {path} 499 " in line
+            assert (counts["n_prompt_tokens"], counts["n_completion_tokens"]) == ("-", "-")
+
+
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]

@@ -57,6 +57,14 @@ def tests(session: nox.Session, backend: str) -> None:
     _pytest(session, "-m", "device")
 
 
+@nox.session(python="3.14t")
+def free_threaded(session: nox.Session) -> None:
+    """Install the package for a free-threaded Python, which must be on PATH, and run the tests of the CPU build."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    _install(session, "backend=cpu")
+    _pytest(session)
+
+
 @nox.session
 def lm_eval(session: nox.Session) -> None:
     """Install the package with lm-evaluation-harness and run the tests, and the program of its page, that need it."""
@@ -104,7 +112,8 @@ def clients(session: nox.Session) -> None:
     session.env["LLAMAPIPE_OPENAI_SOURCE"] = str(folder / archive.name.removesuffix(".tar.gz"))
     loops = [f"-o=asyncio_default_{what}_loop_scope=session" for what in ("test", "fixture")]
     # Warnings of the clients, such as sockets that they leave open, are not errors here.
-    _pytest(session, "-o=asyncio_mode=auto", "-W=default", *loops, default=["tests/clients"])
+    default = ["tests/clients", "tests/compat/test_names.py"]
+    _pytest(session, "-o=asyncio_mode=auto", "-W=default", *loops, default=default)
 
 
 @nox.session

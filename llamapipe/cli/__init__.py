@@ -17,12 +17,13 @@ from contextlib import redirect_stdout, suppress
 from typing import NoReturn
 
 import llamapipe
-from llamapipe.arguments import did_you_mean
 from llamapipe.cli import batch, chat, completion, demo, embed, generate, score, serve, trace
 from llamapipe.cli.check import doctor, models
 from llamapipe.cli.machines import rpc_worker
 from llamapipe.cli.measure import bench, tune
-from llamapipe.cli.options import CommandParser, HelpFormatter, UsageError
+from llamapipe.cli.options import HelpFormatter, UsageError
+from llamapipe.cli.usage.hints import about_command
+from llamapipe.cli.usage.parser import CommandParser
 from llamapipe.errors import LlamapipeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.verbose:
             traceback.print_exc()
         if isinstance(error, (LlamapipeError, OSError, ValueError, ImportError)):
-            return _fail(str(error) or type(error).__name__, EXIT_FAILURE)
+            return _fail(_text(error), EXIT_FAILURE)
         return _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where)", EXIT_FAILURE)
     return status
 
@@ -95,9 +96,8 @@ class _Parser(argparse.ArgumentParser):
         """Prints the message and exits."""
         found = re.search(r"invalid choice: '([^']*)'", message)
         if found is not None:
-            names = [command.__name__.rpartition(".")[2] for command in _COMMANDS]
-            near = did_you_mean(found[1], names) or f"; commands: {', '.join(names)}"
-            message = f"there is no command {found[1]!r}{near}"
+            names = [command.__name__.rpartition(".")[2].replace("_", "-") for command in _COMMANDS]
+            message = f"there is no command {found[1]!r}{about_command(found[1], names)}"
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"llamapipe: {message} (see llamapipe --help)\n")
 
@@ -121,6 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     for command in _COMMANDS:
         command.add_parser(commands, common)
     return parser
+
+
+def _text(error: Exception) -> str:
+    """The message of an error; for one of the system the file and what is wrong, without Python's number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def _fail(message: str, status: int) -> int:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import time
-from contextlib import closing, suppress
 from pathlib import Path
 
 import llamapipe as lp
-from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli.loading import open_engine, open_model, template_problem
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
@@ -24,27 +20,25 @@ from llamapipe.cli.options import (
     defaults_of,
     given,
     model_path,
+    template_file,
 )
-from llamapipe.cli.terminal import Terminal, WordWrap
+from llamapipe.cli.talk.conversation import Conversation
+from llamapipe.cli.talk.reader import line_history
+from llamapipe.cli.talk.session import Session
+from llamapipe.cli.usage.texts import read_stdin, stdin_is_terminal
 
-_DESCRIPTION = "Hold a conversation with a model. Without -m, use the bundled model. Needs the extra 'chat'."
+_DESCRIPTION = """\
+Hold a conversation with a model, or answer one message. Without -m, use the bundled model. Needs the extra 'chat'.
+If standard input is not a terminal and no message is given, each of its lines is a message."""
 _EPILOG = """\
 examples:
   llamapipe chat
   llamapipe chat -m model.gguf --system "Answer in one sentence."
+  llamapipe chat -m model.gguf "Why is the sky blue?"
+  git diff | llamapipe chat -m model.gguf --system "Review this change." -
 
 Commands in the conversation: /reset clears it, /system TEXT sets the system message, /save FILE writes the messages as
-JSON, /help lists the commands, /exit quits. Ctrl-C stops an answer; Ctrl-D quits."""
-_HELP = """\
-/reset         clear the conversation
-/system TEXT   set the system message and start again
-/system        remove it
-/save FILE     write the messages as JSON
-/help          show this
-/exit          quit, as Ctrl-D does
-A line that ends with \\ continues on the next one.
-Ctrl-C stops an answer."""
-_HISTORY_LINES = 1000
+JSON, /load FILE goes on with them, /help lists the commands, /exit quits. Ctrl-C stops an answer; Ctrl-D quits."""
 
 
 def add_parser(
@@ -54,17 +48,26 @@ def add_parser(
     parser = commands.add_parser(
         "chat",
         parents=[common],
-        usage="llamapipe chat [options]",
+        usage="llamapipe chat [options] [MESSAGE]",
         allow_abbrev=False,
         help="hold a conversation with a model",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
     )
+    parser.add_argument(
+        "message", nargs="?", metavar="MESSAGE", help="answer this and exit; - reads it from stdin"
+    )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument(
-        "--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template"
+        "--load", type=Path, metavar="FILE", help="go on with a conversation that /save has written"
+    )
+    parser.add_argument(
+        "--chat-template",
+        type=template_file,
+        metavar="FILE",
+        help="a Jinja file, instead of the model's template",
     )
     parser.add_argument(
         "--no-thinking", action="store_true", help="turn off reasoning, if the template supports it"
@@ -82,181 +85,47 @@ def run(args: argparse.Namespace) -> int:
         params = lp.SamplingParams(**options)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
+    conversation = _begun(args)
+    message = read_stdin().removesuffix("\n") if args.message == "-" else args.message
+    if message is not None and not message.strip():
+        raise UsageError("the message is empty")
+    if message is None and sys.stdin is None:
+        raise UsageError("there is no standard input to read messages from; pass one as an argument")
     engine_options = {"n_seq_max": 1, **given(args, ENGINE)}
-    with (
-        open_model(args.model, {"chat_template": args.chat_template, **given(args, MODEL)}) as model,
-        open_engine(model, engine_options) as engine,
-    ):
-        conversation = Conversation(engine, params, args.system, args.no_thinking)
-        if not sys.stdin.isatty():
-            return conversation.read_lines()
-        with _line_history():
-            return conversation.talk()
+    with open_model(args.model, {"chat_template": args.chat_template, **given(args, MODEL)}) as model:
+        _check_template(model, args.chat_template)
+        with open_engine(model, engine_options) as engine:
+            session = Session(engine, params, conversation, args.no_thinking)
+            if message is not None:
+                session.answer(message)
+            elif not stdin_is_terminal():
+                session.read_lines()
+            else:
+                with line_history():
+                    session.talk()
+    return 0
 
 
-class Conversation:
-    """The messages so far, and the reader at the terminal."""
-
-    def __init__(
-        self, engine: lp.Engine, params: lp.SamplingParams, system: str | None, no_thinking: bool
-    ) -> None:
-        self._engine = engine
-        self._params = params
-        self._system = system
-        self._args = {"enable_thinking": False} if no_thinking else {}
-        self._terminal = Terminal(sys.stdout)
-        self._messages: list[dict[str, object]] = []
-        self._reset()
-
-    def __repr__(self) -> str:
-        return f"<Conversation of {len(self._messages)} messages>"
-
-    def _reset(self) -> None:
-        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-
-    def talk(self) -> int:
-        """Reads messages until the end of input."""
-        terminal = self._terminal
-        terminal.line(
-            terminal.style(f"{self._engine.model.path.stem}: /help lists commands, Ctrl-D ends", "dim")
-        )
-        while True:
-            try:
-                text = self._ask()
-            except KeyboardInterrupt:
-                terminal.line()
-                terminal.line(terminal.style("Ctrl-D or /exit ends", "dim"))
-                continue
-            except EOFError:
-                terminal.line()
-                return 0
-            if text.startswith("/"):
-                if not self._command(text):
-                    return 0
-            elif text.strip():
-                self._answer(text)
-
-    def read_lines(self) -> int:
-        """Answers each line of standard input; the first failure ends it."""
-        for line in sys.stdin:
-            text = line.rstrip("\n")
-            if text.startswith("/"):
-                if not self._command(text):
-                    break
-            elif text.strip() and not self._answer(text):
-                return 1
-        return 0
-
-    def _ask(self) -> str:
-        """A message; a line that ends with a backslash continues on the next one."""
-        lines: list[str] = []
-        prompt = "> "
-        while True:
-            line = input(prompt)
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line])
-            lines.append(line[:-1])
-            prompt = ". "
-
-    def _command(self, text: str) -> bool:
-        """Runs a command. False if it ends the conversation."""
-        terminal = self._terminal
-        name, _, rest = text.partition(" ")
-        rest = rest.strip()
-        if name in ("/exit", "/quit"):
-            return False
-        if name == "/reset":
-            self._reset()
-            terminal.line(terminal.style("forgotten", "dim"))
-        elif name == "/system":
-            self._system = rest or None
-            self._reset()
-            terminal.line(
-                terminal.style("forgotten; the system message is set" if rest else "forgotten", "dim")
-            )
-        elif name == "/save":
-            self._save(rest)
-        else:
-            if name != "/help":
-                terminal.line(terminal.style(f"there is no command {name}", "yellow"))
-            terminal.line(_HELP)
-        return True
-
-    def _save(self, name: str) -> None:
-        terminal = self._terminal
-        if not name:
-            terminal.line(terminal.style("/save needs the name of a file", "yellow"))
-            return
-        path = Path(name).expanduser()
+def _begun(args: argparse.Namespace) -> Conversation:
+    """The conversation that the options begin."""
+    conversation = Conversation(args.system)
+    if args.load is not None:
+        if args.system is not None:
+            raise UsageError("--load and --system do not go together: the file has its own system message")
         try:
-            path.write_text(json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            terminal.line(terminal.style(f"{path}: {error.strerror}", "red"))
-        else:
-            terminal.line(terminal.style(f"{len(self._messages)} messages in {path}", "dim"))
-
-    def _answer(self, text: str) -> bool:
-        """Streams the answer to a message. Ctrl-C stops it; what was written stays in the conversation."""
-        terminal = self._terminal
-        wrap = WordWrap(terminal)
-        self._messages.append({"role": "user", "content": text})
-        content: list[str] = []
-        n_tokens = 0
-        began = time.perf_counter()
-        first_s: float | None = None
-        note = ""
-        try:
-            stream = self._engine.stream_chat(self._messages, self._params, template_args=self._args)
-            with closing(stream):
-                for delta in stream:
-                    if first_s is None:
-                        first_s = time.perf_counter() - began
-                    n_tokens += len(delta.token_ids)
-                    if delta.reasoning:
-                        wrap.write(terminal.text(delta.reasoning), "dim")
-                    if delta.content:
-                        content.append(delta.content)
-                        wrap.write(terminal.text(delta.content))
-                    if delta.finish_reason == "length":
-                        note = "ended by the limit of tokens"
-        except KeyboardInterrupt:
-            note = "stopped"
-        except lp.errors.InvalidRequestError as error:
-            del self._messages[-1]
-            wrap.end()
-            hint = "; /reset forgets the conversation" if "n_ctx" in str(error) else ""
-            terminal.line(terminal.style(f"{error}{hint}", "red"))
-            return False
-        wrap.end()
-        self._messages.append({"role": "assistant", "content": "".join(content)})
-        if terminal.redraws:
-            seconds = time.perf_counter() - began
-            facts = [f"{n_tokens} tokens", f"{n_tokens / seconds:.0f} tokens/s"]
-            if first_s is not None:
-                facts.append(f"first after {1e3 * first_s:.0f} ms")
-            dot = f" {terminal.symbol('·')} "
-            terminal.line(terminal.style(dot.join([*facts, *([note] if note else [])]), "dim"))
-        return True
+            conversation.load(args.load)
+        except ValueError as error:
+            raise UsageError(f"--load: {error}") from error
+    return conversation
 
 
-class _line_history:  # noqa: N801  (used like a function)
-    """Line editing, with the lines of earlier conversations, where Python has readline."""
-
-    def __init__(self) -> None:
-        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        self._path = Path(state).expanduser() / "llamapipe" / "chat_history"
-
-    def __enter__(self) -> None:
-        with suppress(ImportError, OSError):
-            import readline
-
-            readline.set_history_length(_HISTORY_LINES)
-            readline.read_history_file(self._path)
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(ImportError, OSError):
-            import readline
-
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(self._path)
-            self._path.chmod(0o600)
+def _check_template(model: lp.Model, file: str | None) -> None:
+    """Raises UsageError for a template that was given, InvalidRequestError for a model's own."""
+    problem = template_problem(model)
+    if problem is None:
+        return
+    if file is not None:
+        raise UsageError(f"--chat-template: {problem}")
+    raise lp.errors.InvalidRequestError(
+        f"{problem}; give one with --chat-template FILE, or use llamapipe generate"
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from llamapipe.cli.options import HelpFormatter
 
@@ -37,5 +39,18 @@ def run(args: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise ImportError("shell completion needs shtab: pip install 'llamapipe[completion]'") from None
+    for parser in _parsers(args.command_line):
+        for action in parser._actions:
+            if action.type is Path or (isinstance(action.metavar, str) and action.metavar.startswith("FILE")):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
     sys.stdout.write(shtab.complete(args.command_line, shell=args.shell))
     return 0
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parser and those of its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _parsers(command)

@@ -19,8 +19,10 @@ from llamapipe.cli.options import (
     defaults_of,
     given,
     model_path,
+    number_or_automatic,
 )
 from llamapipe.cli.terminal import Terminal
+from llamapipe.cli.usage.texts import read_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +51,9 @@ def add_parser(
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="a text; - reads standard input")
+    parser.add_argument(
+        "texts", nargs="*", metavar="TEXT", help="a text; - (or none, in a pipe) reads it from stdin"
+    )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "-f", "--file", type=Path, action="append", default=[], metavar="FILE", help="read a text from a file"
@@ -71,17 +75,21 @@ def add_parser(
         "--n-ctx",
         type=int,
         metavar="N",
-        help="maximum tokens of a text (default: the model's context, at most 2048)",
+        help="maximum tokens of a text; 0: the model's context (default: the model's, at most 2048)",
     )
-    parser.add_argument("-t", "--n-threads", type=int, metavar="N", help="compute threads")
+    parser.add_argument(
+        "-t",
+        "--n-threads",
+        type=number_or_automatic,
+        metavar="N",
+        help="compute threads (default, and -1: automatic)",
+    )
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from llamapipe.cli.generate import read_texts
-
     texts = read_texts(args.texts, args.file, args.lines)
     if args.output is not None and args.output.suffix != ".npy":
         raise UsageError(f"-o {args.output}: the name must end with .npy")
@@ -106,8 +114,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _embedder(model: lp.Model, args: argparse.Namespace) -> lp.Embedder:
+    n_ctx = model.n_ctx_train if args.n_ctx == 0 else args.n_ctx
     try:
-        return lp.Embedder(model, args.pooling, args.n_ctx, n_threads=args.n_threads)
+        return lp.Embedder(model, args.pooling, n_ctx, n_threads=args.n_threads)
     except lp.errors.LlamapipeError:
         raise
     except (ValueError, TypeError) as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from llamapipe.cli.options import (
     model_path,
 )
 from llamapipe.cli.terminal import Terminal
+from llamapipe.cli.usage.texts import read_texts
 from llamapipe.jobs.answers import logprob_records
 
 _DESCRIPTION = (
@@ -39,7 +40,7 @@ examples:
   llamapipe generate "Once upon a time, a little fox"
   llamapipe generate -m model.gguf --temperature 0 --max-tokens 64 "The capital of France is" "2 + 2 ="
   llamapipe generate -m model.gguf --lines -f questions.txt --json > answers.jsonl
-  git diff | llamapipe generate -m model.gguf -"""
+  git diff | llamapipe generate -m model.gguf"""
 _N_SLOTS = defaults_of(lp.Engine)["n_seq_max"]
 
 
@@ -58,7 +59,10 @@ def add_parser(
         formatter_class=HelpFormatter,
     )
     parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads it from stdin"
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="text to continue; - (or none, in a pipe) reads it from stdin",
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
@@ -103,75 +107,53 @@ def run(args: argparse.Namespace) -> int:
     ):
         loaded = time.perf_counter()
         if len(prompts) == 1 and params.n == 1 and not args.json:
-            _stream(engine, prompts[0], params)
-            n_failed = 0
+            counts = _stream(engine, prompts[0], params)
         else:
-            n_failed = asyncio.run(_all(engine, prompts, params, as_json=args.json))
+            counts = asyncio.run(_all(engine, prompts, params, as_json=args.json))
         if args.stats:
             seconds = time.perf_counter() - loaded
-            stats = engine.stats()
             print(
-                f"{stats.n_prompt_tokens} prompt tokens, {stats.n_completion_tokens} generated in {seconds:.2f} s: "
-                f"{stats.n_completion_tokens / seconds:.0f} tokens/s, {stats.steps} steps; "
+                f"{counts.prompt} prompt tokens, {counts.generated} generated in {seconds:.2f} s: "
+                f"{counts.generated / seconds:.0f} tokens/s, {engine.stats().steps} steps; "
                 f"loaded in {loaded - start:.2f} s",
                 file=sys.stderr,
             )
-    return 1 if n_failed else 0
+    return 1 if counts.failed else 0
 
 
-def read_texts(given: list[str], files: list[Path], lines: bool) -> list[str]:
-    """All texts, in the order of the command line, files last; ``-`` is standard input. Raises UsageError."""
-    texts: list[str] = []
-    for text in given:
-        texts += _split(_read_stdin(), lines) if text == "-" else [_utf8(os.fsencode(text), "the text")]
-    for file in files:
-        if str(file) == "-":
-            texts += _split(_read_stdin(), lines)
-            continue
-        texts += _split(_utf8(file.read_bytes(), str(file)), lines)
-    if not texts:
-        raise UsageError("no text given; pass one as an argument, with -f FILE, or - for stdin")
-    return texts
+@dataclass
+class _Counts:
+    """Tokens of the prompts and of the output, and prompts that failed. The same numbers as in the JSON records.
+
+    The engine's own count of prompt tokens is another one: those that it computed.
+    """
+
+    prompt: int = 0
+    generated: int = 0
+    failed: int = 0
 
 
-def _read_stdin() -> str:
-    return _utf8(sys.stdin.buffer.read(), "stdin")
-
-
-def _utf8(data: bytes, name: str) -> str:
-    """Decode a prompt. Prompts are UTF-8 in every locale, ``LC_ALL=C`` included."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text: {error}") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _split(text: str, lines: bool) -> list[str]:
-    """One prompt, less the line end that editors add, or one for each line that is not blank."""
-    if lines:
-        return [line for line in text.splitlines() if line.strip()]
-    return [text.removesuffix("\n")]
-
-
-def _stream(engine: lp.Engine, prompt: str, params: lp.SamplingParams) -> None:
+def _stream(engine: lp.Engine, prompt: str, params: lp.SamplingParams) -> _Counts:
     terminal = Terminal(sys.stdout)
+    counts = _Counts(prompt=len(engine.model.tokenize(prompt)))
     ended = True
     with closing(engine.stream(prompt, params)) as deltas:
         for delta in deltas:
+            counts.generated += len(delta.token_ids)
             if delta.text:
                 terminal.write(terminal.text(delta.text))
                 ended = delta.text.endswith("\n")
     if not ended:
         terminal.line()
+    return counts
 
 
-async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams, *, as_json: bool) -> int:
-    """Run all prompts concurrently and print the results in order. Returns the number of failed prompts.
+async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams, *, as_json: bool) -> _Counts:
+    """Run all prompts concurrently and print the results in order.
 
     With `as_json` a failed prompt gives an error record and the others continue; without it the error is raised.
     """
-    n_failed = 0
+    counts = _Counts()
     terminal = Terminal(sys.stdout)
     # JSON escapes lose nothing where the output's encoding lacks a character, as with LC_ALL=C without UTF-8 mode.
     escapes = (sys.stdout.encoding or "ascii").lower() != "utf-8"
@@ -183,11 +165,13 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
             except (lp.errors.LlamapipeError, ValueError) as error:
                 if not as_json:
                     raise
-                n_failed += 1
+                counts.failed += 1
                 failure = {"type": type(error).__name__, "message": str(error)}
                 record = {"index": index, "prompt": prompt, "error": failure}
                 terminal.line(json.dumps(record, ensure_ascii=escapes))
                 continue
+            counts.prompt += out.n_prompt_tokens
+            counts.generated += out.n_completion_tokens
             if as_json:
                 terminal.line(json.dumps(_record(index, prompt, out), ensure_ascii=escapes))
                 continue
@@ -203,7 +187,7 @@ async def _all(engine: lp.Engine, prompts: list[str], params: lp.SamplingParams,
     finally:
         for task in tasks:
             task.cancel()
-    return n_failed
+    return counts
 
 
 def _record(index: int, prompt: str, out: lp.Completion) -> dict[str, Any]:

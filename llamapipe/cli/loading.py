@@ -40,10 +40,23 @@ def open_model(path: Path | None, options: dict[str, Any], show_progress: bool =
 
 
 def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
-    """Makes an engine. Raises UsageError for wrong options."""
+    """Makes an engine. The option ``n_ctx`` 0 is the model's context. Raises UsageError for wrong options."""
+    if options.get("n_ctx") == 0:
+        options = {**options, "n_ctx": model.n_ctx_train}
     try:
         return lp.Engine(model, **options)
     except lp.errors.LlamapipeError:
         raise
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
+
+
+def template_problem(model: lp.Model) -> str | None:
+    """Why the model cannot chat: it has no template, or the template is broken; None if it can."""
+    if not model.chat_template:
+        return f"{model.path.name} has no chat template"
+    try:
+        model.render_chat([{"role": "user", "content": "Hello"}])
+    except lp.errors.InvalidRequestError as error:
+        return str(error)
+    return None

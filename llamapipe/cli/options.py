@@ -1,4 +1,4 @@
-"""The parser of a subcommand, and the options that mirror `Model`, `Engine` and `SamplingParams`.
+"""The options that mirror `Model`, `Engine` and `SamplingParams`.
 
 Options have the names of the arguments, with dashes for underscores.
 """
@@ -7,45 +7,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import re
-import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import llamapipe as lp
-from llamapipe.arguments import nearest
-
-_SEVERAL_LETTERS = re.compile(r"-[A-Za-z]{2,}")
-# Options of llama.cpp's programs that have another name in llamapipe.
-_OF_LLAMA_CPP = {
-    "--predict": "--max-tokens",
-    "--n-predict": "--max-tokens",
-    "--ctx-size": "--n-ctx",
-    "--threads": "--n-threads",
-    "--threads-batch": "--n-threads-batch",
-    "--batch-size": "--n-batch",
-    "--ubatch-size": "--n-ubatch",
-    "--parallel": "--n-seq-max",
-    "--gpu-layers": "--n-gpu-layers",
-    "--cache-type-k": "--type-k",
-    "--cache-type-v": "--type-v",
-    "--keep": "--n-keep",
-    "--reverse-prompt": "--stop",
-    "--samplers": "--sampler-order",
-    "--grammar-file": "--grammar @FILE",
-    "--json-schema-file": "--json-schema @FILE",
-    "-r": "--stop",
-    "-hf": "-m hf:OWNER/REPO/FILE",
-    "-hfr": "-m hf:OWNER/REPO/FILE",
-    "--hf-repo": "-m hf:OWNER/REPO/FILE",
-    "-p": "pass the prompt as an argument, without an option",
-    "--prompt": "pass the prompt as an argument, without an option",
-    "-fa": "flash attention is used where the backend supports it; there is no option",
-    "--flash-attn": "flash attention is used where the backend supports it; there is no option",
-}
+from llamapipe.cli.usage.parser import CommandParser as CommandParser  # noqa: PLC0414 - for llamapipe.dynamo
 
 
 class UsageError(Exception):
@@ -67,43 +36,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return super()._fill_text("\n\n".join(paragraphs), width, indent)
 
 
-class CommandParser(argparse.ArgumentParser):
-    """The parser of one subcommand.
-
-    Argparse reports unknown options with the usage of the whole program. This parser reports them itself, with its own
-    usage and the nearest option.
-    """
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse `args`; arguments that the subcommand does not know are an error."""
-        self._refuse_joined(sys.argv[1:] if args is None else args)
-        values, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self._reject(unknown)
-        return values, unknown
-
-    def _refuse_joined(self, args: Sequence[str]) -> None:
-        """Refuses unknown short options of several letters: argparse would read ``-fa on`` as ``-f a``."""
-        for text in args:
-            if text == "--":
-                return
-            if _SEVERAL_LETTERS.fullmatch(text) and text not in self._option_string_actions:
-                self._reject([text])
-
-    def _reject(self, unknown: Sequence[str]) -> NoReturn:
-        message = f"unrecognized arguments: {' '.join(unknown)}"
-        wrong = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
-        if wrong is not None:
-            known = self._option_string_actions
-            ours = _OF_LLAMA_CPP.get(wrong)
-            if ours is not None and (not ours.startswith("-") or ours in known or " " in ours):
-                message += f"; use {ours}" if ours.startswith("-") else f"; {ours}"
-            elif wrong.startswith("--"):
-                near = nearest(wrong[2:], [name[2:] for name in known if name.startswith("--")])
-                message += "" if near is None else f"; did you mean --{near}?"
-        self.error(f"{message} (see {self.prog} --help)")
-
-
 @dataclass(frozen=True)
 class Option:
     """One option: the argument it sets, the function that parses its text, and its help."""
@@ -114,11 +46,13 @@ class Option:
     help: str
     repeats: bool = False
     aliases: tuple[str, ...] = ()  # llama.cpp's names for the same option
+    is_off: bool = False  # the option, which begins with --no-, makes the argument False
 
     @property
     def flag(self) -> str:
         """The option as written on the command line."""
-        return "--" + self.name.replace("_", "-")
+        name = self.name.replace("_", "-")
+        return f"--no-{name.removeprefix('use-')}" if self.is_off else f"--{name}"
 
 
 def _number_or_none(text: str) -> int | None:
@@ -126,6 +60,14 @@ def _number_or_none(text: str) -> int | None:
         return None if text in ("none", "-1") else int(text)  # -1: as in llama.cpp
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor 'none'") from None
+
+
+def number_or_automatic(text: str) -> int | None:
+    """A number; None for -1, with which llama.cpp's programs choose it themselves, as the library does without it."""
+    try:
+        return None if text == "-1" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -151,22 +93,50 @@ def _text_or_file(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {e}") from None
 
 
-MODEL_HELP = "a GGUF file, or hf:OWNER/REPO[/FILE] of the Hugging Face Hub (default: the bundled model)"
+MODEL_HELP = (
+    "a GGUF file, hf:OWNER/REPO[/FILE] or hf:OWNER/REPO:QUANT of the Hugging Face Hub, or demo, the bundled model "
+    "(default)"
+)
 
 
 def model_path(text: str) -> Path:
-    """The model file that ``--model`` names; one from the Hugging Face Hub is downloaded if needed."""
-    from llamapipe.hub.reference import PREFIX, parse
+    """The model file that ``--model`` names; one from the Hugging Face Hub is downloaded if needed.
 
-    if not text.startswith(PREFIX):
-        return Path(text)
-    from llamapipe.errors import ModelLoadError
-    from llamapipe.hub.download import model_file
+    Raises ArgumentTypeError for a name that is no model's, ModelLoadError and ImportError if there is no such model.
+    """
+    from llamapipe.hub.reference import PREFIX, hub_name, parse
 
-    try:
-        return model_file(*parse(text))
-    except (ImportError, ModelLoadError, ValueError) as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
+    if text.startswith(PREFIX):
+        from llamapipe.hub.download import model_file
+
+        try:
+            return model_file(*parse(text))
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+    path = Path(text)
+    if text == "demo" and not path.is_file():
+        return lp.demo_model_path()
+    if path.exists():
+        return path
+    if (name := hub_name(text)) is not None:
+        raise argparse.ArgumentTypeError(f"{text} is an address, not a file; write {name}")
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is an address; download the file and give its path")
+    if path.name == text and path.suffix != ".gguf":  # as a name in Ollama's library
+        raise lp.errors.ModelLoadError(
+            f"{text} does not exist; give a GGUF file, hf:OWNER/REPO/FILE of the Hugging Face Hub, or demo for the "
+            "bundled model"
+        )
+    return path
+
+
+def template_file(text: str) -> str:
+    """The file that ``--chat-template`` names, or Jinja source. Raises ArgumentTypeError if it is neither."""
+    if "{" not in text and "\n" not in text and not Path(text).is_file():
+        raise argparse.ArgumentTypeError(
+            f"there is no file {text}; give a Jinja file (llama.cpp's names of templates are unknown here)"
+        )
+    return text
 
 
 SAMPLING = [
@@ -202,7 +172,13 @@ SAMPLING = [
     ),
     Option("frequency_penalty", float, "X", "subtract X from a token's logit for each occurrence (0: off)"),
     Option("logit_bias", _bias, "ID=X", "add X to the logit of a token (repeatable)", repeats=True),
-    Option("seed", int, "N", "random seed; the same seed gives the same output", aliases=("-s",)),
+    Option(
+        "seed",
+        number_or_automatic,
+        "N",
+        "random seed; the same seed gives the same output (-1: another one each time)",
+        aliases=("-s",),
+    ),
     Option("stop", str, "TEXT", "stop before this text (repeatable)", repeats=True),
     Option("stop_token_ids", int, "ID", "stop at this token (repeatable)", repeats=True),
     Option("ignore_eos", bool, "", "continue after the model's end-of-generation token"),
@@ -258,24 +234,30 @@ SAMPLING = [
 ]
 # For commands that can show several texts and log-probabilities.
 TEXTS = [
-    Option("n", int, "N", "completions for each prompt; the prompt is computed once"),
+    Option("n", int, "N", "completions for each prompt; a prompt of 16 tokens or more is computed once"),
     Option("logprobs", int, "N", "log-probabilities of the tokens and of the N most probable ones"),
 ]
 ENGINE = [
-    Option("n_ctx", int, "N", "context of each request in tokens, prompt and output", aliases=("-c",)),
-    Option("n_seq_max", int, "N", "requests that run at the same time", aliases=("-np",)),
+    Option(
+        "n_ctx",
+        int,
+        "N",
+        "context of each request in tokens, prompt and output; 0: the model's (default: the model's, at most 4096)",
+        aliases=("-c",),
+    ),
+    Option("n_seq_max", number_or_automatic, "N", "requests that run at the same time", aliases=("-np",)),
     Option("n_batch", int, "N", "maximum tokens in one step", aliases=("-b",)),
     Option("n_ubatch", int, "N", "maximum tokens in one physical batch (ubatch)", aliases=("-ub",)),
     Option(
         "n_threads",
-        int,
+        number_or_automatic,
         "N",
-        "CPU threads while one request runs (default: adapts to the load)",
+        "CPU threads while one request runs (default, and -1: adapts to the load)",
         aliases=("-t",),
     ),
     Option(
         "n_threads_batch",
-        int,
+        number_or_automatic,
         "N",
         "CPU threads for prompts, and while several requests run (default: as --n-threads)",
         aliases=("-tb",),
@@ -295,11 +277,12 @@ ENGINE = [
         "MS",
         "compute prompts in chunks so that streams wait at most MS milliseconds between tokens",
     ),
-    Option("overflow", str, "MODE", "when a context is full: stop, recompute or shift"),
+    Option("overflow", str, "MODE", "when the output fills the context: stop, recompute or shift"),
     Option("n_keep", int, "N", "tokens at the start that --overflow keeps"),
 ]
 MODEL = [
     Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all", aliases=("-ngl",)),
+    Option("use_mmap", bool, "", "read the weights into memory instead of mapping the file", is_off=True),
     Option(
         "rpc", str, "HOST:PORT", "place layers on this `llamapipe rpc-worker`, too (repeatable)", repeats=True
     ),
@@ -317,7 +300,12 @@ def add_options(
         # An option that was not given leaves no attribute, so that the library's own default holds.
         if option.read is bool:
             group.add_argument(
-                *option.aliases, option.flag, action="store_true", default=argparse.SUPPRESS, help=option.help
+                *option.aliases,
+                option.flag,
+                dest=option.name,
+                action="store_false" if option.is_off else "store_true",
+                default=argparse.SUPPRESS,
+                help=option.help,
             )
             continue
         group.add_argument(
@@ -349,6 +337,8 @@ def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:
     for option in options:
         if hasattr(args, option.name):
             value = getattr(args, option.name)
+            if value is None and option.read is number_or_automatic:
+                continue  # the library's default
             values[option.name] = tuple(value) if option.repeats else value
     if "logit_bias" in values:
         values["logit_bias"] = dict(values["logit_bias"])

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import llamapipe as lp
 from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
@@ -19,10 +20,11 @@ from llamapipe.cli.options import (
     model_path,
 )
 from llamapipe.cli.terminal import Terminal
+from llamapipe.cli.usage.texts import read_file, read_stdin, stdin_is_terminal
 
 _DESCRIPTION = """\
-Print the log-probability of each continuation of a prompt, the most probable first. With -f, print the perplexity of
-texts."""
+Print the log-probability of each continuation of a prompt, the most probable first. With -f, or a text on
+standard input and no arguments, print the perplexity of texts."""
 _EPILOG = """\
 examples:
   llamapipe score "What does a cow say? A cow says" " moo" " meow"
@@ -52,7 +54,7 @@ def add_parser(
         action="append",
         default=[],
         metavar="FILE",
-        help="print the perplexity of this file's text (repeatable)",
+        help="print the perplexity of this file's text; - is standard input (repeatable)",
     )
     parser.add_argument(
         "--window",
@@ -67,8 +69,10 @@ def add_parser(
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    if bool(args.texts) == bool(args.file):
+    piped = "" if args.texts or args.file or stdin_is_terminal() else read_stdin()
+    if bool(args.texts) == bool(args.file or piped):
         raise UsageError("give a prompt and its continuations, or files with -f")
+    files = [("-", piped)] if piped else [(str(file), read_file(file)) for file in args.file]
     if args.texts and len(args.texts) < 2:
         raise UsageError("the prompt has no continuation; give one or more after it")
     terminal = Terminal(sys.stdout)
@@ -86,8 +90,18 @@ def run(args: argparse.Namespace) -> int:
                 else:
                     mark = "  greedy" if score.is_greedy else ""
                     terminal.line(f"{score.total:10.4f}  {terminal.text(text)}{terminal.style(mark, 'dim')}")
-        for file in args.file:
-            value = engine.perplexity(file.read_text(encoding="utf-8"), args.window)
-            record = {"file": str(file), "perplexity": value}
-            terminal.line(json.dumps(record) if args.json else f"{value:10.4f}  {terminal.text(str(file))}")
+        for name, text in files:
+            value = _perplexity(engine, text, args.window)
+            record = {"file": name, "perplexity": value}
+            terminal.line(json.dumps(record) if args.json else f"{value:10.4f}  {terminal.text(name)}")
     return 0
+
+
+def _perplexity(engine: lp.Engine, text: str, window: int | None) -> float:
+    """The perplexity of a text. Raises InvalidRequestError and UsageError, which name the options."""
+    try:
+        return engine.perplexity(text, window)
+    except lp.errors.InvalidRequestError as error:
+        raise lp.errors.InvalidRequestError(str(error).replace("n_window", "--window")) from error
+    except ValueError as error:
+        raise UsageError(str(error).replace("n_window", "--window")) from error

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
-from llamapipe.arguments import nearest
-from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli.loading import open_engine, open_model, template_problem
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
@@ -23,12 +22,13 @@ from llamapipe.cli.options import (
     add_engine_options,
     given,
     model_path,
+    template_file,
 )
+from llamapipe.cli.serving.settings import KEYS_VARIABLE, settings_fields
+from llamapipe.cli.serving.start import announce, check_template, has_template, listening_socket
 from llamapipe.structured.compile import prepare_vocabulary
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from llamapipe.server import ServerSettings
     from llamapipe.server.workers.channel import WorkerOptions
 
@@ -45,17 +45,6 @@ examples:
 After SIGTERM or Ctrl-C the server finishes running requests and exits. A second signal cancels them.
 With --workers, SIGHUP replaces the workers one by one; the new ones read the model and the other files again.
 The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md shows."""
-_SNIPPET = """\
-llamapipe serves {model} at {url}{workers}
-
-  from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="{key}")
-  answer = client.chat.completions.create(
-      model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
-  print(answer.choices[0].message.content)
-
-{page}{events}Press Ctrl-C to stop the server."""
-KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
 # several times a step; with Python's 5 ms, a long chat that is read meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
@@ -80,7 +69,10 @@ def add_parser(
         "--embeddings", type=model_path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
     )
     parser.add_argument(
-        "--chat-template", metavar="FILE", help="a Jinja file, instead of the model's template"
+        "--chat-template",
+        type=template_file,
+        metavar="FILE",
+        help="a Jinja file, instead of the model's template",
     )
     server = parser.add_argument_group("server")
     server.add_argument(
@@ -94,6 +86,7 @@ def add_parser(
         help="port to listen on; 0: any free port (default: 8080)",
     )
     server.add_argument(
+        "-a",
         "--alias",
         action="append",
         default=[],
@@ -169,13 +162,13 @@ def _add_kv_events(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from llamapipe.server import ServerSettings, bound_socket, run_server
+    from llamapipe.server import ServerSettings, run_server
 
     number = "" if args.worker is None else f"worker={args.worker.index} "
     logging.basicConfig(format=f"%(asctime)s {number}%(message)s", stream=sys.stderr, level=logging.WARNING)
     logging.getLogger("llamapipe.server").setLevel(logging.INFO)
     try:
-        settings = ServerSettings(**_settings(args))
+        settings = ServerSettings(**settings_fields(args))
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     if not 0 <= args.port <= 65535:
@@ -190,8 +183,9 @@ def run(args: argparse.Namespace) -> int:
         return _run_worker(args, settings)
     if args.workers is not None:
         return _supervise(args, settings)
-    with bound_socket(args.host, args.port) as sock, _served(args, events) as (engine, embedder):
-        _announce(args, settings, sock, engine.model.path.stem, events=engine.kv_events)
+    with listening_socket(args.host, args.port) as sock, _served(args, events) as (engine, embedder):
+        model = engine.model
+        announce(settings, sock, model.path.stem, template_problem(model) is None, events=engine.kv_events)
         run_server(engine, sock, settings, embedder)
     return 0
 
@@ -206,6 +200,7 @@ def _served(
     with ExitStack() as stack:
         model = open_model(args.model, model_options, show_progress=args.worker is None)
         stack.enter_context(model)
+        check_template(model, args.chat_template, warns=args.worker is None or args.worker.index == 0)
         engine = stack.enter_context(open_engine(model, engine_options))
         prepare_vocabulary(model.vocab)
         embedder = None
@@ -217,7 +212,6 @@ def _served(
 
 def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Runs the workers. The model is theirs: nothing of llama.cpp is loaded here."""
-    from llamapipe.server import bound_socket
     from llamapipe.server.workers.start import placements, supervise
     from llamapipe.server.workers.supervisor import WorkerFailedError
 
@@ -225,10 +219,15 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
         where = placements(args.workers or None, use_gpus=given(args, MODEL).get("n_gpu_layers") != 0)
     except ValueError as error:
         raise UsageError(f"--workers: {error}") from error
-    stem = (lp.demo_model_path() if args.model is None else args.model).stem
-    with bound_socket(args.host, args.port) as sock:
+    path = lp.demo_model_path() if args.model is None else args.model
+
+    def show() -> None:
+        chats = args.chat_template is not None or has_template(path)
+        announce(settings, sock, path.stem, chats, len(where))
+
+    with listening_socket(args.host, args.port) as sock:
         try:
-            supervise(args.argv, sock, where, lambda: _announce(args, settings, sock, stem, len(where)))
+            supervise(args.argv, sock, where, show)
         except WorkerFailedError as error:
             if error.is_usage:
                 raise UsageError(str(error)) from error
@@ -254,35 +253,6 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
             return 1
         raise
     return 0
-
-
-def _announce(
-    args: argparse.Namespace,
-    settings: ServerSettings,
-    sock: socket,
-    stem: str,
-    n_workers: int = 0,
-    events: lp.KvEvents | None = None,
-) -> None:
-    """Tells where the server is."""
-    host, port = sock.getsockname()[:2]
-    url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
-    print(
-        _SNIPPET.format(
-            model=(settings.model_names or (stem,))[0],
-            url=url,
-            key="YOUR KEY" if settings.api_keys else "none",
-            workers=f" with {n_workers} worker{'s' * (n_workers > 1)}" if n_workers else "",
-            page=f"In a browser: {url}    " if settings.page else "",
-            events=_where(events),
-        ),
-        flush=True,
-    )
-    if not settings.api_keys and host not in ("127.0.0.1", "::1"):
-        print(
-            f"llamapipe: {host} can be reached from other machines, and no API key is required",
-            file=sys.stderr,
-        )
 
 
 def _workers(text: str) -> int:
@@ -319,45 +289,3 @@ def _kv_events(args: argparse.Namespace, settings: ServerSettings) -> dict[str, 
         return {"kv_events": lp.KvEvents(args.kv_events, **fields)}
     except ValueError as error:
         raise UsageError(f"--kv-events: {error}") from error
-
-
-def _where(events: lp.KvEvents | None) -> str:
-    """A line about where KV events are published."""
-    if events is None:
-        return ""
-    replay = f", missed ones at {events.replay_endpoint}" if events.replay_endpoint else ""
-    return f"KV events at {events.endpoint}{replay}\n"
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``ServerSettings`` that were given."""
-    values: dict[str, Any] = {
-        "model_names": tuple(args.alias),
-        "embedding_names": tuple(args.embeddings_alias),
-        "api_keys": _keys(args.api_key_file),
-        "cors_origins": tuple(args.cors),
-        "timeout_s": args.timeout,
-        "strict": args.strict,
-        "page": not args.no_page,
-    }
-    if args.body_timeout is not None:
-        values["body_timeout_s"] = args.body_timeout
-    for name in ("max_requests", "max_n", "max_body_bytes"):
-        if getattr(args, name) is not None:
-            values[name] = getattr(args, name)
-    return values
-
-
-def _keys(path: Path | None) -> tuple[str, ...]:
-    """The keys of the file and of the environment. A misspelt variable is an error, not a server without keys."""
-    for name in os.environ:
-        if name.startswith("LLAMAPIPE_") and name != KEYS_VARIABLE and nearest(name, [KEYS_VARIABLE]):
-            raise UsageError(f"the variable {name} is unknown; did you mean {KEYS_VARIABLE}?")
-    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
-    if path is not None:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not found:
-            raise UsageError(f"--api-key-file: {path} holds no key")
-        keys += found
-    return tuple(key.strip() for key in keys if key.strip())

@@ -30,10 +30,12 @@ def model_file(
     hub = library()
     where = f"{repo_id}{f'@{revision}' if revision else ''}"
     try:
+        hub.utils.validate_repo_id(repo_id)
         with _bars(hub, progress):
             if local_files_only or hub.constants.HF_HUB_OFFLINE:
                 return _cached(hub, repo_id, filename, revision, where)
             try:
+                _connect(hub)
                 names = hub.HfApi().list_repo_files(repo_id, revision=revision)
                 files = [
                     hub.hf_hub_download(repo_id, name, revision=revision)
@@ -43,7 +45,7 @@ def model_file(
             except _http_errors(hub) as e:
                 if isinstance(e, hub.errors.HfHubHTTPError) and e.response is not None:
                     raise
-                # There is no connection. The library has tried for half a minute.
+                # There is no connection.
                 with suppress(ModelLoadError, ValueError):
                     return _cached(hub, repo_id, filename, revision, where)
                 raise
@@ -67,6 +69,17 @@ def library() -> Any:
             f"models from the hub need {e.name}, which is not installed: pip install 'llamapipe[hub]'"
         ) from None
     return huggingface_hub
+
+
+def _connect(hub: Any) -> None:
+    """Raises ConnectionError if the hub cannot be reached.
+
+    Without it the library would try its first request six times in half a minute, and log every failure.
+    """
+    try:
+        hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
+    except _http_errors(hub) as e:
+        raise ConnectionError(f"{hub.constants.ENDPOINT} cannot be reached: {e}") from e
 
 
 def _http_errors(hub: Any) -> tuple[type[Exception], ...]:
@@ -107,5 +120,7 @@ def _reason(hub: Any, error: Exception) -> str:
         return "there is no such repository, or it is private and HF_TOKEN is missing"
     if isinstance(error, errors.RevisionNotFoundError):
         return "there is no such revision"
+    if isinstance(error, ConnectionError):
+        return f"{error}, and the cache of this machine has no such model"
     text = str(error).strip().splitlines()
     return f"the hub did not answer as expected: {text[0] if text else type(error).__name__}"

@@ -49,6 +49,7 @@ class Talk:
         os.close(slave)
         self.master = master
         self.text = ""
+        self.asks_for_pastes = False  # the terminal is asked to mark what is pasted
         self._at = 0
 
     def until(self, wanted: str, interrupts: bool = False) -> None:
@@ -67,7 +68,9 @@ class Talk:
                 self.child.send_signal(signal.SIGINT)
                 continue
             assert ready, self.text
-            self.text += CONTROL.sub("", os.read(self.master, 4096).decode(errors="replace"))
+            written = os.read(self.master, 4096).decode(errors="replace")
+            self.asks_for_pastes |= "\x1b[?2004h" in written
+            self.text += CONTROL.sub("", written)
         self._at = found + len(wanted)
 
     def say(self, line: str) -> None:
@@ -99,7 +102,7 @@ def test_a_conversation_fits_the_terminal(talk: Talk, request: pytest.FixtureReq
     talk.until("Ctrl-C stops")
     talk.until("> ")
     talk.say(f"/save {tmp_path}/talk.json\n")
-    talk.until("messages in")
+    talk.until("1 message saved to")
     talk.until("> ")
     assert talk.close() == 0
     columns = request.node.callspec.params["talk"]
@@ -118,7 +121,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     talk.until("stopped")
     talk.until("> ")
     talk.say("/reset\n")
-    talk.until("forgotten")
+    talk.until("Conversation cleared.")
     talk.until("> ")
     talk.until("Ctrl-D or /exit ends", interrupts=True)
     talk.until("> ")
@@ -136,13 +139,32 @@ def test_lines_of_a_pipe_are_messages(tmp_path: Path) -> None:
     assert messages[1]["content"] in done.stdout
 
 
-def test_a_conversation_over_the_context_says_what_to_do() -> None:
-    done = subprocess.run(
-        [*COMMAND, "--n-ctx", "64"], input="word " * 200 + "\n", capture_output=True, text=True, timeout=120,
-        env=ENVIRONMENT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "n_ctx is 64" in done.stdout and "/reset" in done.stdout
+def test_pasted_lines_are_one_message(tmp_path: Path) -> None:
+    pytest.importorskip("readline")
+    talk = Talk(80, tmp_path, "--max-tokens", "4")
+    talk.until("> ")
+    assert talk.asks_for_pastes
+    talk.say("\x1b[200~first line\nsecond line\x1b[201~\n")
+    talk.until("tokens/s")
+    talk.until("> ")
+    talk.say(f"/save {tmp_path}/talk.json\n")
+    talk.until("2 messages saved to")
+    assert talk.close() == 0
+    assert json.loads((tmp_path / "talk.json").read_text())[0]["content"] == "first line\nsecond line"
+
+
+def test_a_command_within_quotes_is_a_message(tmp_path: Path) -> None:
+    talk = Talk(80, tmp_path, "--max-tokens", "4")
+    talk.until("> ")
+    talk.say('"""/exit\n')
+    talk.until(". ")
+    talk.say('twice"""\n')
+    talk.until("tokens/s")
+    talk.until("> ")
+    talk.say(f"/save {tmp_path}/talk.json\n")
+    talk.until("2 messages saved to")
+    assert talk.close() == 0
+    assert json.loads((tmp_path / "talk.json").read_text())[0]["content"] == "/exit\ntwice"
 
 
 def test_words_are_wrapped_whole(monkeypatch: pytest.MonkeyPatch) -> None:

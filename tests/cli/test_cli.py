@@ -200,6 +200,29 @@ class TestGenerate:
         text = ok("generate", *GREEDY, "--json", "-", "-f", "one.txt", cwd=tmp_path, stdin="A, B,\n")
         assert [json.loads(line)["prompt"] for line in text.splitlines()] == ["A, B,", "1, 2,\n3,"]
 
+    def test_stdin_is_the_prompt_where_none_is_given(self, tmp_path: Path) -> None:
+        text = ok("generate", *GREEDY, "--json", cwd=tmp_path, stdin="A, B,\n")
+        assert json.loads(text)["prompt"] == "A, B,"
+        text = ok("generate", *GREEDY, "--json", "--lines", cwd=tmp_path, stdin="A, B,\n1, 2,\n")
+        assert [json.loads(line)["prompt"] for line in text.splitlines()] == ["A, B,", "1, 2,"]
+
+    def test_an_open_stdin_is_not_read_where_a_prompt_is_given(self, tmp_path: Path) -> None:
+        reader, writer = os.pipe()
+        try:
+            done = subprocess.run(
+                command("generate", *GREEDY, STORY),
+                stdin=reader,
+                capture_output=True,
+                timeout=240,
+                cwd=tmp_path,
+                env=environment(),
+                check=False,
+            )
+        finally:
+            os.close(reader)
+            os.close(writer)
+        assert (done.returncode, done.stderr) == (0, b"")
+
     def test_a_prompt_from_each_line(self, tmp_path: Path) -> None:
         text = ok("generate", *GREEDY, "--json", "--lines", "-f", "-", cwd=tmp_path, stdin="A, B,\n\n1, 2,\n")
         assert [json.loads(line)["prompt"] for line in text.splitlines()] == ["A, B,", "1, 2,"]
@@ -210,10 +233,17 @@ class TestGenerate:
         shown = ok("generate", *GREEDY, "--stop", stop, "1, 2, 3,", cwd=tmp_path)
         assert shown.removesuffix("\n") == whole[: whole.index(stop)]
 
-    def test_stats_are_on_stderr(self, tmp_path: Path) -> None:
-        done = run("generate", *GREEDY, "--stats", STORY, cwd=tmp_path)
+    @pytest.mark.parametrize("options", [(), ("--n", "2"), ("--n-seq-max", "1")])
+    def test_stats_are_those_of_the_records(self, options: tuple[str, ...], tmp_path: Path) -> None:
+        words = ("generate", *GREEDY, *options, "--stats", "--lines", "--json", "-")
+        done = run(*words, cwd=tmp_path, stdin=f"{STORY}\n{STORY}\nA\n")
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        n_prompt = sum(record["n_prompt_tokens"] for record in records)
+        n_generated = sum(record["n_completion_tokens"] for record in records)
         assert done.returncode == 0
-        assert re.search(r"16 generated in .* tokens/s", done.stderr)
+        assert done.stderr.startswith(f"{n_prompt} prompt tokens, {n_generated} generated in ")
+        streamed = run("generate", *GREEDY, "--stats", "A", cwd=tmp_path).stderr
+        assert streamed.startswith(f"{records[2]['n_prompt_tokens']} prompt tokens, 16 generated in ")
 
     @pytest.mark.parametrize(
         ("arguments", "named"),
@@ -356,6 +386,18 @@ class TestGenerate:
         finally:
             os.close(writer)
         assert (done.returncode, done.stderr) == (141, b"")
+
+    def test_a_closed_stdin(self, tmp_path: Path) -> None:
+        for words, status in ((("generate", *GREEDY, STORY), 0), (("generate",), 2), (("chat",), 2)):
+            done = subprocess.run(
+                ["sh", "-c", 'exec "$@" <&-', "sh", *command(*words)],
+                capture_output=True,
+                cwd=tmp_path,
+                env=environment(),
+                timeout=240,
+                check=False,
+            )
+            assert done.returncode == status and b"Traceback" not in done.stderr
 
     def test_a_closed_stdout(self, tmp_path: Path) -> None:
         done = subprocess.run(

@@ -54,6 +54,20 @@ class TestScore:
         with lp.Engine(demo, n_ctx=128) as engine:
             assert record["perplexity"] == pytest.approx(engine.perplexity(text), rel=1e-3)
 
+    def test_stdin_is_a_text(self, tmp_path: Path) -> None:
+        text = "Once upon a time there was a fox.\n"
+        (tmp_path / "text.txt").write_text(text)
+        expected = json.loads(run("score", "-f", tmp_path / "text.txt", "--json"))["perplexity"]
+        for words in ((), ("-f", "-")):
+            assert json.loads(run("score", *words, "--json", text=text)) == {
+                "file": "-",
+                "perplexity": expected,
+            }
+
+    def test_a_wrong_window_is_named_as_the_option(self) -> None:
+        assert "--window is 3; it must be from 4 to" in run("score", "--window", 3, status=2, text="A fox.")
+        assert "n_window" not in run("score", "--window", 16, status=1, text="A fox.")
+
     @pytest.mark.parametrize("words", [(), ("one",), ("a", "b", "-f", "x")])
     def test_wrong_usage(self, words: tuple[str, ...]) -> None:
         assert "llamapipe score" in run("score", *words, status=2)
@@ -67,8 +81,11 @@ class TestEmbed:
         records = [json.loads(line) for line in run("embed", "-m", path, "hello world", "bye").splitlines()]
         assert np.allclose([record["embedding"] for record in records], expected, atol=1e-5)
         out = tmp_path / "vectors.npy"
-        run("embed", "-m", path, "--lines", "-f", "-", "-o", out, text="hello world\nbye\n")
-        assert np.allclose(np.load(out), expected, atol=1e-5)
+        for words in (("-f", "-"), ()):
+            run("embed", "-m", path, "--lines", *words, "-o", out, text="hello world\nbye\n")
+            assert np.allclose(np.load(out), expected, atol=1e-5)
+            out.unlink()
+        run("embed", "-m", path, "-c", "0", "-t", "-1", "hello world")
         assert ".npy" in run("embed", "-m", path, "a", "-o", tmp_path / "v.txt", status=2)
         assert "tokens" in run("embed", "-m", path, "hello " * 900, status=1)
         run("embed", "-m", path, "hello " * 900, "--truncate")
@@ -126,3 +143,20 @@ def test_completion(shell: str, tmp_path: Path) -> None:
     if (program := shutil.which(shell)) is not None and shell != "tcsh":
         (tmp_path / "script").write_text(script)
         subprocess.run([program, "-n", str(tmp_path / "script")], check=True)
+
+
+@pytest.mark.parametrize(
+    "words", ["generate -f fiv", "chat -m fiv", "serve --chat-template fiv", "batch fiv"]
+)
+def test_completion_of_file_names(words: str, tmp_path: Path) -> None:
+    if (bash := shutil.which("bash")) is None:
+        pytest.skip("needs bash")
+    (tmp_path / "five.txt").write_text("")
+    (tmp_path / "script").write_text(run("completion", "bash"))
+    line = ["llamapipe", *words.split()]
+    program = (
+        f"source ./script; COMP_WORDS=({' '.join(line)}); COMP_CWORD={len(line) - 1}; "
+        'COMPREPLY=(); _shtab_llamapipe; echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run([bash, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "five.txt\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -122,7 +123,32 @@ def test_the_command_line_takes_names_of_the_hub(hub: SmallHub, tmp_path: Path) 
         [*command, "hf:some/single"], env=env, capture_output=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
+    done = subprocess.run(
+        [*command, f"hf:{REPO}:q8_0"], env=env, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
     done = subprocess.run([*command, f"hf:{REPO}"], env=env, capture_output=True, timeout=120, check=False)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert b"has 2 models; name one of m-F16.gguf, m-Q8_0.gguf" in done.stderr
     assert os.listdir(tmp_path)  # noqa: PTH208
+
+
+def test_a_hub_that_cannot_be_reached(hub: SmallHub, tmp_path: Path) -> None:
+    """It is asked once, and the cache has what was downloaded before."""
+    command = [sys.executable, "-m", "llamapipe", "generate", "--max-tokens", "2", "Hello", "-m"]
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]  # nobody listens there from now on
+    away = {"HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+
+    def generate() -> subprocess.CompletedProcess[str]:
+        env = environment(settings(hub, tmp_path, **away))
+        words = [*command, "hf:some/single"]
+        return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+    done = generate()
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"llamapipe: some/single: {away['HF_ENDPOINT']} cannot be reached: ")
+    assert loaded(hub, tmp_path, "some/single") == "only.gguf 512"
+    done = generate()
+    assert (done.returncode, done.stderr) == (0, "")

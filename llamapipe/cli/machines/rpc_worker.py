@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llamapipe.arguments import check_int
-from llamapipe.cli.options import UsageError
+from llamapipe.cli.options import UsageError, number_or_automatic
 from llamapipe.errors import BackendError
 from llamapipe.rpc.addresses import Address, check_host, look_up
 
@@ -54,7 +54,13 @@ def add_parser(
         metavar="NAME",
         help="lend this device only (repeatable; doctor lists them)",
     )
-    parser.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads (default: the cores)")
+    parser.add_argument(
+        "-t",
+        "--threads",
+        type=number_or_automatic,
+        metavar="N",
+        help="CPU threads (default, and -1: the cores)",
+    )
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="keep large tensors here, so that they are sent only once"
     )

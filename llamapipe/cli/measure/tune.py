@@ -45,7 +45,12 @@ def add_parser(
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
-        "-c", "--n-ctx", type=int, default=1024, metavar="N", help="context of a request (default: 1024)"
+        "-c",
+        "--n-ctx",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="context of a request; 0: the model's (default: 1024)",
     )
     parser.add_argument(
         "--slots", type=int, default=32, metavar="N", help="maximum number of slots to try (default: 32)"
@@ -64,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     if args.prompt_tokens < 1 or args.max_tokens < 1 or args.slots < 1:
         raise UsageError("--prompt-tokens, --max-tokens and --slots must be at least 1")
-    if args.prompt_tokens + args.max_tokens > args.n_ctx:
+    if args.n_ctx and args.prompt_tokens + args.max_tokens > args.n_ctx:
         raise UsageError(
             f"--n-ctx is {args.n_ctx}; prompts and output have {args.prompt_tokens + args.max_tokens}"
         )
     with open_model(args.model, given(args, MODEL)) as model:
-        tuning = _Tuning(model, args.n_ctx, args.prompt_tokens, args.max_tokens)
+        tuning = _Tuning(model, args.n_ctx or model.n_ctx_train, args.prompt_tokens, args.max_tokens)
         n_cores = usable_cores()
         counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, n_cores) if n <= n_cores})
         tuning.choose("n_threads", counts, n=1)

@@ -1,0 +1,47 @@
+"""The settings of a server, from the options of ``llamapipe serve`` and from the environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from llamapipe.arguments import nearest
+from llamapipe.cli.options import UsageError
+
+KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
+
+
+def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``ServerSettings`` that were given."""
+    values: dict[str, Any] = {
+        "model_names": tuple(args.alias),
+        "embedding_names": tuple(args.embeddings_alias),
+        "api_keys": _keys(args.api_key_file),
+        "cors_origins": tuple(args.cors),
+        "timeout_s": args.timeout,
+        "strict": args.strict,
+        "page": not args.no_page,
+    }
+    if args.body_timeout is not None:
+        values["body_timeout_s"] = args.body_timeout
+    for name in ("max_requests", "max_n", "max_body_bytes"):
+        if getattr(args, name) is not None:
+            values[name] = getattr(args, name)
+    return values
+
+
+def _keys(path: Path | None) -> tuple[str, ...]:
+    """The keys of the file and of the environment. A misspelt variable is an error, not a server without keys."""
+    for name in os.environ:
+        if name.startswith("LLAMAPIPE_") and name != KEYS_VARIABLE and nearest(name, [KEYS_VARIABLE]):
+            raise UsageError(f"the variable {name} is unknown; did you mean {KEYS_VARIABLE}?")
+    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
+    if path is not None:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise UsageError(f"--api-key-file: {path} holds no key")
+        keys += found
+    return tuple(key.strip() for key in keys if key.strip())

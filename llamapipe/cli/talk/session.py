@@ -1,0 +1,217 @@
+"""A conversation at the terminal, or with lines of a pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llamapipe as lp
+from llamapipe.cli.options import UsageError
+from llamapipe.cli.talk.conversation import Conversation, Message
+from llamapipe.cli.talk.reader import piped_line, read_entry, typed_line
+from llamapipe.cli.terminal import Terminal, WordWrap
+
+_HELP = """\
+/reset         clear the conversation
+/system TEXT   set the system message and start again
+/system        remove it
+/save FILE     write the messages as JSON
+/load FILE     go on with the messages of a file
+/help          show this
+/exit          quit, as Ctrl-D does
+A line that ends with \\ continues on the next one.
+\"""            begins and ends a message of several lines
+Ctrl-C stops an answer."""
+
+
+class Session:
+    """Reads the messages of a conversation, answers them, and runs commands such as ``/save``."""
+
+    def __init__(
+        self,
+        engine: lp.Engine,
+        params: lp.SamplingParams,
+        conversation: Conversation,
+        no_thinking: bool,
+    ) -> None:
+        self._engine = engine
+        self._params = params
+        self._conversation = conversation
+        self._args: dict[str, Any] = {"enable_thinking": False} if no_thinking else {}
+        self._terminal = Terminal(sys.stdout)
+        self._notes = Terminal(sys.stderr)
+
+    def __repr__(self) -> str:
+        return f"<Session of {self._conversation!r}>"
+
+    def talk(self) -> None:
+        """Reads messages from the terminal until the end of input."""
+        terminal = self._terminal
+        terminal.line(
+            terminal.style(f"{self._engine.model.path.stem}: /help lists commands, Ctrl-D ends", "dim")
+        )
+        while True:
+            try:
+                entry = read_entry(typed_line)
+            except KeyboardInterrupt:
+                terminal.line()
+                terminal.line(terminal.style("Ctrl-D or /exit ends", "dim"))
+                continue
+            except EOFError:
+                terminal.line()
+                return
+            except UsageError as error:  # not UTF-8
+                self._note(str(error), "red")
+                continue
+            if entry.is_command:
+                if not self._command(entry.text):
+                    return
+            elif entry.text.strip():
+                self._answer_here(entry.text)
+
+    def read_lines(self) -> None:
+        """Answers the messages of standard input; the first failure ends it."""
+        while True:
+            try:
+                entry = read_entry(piped_line)
+            except EOFError:
+                return
+            if entry.is_command:
+                if not self._command(entry.text):
+                    return
+            elif entry.text.strip():
+                self.answer(entry.text)
+
+    def _answer_here(self, text: str) -> None:
+        """Answers a message, and shows what went wrong. Ctrl-C stops the answer; what was written stays."""
+        began = time.perf_counter()
+        terminal, facts = self._terminal, _Facts()
+        try:
+            self.answer(text, facts)
+        except KeyboardInterrupt:
+            facts.note = "stopped"
+        except lp.errors.InvalidRequestError as error:
+            self._note(str(error), "red")
+            return
+        if terminal.redraws:
+            shown = facts.shown(time.perf_counter() - began)
+            terminal.line(terminal.style(f" {terminal.symbol('·')} ".join(shown), "dim"))
+
+    def answer(self, text: str, facts: _Facts | None = None) -> None:
+        """Streams the answer to a message. Raises as ``Engine.stream_chat``, and KeyboardInterrupt."""
+        terminal, conversation = self._terminal, self._conversation
+        facts = facts or _Facts()
+        wrap = WordWrap(terminal)
+        content: list[str] = []
+        conversation.add("user", text)
+        began = time.perf_counter()
+        try:
+            self._make_room()
+            stream = self._engine.stream_chat(conversation.visible(), self._params, template_args=self._args)
+            with closing(stream):
+                for delta in stream:
+                    if facts.first_s is None:
+                        facts.first_s = time.perf_counter() - began
+                    facts.n_tokens += len(delta.token_ids)
+                    if delta.reasoning:
+                        wrap.write(terminal.text(delta.reasoning), "dim")
+                    if delta.content:
+                        content.append(delta.content)
+                        wrap.write(terminal.text(delta.content))
+                    if delta.finish_reason == "length":
+                        facts.note = "ended by the limit of tokens"
+        except lp.errors.InvalidRequestError:
+            conversation.take_back()
+            raise
+        except KeyboardInterrupt:
+            wrap.end()
+            conversation.add("assistant", "".join(content))
+            raise
+        wrap.end()
+        conversation.add("assistant", "".join(content))
+
+    def _make_room(self) -> None:
+        """Hides the oldest turns where the context is full. Raises InvalidRequestError if that does not help."""
+        n_ctx, n_most = self._engine.n_ctx, self._params.max_tokens
+        n_free = n_ctx // 4 if n_most is None else max(min(n_most, n_ctx // 4), 1)
+        n_hidden, n_tokens = self._conversation.fit(self._count, n_ctx, n_free)
+        if n_tokens >= n_ctx:
+            raise lp.errors.InvalidRequestError(
+                f"the message has {n_tokens} tokens, with the template; n_ctx is {n_ctx} and one must stay free: "
+                "shorten it, or start with a larger context (-c N)"
+            )
+        if n_hidden:
+            turns = "oldest turn was" if n_hidden == 1 else f"{n_hidden} oldest turns were"
+            self._note(f"the {turns} dropped: the context has {n_ctx} tokens (-c N sets it)", "dim")
+
+    def _count(self, messages: list[Message]) -> int:
+        return len(self._engine.model.tokenize_chat(messages, **self._args))
+
+    def _command(self, text: str) -> bool:
+        """Runs a command. False if it ends the conversation."""
+        terminal, conversation = self._terminal, self._conversation
+        name, _, rest = text.partition(" ")
+        rest = rest.strip()
+        if name in ("/exit", "/quit"):
+            return False
+        if name == "/reset":
+            conversation.clear()
+            self._say("Conversation cleared.")
+        elif name == "/system":
+            conversation.system = rest or None
+            conversation.clear()
+            self._say(f"Conversation cleared; the system message is {'set' if rest else 'removed'}.")
+        elif name in ("/save", "/load"):
+            self._file(name, rest)
+        else:
+            if name != "/help":
+                self._note(f"there is no command {name}", "yellow")
+            terminal.line(_HELP)
+        return True
+
+    def _file(self, command: str, name: str) -> None:
+        """Saves the conversation to a file, or loads it."""
+        if not name:
+            self._note(f"{command} needs the name of a file", "yellow")
+            return
+        conversation, path = self._conversation, Path(name).expanduser()
+        try:
+            if command == "/save":
+                conversation.save(path)
+            else:
+                conversation.load(path)
+        except OSError as error:
+            self._note(f"{path}: {error.strerror}", "red")
+        except ValueError as error:
+            self._note(str(error), "red")
+        else:
+            n, done = len(conversation), "saved to" if command == "/save" else "loaded from"
+            self._say(f"{n} message{'s' * (n != 1)} {done} {path}")
+
+    def _say(self, text: str) -> None:
+        """Shows what a command did."""
+        self._terminal.line(self._terminal.style(text, "dim"))
+
+    def _note(self, text: str, style: str) -> None:
+        """Shows what is no answer, on stderr."""
+        self._notes.line(self._notes.style(text, style))
+
+
+@dataclass
+class _Facts:
+    """What is shown after an answer."""
+
+    n_tokens: int = 0
+    first_s: float | None = None
+    note: str = ""
+
+    def shown(self, seconds: float) -> list[str]:
+        """The parts of the line."""
+        facts = [f"{self.n_tokens} tokens", f"{self.n_tokens / seconds:.0f} tokens/s"]
+        if self.first_s is not None:
+            facts.append(f"first after {1e3 * self.first_s:.0f} ms")
+        return [*facts, self.note] if self.note else facts

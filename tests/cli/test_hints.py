@@ -1,0 +1,132 @@
+"""What the command line says to people who know llama.cpp's programs or Ollama."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamapipe.cli import _parser, main
+from llamapipe.cli.options import MODEL, given
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 2) -> str:
+    assert main(list(map(str, arguments))) == status
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("serve --jinja", "--jinja; it is always on; leave the option out (see"),
+        ("serve -cb", "-cb; it is always on"),
+        ("serve --cont-batching", "--cont-batching; it is always on"),
+        ("serve --metrics", "--metrics; it is always on"),
+        ("serve --ssl-key-file key.pem", "key.pem; the server speaks plain HTTP; use a proxy for TLS"),
+        ("serve --chat-template-file x.j", "; use --chat-template (see"),
+        ("serve --context-shift", "; use --overflow shift (see"),
+        ("serve -n 5", "unrecognized arguments: -n; each request sets it: the field max_tokens (see"),
+        ("serve --predict 5", "; each request sets it: the field max_tokens (see"),
+        ("serve --temp 1", "; each request sets it: the field temperature (see"),
+        ("serve --top-k 1", "; each request sets it: the field top_k (see"),
+        ("serve --mmproj x.gguf", "; llamapipe does not support it (see"),
+        ("serve --strcit", "; did you mean --strict? (see"),
+        ("generate -sm row", "-sm; only Python has it: lp.Model(path, split_mode=...) (see"),
+        ("generate --predict 5 a", "; use --max-tokens (see"),
+        ("generate -hf a/b a", "; use -m hf:OWNER/REPO/FILE or -m hf:OWNER/REPO:QUANT (see"),
+        ("embed --predict 5 a", "unrecognized arguments: --predict (see"),
+    ],
+)
+def test_options(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in said(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("run", "use llamapipe chat -m FILE"),
+        ("pull", "-m hf:OWNER/REPO/FILE downloads"),
+        ("list", "use llamapipe models"),
+        ("ps", "/model_info"),
+        ("show", "/model_info"),
+        ("help", "use llamapipe --help"),
+        ("version", "use llamapipe --version"),
+        ("rpc_worker", "did you mean rpc-worker?"),
+        ("frobnicate", "serve, rpc-worker, batch"),
+    ],
+)
+def test_commands(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, command, "llama3.2")
+    assert f"there is no command {command!r}; " in text and message in text
+    assert text.startswith("usage: llamapipe ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("-m", "a", "-m", "b"), ("--model=a", "-m", "b"), ("-m", "a", "--model", "b")]
+)
+@pytest.mark.parametrize("command", ["generate", "serve", "batch"])
+def test_a_second_model_is_refused(
+    command: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "-m/--model is given twice; give one file" in said(capsys, command, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "status"),
+    [
+        ("llama3.2", "llama3.2 does not exist; give a GGUF file, hf:OWNER/REPO/FILE", 1),
+        ("nowhere.gguf", "nowhere.gguf does not exist", 1),
+        ("https://huggingface.co/a/b/resolve/main/c.gguf?download=true", "write hf:a/b/c.gguf", 2),
+        ("https://huggingface.co/a/b/c.gguf", "write hf:a/b/c.gguf", 2),
+        ("hf.co/a/b:Q4_K_M", "write hf:a/b:Q4_K_M", 2),
+        ("https://huggingface.co/a/b/tree/main", "write hf:a/b\n", 2),
+        ("https://example.org/c.gguf", "download the file and give its path", 2),
+        ("hf:a/b:", "write hf:OWNER/REPO, hf:OWNER/REPO/FILE.gguf or hf:OWNER/REPO:QUANT", 2),
+    ],
+)
+def test_names_that_are_no_files(
+    name: str, message: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, "generate", "-m", name, "a", status=status)
+    assert message in text and name in text
+    assert len(text.splitlines()) == status  # with the usage if it is wrong
+
+
+def test_demo_is_the_bundled_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["generate", "-n", "2", "-c", "32", "-m", "demo", "a"]
+    (tmp_path / "demo").mkdir()
+    assert main(words) == 0
+    (tmp_path / "demo").rmdir()
+    (tmp_path / "demo").write_bytes(b"a file of this name is meant")
+    assert main(words) == 1
+    assert "demo" in capfd.readouterr().err
+
+
+def test_zero_and_minus_one_have_llama_cpps_meaning(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--temp", "0", "-n", "4", "--ignore-eos", "1, 2,"]
+    assert main(["generate", *words]) == 0
+    expected = capfd.readouterr().out
+    options = ["-c", "0", "-t", "-1", "-tb", "-1", "-np", "-1", "-s", "-1", "--no-mmap"]
+    assert main(["generate", *options, *words]) == 0
+    assert capfd.readouterr().out == expected
+    # The bundled model's context, less the prompt.
+    assert main(["generate", "--json", "-n", "-1", "--ignore-eos", "-c", "0", "1, 2,"]) == 0
+    assert '"n_completion_tokens": 10' in capfd.readouterr().out
+    assert main(["bench", "-c", "0", "-t", "-1", "--requests", "1", "-n", "2", "--json"]) == 0
+    assert main(["score", "-c", "0", "A cow says", " moo"]) == 0
+    assert main(["generate", "-t", "0", "a"]) == 2
+    assert "n_threads is 0" in capfd.readouterr().err
+
+
+def test_no_mmap_is_use_mmap_false() -> None:
+    args = _parser().parse_args(["serve", "--no-mmap"])
+    assert given(args, MODEL) == {"use_mmap": False}
+    assert given(_parser().parse_args(["serve"]), MODEL) == {}
+
+
+def test_errors_of_the_system_name_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "generate", "-f", tmp_path / "none", status=1)
+    assert text == f"llamapipe: {tmp_path}/none: No such file or directory\n"

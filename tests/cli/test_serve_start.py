@@ -1,0 +1,90 @@
+"""How ``llamapipe serve`` starts: the port, the chat template, and what it shows."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.gguf_models import tiny_model
+from support.run_script import environment
+from support.server_process import COMMAND
+
+pytest.importorskip("uvicorn")
+
+
+def refused(*arguments: str | Path) -> str:
+    """What a server says that does not start."""
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode in (1, 2) and done.stdout == "" and "Traceback" not in done.stderr
+    return done.stderr
+
+
+def started(*arguments: str | Path) -> tuple[str, str]:
+    """What a server says on stdout and stderr until it is there."""
+    with subprocess.Popen(
+        [*COMMAND, "--port", "0", "--n-ctx", "64", *map(str, arguments)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None and server.stderr is not None
+        lines: list[str] = []
+        for line in server.stdout:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                break
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=120)
+    assert server.returncode in (0, -signal.SIGTERM), errors  # it may not be handled yet
+    return "".join(lines), errors
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock.getsockname()[1]
+
+
+@pytest.mark.parametrize("workers", [(), ("--workers", "1")])
+def test_a_port_in_use(busy_port: int, workers: tuple[str, ...]) -> None:
+    said = refused("--port", str(busy_port), *workers)
+    assert said == f"llamapipe: 127.0.0.1:{busy_port} is in use; choose another port with --port\n"
+
+
+def test_a_host_that_is_none() -> None:
+    assert "--host 999.1.1.1 is no address: " in refused("--host", "999.1.1.1")
+    assert "--host 192.0.2.1 is no address of this machine" in refused("--host", "192.0.2.1")
+
+
+@pytest.mark.parametrize("workers", [(), ("--workers", "1")])
+@pytest.mark.parametrize("source", ["{% for", "{{ raise_exception('no') }}"])
+def test_a_broken_template_is_refused(source: str, workers: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "bad.j"
+    file.write_text(source)
+    said = refused("--port", "0", "--chat-template", file, *workers)
+    assert "--chat-template: " in said and "usage: llamapipe serve" in said
+    assert f"there is no file {tmp_path}" in refused("--chat-template", tmp_path)
+
+
+@pytest.mark.parametrize("workers", [(), ("--workers", "1")])
+def test_a_model_without_a_template(workers: tuple[str, ...], tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "tiny.gguf")
+    shown, errors = started("-m", model, "-a", "little", *workers)
+    assert 'client.completions.create(model="little"' in shown and "client.chat" not in shown
+    assert "tiny.gguf has no chat template: requests for chats are answered 400" in errors
+    (tmp_path / "good.j").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    shown, errors = started("-m", model, "--chat-template", tmp_path / "good.j", *workers)
+    assert "client.chat.completions.create(" in shown and 'model="tiny"' in shown
+    assert "no chat template" not in errors

@@ -89,6 +89,8 @@ def from_column(name: str, value: Any) -> Any:
     """
     if not isinstance(value, (str, list, tuple)):
         refuse_table(name, value)
+        if hasattr(value, "column_names"):  # rows of a data set, which are read one by one
+            return value
         for method in ("to_list", "to_pylist"):
             if callable(convert := getattr(value, method, None)):
                 return convert()

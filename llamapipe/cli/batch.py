@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import llamapipe as lp
@@ -27,7 +28,7 @@ from llamapipe.cli.options import (
 from llamapipe.cli.terminal import Terminal
 from llamapipe.jobs.answers import Answerer, AnswerRequest
 from llamapipe.jobs.batch import AHEAD
-from llamapipe.jobs.output import is_complete, lines_of, open_output, remove_output
+from llamapipe.jobs.output import is_complete, lines_of, open_output
 from llamapipe.jobs.records import STDIN, count_records, format_of, read_records
 from llamapipe.jobs.run import BatchSummary, run_job
 
@@ -87,7 +88,7 @@ def add_parser(
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--overwrite", action="store_true", help="start again and discard the results in OUT")
     again.add_argument(
-        "--retry-failed", action="store_true", help="answer the records again whose results have an error"
+        "--retry-failed", action="store_true", help="retry the records whose results have an error"
     )
     parser.add_argument(
         "--alias",
@@ -115,22 +116,23 @@ def run(args: argparse.Namespace) -> int:
         lines = lines_of(args.output)
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
+    if args.retry_failed and lines != args.output:
+        raise UsageError("--retry-failed needs an OUT that ends with .jsonl")
+    if args.input == STDIN and sys.stdin is None:
+        raise UsageError("there is no standard input to read records from")
     n_records = count_records(args.input)
     if args.input != STDIN and (
         args.input in (args.output, lines) or (args.output.exists() and args.output.samefile(args.input))
     ):
         raise UsageError("IN and OUT are the same file")
-    if args.overwrite:
-        remove_output(args.output)
-    if is_complete(args.output):
+    if is_complete(args.output) and not args.overwrite:
         print(f"llamapipe: {args.output} is complete already; --overwrite begins anew", file=sys.stderr)
         return 0
-    if args.retry_failed and lines != args.output:
-        raise UsageError("--retry-failed needs an OUT that ends with .jsonl")
     with (
-        ExitStack() as stack,
+        open_output(args.output, overwrite=args.overwrite) as results,
         open_model(args.model, given(args, MODEL)) as model,
         open_engine(model, given(args, ENGINE)) as engine,
+        _opened(args.embeddings) as embedder,
     ):
         try:
             answerer = Answerer(
@@ -140,42 +142,55 @@ def run(args: argparse.Namespace) -> int:
                 args.system,
                 args.chat,
                 args.keep,
-                requests=lambda: _open_requests(engine, args, stack),
+                requests=lambda: _requests(engine, args.alias, embedder, args.embeddings_alias),
             )
         except ValueError as error:
             raise UsageError(str(error)) from error
-        shown = _Shown(n_records)
-        with open_output(args.output, answerer.settings(), retry_failed=args.retry_failed) as results:
-            summary = run_job(
-                read_records(args.input),
-                answerer,
-                results,
-                n_ahead=AHEAD * engine.n_seq_max,
-                ordered=not args.unordered,
-                on_progress=shown.show,
-            )
+        if args.overwrite and lines != args.output:
+            args.output.unlink(missing_ok=True)
+        results.begin(answerer.settings(), retry_failed=args.retry_failed)
+        shown = _Shown(n_records, can_retry=lines == args.output)
+        summary = run_job(
+            read_records(args.input),
+            answerer,
+            results,
+            n_ahead=AHEAD * engine.n_seq_max,
+            ordered=not args.unordered,
+            slow=args.input == STDIN,
+            on_progress=shown.show,
+        )
         shown.end(summary)
     return 1 if summary.n_failed + summary.n_skipped_failed else 0
 
 
-def _open_requests(engine: lp.Engine, args: argparse.Namespace, stack: ExitStack) -> AnswerRequest:
+@contextmanager
+def _opened(file: Path | None) -> Iterator[lp.Embedder | None]:
+    """The embedder of ``--embeddings``."""
+    if file is None:
+        yield None
+        return
+    with lp.Model(file) as model, lp.Embedder(model) as embedder:
+        yield embedder
+
+
+def _requests(
+    engine: lp.Engine, names: list[str], embedder: lp.Embedder | None, embedding_names: list[str]
+) -> AnswerRequest:
     try:
         from llamapipe.server.batch import BatchRequests
     except ModuleNotFoundError as error:
         raise ImportError(
             f"requests in OpenAI's format need {error.name}: pip install 'llamapipe[server]'"
         ) from None
-    embedder = None
-    if args.embeddings is not None:
-        embedder = stack.enter_context(lp.Embedder(stack.enter_context(lp.Model(args.embeddings))))
-    return BatchRequests(engine, args.alias, embedder, args.embeddings_alias).answer
+    return BatchRequests(engine, names, embedder, embedding_names).answer
 
 
 class _Shown:
     """The line of progress, and the closing one."""
 
-    def __init__(self, n_records: int | None) -> None:
+    def __init__(self, n_records: int | None, can_retry: bool) -> None:
         self._n_records = n_records
+        self._can_retry = can_retry
         self._terminal = Terminal(sys.stderr)
         self._began_s = self._next_s = time.perf_counter()
 
@@ -207,7 +222,8 @@ class _Shown:
         if progress.n_skipped:
             parts.append(f"{progress.n_skipped:,} were there already")
         if progress.n_skipped_failed:
-            parts.append(f"{progress.n_skipped_failed:,} of them failed (--retry-failed)")
+            retry = " (--retry-failed answers them again)" if self._can_retry else ""
+            parts.append(f"{progress.n_skipped_failed:,} of them failed{retry}")
         self._terminal.line(", ".join(parts))
 
 

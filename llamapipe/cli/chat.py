@@ -29,7 +29,9 @@ from llamapipe.cli.usage.texts import read_stdin, stdin_is_terminal
 
 _DESCRIPTION = """\
 Hold a conversation with a model, or answer one message. Without -m, use the bundled model. Needs the extra 'chat'.
-If standard input is not a terminal and no message is given, each of its lines is a message."""
+If standard input is not a terminal and no message is given, each of its lines is a message, or a command such as
+/reset; a backslash at the end continues a line, and \"\"\" begins and ends several. Standard input is not read if a
+message is given."""
 _EPILOG = """\
 examples:
   llamapipe chat
@@ -60,9 +62,7 @@ def add_parser(
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument(
-        "--load", type=Path, metavar="FILE", help="go on with a conversation that /save has written"
-    )
+    parser.add_argument("--load", type=Path, metavar="FILE", help="continue a conversation saved with /save")
     parser.add_argument(
         "--chat-template",
         type=template_file,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
-from llamapipe.cli.usage.parser import CommandParser as CommandParser  # noqa: PLC0414 - for llamapipe.dynamo
 
 
 class UsageError(Exception):

@@ -19,13 +19,13 @@ from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
-    CommandParser,
     HelpFormatter,
     UsageError,
     add_engine_options,
     given,
     model_path,
 )
+from llamapipe.cli.usage.parser import CommandParser
 from llamapipe.gguf.fingerprint import fingerprint
 
 _DESCRIPTION = "Run a worker for NVIDIA Dynamo. Without -m, use the bundled model."

@@ -6,6 +6,8 @@ continues where it ended.
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +15,10 @@ from typing import Any
 
 from llamapipe.errors import ModelLoadError
 from llamapipe.hub.reference import choose
+
+_log = logging.getLogger("llamapipe")
+# Errors of this machine's disk, not of the connection.
+_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def model_file(
@@ -45,9 +51,13 @@ def model_file(
             except _http_errors(hub) as e:
                 if isinstance(e, hub.errors.HfHubHTTPError) and e.response is not None:
                     raise
+                if isinstance(e, OSError) and e.errno in _LOCAL:
+                    raise
                 # There is no connection.
                 with suppress(ModelLoadError, ValueError):
-                    return _cached(hub, repo_id, filename, revision, where)
+                    found = _cached(hub, repo_id, filename, revision, where)
+                    _log.warning("the hub cannot be reached; using %s from the cache", found.name)
+                    return found
                 raise
     except hub.errors.HFValidationError as e:
         raise ValueError(f"{repo_id!r} is no name of a repository: {e}") from None

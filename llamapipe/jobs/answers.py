@@ -13,7 +13,7 @@ from llamapipe.chat.results import ToolCall
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import TokenLogprob
-from llamapipe.jobs.records import Record, as_json, column
+from llamapipe.jobs.records import Record, as_json, column, is_null
 from llamapipe.jobs.tables import RESULT_FIELDS
 
 # Options that a record may set: all of SamplingParams, except those that JSON or a result cannot hold.
@@ -65,11 +65,10 @@ class Answerer:
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
         check_flag("chat", chat)
-        if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
-            raise TypeError("keep must be a list of the names of columns")
-        if taken := RESULT_FIELDS.intersection(keep):
+        names = _names(keep)
+        if taken := RESULT_FIELDS.intersection(names):
             raise ValueError(f"keep has {min(taken)!r}, which is a field of results: rename the column")
-        self._engine, self._params, self._keep = engine, params, tuple(dict.fromkeys(keep))
+        self._engine, self._params, self._keep = engine, params, names
         self._template, self._system, self._chat = template, system, chat or system is not None
         self._open_requests = requests
         self._answer_request: AnswerRequest | None = None
@@ -80,13 +79,17 @@ class Answerer:
         return f"<Answerer template={self._template!r} chat={self._chat}>"
 
     def settings(self) -> int:
-        """32 bits that differ, most likely, for another model, other options or another template."""
-        params = {field.name: getattr(self._params, field.name) for field in fields(self._params)}
-        processors = [type(one).__qualname__ for one in params.pop("logits_processors") or ()]
-        told = (self._template, self._system, self._chat, sorted(self._keep), params, processors)
-        return zlib.crc32(
-            repr(told).encode("utf-8", "surrogatepass"), zlib.crc32(self._engine.model.fingerprint)
-        )
+        """32 bits that differ, most likely, for another model, chat template, template or options."""
+        given = {
+            field.name: value
+            for field in fields(self._params)
+            if (value := getattr(self._params, field.name)) != field.default
+        }
+        processors = [type(one).__qualname__ for one in given.pop("logits_processors", None) or ()]
+        model = self._engine.model
+        told = (self._template, self._system, self._chat, sorted(self._keep), given, processors)
+        text = repr((*told, model.chat_template))
+        return zlib.crc32(text.encode("utf-8", "surrogatepass"), zlib.crc32(model.fingerprint))
 
     async def answer(self, record: Record) -> Answer:
         """Answers a record; what goes wrong with it is its result. Raises EngineClosedError only."""
@@ -173,6 +176,14 @@ class Answerer:
         return made | {"finish_reason": choice.finish_reason, "seed": choice.seed} | counts, n
 
 
+def _names(keep: Any) -> tuple[str, ...]:
+    """The names of columns. Raises TypeError."""
+    names = tuple(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError("keep must be a list of the names of columns")
+    return names
+
+
 def logprob_records(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     """Log-probabilities of tokens, as JSON."""
     return [
@@ -205,6 +216,6 @@ def check_template(template: str) -> None:
 def filled(template: str, columns: Mapping[str, Any]) -> str:
     """The prompt that a template makes of a record's columns. Raises ValueError if one is missing or null."""
     for _, name, _, _ in string.Formatter().parse(template):
-        if name and column(columns, name) is None:
+        if name and is_null(column(columns, name)):
             raise ValueError(f"the column {name!r} is null")
     return template.format_map(columns)

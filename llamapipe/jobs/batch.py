@@ -12,7 +12,7 @@ from llamapipe.engine.delivery.progress import progress_bar
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
 from llamapipe.jobs.answers import Answerer
-from llamapipe.jobs.output import open_output
+from llamapipe.jobs.output import lines_of, open_output
 from llamapipe.jobs.records import Record, count_records, read_records, records_of
 from llamapipe.jobs.run import BatchSummary, answers, run_job
 
@@ -117,8 +117,12 @@ def batch(
         check_flag(name, flag)
     if retry_failed and output is None:
         raise ValueError("retry_failed needs output: without it no results are kept")
+    if retry_failed and lines_of(Path(output)) != Path(output):  # type: ignore[arg-type]  # checked above
+        raise ValueError("retry_failed needs an output that ends with .jsonl")
     if isinstance(records, os.PathLike):
         path = Path(records)
+        if output is not None and Path(output).exists() and path.exists() and path.samefile(output):
+            raise ValueError(f"records and output are the same file, {path}")
         found, total = read_records(path), count_records(path) if progress else None
     else:
         found, total = records_of(records), len(records) if isinstance(records, Sized) else None
@@ -142,7 +146,8 @@ def batch(
             bar.update()
 
     try:
-        with open_output(Path(output), answerer.settings(), retry_failed=retry_failed) as file:
+        with open_output(Path(output)) as file:
+            file.begin(answerer.settings(), retry_failed=retry_failed)
             return run_job(counted(), answerer, file, n_ahead=n_ahead, ordered=ordered)
     finally:
         bar.close()

@@ -23,25 +23,19 @@ def is_complete(path: Path) -> bool:
     return path.exists() and lines_of(path) != path
 
 
-def remove_output(path: Path) -> None:
-    """Removes results, so that a job begins anew."""
-    for file in {path, lines_of(path)}:
-        file.unlink(missing_ok=True)
-
-
 @contextmanager
-def open_output(path: Path, settings: int, *, retry_failed: bool = False) -> Iterator[ResultFile]:
-    """Opens the results for ``path``; when the block ends without an exception, they are all there.
+def open_output(path: Path, *, overwrite: bool = False) -> Iterator[ResultFile]:
+    """Opens the results for ``path``, for ``begin``; when the block ends without an exception, they are all there.
 
-    ``settings``, ``retry_failed``: as of ``ResultFile``. A .csv or .parquet file appears at the end; until then
+    ``overwrite``: results that are there do not count. A .csv or .parquet file appears at the end; until then
     ``path.jsonl`` holds the results. Raises ValueError for another ending and a file of something else, FileExistsError
     for a table that is there, BlockingIOError, OSError, ImportError.
     """
     lines = lines_of(path)
-    if is_complete(path):
+    if is_complete(path) and not overwrite:
         raise FileExistsError(f"{path} is complete already; remove it to begin anew")
     tables.require(path)
-    results = ResultFile(lines, settings, retry_failed=retry_failed)
+    results = ResultFile(lines, overwrite=overwrite)
     try:
         yield results
         if lines != path:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isinf
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
@@ -63,14 +64,26 @@ def column(fields: Mapping[str, Any], name: str) -> Any:
 
 def as_json(value: object) -> object:
     """A value as a line of results holds it: a date, for example, as text."""
-    if value is None or type(value) in (str, int, float, bool):
+    if type(value) in (str, int, bool):
         return value
+    if is_null(value) or (isinstance(value, float) and isinf(value)):
+        return None
     try:
-        return json.loads(json.dumps(value, default=_plain))
+        return json.loads(json.dumps(value, default=_plain, allow_nan=False))
     except (TypeError, ValueError):  # such as a tuple as a key
         return str(value)
     except RecursionError:
         return type(value).__name__
+
+
+def is_null(value: object) -> bool:
+    """Whether a table has no value there: None, NaN, or pandas' NA and NaT."""
+    if value is None:
+        return True
+    try:
+        return bool(value != value)
+    except (TypeError, ValueError):  # NA; an array
+        return type(value).__name__ == "NAType"
 
 
 def _plain(value: object) -> object:
@@ -102,7 +115,8 @@ def _is_compressed(path: Path) -> bool:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """The bytes of a file, or of standard input. Raises OSError."""
     if path == STDIN:
-        yield sys.stdin.buffer
+        # A file of its own, never closed: a thread may still read it when the program ends.
+        yield open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115
         return
     with path.open("rb") as file:
         if not _is_compressed(path):
@@ -114,7 +128,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             with gzip.open(file) as text:
                 yield cast(BinaryIO, text)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path} is damaged, or is no gzip file: {error}") from error
+            raise ValueError(f"{path} is damaged or not a gzip file: {error}") from error
 
 
 def read_records(path: Path) -> Iterator[Record]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from array import array
 from collections.abc import Collection, Iterator, Mapping
@@ -20,35 +21,51 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _ID = "batch_req_"  # before the index, in OpenAI's format
+_STARTS = (b'{"index": ', f'{{"id": "{_ID}'.encode())  # of lines of results
 _FAILED = 2
 
 
 class ResultFile:
-    """Appends results to ``path``. One thread.
+    """Appends results to ``path``, after ``begin``. One thread.
 
-    ``settings``: a number of 32 bits, which differs when the model, the template or the options do.
+    A file that is there already is read and not changed: ``has`` says which records it holds. ``overwrite``: it is not
+    read.
 
-    A file that is there already is read first: ``has`` says which records it holds, and a line that was not finished is
-    cut off. ``retry_failed``: results with an error are removed, so that their records are answered again.
-
-    Raises ValueError if the file holds other lines or results of other settings, BlockingIOError if another process
+    Raises ValueError if the file holds other lines or results of several jobs, BlockingIOError if another process
     writes it, OSError.
     """
 
-    def __init__(self, path: Path, settings: int = 0, *, retry_failed: bool = False) -> None:
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self.path = path
         self.n_done = 0
-        self._settings = settings
+        self._settings: int | None = None
+        self._n_whole = 0  # bytes up to the last line end
         # By index: 0 is missing, else the digest of the record, a bit for a failure, and 1.
         self._marks = array("Q")
         self._file: BinaryIO = _locked(path)
         try:
-            failed = self._read()
-            if failed and retry_failed:
-                self._remove(failed)
+            if not overwrite:
+                self._read()
         except BaseException:
             self._file.close()
             raise
+
+    def begin(self, settings: int, *, retry_failed: bool = False) -> None:
+        """Makes the file ready for more results: cuts off a line that was not finished.
+
+        ``settings``: a number of 32 bits, which differs when the model, the template or the options do.
+        ``retry_failed``: results with an error are removed, so that their records are answered again. Raises ValueError
+        if the file has results of other settings, OSError.
+        """
+        if self._settings not in (None, settings):
+            raise ValueError(
+                f"{self.path} has results of another model, template or options; start again with --overwrite, or "
+                "give another output file"
+            )
+        self._settings = settings
+        self._file.truncate(self._n_whole)
+        if retry_failed:
+            self._remove([index for index, mark in enumerate(self._marks) if mark & _FAILED])
 
     def __repr__(self) -> str:
         return f"<ResultFile {self.path.name!r} n_done={self.n_done}>"
@@ -69,7 +86,7 @@ class ResultFile:
 
     def write(self, index: int, digest: int, result: Mapping[str, Any]) -> None:
         """Appends the result of a record. Raises OSError, for example when the disk is full."""
-        told = {**result, "digest": struct.pack(">II", self._settings, digest).hex()}
+        told = {**result, "digest": struct.pack(">II", self._settings or 0, digest).hex()}
         line = json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         start = self._file.seek(0, os.SEEK_END)
         view = memoryview(line)
@@ -91,39 +108,36 @@ class ResultFile:
         self.n_done += self._marks[index] == 0
         self._marks[index] = mark
 
-    def _read(self) -> list[int]:
-        """Notes what is there; the indices of what failed."""
+    def _read(self) -> None:
         self._file.seek(0)
-        whole = 0  # bytes up to the last line end
-        failed = []
         for number, line in enumerate(self._lines(), 1):
             if not line.endswith(b"\n"):
-                break
+                if not any(line.startswith(start) or start.startswith(line) for start in _STARTS):
+                    raise self._no_result(number)
+                return
             index, settings, mark = self._place(line, number)
-            if settings != self._settings:
-                raise ValueError(
-                    f"{self.path} has results of another model, template or options; start again with --overwrite, "
-                    "or give another output file"
-                )
-            whole += len(line)
+            if self._settings not in (None, settings):
+                raise self._no_result(number)
+            self._settings = settings
+            self._n_whole += len(line)
             self._note(index, mark)
-            if mark & _FAILED:
-                failed.append(index)
-        self._file.truncate(whole)
-        return failed
 
     def _remove(self, indices: Collection[int]) -> None:
         """Writes the file anew without some results. A job that is killed meanwhile leaves the old file."""
-        removed, part = set(indices), self.path.with_name(self.path.name + ".part")
+        removed, path = set(indices), self.path.resolve()
+        if not removed:
+            return
+        part = path.with_name(path.name + ".part")
         part.unlink(missing_ok=True)
         kept = _locked(part)
         try:
+            shutil.copymode(path, part)
             self._file.seek(0)
             with open(kept.fileno(), "wb", closefd=False) as writer:
                 for number, line in enumerate(self._lines(), 1):
                     if self._place(line, number)[0] not in removed:
                         writer.write(line)
-            part.replace(self.path)
+            part.replace(path)
         except BaseException:
             kept.close()
             part.unlink(missing_ok=True)
@@ -147,9 +161,12 @@ class ResultFile:
             mark = record << 2 | (_FAILED if _has_failed(value) else 0) | 1
             return int(index), settings, mark
         except (ValueError, TypeError, KeyError, AttributeError, struct.error):
-            raise ValueError(
-                f"{self.path}, line {number}, is no result of a batch job; give another output file"
-            ) from None
+            raise self._no_result(number) from None
+
+    def _no_result(self, number: int) -> ValueError:
+        return ValueError(
+            f"{self.path}, line {number}, is not a result of this batch job; give another output file"
+        )
 
 
 def request_id(index: int) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from itertools import islice
 from queue import SimpleQueue
+from typing import Any
 
 from llamapipe.jobs.answers import Answer, Answerer
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import ResultFile
+from llamapipe.jobs.slow_records import SlowRecords
 
 
 @dataclass
@@ -29,24 +32,35 @@ class BatchSummary:
 
 
 def answers(
-    records: Iterable[Record], answerer: Answerer, *, n_ahead: int, ordered: bool = True
+    records: Iterable[Record], answerer: Answerer, *, n_ahead: int, ordered: bool = True, slow: bool = False
 ) -> Iterator[tuple[Record, Answer]]:
     """Each record with its answer, while at most ``n_ahead`` are in flight or done and not yet taken.
 
-    ``records`` are read in the caller's thread, answered in an event loop of another thread. ``ordered``: answers come
+    ``records`` are read in the caller's thread, answered in an event loop of another thread. ``slow``: the next record
+    may be long in coming; it is read in a thread of its own, and answers are taken meanwhile. ``ordered``: answers come
     in the order of the records. Closing the iterator cancels what is in flight. Raises what reading a record raises,
     and EngineClosedError.
     """
     from llamapipe.jobs.event_loop import EventLoopThread  # asyncio is loaded by what needs it
 
     left = iter(records)
+    reader = SlowRecords(left) if slow else None
     in_flight: dict[Future[Answer], Record] = {}  # in the order of the records
     done: SimpleQueue[Future[Answer]] = SimpleQueue()
+    asked: Future[Record | None] | None = None
     more = True
     with EventLoopThread() as event_loop:
         while True:
             while more and len(in_flight) < n_ahead:
-                record = next(left, None)
+                if reader is not None:
+                    asked = asked or reader.ask()
+                    waited: list[Future[Any]] = [asked, *islice(in_flight, 1 if ordered else None)]
+                    wait(waited, return_when=FIRST_COMPLETED)
+                    if not asked.done():
+                        break
+                    record, asked = asked.result(), None
+                else:
+                    record = next(left, None)
                 if record is None:
                     more = False
                 else:
@@ -68,15 +82,16 @@ def run_job(
     *,
     n_ahead: int,
     ordered: bool = True,
+    slow: bool = False,
     on_progress: Callable[[BatchSummary], object] | None = None,
 ) -> BatchSummary:
-    """Answers all records that ``results`` lacks, and writes their results.
+    """Answers all records that ``results`` lacks, and writes their results. Options as for ``answers``.
 
     Raises what reading records and writing results raise, and EngineClosedError; the results that were written stay.
     """
     summary = BatchSummary()
     for record, answer in answers(
-        _left(records, results, summary), answerer, n_ahead=n_ahead, ordered=ordered
+        _left(records, results, summary), answerer, n_ahead=n_ahead, ordered=ordered, slow=slow
     ):
         results.write(record.index, record.digest, answer.result)
         summary.n_done += 1

@@ -33,8 +33,13 @@ _COLUMNS: Final = (
 )
 _N_NAMES: Final = 3  # of them name the record
 _PLAIN: Final = (str, int, float)  # bools, too
+_EXACT: Final = 2**53  # a float holds all integers up to this one
 _ALWAYS: Final = ("text", "error")  # the others are columns if a result has them
 RESULT_FIELDS: Final = frozenset(_COLUMNS) | {"digest"}
+
+
+class _Wide:
+    """The type of integers that a float may not hold."""
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -91,10 +96,17 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, set[type]]:
         for name, value in row.items():
             types = found.setdefault(name, set())
             if value is not None:
-                types.add(type(value))
+                types.add(_type_of(value))
     kept = [name for name in found if name not in _COLUMNS]
     first, last = _COLUMNS[:_N_NAMES], _COLUMNS[_N_NAMES:]
     return {name: found[name] for name in (*first, *kept, *last) if name in found}
+
+
+def _type_of(value: object) -> type:
+    """The type that a column needs for a value: text for integers of more than 64 bits."""
+    if type(value) is int and abs(value) > _EXACT:
+        return _Wide if -(2**63) <= value < 2**63 else str
+    return type(value)
 
 
 def _write_csv(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, set[type]], path: Path) -> None:
@@ -114,9 +126,9 @@ def _write_parquet(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, set[
             return arrow.uint64()  # seeds of callers take all 64 bits
         if types == {bool}:
             return arrow.bool_()
-        if types and types <= {int, float} and name not in _COLUMNS:
-            return arrow.float64() if float in types else arrow.int64()
-        return arrow.string()
+        if name in _COLUMNS or not types or not types <= {int, float, _Wide} or types >= {float, _Wide}:
+            return arrow.string()
+        return arrow.float64() if float in types else arrow.int64()
 
     schema = arrow.schema([(name, kind(name, types)) for name, types in columns.items()])
     texts = {field.name for field in schema if field.type == arrow.string()}

@@ -428,8 +428,7 @@ class Model(Owner):
                 return
             if self._children:
                 names = ", ".join(sorted(self._children.values()))
-                them = "it" if len(self._children) == 1 else "them"
-                raise EngineClosedError(f"the model is still used by {names}; close {them} first")
+                raise EngineClosedError(f"the model is in use; first close {names}")
             handle, self._handle = self._handle, None
             if hasattr(self, "vocab"):  # absent if Ctrl-C interrupted __init__
                 self.vocab.forget()

@@ -120,7 +120,7 @@ class ServerState:
         if self.embedder is None:
             raise ApiError(
                 404,
-                "there is no embedding model here: give --embeddings FILE at the start",
+                "no embedding model is loaded; start with --embeddings FILE",
                 "model",
                 "model_not_found",
             )

@@ -109,10 +109,28 @@ def test_a_conversation_goes_on_from_a_file(tmp_path: Path) -> None:
         assert saved(second)[:3] == saved(first)
     assert "cleared; the system message is removed" in chat("--load", first, text="/system\n").stdout
     assert "do not go together" in chat("--load", first, "--system", "x", status=2).stderr
-    for wrong in ("{", "{}", '["a"]', '[{"role": "user"}]', '[{"role": "tool", "content": "x"}]'):
+    nested, more = "[" * 100_000, '[{"role": "user", "content": "x", "name": "y"}]'
+    for wrong in (
+        "{",
+        "{}",
+        '["a"]',
+        '[{"role": "user"}]',
+        '[{"role": "tool", "content": "x"}]',
+        nested,
+        more,
+    ):
         second.write_text(wrong)
         assert str(second) in chat("--load", second, status=2).stderr
-        assert str(second) in chat(text=f"/load {second}\n").stderr
+        assert str(second) in chat(text=f"/load {second}\n", status=2).stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["/load", "/save ~nobody-here/x.json", "/load nowhere.json", "/etc/fstab: what?"]
+)
+def test_a_command_of_a_pipe_that_fails_ends_it(command: str) -> None:
+    done = chat(text=f"{command}\n{QUESTION}\n", status=2)
+    assert done.stdout == ""
+    assert done.stderr.startswith("usage: ")
 
 
 def test_a_model_that_cannot_chat_says_so_at_the_start(tmp_path: Path) -> None:
@@ -126,9 +144,7 @@ def test_a_model_that_cannot_chat_says_so_at_the_start(tmp_path: Path) -> None:
     assert "there is no file chatml" in chat("--chat-template", "chatml", "a", status=2).stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "said"), [("/reset", "Conversation cleared."), ("/load", "needs the name")]
-)
+@pytest.mark.parametrize(("command", "said"), [("/reset", "Conversation cleared."), ("/help", "/load FILE")])
 def test_what_commands_say(command: str, said: str) -> None:
     done = chat(text=f"{command}\n")
     assert said in done.stdout + done.stderr

@@ -34,6 +34,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
         ("generate -sm row", "-sm; only Python has it: lp.Model(path, split_mode=...) (see"),
         ("generate --predict 5 a", "; use --max-tokens (see"),
         ("generate -hf a/b a", "; use -m hf:OWNER/REPO/FILE or -m hf:OWNER/REPO:QUANT (see"),
+        ("bench -p 512", "; use --prompt-tokens (see"),
+        ("serve -p 8080", "; use --port (see"),
+        ("chat -i", "; it is always on; leave the option out (see"),
         ("embed --predict 5 a", "unrecognized arguments: --predict (see"),
     ],
 )

@@ -64,8 +64,8 @@ def test_a_port_in_use(busy_port: int, workers: tuple[str, ...]) -> None:
 
 
 def test_a_host_that_is_none() -> None:
-    assert "--host 999.1.1.1 is no address: " in refused("--host", "999.1.1.1")
-    assert "--host 192.0.2.1 is no address of this machine" in refused("--host", "192.0.2.1")
+    assert "--host 999.1.1.1 is not a valid address: " in refused("--host", "999.1.1.1")
+    assert "--host 192.0.2.1 is not an address of this machine" in refused("--host", "192.0.2.1")
 
 
 @pytest.mark.parametrize("workers", [(), ("--workers", "1")])
@@ -83,7 +83,7 @@ def test_a_model_without_a_template(workers: tuple[str, ...], tmp_path: Path) ->
     model = tiny_model(tmp_path / "tiny.gguf")
     shown, errors = started("-m", model, "-a", "little", *workers)
     assert 'client.completions.create(model="little"' in shown and "client.chat" not in shown
-    assert "tiny.gguf has no chat template: requests for chats are answered 400" in errors
+    assert "tiny.gguf has no chat template: chat requests will be refused with status 400" in errors
     (tmp_path / "good.j").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     shown, errors = started("-m", model, "--chat-template", tmp_path / "good.j", *workers)
     assert "client.chat.completions.create(" in shown and 'model="tiny"' in shown

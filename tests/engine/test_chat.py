@@ -321,7 +321,7 @@ class TestRefusals:
             (HELLO, {"tool_choice": "required"}, "tool"),
             (HELLO, {"tools": TOOLS, "tool_choice": "other"}, "other"),
             (HELLO, {"template_args": {"messages": []}}, "template_args"),
-            (HELLO, {"params": lp.SamplingParams(regex="a"), "response_format": WEATHER}, "give one"),
+            (HELLO, {"params": lp.SamplingParams(regex="a"), "response_format": WEATHER}, "give only one"),
             (["Hello", [{"role": "user"}]], {}, "prompt 1"),
         ],
     )
@@ -339,7 +339,10 @@ class TestRefusals:
     def test_a_model_without_a_template_says_how_to_pass_one(self, tiny: lp.Model) -> None:
         with (
             lp.Engine(tiny) as engine,
-            pytest.raises(InvalidRequestError, match=r"lp\.Model\(path, chat_template="),
+            pytest.raises(
+                InvalidRequestError,
+                match="has no chat template; give one with chat_template, as text or as a file",
+            ),
         ):
             engine.chat("Hello")
 

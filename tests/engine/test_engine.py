@@ -532,7 +532,7 @@ class TestClose:
         engine = lp.Engine(tiny, n_ctx=64, n_threads=1)
         assert threading.active_count() == before + 1
         engine.generate(PROMPT, greedy(2))
-        with pytest.raises(EngineClosedError, match="the model is still used by"):
+        with pytest.raises(EngineClosedError, match="the model is in use; first close"):
             tiny.close()
         engine.close()
         engine.close()

@@ -122,6 +122,22 @@ class TestSteps:
         builder = BatchBuilder(2048, 512, None, 32)
         assert self.chunks(builder, running_of(4, 4000, 30, 3000, 200)) == [(4, 278), (5, 30), (7, 200)]
 
+    @pytest.mark.parametrize(("padding_token", "slots"), [(5, [0, 1, 2]), (None, [2, 0, 1])])
+    def test_prompts_are_in_the_order_of_their_slots(
+        self, padding_token: int | None, slots: list[int]
+    ) -> None:
+        """With per-sequence KV llama.cpp computes prompts of slots in a row together. Unified KV needs no order."""
+        running = running_of(0, 20, 30, 20)
+        for request, slot in zip(running.prefilling, (2, 0, 1), strict=True):
+            request.slot = slot
+        plan = BatchBuilder(2048, 512, padding_token, 32).plan(running, {})
+        assert list(dict.fromkeys(plan.seq_ids)) == slots
+        assert [request.slot for request, _ in plan.scheduled] == slots
+        assert (
+            [plan.seq_ids[row] for row in plan.rows] == [request.slot for request in plan.requests] == slots
+        )
+        assert [plan.tokens[row] for row in plan.rows] == [request.tokens[-1] for request in plan.requests]
+
     def test_a_long_prompt_keeps_half(self) -> None:
         builder = BatchBuilder(2048, 512, None, 32)
         assert self.chunks(builder, running_of(12, 4000, 100, 100, 100)) == [(12, 300), (13, 100), (14, 100)]

@@ -59,8 +59,9 @@ def job(talker: lp.Engine, tmp_path: Path) -> Callable[..., tuple[BatchSummary, 
         ordered, retry_failed = options.pop("ordered", True), options.pop("retry_failed", False)
         params = options.pop("params", GREEDY)
         answerer = Answerer(talker, params, requests=lambda: BatchRequests(talker).answer, **options)
-        results = ResultFile(tmp_path / "out.jsonl", answerer.settings(), retry_failed=retry_failed)
+        results = ResultFile(tmp_path / "out.jsonl")
         try:
+            results.begin(answerer.settings(), retry_failed=retry_failed)
             done = run_job(read_records(given), answerer, results, n_ahead=16, ordered=ordered)
         finally:
             results.close()
@@ -209,9 +210,9 @@ class TestKinds:
         assert len(results) == 2
         assert not any("error" in one for one in results)
         assert count_records(tmp_path / name) == (3 if ending == "csv.gz" else 2)
-        with pytest.raises(ValueError, match=r"damaged, or is no gzip file"):
+        with pytest.raises(ValueError, match=r"damaged or not a gzip file"):
             job(gzip.compress(text)[:-9], name)
-        with pytest.raises(ValueError, match=r"damaged, or is no gzip file"):
+        with pytest.raises(ValueError, match=r"damaged or not a gzip file"):
             job(text, name)
 
     def test_a_line_that_is_too_long(self, tmp_path: Path) -> None:
@@ -239,6 +240,7 @@ class TestOrder:
 
     def test_records_are_read_as_they_are_needed(self, talker: lp.Engine, tmp_path: Path) -> None:
         results, n_read = ResultFile(tmp_path / "out.jsonl"), 0
+        results.begin(0)
 
         def endless() -> Iterator[Record]:
             nonlocal n_read
@@ -313,9 +315,30 @@ class TestAgain:
 
     def test_another_file_is_refused_and_kept(self, job: Any, tmp_path: Path) -> None:
         (tmp_path / "out.jsonl").write_text('{"name": "precious"}\nno line end')
-        with pytest.raises(ValueError, match=r"line 1, is no result of a batch job"):
+        with pytest.raises(ValueError, match=r"line 1, is not a result of this batch job"):
             job(lines("a"))
         assert (tmp_path / "out.jsonl").read_text() == '{"name": "precious"}\nno line end'
+
+    @pytest.mark.parametrize("text", ['{"name": "precious"}', '{"id": "mine"}', "{x", '{"index" : 1}'])
+    def test_a_file_without_a_line_end_is_refused_and_kept(self, job: Any, tmp_path: Path, text: str) -> None:
+        (tmp_path / "out.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=r"line 1, is not a result of this batch job"):
+            job(lines("a"))
+        assert (tmp_path / "out.jsonl").read_text() == text
+
+    @pytest.mark.parametrize("text", ['{"ind', '{"index": 0, "te', '{"id": "batch_req_0", "cus'])
+    def test_the_beginning_of_a_result_is_cut_off(self, job: Any, tmp_path: Path, text: str) -> None:
+        (tmp_path / "out.jsonl").write_text(text)
+        assert job(lines("a"))[0].n_done == 1
+
+    def test_a_link_stays_one_when_failures_are_removed(self, job: Any, tmp_path: Path) -> None:
+        target = tmp_path / "target.jsonl"
+        target.touch(mode=0o640)
+        (tmp_path / "out.jsonl").symlink_to(target)
+        job(lines("a", {"prompt": 5}))
+        done, results = job(lines("a", "b"), retry_failed=True)
+        assert (done.n_done, len(results), (tmp_path / "out.jsonl").is_symlink()) == (1, 2, True)
+        assert target.stat().st_mode & 0o777 == 0o640
 
     def test_one_writer(self, tmp_path: Path) -> None:
         first = ResultFile(tmp_path / "out.jsonl")
@@ -415,7 +438,7 @@ class TestCommand:
         assert "--alias" in statuses[0]["body"]["error"]["message"]
         status, said = run()
         assert status == 1
-        assert "2 were there already, 2 of them failed (--retry-failed)" in said
+        assert "2 were there already, 2 of them failed (--retry-failed answers them again)" in said
         demo = str(lp.demo_model_path())
         status, said = run(
             "--retry-failed", "--alias", "gpt-x", "--embeddings", demo, "--embeddings-alias", "e"
@@ -424,6 +447,76 @@ class TestCommand:
         first, second = map(json.loads, out.read_text().splitlines())
         assert first["response"]["body"]["model"] == "gpt-x"
         assert len(second["response"]["body"]["data"][0]["embedding"]) > 10
+
+    def test_a_pipe_that_stays_open(self, tmp_path: Path) -> None:
+        """An answer is written although no further record has come; then Ctrl-C ends the command."""
+        out = tmp_path / "out.jsonl"
+        words = ["batch", "-", "-o", str(out), "--max-tokens", "4"]
+        with subprocess.Popen(
+            command(CLI, *words),
+            env=environment(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdin is not None
+            for n in (1, 2):
+                process.stdin.write(lines(f"Tale {n}"))
+                process.stdin.flush()
+                wait_until(
+                    lambda n=n: (
+                        process.poll() is not None  # type: ignore[misc]
+                        or (out.exists() and out.read_bytes().count(b"\n") == n)
+                    )
+                )
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            assert process.stderr is not None
+            said = process.stderr.read()
+        assert process.returncode == 130, said
+        assert "rror" not in said
+
+    def test_a_closed_standard_input(self, tmp_path: Path) -> None:
+        words = ["batch", "-", "-o", str(tmp_path / "out.jsonl")]
+        done = subprocess.run(
+            command(CLI, *words),
+            env=environment(),
+            text=True,
+            capture_output=True,
+            check=False,
+            preexec_fn=lambda: os.close(0),
+        )
+        assert done.returncode == 2
+        assert "there is no standard input" in done.stderr
+
+    def test_what_is_refused_before_a_model_is_loaded(self, tmp_path: Path) -> None:
+        (tmp_path / "in.jsonl").write_text(lines("a"))
+        (tmp_path / "out.csv").write_text("x")
+        for out, options, status, message in (
+            ("out.csv", ["--retry-failed"], 2, "--retry-failed needs an OUT that ends with .jsonl"),
+            ("out.csv", [], 0, "is complete already"),
+            ("new.jsonl", ["--embeddings", str(tmp_path / "in.jsonl")], 1, "in.jsonl"),
+        ):
+            words = ["batch", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / out), *options]
+            done = subprocess.run(
+                command(CLI, *words), env=environment(), text=True, capture_output=True, check=False
+            )
+            assert (done.returncode, message in done.stderr) == (status, True), done.stderr
+        assert (tmp_path / "new.jsonl").read_text() == ""
+
+    @pytest.mark.parametrize("ending", ["jsonl", "csv"])
+    def test_overwriting(self, tmp_path: Path, ending: str) -> None:
+        (tmp_path / "in.jsonl").write_text(lines("a"))
+        out = tmp_path / f"out.{ending}"
+        out.write_text("something else")
+        words = ["batch", str(tmp_path / "in.jsonl"), "-o", str(out), "--max-tokens", "2", "--overwrite"]
+        for bad in (["--template", "{"], []):
+            done = subprocess.run(
+                command(CLI, *words, *bad), env=environment(), text=True, capture_output=True, check=False
+            )
+            assert done.returncode == (2 if bad else 0), done.stderr
+            assert ("something else" in out.read_text()) is bool(bad)
 
     def test_a_full_disk(self, tmp_path: Path) -> None:
         """Files may have 2,000 bytes: the command fails, and later goes on with what fitted."""
@@ -483,6 +576,39 @@ class TestPython:
         with pytest.raises(OSError, match="the disk is gone"):
             list(lp.batch(broken(), talker, GREEDY))
         wait_until(lambda: talker.stats().n_active == talker.stats().n_queued == 0)
+
+    def test_nulls_of_pandas(self, talker: lp.Engine, tmp_path: Path) -> None:
+        nulls = [None, float("nan"), pandas.NA, pandas.NaT, np.float32("nan")]
+        results = list(lp.batch([{"text": one} for one in nulls], talker, template="T: {text}"))
+        assert [one["error"]["message"] for one in results] == ["the column 'text' is null"] * len(nulls)
+        kept = [*nulls, float("inf"), np.float64(0.5), [float("nan")]]
+        records = [{"prompt": "a", "max_tokens": 1, "label": one} for one in kept]
+        lp.batch(records, talker, output=tmp_path / "out.jsonl", keep=(name for name in ["label"]))  # type: ignore[call-overload]
+        labels = [strict(line)["label"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert labels == [None] * 6 + [0.5, "[nan]"]
+
+    def test_rows_that_are_read_one_by_one(self, talker: lp.Engine) -> None:
+        """As from a data set of Hugging Face, which may not fit into memory."""
+
+        class Rows:
+            column_names = ("prompt",)
+
+            def __iter__(self) -> Iterator[dict[str, str]]:
+                yield {"prompt": "a"}
+
+            def to_list(self) -> list[Any]:
+                raise AssertionError
+
+        assert len(list(lp.batch(Rows(), talker, GREEDY))) == 1
+
+    def test_records_and_output_in_one_file(self, talker: lp.Engine, tmp_path: Path) -> None:
+        path = tmp_path / "one.jsonl"
+        path.write_text('"a"')
+        with pytest.raises(ValueError, match="records and output are the same file"):
+            lp.batch(path, talker, output=path)
+        with pytest.raises(ValueError, match=r"retry_failed needs an output that ends with \.jsonl"):
+            lp.batch(["a"], talker, output=tmp_path / "x.csv", retry_failed=True)
+        assert path.read_text() == '"a"'
 
     def test_a_closed_engine(self, demo: lp.Model) -> None:
         with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
@@ -568,6 +694,14 @@ class TestTables:
             {"whole": 5, "part": 0.5, "flag": True, "name": "x", "list": '[1, "a"]', "empty": None},
             {"whole": 5, "part": 2.0, "flag": True, "name": "7", "list": '[1, "a"]', "empty": None},
         ]
+        for numbers, kind in (([2**63, 1], "string"), ([2**60, 1], "int64"), ([2**60, 0.5], "string")):
+            out = tmp_path / f"{numbers[0]}-{numbers[1]}.parquet"
+            lp.batch([{"prompt": "a", "n": n} for n in numbers], talker, params, output=out, keep=["n"])
+            column = parquet.read_table(out).column("n")
+            assert (str(column.type), [float(n) for n in column.to_pylist()]) == (
+                kind,
+                list(map(float, numbers)),
+            )
         lp.batch(records, talker, params, output=tmp_path / "out.csv", keep=["list", "part"])
         with (tmp_path / "out.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -623,6 +757,7 @@ class TestTables:
         {"progress": 1},
         {"keep": "label"},
         {"keep": [5]},
+        {"keep": 5},
         {"retry_failed": 1},
         {"records": pandas.DataFrame({"text": ["a"]})},
         {"records": arrow.table({"text": ["a"]})},
@@ -646,6 +781,15 @@ def test_ids_that_are_no_json(talker: lp.Engine, tmp_path: Path) -> None:
     assert found[:7] == [str(ids[0]), "2026-01-02", "1.5", "b'x'", [1, 2], {"1": 2}, "{(1, 2): 3}"]
     assert found[7:] == [7, "list"]
     assert lp.batch(records, talker, output=out) == BatchSummary(n_skipped=len(ids))
+
+
+def strict(line: str) -> Any:
+    """A line of JSON, which has neither NaN nor Infinity."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    return json.loads(line, parse_constant=refuse)
 
 
 def nested(depth: int) -> list[Any]:

@@ -112,13 +112,11 @@ def test_a_model_with_a_live_engine_is_not_closed(tiny: lp.Model) -> None:
         other = lp.Engine(model, n_ctx=64, n_threads=1)
         with pytest.raises(
             EngineClosedError,
-            match=r"^the model is still used by Engine\(n_ctx=64, n_seq_max=8\), Engine\(.*\); close them first$",
+            match=r"^the model is in use; first close Engine\(n_ctx=64, n_seq_max=8\), Engine\(.*\)$",
         ):
             model.close()
         other.close()
-        with pytest.raises(
-            EngineClosedError, match=r"^the model is still used by Engine\(.*\); close it first$"
-        ):
+        with pytest.raises(EngineClosedError, match=r"^the model is in use; first close Engine\(.*\)$"):
             model.close()
         assert len(engine.generate("a", SHORT).token_ids) == 4
     assert model.closed
@@ -133,7 +131,7 @@ def test_leaving_a_model_with_an_exception_while_an_engine_lives(tiny: lp.Model)
         with model:
             raise ZeroDivisionError
 
-    with pytest.raises(EngineClosedError, match="the model is still used by") as caught:
+    with pytest.raises(EngineClosedError, match="the model is in use; first close") as caught:
         leave()
     assert isinstance(caught.value.__context__, ZeroDivisionError)
     engine.close()

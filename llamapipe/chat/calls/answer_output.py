@@ -26,7 +26,9 @@ class AnswerOutput:
         self._begun = False  # a part of a call was returned, and the call is not complete
         self._n_calls = 0
         self._held: list[ToolCallDelta] = []  # of the call that is being read
-        self.drops_incomplete = False  # a call that the end of the text cuts off is dropped, else it is content
+        self.drops_incomplete = (
+            False  # a call that the end of the text cuts off is dropped, else it is content
+        )
 
     def piece(self) -> ChatPiece:
         """The output added since ``piece`` was last called."""

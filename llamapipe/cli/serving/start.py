@@ -43,14 +43,16 @@ def listening_socket(host: str, port: int) -> socket:
     try:
         return bound_socket(host, port)
     except gaierror as error:
-        raise OSError(f"--host {host} is no address: {error.strerror}") from error
+        raise OSError(f"--host {host} is not a valid address: {error.strerror}") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise OSError(f"{host}:{port} is in use; choose another port with --port") from error
         if error.errno == errno.EADDRNOTAVAIL:
-            raise OSError(f"--host {host} is no address of this machine") from error
+            raise OSError(f"--host {host} is not an address of this machine") from error
         if error.errno == errno.EACCES:
-            raise OSError(f"port {port} needs privileges; choose one from 1024 up with --port") from error
+            raise OSError(
+                f"port {port} needs root privileges; choose a port of 1024 or higher with --port"
+            ) from error
         raise
 
 
@@ -63,7 +65,8 @@ def check_template(model: lp.Model, file: str | None, warns: bool) -> None:
         raise UsageError(f"--chat-template: {problem}")
     if warns:
         print(
-            f"llamapipe: {problem}: requests for chats are answered 400; give a template with --chat-template FILE",
+            f"llamapipe: {problem}: chat requests will be refused with status 400; give a template with "
+            "--chat-template FILE",
             file=sys.stderr,
         )
 

@@ -82,16 +82,17 @@ class Conversation:
         """Replaces all messages by those of a file, as ``save`` writes it. Raises OSError, ValueError."""
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(messages, list):
             raise ValueError(f"{path} holds no list of messages, which /save writes")
         for index, one in enumerate(messages):
-            role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+            known = isinstance(one, dict) and one.keys() == {"role", "content"}
+            role, content = (one["role"], one["content"]) if known else (None, None)
             if role not in _ROLES or not isinstance(content, str) or (role == "system" and index > 0):
                 raise ValueError(
-                    f'{path}: message {index} must be {{"role": ..., "content": "text"}}, with the role user or '
-                    "assistant; the first one may have the role system"
+                    f'{path}: message {index} must be {{"role": ..., "content": "text"}} and nothing else, with the '
+                    "role user or assistant; the first one may have the role system"
                 )
         has_system = bool(messages) and messages[0]["role"] == "system"
         self.system = messages[0]["content"] if has_system else None

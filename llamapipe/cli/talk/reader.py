@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from llamapipe.cli.options import UsageError
 from llamapipe.cli.usage.texts import utf8
 
 _HISTORY_LINES = 1000
@@ -47,7 +48,10 @@ def read_entry(read_line: Callable[[str], str]) -> Entry:
 
 def typed_line(prompt: str) -> str:
     """A line typed at the terminal, or several that were pasted. Raises EOFError, UsageError if it is not UTF-8."""
-    line = input(prompt)
+    try:
+        line = input(prompt)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the line is not UTF-8 text: {error}") from None
     return utf8(line.encode(sys.stdin.encoding or "utf-8", "surrogateescape"), "the line")
 
 

@@ -20,7 +20,7 @@ _HELP = """\
 /system TEXT   set the system message and start again
 /system        remove it
 /save FILE     write the messages as JSON
-/load FILE     go on with the messages of a file
+/load FILE     continue from the messages in a file
 /help          show this
 /exit          quit, as Ctrl-D does
 A line that ends with \\ continues on the next one.
@@ -44,6 +44,7 @@ class Session:
         self._args: dict[str, Any] = {"enable_thinking": False} if no_thinking else {}
         self._terminal = Terminal(sys.stdout)
         self._notes = Terminal(sys.stderr)
+        self._is_piped = False
 
     def __repr__(self) -> str:
         return f"<Session of {self._conversation!r}>"
@@ -74,7 +75,8 @@ class Session:
                 self._answer_here(entry.text)
 
     def read_lines(self) -> None:
-        """Answers the messages of standard input; the first failure ends it."""
+        """Answers the messages of standard input. Raises what the first failure raises, also that of a command."""
+        self._is_piped = True
         while True:
             try:
                 entry = read_entry(piped_line)
@@ -169,25 +171,26 @@ class Session:
             self._file(name, rest)
         else:
             if name != "/help":
-                self._note(f"there is no command {name}", "yellow")
+                self._failed(f"there is no command {name}", "yellow")
             terminal.line(_HELP)
         return True
 
     def _file(self, command: str, name: str) -> None:
         """Saves the conversation to a file, or loads it."""
         if not name:
-            self._note(f"{command} needs the name of a file", "yellow")
+            self._failed(f"{command} needs the name of a file", "yellow")
             return
-        conversation, path = self._conversation, Path(name).expanduser()
+        conversation, path = self._conversation, Path(name)
         try:
+            path = path.expanduser()
             if command == "/save":
                 conversation.save(path)
             else:
                 conversation.load(path)
         except OSError as error:
-            self._note(f"{path}: {error.strerror}", "red")
-        except ValueError as error:
-            self._note(str(error), "red")
+            self._failed(f"{path}: {error.strerror}", "red")
+        except (ValueError, RuntimeError) as error:  # also of the name of a user who is not there
+            self._failed(str(error), "red")
         else:
             n, done = len(conversation), "saved to" if command == "/save" else "loaded from"
             self._say(f"{n} message{'s' * (n != 1)} {done} {path}")
@@ -195,6 +198,12 @@ class Session:
     def _say(self, text: str) -> None:
         """Shows what a command did."""
         self._terminal.line(self._terminal.style(text, "dim"))
+
+    def _failed(self, text: str, style: str) -> None:
+        """Shows why a command failed. Raises UsageError where nobody sees it: in a pipe."""
+        if self._is_piped:
+            raise UsageError(text)
+        self._note(text, style)
 
     def _note(self, text: str, style: str) -> None:
         """Shows what is no answer, on stderr."""

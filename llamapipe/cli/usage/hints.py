@@ -86,6 +86,15 @@ _REMARKS = {
     "--main-gpu": "only Python has it: lp.Model(path, main_gpu=N)",
     "-mg": "only Python has it: lp.Model(path, main_gpu=N)",
 }
+# What an option means for one command, where llama.cpp's program for it, or a typo, means that.
+_OF_COMMAND = {
+    ("bench", "-p"): "use --prompt-tokens",
+    ("serve", "-p"): "use --port",
+    ("chat", "-cnv"): _ALWAYS_ON,
+    ("chat", "--conversation"): _ALWAYS_ON,
+    ("chat", "-i"): _ALWAYS_ON,
+    ("chat", "--interactive"): _ALWAYS_ON,
+}
 _SAMPLING = {"-n": "max_tokens", "--temp": "temperature", "-s": "seed"}
 _LEAST_LIKE = 0.7  # a suggestion that is less like the option misleads
 # Commands of Ollama and of other programs.
@@ -94,8 +103,8 @@ _COMMANDS = {
     "pull": "-m hf:OWNER/REPO/FILE downloads a model at its first use",
     "list": "use llamapipe models",
     "ls": "use llamapipe models",
-    "ps": "a server tells its model: curl 127.0.0.1:8080/model_info",
-    "show": "a server tells about its model: curl 127.0.0.1:8080/model_info",
+    "ps": "ask the running server: curl 127.0.0.1:8080/model_info",
+    "show": "ask the running server: curl 127.0.0.1:8080/model_info",
     "create": "pass options instead of a Modelfile; llamapipe chat --help lists them",
     "rm": "models are files; llamapipe models --json lists their paths",
     "help": "use llamapipe --help",
@@ -103,11 +112,13 @@ _COMMANDS = {
 }
 
 
-def about_option(wrong: str, known: Iterable[str], fields: Container[str] = ()) -> str:
+def about_option(wrong: str, command: str, known: Iterable[str], fields: Container[str] = ()) -> str:
     """What to add to a message about an unknown option: its name here, a remark, or the nearest name; or nothing.
 
     ``known``: the options of the command. ``fields``: the fields of requests, if the command is a server.
     """
+    if (command, wrong) in _OF_COMMAND:
+        return f"; {_OF_COMMAND[command, wrong]}"
     known = set(known)
     ours = _RENAMED.get(wrong)
     if ours is not None and ours.partition(" ")[0] in known:

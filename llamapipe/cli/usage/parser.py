@@ -52,6 +52,7 @@ class CommandParser(argparse.ArgumentParser):
         message = f"unrecognized arguments: {' '.join(unknown)}"
         wrong = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
         if wrong is not None:
-            fields = vars(lp.SamplingParams)["__dataclass_fields__"] if self.prog.endswith(" serve") else ()
-            message += about_option(wrong, self._option_string_actions, fields)
+            command = self.prog.rpartition(" ")[2]
+            fields = vars(lp.SamplingParams)["__dataclass_fields__"] if command == "serve" else ()
+            message += about_option(wrong, command, self._option_string_actions, fields)
         self.error(f"{message} (see {self.prog} --help)")

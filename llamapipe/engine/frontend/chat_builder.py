@@ -149,7 +149,7 @@ class ChatBuilder:
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):
                 raise InvalidRequestError(
-                    "response_format is given, and another constraint, too; give one of them"
+                    "response_format and another constraint are both given; give only one"
                 )
             params = replace(params, json_schema=_answer_schema(options.response_format))
         chat_format = self.chat_format()

@@ -118,7 +118,7 @@ class RequestBuilder:
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         if isinstance(prompt, str) and not prompt:
             raise InvalidRequestError(
-                "the prompt is empty; give at least one character or token; the BOS token alone starts from nothing"
+                "the prompt is empty; give at least one character or token (the BOS token, to start from nothing)"
             )
         if isinstance(prompt, str):
             self._refuse_long_text(prompt)

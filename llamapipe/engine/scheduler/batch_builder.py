@@ -11,6 +11,7 @@ to such steps for at most ``n_ubatch`` prompt tokens in total.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from llamapipe.engine.scheduler.batch_plan import BatchPlan, Remove, ScoredRows
 from llamapipe.engine.scheduler.kv_cache import Cells
@@ -161,21 +162,22 @@ class BatchBuilder:
         budget = min(whole, self._n_ubatch - self._n_waited) if running.decoding else whole
         n_reserved = _reserved(running.prefilling, budget)
         n_rows = min(self._n_score_rows, self.budget.n_rows()) if running.decoding else self._n_score_rows
-        n_before, begin_prompts, brings_first = len(plan.scheduled), len(plan.tokens), False
+        chunks: list[Chunk] = []
+        n_tokens, brings_first = 0, False
         for request in running.prefilling:
             if budget <= 0:
-                return
-            if n_reserved and len(plan.scheduled) > n_before and request.n_left > budget:
+                break
+            if n_reserved and chunks and request.n_left > budget:
                 continue  # one prompt in part is enough
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
             first, n_left = request.n_past, request.n_left
-            if brings_first and len(plan.tokens) - begin_prompts >= self._prefill_cutoff:
-                return  # a stream waits for this step's token
-            is_shared = len(plan.scheduled) > n_before or self._n_waited > 0
+            if brings_first and n_tokens >= self._prefill_cutoff:
+                break  # a stream waits for this step's token
+            is_shared = bool(chunks) or self._n_waited > 0
             if budget < n_left <= whole and is_shared and request.max_tokens != 0:
-                return  # the next step has room for all of it; two chunks would take one more pass over the weights
-            n = min(n_left, budget - n_reserved if len(plan.scheduled) == n_before else budget)
+                break  # the next step has room for all of it; two chunks would take one more pass over the weights
+            n = min(n_left, budget if chunks else budget - n_reserved)
             scored, targets = range(0), request.logprob_targets
             if targets is not None:
                 n, scored = _scored(targets, first, n, n_rows)
@@ -183,21 +185,44 @@ class BatchBuilder:
                     continue
             budget -= n
             n_rows -= len(scored)
-            begin = len(plan.tokens)
-            plan.tokens += request.tokens[first : first + n]
-            plan.positions += range(first, first + n)
-            plan.seq_ids += [request.slot] * n
-            plan.outputs += [0] * n
-            plan.scheduled.append((request, n))
-            if scored and targets is not None:
-                entries = range(begin + scored.start - first, begin + scored.stop - first)
-                plan.outputs[entries.start : entries.stop] = [1] * len(scored)
-                plan.scored.append(ScoredRows(request, targets, scored.start, entries))
+            n_tokens += n
+            chunks.append(Chunk(request, first, n, scored))
             if n == n_left and request.max_tokens:
-                plan.outputs[-1] = 1
-                plan.rows.append(len(plan.tokens) - 1)
-                plan.requests.append(request)
                 brings_first = brings_first or request.is_streaming
+        if self._padding_token is not None:
+            # llama.cpp cuts a batch where the slots do not increase by one, and each part is a pass over the weights.
+            chunks.sort(key=lambda chunk: chunk.request.slot)
+        for chunk in chunks:
+            _add(plan, chunk)
+
+
+class Chunk(NamedTuple):
+    """``n`` tokens of a prompt from position ``first``; ``scored``: the positions whose rows are wanted."""
+
+    request: Request
+    first: int
+    n: int
+    scored: range
+
+
+def _add(plan: BatchPlan, chunk: Chunk) -> None:
+    """Adds a part of a prompt to a plan."""
+    request, first, n, scored = chunk
+    is_last = n == request.n_left
+    begin = len(plan.tokens)
+    plan.tokens += request.tokens[first : first + n]
+    plan.positions += range(first, first + n)
+    plan.seq_ids += [request.slot] * n
+    plan.outputs += [0] * n
+    plan.scheduled.append((request, n))
+    if scored and request.logprob_targets is not None:
+        entries = range(begin + scored.start - first, begin + scored.stop - first)
+        plan.outputs[entries.start : entries.stop] = [1] * len(scored)
+        plan.scored.append(ScoredRows(request, request.logprob_targets, scored.start, entries))
+    if is_last and request.max_tokens:
+        plan.outputs[-1] = 1
+        plan.rows.append(len(plan.tokens) - 1)
+        plan.requests.append(request)
 
 
 def _reserved(prefilling: Sequence[Request], budget: int) -> int:

@@ -88,7 +88,7 @@ class Streamed(Sampling, kw_only=True):
             if getattr(self, name, None) not in (None, only):
                 given = getattr(self, name)
                 raise ApiError(
-                    400, f"{name} is {_json(given)}; it may only be {_json(only)}, or left out", name
+                    400, f"{name} is {_json(given)}; leave it out, or set it to {_json(only)}", name
                 )
         if self.stream is None and self.stream_options is not None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")

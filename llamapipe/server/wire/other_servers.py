@@ -43,7 +43,7 @@ _FIELDS = {  # the names here; which of them a route has differs
     "stop": ("stop_sequences",),
 }
 _NOTES = {
-    "options": "give each option as a field of its own, such as temperature; num_predict is max_tokens",
+    "options": "give each option as a field of its own, such as temperature",
     "think": "give chat_template_kwargs with enable_thinking instead",
     "keep_alive": "leave it out: the model stays loaded until the server ends",
     "num_ctx": "leave it out: --n-ctx sets it when the server starts",
@@ -62,4 +62,6 @@ def field_hint(field: str, known: Collection[str]) -> str | None:
     name = next((one for one in _FIELDS.get(field, ()) if one in known), None)
     if name is not None:
         return f"; it is {name} here"
+    if field == "think" and "chat_template_kwargs" not in known:
+        return "; only chats have reasoning"
     return f"; {_NOTES[field]}" if field in _NOTES else None

@@ -1,4 +1,15 @@
-"""llamapipe: GGUF models through llama.cpp, in process, for many callers at once."""
+"""llamapipe: GGUF models through llama.cpp, in process, for many callers at once.
+
+    import llamapipe as lp
+
+    with lp.Model.demo() as model, lp.Engine(model) as engine:  # or lp.Model("model.gguf")
+        out = engine.generate("Once upon a time", lp.SamplingParams(max_tokens=32))
+        print(out.text)
+
+``Model`` loads a file. ``Engine`` completes prompts and holds conversations for all threads and tasks: ``generate``,
+``stream``, ``chat``, ``score``, and ``agenerate`` … for asyncio. ``SamplingParams`` has the options of a request.
+``batch`` processes many records, ``Embedder`` makes vectors, ``llamapipe.compat`` stands in for llama-cpp-python.
+"""
 
 from llamapipe import errors, telemetry
 from llamapipe.chat.results import ToolCall, ToolCallDelta
@@ -79,6 +90,14 @@ __all__ = [
 ]
 
 
+_ELSEWHERE = {
+    "Llama": "from llamapipe.compat import Llama",
+    "LLM": "use llamapipe.Engine",
+    "generate": "use llamapipe.Engine(path).generate",
+    "chat": "use llamapipe.Engine(path).chat",
+    "embed": "use llamapipe.Embedder(path).embed",
+    "serve": "from llamapipe.server import serve",
+}
 _NOT_IMPORTED = ("compat", "dynamo", "lm_eval", "ray", "server")
 
 
@@ -88,7 +107,7 @@ def __getattr__(name: str) -> object:
 
     if name in _NOT_IMPORTED:
         raise AttributeError(f"llamapipe.{name} is not imported yet: import llamapipe.{name}", name=name)
-    raise unknown_attribute("llamapipe", name, __all__)
+    raise unknown_attribute("llamapipe", name, __all__, _ELSEWHERE)
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import wraps
 from inspect import iscoroutinefunction
+from types import MappingProxyType
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -98,11 +99,15 @@ def from_column(name: str, value: Any) -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The most similar known name, else the shortest known name that begins with ``name``; None: there is none."""
+    """The same name in another case, else the most similar known name, else the shortest one that begins with ``name``.
+
+    None: there is none.
+    """
     from difflib import get_close_matches
 
     names = sorted(known)
-    close = get_close_matches(name, names, 1)
+    same = [one for one in names if one.lower() == name.lower()]
+    close = same or get_close_matches(name, names, 1)
     longer = [one for one in names if len(name) > 2 and one.startswith(name)]
     return close[0] if close else min(longer, key=len, default=None)
 
@@ -113,11 +118,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return "" if near is None else f"; did you mean {near}?"
 
 
-def unknown_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """An AttributeError for a missing attribute, with the nearest one."""
+def unknown_attribute(
+    owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> AttributeError:
+    """An AttributeError for a missing attribute, with what to do instead, from ``elsewhere``, or the nearest one."""
     public = [one for one in known if not one.startswith("_")]
+    hint = f"; {elsewhere[name]}" if name in elsewhere else did_you_mean(name, public)
     # With a name and no object, Python's traceback adds no suggestion of its own.
-    return AttributeError(f"{owner} has no attribute {name!r}{did_you_mean(name, public)}", name=name)
+    return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name)
 
 
 def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Callable[[F], F]:

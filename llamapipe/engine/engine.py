@@ -92,6 +92,11 @@ class Engine(ChatCalls, Owner):
     be created.
     """
 
+    _elsewhere = dict.fromkeys(("embed", "rerank"), "an Embedder has it: Embedder(model)") | {
+        "tokenize": "the model has it: engine.model.tokenize",
+        "detokenize": "the model has it: engine.model.detokenize",
+    }
+
     @explains_options({"SamplingParams": SamplingParams.__dataclass_fields__, "Model": MODEL_OPTIONS})
     def __init__(
         self,

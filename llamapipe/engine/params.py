@@ -156,6 +156,8 @@ class SamplingParams:
     grammar_timeout: float | None = 30.0
 
     def __post_init__(self) -> None:
+        if self.max_tokens == -1:
+            raise ValueError("max_tokens is -1; it must be from 1 to 2147483647, or None for no limit")
         self._int("max_tokens", 1, _INT32_MAX, optional=True)
         self._int("top_k", -1, _INT32_MAX)
         self._set("top_k", max(self.top_k, 0))

@@ -81,6 +81,10 @@ class Model(Owner):
     BackendError for an unknown device and for a worker that cannot be reached.
     """
 
+    _elsewhere = dict.fromkeys(("generate", "stream", "chat", "score"), "an Engine has it: Engine(model)") | {
+        "embed": "an Embedder has it: Embedder(model)"
+    }
+
     @explains_options({"Engine": ENGINE_OPTIONS})
     def __init__(
         self,

@@ -45,6 +45,9 @@ Params: Any = lp.SamplingParams
         (lambda: lp.Embedder(PATH, poolin="mean"), "poolin", "pooling"),  # type: ignore[call-arg]
         (lambda: Params(max_token=3), "max_token", "max_tokens"),
         (lambda: Params(temp=3), "temp", "temperature"),
+        (lambda: Params(top_K=3), "top_K", "top_k"),
+        (lambda: Params(max_tokens=-1), "max_tokens", "or None for no limit"),
+        (lambda: lp.Llama, "Llama", "from llamapipe.compat import Llama"),
         (lambda: Params(sampler_order=["topk"]), "'topk'", "top_k"),
         (lambda: ServerSettings(max_request=3), "max_request", "max_requests"),  # type: ignore[call-arg]
         (lambda: lp.batch([], None, progres=True), "progres", "progress"),  # type: ignore[call-overload]
@@ -61,6 +64,9 @@ def test_names_and_options(call: Callable[[], Any], wrong: str, right: str) -> N
     [
         (lambda e: e.genrate("a"), "genrate", "generate"),
         (lambda e: e.model.tokenise("a"), "tokenise", "tokenize"),
+        (lambda e: e.model.generate("a"), "generate", "Engine(model)"),
+        (lambda e: e.embed("a"), "embed", "Embedder(model)"),
+        (lambda e: e.tokenize("a"), "tokenize", "engine.model.tokenize"),
         (lambda e: e.stream("a").cancle(), "cancle", "cancel"),
         (lambda e: e.generate("a", max_token=3), "max_token", "max_tokens"),
         (lambda e: e.generate("a", on_error="retrun"), "'retrun'", "return"),

@@ -18,11 +18,10 @@ class Lock(_thread.RLock):  # type: ignore[misc]  # final for type checkers only
 
     def __enter__(self) -> bool:  # type: ignore[override]  # without arguments
         try:
-            self.acquire()
+            return self.acquire()  # in one line, as tracers may raise between lines
         except BaseException:
             try:  # noqa: SIM105  # calls of suppress() may be interrupted
                 self.release()
             except RuntimeError:  # interrupted while it waited
                 pass
             raise
-        return True

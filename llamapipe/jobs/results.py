@@ -158,6 +158,8 @@ class ResultFile:
             value = json.loads(line)
             index = value["index"] if "index" in value else value["id"].removeprefix(_ID)
             settings, record = struct.unpack(">II", bytes.fromhex(value["digest"]))
+            if int(index) < 0:
+                raise self._no_result(number)
             mark = record << 2 | (_FAILED if _has_failed(value) else 0) | 1
             return int(index), settings, mark
         except (ValueError, TypeError, KeyError, AttributeError, struct.error):

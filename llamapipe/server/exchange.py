@@ -103,7 +103,7 @@ class Call:
             self.first_token_at = self.started_at + first_token_s
 
     async def whole(self, answer: Awaitable[T]) -> T:
-        """The engine's answer. If the client leaves or the time is up first, nobody has counted its tokens."""
+        """The engine's answer. If the client disconnects or the request times out first, its tokens are not counted."""
         try:
             return await answer
         except (asyncio.CancelledError, TimeoutError):

@@ -319,7 +319,16 @@ class TestAgain:
             job(lines("a"))
         assert (tmp_path / "out.jsonl").read_text() == '{"name": "precious"}\nno line end'
 
-    @pytest.mark.parametrize("text", ['{"name": "precious"}', '{"id": "mine"}', "{x", '{"index" : 1}'])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '{"name": "precious"}',
+            '{"id": "mine"}',
+            "{x",
+            '{"index" : 1}',
+            '{"index": -5, "digest": "0000000000000001"}\n',
+        ],
+    )
     def test_a_file_without_a_line_end_is_refused_and_kept(self, job: Any, tmp_path: Path, text: str) -> None:
         (tmp_path / "out.jsonl").write_text(text)
         with pytest.raises(ValueError, match=r"line 1, is not a result of this batch job"):

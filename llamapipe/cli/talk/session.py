@@ -200,7 +200,7 @@ class Session:
         self._terminal.line(self._terminal.style(text, "dim"))
 
     def _failed(self, text: str, style: str) -> None:
-        """Shows why a command failed. Raises UsageError where nobody sees it: in a pipe."""
+        """Shows why a command failed. Raises UsageError if messages come from a pipe."""
         if self._is_piped:
             raise UsageError(text)
         self._note(text, style)

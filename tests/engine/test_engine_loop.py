@@ -158,6 +158,35 @@ class TestWork:
         assert queued.result().finish_reason == "cancelled"
         assert desk.engine_thread.ask(lambda: desk.context.n_launches) == 2
 
+    def test_before_the_requests_that_wait_in_the_inbox(self, make_desk: MakeDesk) -> None:
+        gate = Turnstile()
+        desk = make_desk(n_slots=2, before_launch=gate)
+        running, other = desk.complete(max_tokens=40), desk.complete(max_tokens=3)
+        gate.wait()
+        many = [desk.request(max_tokens=2) for _ in range(5 * engine_loop_module._MAX_COMMANDS)]
+        for request in many:
+            desk.submit(request)
+        desk.engine_thread.cancel_soon(running.request)
+        desk.engine_thread.cancel_soon(many[-1])  # it has not arrived yet
+        gate.step()
+        assert running.result().finish_reason == "cancelled"
+        gate.open()
+        other.check()
+        wait_until(lambda: all(request.state is State.FINISHED for request in many))
+        assert many[-1].finish_reason == "cancelled" and many[-1].n_generated == 0
+        assert {request.finish_reason for request in many[:-1]} == {"length"}
+
+    def test_of_a_generation_in_the_order_of_calls(self, make_desk: MakeDesk) -> None:
+        desk = make_desk()
+        generation = desk.start(n_prompt=6, max_tokens=None)
+        assert generation.next() is not None
+        with desk.held():
+            generation.trim(5)
+            child = generation.fork()
+            generation.cancel()
+        token = child.next()
+        assert token is not None and child.token_ids == [*generation.token_ids, token.id]
+
 
 class TestFailedSteps:
     def test_only_the_requests_of_the_step_fail(self, make_desk: MakeDesk) -> None:

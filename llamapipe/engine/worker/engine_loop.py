@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from llamapipe.kv_events.publisher import Publisher
 
 _MAX_SKIPPED_WINDOWS = 7
-_MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of tasks are cancelled
+_MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of others arrive
 _LATER = int(NoToken.LATER)  # looked at in every step
 _LOOK_S = 0.02  # between two looks at draws that other threads make
 
@@ -103,7 +103,9 @@ class EngineLoop:
 
     def cancel(self, request: Request) -> None:
         """Ends a request in any state."""
-        if request.state is not State.FINISHED and request.arrival >= 0:
+        if request.arrival < 0:
+            request.cancelled = True  # `add`, which comes later, looks at it
+        elif request.state is not State.FINISHED:
             self._scheduler.cancel(request)
             self._finished(request)
 
@@ -245,6 +247,8 @@ class EngineLoop:
         dispatcher, steps = self.dispatcher, self.in_flight.steps
         started = perf_counter()
         while True:
+            while inbox.urgent:  # thousands of new requests may wait before a cancel in the inbox
+                self.cancel(inbox.urgent.popleft())
             for _ in range(_MAX_COMMANDS):
                 if inbox.empty():
                     break

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llamapipe.engine.scheduler.request import Request
 
 
 class Inbox:
     """A queue of function calls. Any thread puts, the engine thread runs them; both are safe under Ctrl-C.
 
     ``single_caller``: callers set it before they submit. True when no other thread or task could submit meanwhile, so
-    the engine need not wait for more requests before it starts a step.
+    the engine need not wait for more requests before it starts a step. ``urgent``: arguments of calls that are also in
+    the queue and may be taken first, whatever waits before them.
     """
 
-    __slots__ = ("_commands", "empty", "single_caller")
+    __slots__ = ("_commands", "empty", "single_caller", "urgent")
 
     def __init__(self) -> None:
         self.single_caller = False
+        self.urgent: deque[Request] = deque()
         self._commands: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]]] = SimpleQueue()
         self.empty = (
             self._commands.empty

@@ -110,6 +110,14 @@ def add_parser(
         help="allow requests from web pages of this origin; '*': all (repeatable)",
     )
     server.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="allow requests to this name, for example behind a proxy; '*': any (repeatable; default on loopback: "
+        "localhost and names that cannot be registered; else any)",
+    )
+    server.add_argument(
         "--max-requests",
         type=int,
         metavar="N",
@@ -246,7 +254,7 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
         options["use_mmap"] = False
     try:
         with _served(args, **options) as (engine, embedder):
-            run_worker(engine, worker, settings, embedder)
+            run_worker(engine, worker, args.host, settings, embedder)
     except (UsageError, lp.errors.LlamapipeError, OSError, ValueError, ImportError) as error:
         if not worker.is_serving:
             args.worker.report_failure(str(error) or type(error).__name__, isinstance(error, UsageError))

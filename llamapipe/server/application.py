@@ -9,15 +9,15 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
-from llamapipe.server.errors import ApiError, Dialect
+from llamapipe.server.errors import ApiError, Dialect, dialect_of
 from llamapipe.server.exchange import Endpoint, Handler
+from llamapipe.server.guard import Guard
 from llamapipe.server.routes import (
     chat,
     completions,
@@ -52,19 +52,9 @@ def app(
     if settings is not None and not isinstance(settings, ServerSettings):
         raise TypeError(f"settings must be ServerSettings, not {type(settings).__name__}")
     state = ServerState(engine, settings or ServerSettings(), embedder)
-    middleware = []
-    if state.settings.cors_origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=state.settings.cors_origins,
-                allow_methods=("GET", "POST", "DELETE"),
-                allow_headers=("*",),
-            )
-        )
     application = Starlette(
         routes=routes(state),
-        middleware=middleware,
+        middleware=[Middleware(Guard, state=state)],
         exception_handlers={HTTPException: _http_error},
         lifespan=_lifespan(state),
     )
@@ -117,10 +107,9 @@ def _route(
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answers requests for unknown paths and methods, in the API's error format."""
     assert isinstance(error, HTTPException)
-    dialect: Dialect = "anthropic" if request.url.path.startswith("/v1/messages") else "openai"
     hint = path_hint(request.scope["path"]) if error.status_code == 404 else ""
     message = f"{request.method} {request.url.path}: {error.detail}{hint}"
-    body = ApiError(error.status_code, message).body(dialect)
+    body = ApiError(error.status_code, message).body(dialect_of(request.scope["path"]))
     return Response(
         msgspec.json.encode(body), error.status_code, dict(error.headers or {}), "application/json"
     )

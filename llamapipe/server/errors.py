@@ -36,6 +36,7 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -64,6 +65,11 @@ class ApiError(Exception):
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or kind}
         }
+
+
+def dialect_of(path: str) -> Dialect:
+    """The format of errors at a path that may have no route."""
+    return "anthropic" if path.startswith("/v1/messages") else "openai"
 
 
 def log_unexpected(error: BaseException, what: str) -> None:

@@ -166,6 +166,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+def _host_of(sock: socket.socket) -> str:
+    """The address that a socket listens on; that of a Unix socket is no loopback address."""
+    address = sock.getsockname()
+    return str(address[0]) if isinstance(address, tuple) else f"unix:{address!s}"
+
+
 S = TypeVar("S", bound=_Uvicorn)
 
 
@@ -203,20 +209,27 @@ def run_server(
 ) -> None:
     """Serves an engine on a socket until SIGTERM or Ctrl-C. For the main thread; engine and embedder stay open."""
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _server(_Uvicorn, engine, settings, embedder).run(sockets=[sock])
+    server = _server(_Uvicorn, engine, settings, embedder)
+    server.state.bound_to = _host_of(sock)
+    server.run(sockets=[sock])
 
 
 def run_worker(
     engine: Engine,
     worker: Worker,
+    host: str,
     settings: ServerSettings | None = None,
     embedder: Embedder | None = None,
 ) -> None:
-    """Serves an engine on the connections that a supervisor gives to this worker. For the main thread."""
+    """Serves an engine on the connections that a supervisor gives to this worker. For the main thread.
+
+    ``host``: the address that the supervisor listens on.
+    """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     headers = [("x-llamapipe-worker", str(worker.options.index))]
     server = _server(_WorkerUvicorn, engine, settings, embedder, headers)
     server.worker = server.state.worker = worker
+    server.state.bound_to = host
     server.run(sockets=[])
 
 
@@ -243,6 +256,7 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         self._socket = bound_socket(host, port)
         self._server = _server(_Uvicorn, engine, settings, embedder)
         self.host, self.port = self._socket.getsockname()[:2]
+        self._server.state.bound_to = self.host
         self._thread = threading.Thread(target=self._run, name="llamapipe-server", daemon=True)
         self._thread.start()
 

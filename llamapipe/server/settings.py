@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from llamapipe.arguments import check_flag, check_float, check_int, explains_fields
 
+_ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
+_HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\](:\d+)?|[^/\s:\[\]]+(:\d+)?|[0-9A-Fa-f:.]+")
 _API_KEY = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 
@@ -19,7 +21,12 @@ class ServerSettings:
     - ``model_names``: the names clients may use for the model; answers contain the first. Default: the file's name.
     - ``embedding_names``: the same for the embedding model.
     - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``. Empty: no key is required.
-    - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all; none by default.
+    - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all. Pages of this server, of this
+      machine (``http://localhost:3000``) and of editors and desktop apps (``vscode-webview://``, ``app://``,
+      ``tauri://``, ``file://``, ``chrome-extension://`` …) always may; those of others are answered 403.
+    - ``allow_hosts``: further names that clients may use for the server, ``("*",)`` for any. A server that listens on
+      loopback answers 403 to names that are not this machine's; on other addresses every name is allowed while this is
+      empty.
     - ``max_body_bytes``: largest request body; larger ones are answered 413.
     - ``max_requests``: requests served at once, including those in the engine's queue; further ones are answered 429.
     - ``max_n``: maximum number of choices of one request, over all its prompts.
@@ -37,6 +44,7 @@ class ServerSettings:
     embedding_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    allow_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
     max_requests: int = 1024
     max_n: int = 128
@@ -47,8 +55,16 @@ class ServerSettings:
     page: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("model_names", "embedding_names", "api_keys", "cors_origins"):
+        for name in ("model_names", "embedding_names", "api_keys", "cors_origins", "allow_hosts"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origins: {origin!r} is no origin; write scheme://host or scheme://host:port, or '*'"
+                )
+        for host in self.allow_hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"allow_hosts: {host!r} is no host; write a name without a scheme, or '*'")
         check_int("max_body_bytes", self.max_body_bytes, 1, 2**31 - 1)
         check_int("max_requests", self.max_requests, 1, 2**31 - 1)
         check_int("max_n", self.max_n, 1, 10_000)

@@ -33,7 +33,8 @@ class ServerState:
     """One server's engine and settings. Use it on the event loop's thread.
 
     ``model_names``: the names clients may use for the model; answers contain the first. ``n_requests``: requests being
-    served. ``worker``: the link to the other processes, if this is one of several.
+    served. ``worker``: the link to the other processes, if this is one of several. ``bound_to``: the address that the
+    server listens on; None inside of another server, which tells it with each request.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, embedder: Embedder | None = None) -> None:
@@ -41,6 +42,7 @@ class ServerState:
         self.embedder = embedder
         self.settings = settings
         self.worker: Worker | None = None
+        self.bound_to: str | None = None
         self.timeline = Timeline(engine)
         self.model_names = settings.model_names or (engine.model.path.stem,)
         self.metrics = Metrics(engine, self.model_names[0])

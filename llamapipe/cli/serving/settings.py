@@ -20,6 +20,7 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "embedding_names": tuple(args.embeddings_alias),
         "api_keys": _keys(args.api_key_file),
         "cors_origins": tuple(args.cors),
+        "allow_hosts": tuple(args.allow_host),
         "timeout_s": args.timeout,
         "strict": args.strict,
         "page": not args.no_page,

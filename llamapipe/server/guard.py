@@ -1,0 +1,233 @@
+"""Refuses what pages of other sites send, before the body is read and before the key is checked.
+
+A browser lets any page send requests to a server on the user's machine. It tells the server about the page in the
+headers ``Origin`` and ``Sec-Fetch-Site``, and in ``Host`` the name that the page used for the server. Three rules:
+
+- The host must be ours while the server listens on loopback. A page whose name first leads to its own server and then
+  to 127.0.0.1 (DNS rebinding) is of the same origin to the browser; only ``Host`` shows the foreign name.
+- The page must be of this server, of this machine, of an editor or desktop app, or of an origin in ``cors_origins``.
+- A browser's body must say that it is JSON. Other types need no permission from the server, so any page can send them.
+
+Clients that are no browsers send neither of the two headers, and the last two rules do not concern them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from llamapipe.server.errors import ApiError, dialect_of
+from llamapipe.server.exchange import Call
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from llamapipe.server.state import ServerState
+
+# Pages of these schemes come from programs that the user has installed, not from a site.
+_APP_SCHEMES = frozenset(
+    (
+        "app", "file", "tauri", "capacitor", "vscode-webview", "vscode-file",
+        "chrome-extension", "moz-extension", "safari-web-extension",
+    )
+)  # fmt: skip
+_CONTAINER_HOSTS = frozenset(("host.docker.internal", "host.containers.internal"))
+_METHODS = b"GET, POST, DELETE"
+_PREFLIGHT_S = b"600"  # how long a browser may keep the answer to a preflight request
+_EXPOSED = b"x-request-id, x-llamapipe-unused, x-llamapipe-worker, retry-after"
+
+
+class Guard:
+    """Middleware that answers 403 to foreign hosts and pages, 415 to bodies of other types, and preflight requests.
+
+    The allowed origins get the headers with which a browser lets the page read the answer.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+        settings = state.settings
+        self._allows_all_origins = "*" in settings.cors_origins
+        self._origins = frozenset(origin.lower() for origin in settings.cors_origins)
+        self._hosts = frozenset(_name(host) for host in settings.allow_hosts)
+
+    def __repr__(self) -> str:
+        return "<Guard>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request, or refuses it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        browser: dict[bytes, bytes] = {}
+        hosts: list[bytes] = []
+        for name, value in scope["headers"]:
+            if name == b"host":
+                hosts.append(value)
+            elif name in (b"origin", b"access-control-request-method") or name.startswith(b"sec-fetch-"):
+                differs = browser.setdefault(name, value) != value
+                if differs:  # two values: neither can be trusted
+                    browser[name] = b"cross-site" if name == b"sec-fetch-site" else b"null"
+        try:
+            self._check_host(scope, hosts)
+            if b"origin" in browser or b"sec-fetch-site" in browser:
+                self._check_page(scope, browser, hosts)
+        except ApiError as error:
+            await _refuse(Call(self._state, scope, receive, send), error)
+            return
+        origin = browser.get(b"origin")
+        if origin is None:
+            await self._app(scope, receive, send)
+        elif scope["method"] == "OPTIONS" and b"access-control-request-method" in browser:
+            await self._allow(scope, origin, send)
+        else:
+            await self._app(scope, receive, self._readable(origin, send))
+
+    # ---- the name of the server
+    def _check_host(self, scope: Scope, hosts: list[bytes]) -> None:
+        if "*" in self._hosts or not hosts:  # only clients of HTTP/1.0 send none
+            return
+        if len(hosts) > 1:
+            raise ApiError(400, "there are two Host headers")
+        listens_on_loopback = self._listens_on_loopback(scope)
+        if not (self._hosts or listens_on_loopback):
+            return
+        given = hosts[0].decode("latin-1")
+        name = _name(given)
+        if name in self._hosts or _is_own_name(name) or (not listens_on_loopback and _address(name)):
+            return
+        raise ApiError(
+            403,
+            f"the host {given!r} is not a name of this server; "
+            f"if it is, for example behind a proxy, allow it with --allow-host {name}",
+            code="forbidden_host",
+        )
+
+    def _listens_on_loopback(self, scope: Scope) -> bool:
+        address = self._state.bound_to or (scope.get("server") or ("", None))[0]
+        found = _address(address.strip("[]"))
+        return address == "localhost" or (found is not None and found.is_loopback)
+
+    # ---- the page
+    def _check_page(self, scope: Scope, browser: dict[bytes, bytes], hosts: list[bytes]) -> None:
+        origin = browser.get(b"origin")
+        site = browser.get(b"sec-fetch-site", b"").strip().lower()
+        if not self._is_allowed(origin, site, hosts) and not _opens_page(scope, browser):
+            who = "a page of another site" if origin is None else f"a page of {origin.decode('latin-1')}"
+            raise ApiError(
+                403,
+                f"{who} may not use this server; --cors ORIGIN allows the pages of an origin",
+                code="forbidden_origin",
+            )
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+            if [kind.partition(b";")[0].strip().lower() for kind in kinds] != [b"application/json"]:
+                raise ApiError(415, "a browser must send its body with Content-Type: application/json")
+
+    def _is_allowed(self, origin: bytes | None, site: bytes, hosts: list[bytes]) -> bool:
+        if self._allows_all_origins:
+            return True
+        if site in (b"same-origin", b"none"):  # no page can make its browser lie about this
+            return True
+        if origin is None:
+            return site != b"cross-site"
+        text = origin.decode("latin-1").lower()
+        if text in self._origins:
+            return True
+        try:
+            parts = urlsplit(text)
+            name = parts.hostname or ""
+        except ValueError:
+            return False
+        if parts.scheme in _APP_SCHEMES:
+            return True
+        if parts.scheme not in ("http", "https"):
+            return False
+        return _is_loopback_name(name) or (not site and [parts.netloc.encode("latin-1")] == _lower(hosts))
+
+    # ---- answers that pages may read
+    def _readable(self, origin: bytes, send: Send) -> Send:
+        headers = [
+            (b"access-control-allow-origin", b"*" if self._allows_all_origins else origin),
+            (b"access-control-expose-headers", _EXPOSED),
+            (b"vary", b"Origin"),
+        ]
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *headers]
+            await send(message)
+
+        return with_headers
+
+    async def _allow(self, scope: Scope, origin: bytes, send: Send) -> None:
+        """Answers a preflight request: a browser asks whether the page may send another one."""
+        given = dict(scope["headers"])
+        headers = [
+            (b"access-control-allow-methods", _METHODS),
+            (b"access-control-allow-headers", given.get(b"access-control-request-headers", b"*")),
+            (b"access-control-max-age", _PREFLIGHT_S),
+            (b"content-length", b"0"),
+        ]
+        if given.get(b"access-control-request-private-network") == b"true":
+            headers.append((b"access-control-allow-private-network", b"true"))
+        send = self._readable(origin, send)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _refuse(call: Call, error: ApiError) -> None:
+    call.scope["route_path"] = "other"
+    try:
+        await call.answer_error(error, dialect_of(call.scope["path"]))
+    finally:
+        call.state.finished(call)
+
+
+def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:
+    """Whether the user follows a link to the server's page. The page that has the link cannot look into it."""
+    return (
+        scope["method"] == "GET"
+        and scope["path"] in ("", "/")
+        and b"origin" not in browser
+        and browser.get(b"sec-fetch-mode") == b"navigate"
+        and browser.get(b"sec-fetch-dest") == b"document"
+    )
+
+
+def _name(authority: str) -> str:
+    """The host of ``host:port``, in the form in which hosts are compared."""
+    authority = authority.strip().lower()
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    if authority.count(":") == 1:
+        authority = authority.partition(":")[0]
+    return authority.removesuffix(".")
+
+
+def _lower(values: list[bytes]) -> list[bytes]:
+    return [value.strip().lower() for value in values]
+
+
+def _is_own_name(name: str) -> bool:
+    """Whether a host can only be this machine, or a name that nobody can register: without a dot, or of a container."""
+    if _is_loopback_name(name) or name in _CONTAINER_HOSTS:
+        return True
+    if (found := _address(name)) is not None:
+        return found.is_unspecified
+    return bool(name) and "." not in name and ":" not in name
+
+
+def _is_loopback_name(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    found = _address(name)
+    return found is not None and found.is_loopback
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None

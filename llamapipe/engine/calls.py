@@ -19,7 +19,7 @@ from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score
 from llamapipe.engine.frontend.snapshot import Layout, unpack
 from llamapipe.engine.frontend.submission import Submission
 from llamapipe.engine.generation import Generation
-from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.params import SamplingParams, check_salt
 from llamapipe.engine.results import Completion, Score
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.stream import BUFFER_TOKENS, Stream
@@ -276,11 +276,14 @@ class EngineCalls:
         return generation
 
     @explains_options()
-    def cache_prefix(self, prompt: Prompt, *, timeout: float | None = None) -> CachedPrefix:
+    def cache_prefix(
+        self, prompt: Prompt, *, timeout: float | None = None, cache_salt: str | None = None
+    ) -> CachedPrefix:
         """Computes a prompt and keeps its KV cells in host memory until they are released.
 
         Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
-        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``.
+        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``: that of the
+        requests.
 
         Blocks until the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
         than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
@@ -296,7 +299,7 @@ class EngineCalls:
         requests: list[Request] = []
 
         def make(mailbox: Mailbox) -> dict[int, list[Request]]:
-            requests[:] = [self._request_builder.prefix(tokens, mailbox)]
+            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt))]
             return {0: requests}
 
         engine_thread = self._engine_thread

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _INT32_MAX = 2**31 - 1
 _MOST_CHARACTERS = 2**17  # of all texts of one option
+_MOST_SALT = 1024
 
 LogitsProcessor = (
     Callable[["npt.NDArray[np.float32]"], object] | Callable[[list[int], "npt.NDArray[np.float32]"], object]
@@ -104,6 +105,8 @@ class SamplingParams:
     - ``ignore_eos``: never sample a token that ends generation.
     - ``priority``: requests with a higher priority are admitted and computed first, and preempt others if slots or
       cells run short. ``cache``: use the KV cells of other requests, and leave its own to others; see ``Engine``.
+      ``cache_salt``: a text; only requests with the same one share cells, so nobody without it can find out, by the
+      time or ``n_cached_tokens``, what these prompts were. None: share with all requests that have none.
 
     Raises ValueError or TypeError naming the field.
     """
@@ -154,6 +157,7 @@ class SamplingParams:
     priority: int = 0
     cache: bool = True
     grammar_timeout: float | None = 30.0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens == -1:
@@ -195,6 +199,7 @@ class SamplingParams:
         check_flag("infill", self.infill)
         check_flag("cache", self.cache)
         self._int("priority", -1000, 1000)
+        check_salt(self.cache_salt)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
@@ -303,6 +308,19 @@ class SamplingParams:
 
     def _float(self, name: str, low: float, high: float) -> None:
         self._set(name, check_float(name, getattr(self, name), low, high))
+
+
+def check_salt(value: object) -> str | None:
+    """A ``cache_salt``. Raises TypeError, ValueError."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"cache_salt must be a str or None, not {type(value).__name__}")
+    if not 0 < len(value) <= _MOST_SALT:
+        raise ValueError(
+            f"cache_salt has {len(value)} characters; it must have 1 to {_MOST_SALT}, or be None for the common cache"
+        )
+    return value
 
 
 def _rebuild(values: dict[str, Any]) -> SamplingParams:

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from llamapipe.engine.frontend.tenant import Tenant, tenant
 from llamapipe.server.errors import ApiError
 from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
@@ -59,9 +60,13 @@ class ServerState:
 
     @contextmanager
     def admitted(self, call: Call, counted: bool) -> Iterator[None]:
-        """Checks the key and the limits for one request, and counts it while it is served. Raises ApiError."""
+        """Checks the key and the limits for one request, and counts it while it is served. Raises ApiError.
+
+        Whatever is asked of the engine meanwhile is asked for this client: see ``Tenant``.
+        """
+        key = None
         if counted:
-            self._check_key(call)
+            key = self._check_key(call)
             if self.draining:
                 raise ApiError(503, "the server is shutting down", code="shutting_down")
             if self.n_requests >= self.settings.max_requests:
@@ -71,14 +76,24 @@ class ServerState:
                     code="too_many_requests",
                 )
         self.n_requests += counted
+        token = tenant.set(self._tenant(call, key))
         try:
             yield
         finally:
+            tenant.reset(token)
             self.n_requests -= counted
 
-    def _check_key(self, call: Call) -> None:
+    def _tenant(self, call: Call, key: bytes | None) -> Tenant:
+        """The client: its key if there are several, with a prefix cache for each; else its address."""
+        if key is not None and len(self._keys) > 1:
+            return Tenant(key, key.hex())
+        address: Sequence[Any] | None = call.scope.get("client")
+        return Tenant(address[0] if address else None)
+
+    def _check_key(self, call: Call) -> bytes | None:
+        """The digest of the client's key; None if no key is needed. Raises ApiError."""
         if not self._keys:
-            return
+            return None
         given = call.headers.get(b"x-api-key", b"")
         scheme, _, token = call.headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
@@ -90,6 +105,7 @@ class ServerState:
             raise ApiError(
                 401, "no valid API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
             )
+        return digest
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from support.control import Worker, all_results, held, wait_until
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
+from llamapipe.engine.frontend.tenant import Tenant, tenant
 
 MakeEngine = Callable[..., lp.Engine]
 
@@ -125,6 +127,88 @@ def test_what_is_cancelled_leaves_what_it_computed(make_engine: MakeEngine) -> N
         next(stream)
     wait_until(lambda: engine.stats().n_active == 0)
     assert engine.generate(SHARED, greedy(1)).n_cached_tokens == 39
+
+
+def salted(n: int, salt: str | None) -> lp.SamplingParams:
+    return dataclasses.replace(greedy(n), cache_salt=salt)
+
+
+class TestSalts:
+    def test_requests_of_another_salt_find_nothing(self, make_engine: MakeEngine) -> None:
+        """Neither in slots nor saved, whatever was computed in between."""
+        engine = make_engine(n_seq_max=2)
+        prompt = SHARED + tokens_of(8, 1)
+        texts = []
+        for salt in ("a", "b", None):
+            for n_cached in (0, 47):
+                out = engine.generate(prompt, salted(4, salt))
+                assert out.n_cached_tokens == n_cached
+                texts.append(out.token_ids)
+        assert all(text == texts[0] for text in texts)
+        engine.generate([tokens_of(50, 20 + i) for i in range(8)], greedy(4))
+        assert engine.stats().n_saved >= 3
+        assert [engine.generate(prompt, salted(4, s)).n_cached_tokens for s in ("b", "c")] == [47, 0]
+        engine.check_integrity()
+
+    def test_none_follows_one_of_another_salt(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=4)
+        prompts = [SHARED + tokens_of(8, i) for i in range(4)]
+        outs = engine.generate(prompts, [salted(4, s) for s in ("a", "b", "a", "b")])
+        assert [out.n_cached_tokens for out in outs] == [0, 0, 40, 40]
+
+    def test_forks_and_snapshots(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=4)
+        with engine.start(SHARED, salted(20, "a")) as parent:
+            parent.next()
+            with parent.fork() as child:
+                before = engine.stats().n_cache_hit_tokens
+                assert child.next() is not None
+                assert engine.stats().n_cache_hit_tokens == before + 40
+            snapshot = parent.snapshot()
+        with engine.restore(snapshot, salted(20, "b")) as restored:
+            assert restored.next() is not None
+        assert engine.stats().n_restored == 1
+        assert engine.generate(SHARED, salted(4, "c")).n_cached_tokens == 0
+        assert engine.generate(SHARED, salted(4, "b")).n_cached_tokens == 39
+        assert engine.generate(SHARED, greedy(4)).n_cached_tokens == 0
+
+    def test_a_cached_prefix(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(n_seq_max=2)
+        with engine.cache_prefix(SHARED, cache_salt="a"):
+            prompt = SHARED + tokens_of(8, 1)
+            assert engine.generate(prompt, greedy(4)).n_cached_tokens == 0
+            assert engine.generate(prompt, salted(4, "a")).n_cached_tokens == 40
+        with pytest.raises(ValueError, match=r"^cache_salt has 0 characters"):
+            engine.cache_prefix(SHARED, cache_salt="")
+
+    @pytest.mark.parametrize(
+        ("salt", "error", "match"),
+        [
+            ("", ValueError, r"^cache_salt has 0 characters; it must have 1 to 1024, or be None"),
+            ("x" * 1025, ValueError, "^cache_salt has 1025 characters"),
+            (7, TypeError, "^cache_salt must be a str or None, not int$"),
+        ],
+    )
+    def test_bad_salts(self, salt: Any, error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=match):
+            lp.SamplingParams(cache_salt=salt)
+
+    def test_each_tenant_has_a_cache(self, make_engine: MakeEngine) -> None:
+        """Whatever is called, also when tasks and threads do the work."""
+        engine = make_engine(n_seq_max=2)
+
+        async def one(name: str | None) -> list[int]:
+            tenant.set(Tenant(cache=name))
+            tasks = [
+                engine.agenerate(SHARED, greedy(2)),
+                asyncio.to_thread(engine.generate, SHARED, greedy(2)),
+            ]
+            return [(await task).n_cached_tokens for task in tasks]
+
+        async def main() -> list[list[int]]:
+            return [await asyncio.create_task(one(name)) for name in ("a", "b", "a", None)]
+
+        assert asyncio.run(main()) == [[0, 39], [0, 39], [39, 39], [0, 39]]
 
 
 def test_off(make_engine: MakeEngine) -> None:

@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from llamapipe.engine.scheduler.prefix_tree import PrefixTree
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
+KEYS = st.sampled_from([None, ("a", None), "b"])
 
 
 def n_shared(a: list[int], b: list[int]) -> int:
@@ -26,13 +27,15 @@ class Trees(RuleBasedStateMachine):
         super().__init__()
         self.tree: PrefixTree[int] = PrefixTree()
         self.tokens: dict[int, list[int]] = {}
+        self.keys: dict[int, object] = {}
         self.n_made = 0
 
-    @rule(target=holders, tokens=TOKENS)
-    def insert(self, tokens: list[int]) -> int:
+    @rule(target=holders, tokens=TOKENS, key=KEYS)
+    def insert(self, tokens: list[int], key: object) -> int:
         self.n_made += 1
-        self.tree.insert(self.n_made, tokens)
+        self.tree.insert(self.n_made, tokens, key)
         self.tokens[self.n_made] = tokens
+        self.keys[self.n_made] = key
         return self.n_made
 
     @rule(holder=consumes(holders))
@@ -47,11 +50,14 @@ class Trees(RuleBasedStateMachine):
         self.tokens[holder] = self.tokens[holder] + more
         self.tree.extend(holder, self.tokens[holder], n)
 
-    @rule(tokens=TOKENS, limit=st.integers(0, 12))
-    def find(self, tokens: list[int], limit: int) -> None:
+    @rule(tokens=TOKENS, limit=st.integers(0, 12), key=KEYS)
+    def find(self, tokens: list[int], limit: int, key: object) -> None:
         limit = min(limit, len(tokens))
-        found = list(self.tree.find(tokens, limit))
-        best = max((n_shared(tokens[:limit], t) for t in self.tokens.values()), default=0)
+        found = list(self.tree.find(tokens, limit, key))
+        best = max(
+            (n_shared(tokens[:limit], t) for i, t in self.tokens.items() if self.keys[i] == key), default=0
+        )
+        assert all(self.keys[holder] == key for _, holder in found)
         assert (found[0][0] if found else 0) == best
         assert [n for n, _ in found] == sorted((n for n, _ in found), reverse=True)
         for n, holder in found:
@@ -60,7 +66,11 @@ class Trees(RuleBasedStateMachine):
     @rule(holder=holders)
     def sharing(self, holder: int) -> None:
         tokens = self.tokens[holder]
-        shared = {h: n_shared(tokens, t) for h, t in self.tokens.items() if h != holder}
+        shared = {
+            h: n_shared(tokens, t)
+            for h, t in self.tokens.items()
+            if h != holder and self.keys[h] == self.keys[holder]
+        }
         n, others = self.tree.sharing(holder, len(tokens))
         assert n == max(shared.values(), default=0)
         assert set(others) <= {h for h, m in shared.items() if m == n} and len(set(others)) == len(others)
@@ -90,4 +100,4 @@ def test_nothing_is_left_of_many() -> None:
     for i in chance.sample(sorted(made), len(made)):
         tree.remove(i)
         tree.check_integrity()
-    assert len(tree) == 0 and list(tree.find(shared, 200)) == []
+    assert len(tree) == 0 and list(tree.find(shared, 200)) == [] and not tree._roots

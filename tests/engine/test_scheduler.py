@@ -56,7 +56,7 @@ class Bench:
 
     def add(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
         """A new request with a prompt of its own."""
-        later = {name: options.pop(name) for name in ("priority", "caller") if name in options}
+        later = {name: options.pop(name) for name in ("priority", "caller", "share") if name in options}
         request = Request(prompt_of(n_prompt, self.n_added), max_tokens, **options)
         for name, value in later.items():
             setattr(request, name, value)
@@ -241,6 +241,30 @@ class TestTurns:
         assert (
             sum(request in short for request in order) == 4 and sum(request in long for request in order) == 2
         )
+
+    def test_a_share_with_many_callers_delays_another_by_one_request(self) -> None:
+        bench = Bench(n_slots=1)
+        many = [bench.add(max_tokens=1, share="many") for _ in range(20)]
+        assert self.admitted(bench, 3) == many[:3]
+        few = [bench.add(max_tokens=1, share="few") for _ in range(3)]
+        order = self.admitted(bench, 6)
+        assert set(order) == {*few, *many[3:6]} and few[0] in order[:2]
+        late = bench.add(max_tokens=1, share="late")
+        assert late in self.admitted(bench, 2)
+
+    def test_within_a_share_callers_take_turns(self) -> None:
+        bench = Bench(n_slots=1)
+        caller = object()
+        listed = [bench.add(max_tokens=1, share="one", caller=caller) for _ in range(20)]
+        assert self.admitted(bench, 2) == listed[:2]
+        single = bench.add(max_tokens=1, share="one")
+        assert self.admitted(bench, 1) == [single]
+
+    def test_a_priority_counts_more_than_a_share(self) -> None:
+        bench = Bench(n_slots=1)
+        many = [bench.add(max_tokens=1, share="many", priority=1) for _ in range(3)]
+        other = bench.add(max_tokens=1, share="other")
+        assert self.admitted(bench, 4) == [*many, other]
 
     def test_single_requests_keep_their_order(self) -> None:
         bench = Bench(n_slots=2)
@@ -1392,6 +1416,8 @@ class Machine(RuleBasedStateMachine):
         limit = {"completion": UNLIMITED, "stream": BUFFER, "generation": 0}[kind]
         tokens = tokens[: self.n_ctx - 1]
         request = Request(tokens, max_tokens, stop, limit, resumable=kind == "generation")
+        request.share = len(tokens) % 3
+        request.cache_key = (None, "salt")[len(self.callers) % 2]
         self.bench.scheduler.add(request)
         self.callers.append(Caller(self.bench, request))
 

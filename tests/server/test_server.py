@@ -301,6 +301,33 @@ class TestLimits:
                 assert client.get("/v1/models", headers=headers).status_code == 200
             assert client.get("/v1/models", headers={"authorization": "Bearer three"}).status_code == 401
 
+    @pytest.mark.parametrize(
+        "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
+    )
+    def test_each_of_several_keys_has_a_prefix_cache(self, engine: lp.Engine, path: str) -> None:
+        """Nobody learns what another client has asked. With one key, all clients are one."""
+        text = f"The key to the archive of {path} is under the third stone, and nobody else may know that."
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+        if path == "/v1/completions":
+            body = {"prompt": text, "max_tokens": 2}
+        elif path == "/v1/responses":
+            body = {"input": text, "max_output_tokens": 2}
+        body["model"] = engine.model.path.stem
+
+        def n_cached(client: httpx.Client, key: str) -> int:
+            answer = client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+            usage = answer.json()["usage"]
+            details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+            return int(details.get("cached_tokens", details.get("cache_read_input_tokens", 0)))
+
+        keys = (f"one{path}", f"two{path}")
+        for served, asks in ((keys, (*keys, *keys)), (keys[:1], keys[:1] * 2)):
+            settings = ServerSettings(api_keys=served)
+            with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as client:
+                found = [n_cached(client, key) for key in asks]
+            assert found[-1] > 30 if len(asks) == 2 else found[:2] == [0, 0] and min(found[2:]) > 30
+
     def test_a_large_body_is_refused(self, engine: lp.Engine) -> None:
         settings = ServerSettings(max_body_bytes=1000)
         with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as client:

@@ -17,6 +17,7 @@ from llamapipe.engine.delivery.sink import (
     Sink,
     TokenSink,
 )
+from llamapipe.engine.frontend.tenant import cache_key, tenant
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.sampling.factory import SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets
@@ -212,6 +213,8 @@ class RequestBuilder:
         request = Request(targets.first(), max_tokens=0)
         request.logprob_targets = targets
         request.caller = mailbox
+        request.share = tenant.get().share
+        request.cache_key = cache_key(None)
         request.sink = ScoreSink(mailbox, index)
         return request
 
@@ -250,9 +253,10 @@ class RequestBuilder:
             request.sink.continue_character(b"".join(pieces))
         return request
 
-    def prefix(self, tokens: list[int], mailbox: Mailbox) -> Request:
+    def prefix(self, tokens: list[int], mailbox: Mailbox, salt: str | None) -> Request:
         """A request that computes these tokens and keeps its cells; answered as ``scores``."""
         request = self.scores(tokens, [[0]], mailbox, 0)
+        request.cache_key = cache_key(salt)
         request.keeps_cells = True
         return request
 
@@ -282,6 +286,8 @@ class RequestBuilder:
         request.wants_logprobs = params.logprobs is not None
         request.priority = params.priority
         request.uses_cache = params.cache
+        request.share = tenant.get().share
+        request.cache_key = cache_key(params.cache_salt)
         request.seed = choose_seed(params)
         return request
 

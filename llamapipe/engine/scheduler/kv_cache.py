@@ -2,7 +2,7 @@
 
 A request that ends leaves its cells in its slot: they are *parked*. When the slot is needed, they are saved to host
 memory if nothing else holds these tokens, or dropped. A request that begins with the tokens of parked, running or saved
-cells starts with them: in place, with a copy, or loaded.
+cells of its ``cache_key`` starts with them: in place, with a copy, or loaded.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class KvCache:
             return found
         best_rank = 0
         n_pending = 0
-        for n, cells in self._tree.find(request.tokens, limit):
+        for n, cells in self._tree.find(request.tokens, limit, request.cache_key):
             if n < found.n or (n == found.n and best_rank == 2):
                 break
             leader = cells.request
@@ -258,7 +258,7 @@ class KvCache:
         """The tree learns a request's tokens, also those that are not computed yet."""
         cells = request.cells = Cells(request.slot, request, len(request.tokens))
         if self.enabled and request.uses_cache:
-            self._tree.insert(cells, request.tokens)
+            self._tree.insert(cells, request.tokens, request.cache_key)
 
     def _choose(self, source: Cells | None) -> int:
         """A free slot. Running requests are kept close together: gaps between their slots cost time."""
@@ -305,7 +305,7 @@ class KvCache:
             self._tree.extend(cells, request.tokens[:n], n_known)
         else:
             self._tree.remove(cells)
-            self._tree.insert(cells, request.tokens[:n])
+            self._tree.insert(cells, request.tokens[:n], request.cache_key)
         self.memory_ops.append(Remove(slot, n))  # a step in flight may have added a cell
         self._parked[slot] = cells
         self._n_parked_cells += n
@@ -329,7 +329,7 @@ class KvCache:
         if cells.n_known > n and cells in self._tree:
             self._tree.remove(cells)
             cells.n = n
-            self._tree.insert(cells, request.tokens[:n])
+            self._tree.insert(cells, request.tokens[:n], request.cache_key)
 
     def shift(self, request: Request, begin: int, end: int) -> None:
         """A request's tokens from ``begin`` to ``end`` were dropped; the cells after them move there."""
@@ -346,7 +346,7 @@ class KvCache:
             self._tree.remove(self._unpark(slot))
         elif request is not None and cells is not None and cells in self._tree:
             self._tree.remove(cells)
-            self._tree.insert(cells, request.tokens[: cells.n_known])
+            self._tree.insert(cells, request.tokens[: cells.n_known], request.cache_key)
 
     def evict(self, n_cells: int) -> None:
         """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""
@@ -368,7 +368,7 @@ class KvCache:
         for key in dropped:
             self._forget(key)
         cells = Cells(-1, None, n)
-        self._tree.insert(cells, request.tokens[:n])
+        self._tree.insert(cells, request.tokens[:n], request.cache_key)
         return self._keep(cells, n_bytes, request)
 
     def unpin(self, request: Request) -> None:

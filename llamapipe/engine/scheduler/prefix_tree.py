@@ -1,7 +1,8 @@
 """A radix tree over token ids: finds which holders begin with the tokens of a prompt, and how many they share.
 
-A holder is anything that has a sequence of tokens; here, KV cells. Lookups and insertions take time in the number of
-tokens, whatever the number of holders.
+A holder is anything that has a sequence of tokens; here, KV cells. Holders of different keys share nothing: a key is
+whatever besides the tokens made the cells, or may see them. Lookups and insertions take time in the number of tokens,
+whatever the number of holders.
 """
 
 from __future__ import annotations
@@ -26,11 +27,21 @@ class _Node(Generic[H]):
         self.holders: dict[H, None] = {}  # whose tokens lead to this node's end or further, the newest last
 
 
+class _Root(_Node[H]):
+    """The node above all tokens of one key."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Hashable) -> None:
+        super().__init__([], None)
+        self.key = key
+
+
 class PrefixTree(Generic[H]):
-    """The holders by their tokens."""
+    """The holders by their keys and tokens."""
 
     def __init__(self) -> None:
-        self._root = _Node[H]([], None)
+        self._roots: dict[Hashable, _Root[H]] = {}
         self._ends: dict[H, _Node[H]] = {}  # the node where a holder's tokens end
 
     def __repr__(self) -> str:
@@ -42,9 +53,13 @@ class PrefixTree(Generic[H]):
     def __contains__(self, holder: H) -> bool:
         return holder in self._ends
 
-    def insert(self, holder: H, tokens: Sequence[int]) -> None:
-        """Adds a holder, which must not be in the tree, with its tokens."""
-        self._insert_below(self._root, holder, tokens, 0)
+    def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
+        """Adds a holder, which must not be in the tree, with its tokens, among those of a key."""
+        root = self._roots.get(key)
+        if root is None:
+            root = self._roots[key] = _Root(key)
+        root.holders[holder] = None
+        self._insert_below(root, holder, tokens, 0)
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
         """Adds the tokens after the first ``n``, with which the holder is in the tree."""
@@ -73,23 +88,28 @@ class PrefixTree(Generic[H]):
     def remove(self, holder: H) -> None:
         """Removes a holder; does nothing if it is not in the tree."""
         node = self._ends.pop(holder, None)
-        while node is not None and node.parent is not None:
+        while node is not None:
             parent = node.parent
             del node.holders[holder]
-            if not node.holders:
+            if isinstance(node, _Root):
+                if not node.holders:
+                    del self._roots[node.key]
+            elif not node.holders:
+                assert parent is not None
                 del parent.children[node.tokens[0]]
             elif len(node.children) == 1:
                 _merge(node)
             node = parent
 
-    def find(self, tokens: Sequence[int], limit: int) -> Iterator[tuple[int, H]]:
-        """Holders that share tokens with a prompt, with the number of those, at most ``limit``; the most first.
+    def find(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
+        """Holders of a key that share tokens with a prompt, and how many, at most ``limit``; the most first.
 
         Of holders that share equally many, the newest few.
         """
         path: list[tuple[int, _Node[H]]] = []
-        node, i = self._root, 0
-        while i < limit:
+        node: _Node[H] | None = self._roots.get(key)
+        i = 0
+        while node is not None and i < limit:
             child = node.children.get(tokens[i])
             if child is None:
                 break
@@ -125,19 +145,21 @@ class PrefixTree(Generic[H]):
 
     def check_integrity(self) -> None:
         """Raises AssertionError if nodes and holders disagree."""
-        stack = [self._root]
+        stack: list[_Node[H]] = list(self._roots.values())
+        assert sum(len(root.holders) for root in stack) == len(self._ends)
+        assert all(root.holders and root.key == key for key, root in self._roots.items())
         while stack:
             node = stack.pop()
             for first, child in node.children.items():
                 assert child.parent is node and child.tokens[0] == first, child.tokens
                 assert child.holders, "a node without holders"
-                assert node is self._root or child.holders.keys() <= node.holders.keys()
+                assert child.holders.keys() <= node.holders.keys()
                 assert len(child.children) != 1 or len(child.holders) > len(
                     next(iter(child.children.values())).holders
                 ), "a node that could be one with its child"
                 stack.append(child)
         for holder, node in self._ends.items():
-            assert node is self._root or holder in node.holders, holder
+            assert holder in node.holders, holder
 
 
 class TreeObserver(Protocol):
@@ -154,26 +176,32 @@ class TreeObserver(Protocol):
 
 
 class ObservedTree(PrefixTree[H]):
-    """A tree that tells an observer of its changes."""
+    """A tree that tells an observer of the changes among the holders without a key."""
 
     def __init__(self, observer: TreeObserver) -> None:
         super().__init__()
         self._observer = observer
+        self._told: set[H] = set()
 
-    def insert(self, holder: H, tokens: Sequence[int]) -> None:
-        """Adds a holder, which must not be in the tree, with its tokens."""
-        super().insert(holder, tokens)
-        self._observer.inserted(holder, tokens)
+    def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
+        """Adds a holder, which must not be in the tree, with its tokens, among those of a key."""
+        super().insert(holder, tokens, key)
+        if key is None:
+            self._told.add(holder)
+            self._observer.inserted(holder, tokens)
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
         """Adds the tokens after the first ``n``, with which the holder is in the tree."""
         super().extend(holder, tokens, n)
-        self._observer.extended(holder, tokens)
+        if holder in self._told:
+            self._observer.extended(holder, tokens)
 
     def remove(self, holder: H) -> None:
         """Removes a holder; does nothing if it is not in the tree."""
         super().remove(holder)
-        self._observer.removed(holder)
+        if holder in self._told:
+            self._told.remove(holder)
+            self._observer.removed(holder)
 
 
 def _n_shared(tokens: Sequence[int], begin: int, edge: list[int]) -> int:

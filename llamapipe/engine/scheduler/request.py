@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -108,7 +108,9 @@ class Request:
     ``max_tokens``: most generated tokens since the start or the last append; with 0, the request only computes its
     ``logprob_targets``. ``resumable``: after "stop" and "length" it keeps its slot, and may be trimmed and continued.
     ``sink``: receives the results. ``priority``: requests of a higher one come first. ``caller``: requests of one
-    caller share its turns; None once the request was admitted.
+    caller share its turns; None once the request was admitted. ``share``: callers of one share take turns with those of
+    others. ``cache_key``: what its cells depend on besides its tokens, or who may use them: cells of other keys are not
+    its own, however equal the tokens.
 
     Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its consumer sets.
     """
@@ -116,6 +118,7 @@ class Request:
     __slots__ = (
         "arrival",
         "batch_plan",
+        "cache_key",
         "caller",
         "cancelled",
         "cells",
@@ -142,6 +145,7 @@ class Request:
         "sampler_factory",
         "saved_cells",
         "seed",
+        "share",
         "sink",
         "slot",
         "state",
@@ -179,6 +183,7 @@ class Request:
         self.seed = 0
         self.sampler: Sampler | None = None  # made with the first slot
         self.uses_cache = True  # whether it begins with cells of other requests, and leaves its own to them
+        self.cache_key: Hashable = None
         self.keeps_cells = False  # whether its cells are saved and pinned at its end
         self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
         self.cells: Cells | None = None  # while it has a slot
@@ -190,6 +195,7 @@ class Request:
         self.last_logprob: tuple[float, Sequence[tuple[int, float]]] | None = None  # those of the last token
         self.priority = 0
         self.caller: object = self
+        self.share: Hashable = None
         self.turn = (0, 0, 0)  # order of admission, set with its arrival
         self.arrival = -1  # order of arrival, set by the scheduler
         self.slot = -1
@@ -222,6 +228,8 @@ class Request:
         child.n_total = self.n_total
         child.sampler_factory = self.sampler_factory
         child.uses_cache = self.uses_cache
+        child.cache_key = self.cache_key
+        child.share = self.share
         child.wants_logprobs = self.wants_logprobs
         child.priority = self.priority
         child.finish_reason = self.finish_reason

@@ -1,19 +1,32 @@
 """The requests without a slot, and whose turn it is.
 
-Requests of a higher priority come first. Among equals the queue is fair to callers (start-time fair queueing, Goyal et
-al. 1996): each request starts where the one before it of the same caller ends, in tokens, but not before the request
-that was admitted last. So a single request need not wait for the rest of a long list, and single requests keep the
-order in which they arrived.
+Requests of a higher priority come first. Among equals the queue is fair to shares, and within a share to callers
+(start-time fair queueing, Goyal et al. 1996): each request starts where the one before it of the same caller ends, in
+tokens, but not before the request that was admitted last. So a single request need not wait for the rest of a long
+list, and single requests keep the order in which they arrived. The same holds for shares, with the tokens of their
+requests that were admitted: a client with a thousand calls delays the call of another one by one request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from heapq import heappop, heappush
 
 from llamapipe.engine.scheduler.request import Request, State
 
 _MAX_COUNTED = 256  # tokens that a request may generate, as its cost; few generate all that they may
+
+
+class _Share:
+    """The requests of one share. ``end``: where its last admitted request ends. ``n_new``: not admitted yet."""
+
+    __slots__ = ("end", "heap", "n_new", "n_queued")
+
+    def __init__(self) -> None:
+        self.heap: list[
+            tuple[tuple[int, int, int], Request]
+        ] = []  # removed ones stay until they are the first
+        self.n_queued = self.n_new = self.end = 0
 
 
 class Waiting:
@@ -25,9 +38,10 @@ class Waiting:
 
     def __init__(self) -> None:
         self.paused: set[Request] = set()
-        # By turn. Removed requests stay until they are the first.
-        self._heap: list[tuple[tuple[int, int, int], Request]] = []
-        self._queued: dict[Request, None] = {}  # those of the heap that were not removed
+        self._queued: dict[Request, None] = {}  # those of all heaps that were not removed
+        self._shares: dict[Hashable, _Share] = {}  # those with requests that are queued or not admitted yet
+        self._next: Request | None = None  # the one to admit first, if that is known
+        self._share_now = 0  # where the share starts of which a request was admitted last
         # By leader: the followers, and the cells that each waits for.
         self._followers: dict[Request, dict[Request, int]] = {}
         self._n_followers = 0
@@ -56,16 +70,27 @@ class Waiting:
 
     def next(self) -> Request:
         """The request to admit first."""
-        heap = self._heap
+        if self._next is None:
+            self._next = min(map(self._first_of, self._waiting_shares()))[-1]
+        return self._next
+
+    def _waiting_shares(self) -> Iterator[_Share]:
+        return (share for share in self._shares.values() if share.n_queued)
+
+    def _first_of(self, share: _Share) -> tuple[int, int, tuple[int, int, int], Request]:
+        """The first request of a share, after what decides between shares."""
+        heap = share.heap
         while heap[0][1] not in self._queued:
             heappop(heap)
-        return heap[0][1]
+        turn, request = heap[0]
+        return turn[0], max(share.end, self._share_now), turn, request
 
     def add(self, request: Request) -> None:
         """Adds a new request and gives it its turn."""
         caller = request.caller
         start = max(self._now, self._ends.get(caller, 0))
-        self._ends[caller] = start + len(request.tokens) + min(request.max_tokens, _MAX_COUNTED)
+        self._ends[caller] = start + _cost(request)
+        self._share(request).n_new += 1
         self._n_of[caller] = self._n_of.get(caller, 0) + 1
         request.turn = (-request.priority, start, request.arrival)
         if request.n_total < request.token_budget:
@@ -75,8 +100,23 @@ class Waiting:
 
     def add_ready(self, request: Request) -> None:
         """Adds a request that had a slot, was paused, or followed another one. It keeps its turn."""
-        self._queued[request] = None
-        heappush(self._heap, (request.turn, request))
+        self._queued[request] = self._next = None
+        share = self._share(request)
+        share.n_queued += 1
+        heappush(share.heap, (request.turn, request))
+
+    def _share(self, request: Request) -> _Share:
+        share = self._shares.get(request.share)
+        if share is None:
+            share = self._shares[request.share] = _Share()
+        return share
+
+    def _forget_empty(self, request: Request) -> None:
+        share = self._shares[request.share]
+        if not share.n_queued:
+            share.heap.clear()
+            if not share.n_new:
+                del self._shares[request.share]
 
     def remove(self, request: Request) -> None:
         """Removes a request from its list."""
@@ -89,8 +129,9 @@ class Waiting:
             self._n_followers -= 1
         elif request in self._queued:
             del self._queued[request]
-            if not self._queued:
-                self._heap.clear()
+            self._next = None
+            self._shares[request.share].n_queued -= 1
+            self._forget_empty(request)
         else:
             self.paused.remove(request)
 
@@ -100,6 +141,13 @@ class Waiting:
         caller, request.caller = request.caller, None
         if caller is None:
             return
+        share = self._shares[request.share]
+        share.n_new -= 1
+        if request.slot >= 0:
+            self._share_now = max(share.end, self._share_now)
+            share.end = self._share_now + _cost(request)
+            self._next = None
+        self._forget_empty(request)
         self._n_of[caller] -= 1
         if not self._n_of[caller]:
             del self._n_of[caller], self._ends[caller]
@@ -122,6 +170,15 @@ class Waiting:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the lists are inconsistent."""
-        assert self._queued.keys() <= {request for _, request in self._heap}
+        shares = self._shares.values()
+        assert self._queued.keys() <= {request for share in shares for _, request in share.heap}
+        assert sum(share.n_queued for share in shares) == len(self._queued)
+        assert sum(share.n_new for share in shares) == sum(self._n_of.values())
+        assert all(share.n_queued or share.n_new for share in shares)
         assert self._n_followers == sum(map(len, self._followers.values()))
         assert self._ends.keys() == self._n_of.keys()
+
+
+def _cost(request: Request) -> int:
+    """The tokens that a request is expected to compute."""
+    return len(request.tokens) + min(request.max_tokens, _MAX_COUNTED)

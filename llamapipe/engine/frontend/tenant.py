@@ -1,0 +1,32 @@
+"""For whom requests are made: a server sets this for each of its clients, and whatever is submitted meanwhile has it.
+
+It is a context variable, so that no route and no call can forget to pass it on: tasks, and threads that
+``asyncio.to_thread`` uses, inherit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextvars import ContextVar
+from typing import NamedTuple
+
+
+class Tenant(NamedTuple):
+    """One client, or several that count as one.
+
+    ``share``: requests of different shares take turns, however many each has. ``cache``: names its own prefix cache;
+    None: the common one.
+    """
+
+    share: Hashable = None
+    cache: str | None = None
+
+
+NOBODY = Tenant()
+tenant: ContextVar[Tenant] = ContextVar("tenant", default=NOBODY)
+
+
+def cache_key(salt: str | None) -> Hashable:
+    """Whose cells a request may use: those of the same tenant's cache and the same salt."""
+    own = tenant.get().cache
+    return None if own is None and salt is None else (own, salt)

@@ -117,6 +117,21 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session
+def agents(session: nox.Session) -> None:
+    """Install 25 clients and agents, each by itself (some GB, once), and run their programs on a real model.
+
+    ``-- -k codex`` selects one. A table at the end says what each did.
+    """
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi", "uv")
+    _install(session)
+    model = session.run("python", str(HERE / "tools" / "real_models.py"), "qwen-1.5b", silent=True)
+    assert isinstance(model, str)
+    session.env["AGENTS_MODEL_FILE"] = model.strip().splitlines()[-1]
+    session.env["AGENTS_FOLDER"] = str(Path(session.virtualenv.location).resolve() / "clients")
+    _pytest(session, "-m", "agents", default=["tests/agents"])
+
+
+@nox.session
 def routers(session: nox.Session) -> None:
     """Test two servers behind sglang-router, and the files in deploy/ against their schemas."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")

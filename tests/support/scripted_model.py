@@ -16,8 +16,11 @@ BOS, EOS = "<s>", "</s>"
 _BYTES = [("<unk>", UNKNOWN), (BOS, CONTROL), (EOS, CONTROL), *((f"<0x{i:02X}>", BYTE) for i in range(256))]
 
 
-def pieces_of(text: str, specials: Sequence[str] = ()) -> list[str]:
-    """A text cut into pieces that are all different; control tokens are pieces of their own, and must differ too."""
+def pieces_of(text: str, specials: Sequence[str] = (), taken: Sequence[str] = ()) -> list[str]:
+    """A text cut into pieces that are all different; control tokens are pieces of their own, and must differ too.
+
+    None of the pieces is one of ``taken``.
+    """
     pattern = "|".join(f"({re.escape(one)})" for one in sorted(specials, key=len, reverse=True)) or r"(?!)"
     made: list[str] = []
     for part in filter(None, re.split(pattern, text)):
@@ -29,14 +32,15 @@ def pieces_of(text: str, specials: Sequence[str] = ()) -> list[str]:
         for character in part:
             piece += character
             # Pieces of three characters or more: no prompt is tokenized with them, because shorter ones are missing.
-            if len(piece) >= 3 and piece not in made:
+            if len(piece) >= 3 and piece not in made and piece not in taken:
                 made.append(piece)
                 piece = ""
-        if piece and len(made) > start:
-            made[-1] += piece
-        elif piece:
+        if piece:
             made.append(piece)
-    assert len(set(made)) == len(made), made
+        while len(made) > start + 1 and (len(made[-1]) < 3 or made[-1] in (*made[:-1], *taken)):
+            last = made.pop()
+            made[-1] += last
+    assert len({*made, *taken}) == len(made) + len(taken), made
     return made
 
 
@@ -53,6 +57,27 @@ def scripted_model(path: Path, text: str, specials: Sequence[str] = (), chat_tem
     after[said[:-1]] = said[1:]
     scores[np.arange(len(pieces)), after] = 10
     return _write(path, pieces, scores, chat_template)
+
+
+def turns_model(path: Path, texts: Sequence[str], chat_template: str, n_ctx: int = 131_072) -> Path:
+    """Writes a model that answers with ``texts[i]``, greedily, where the control token ``<|turn_i|>`` ends its prompt.
+
+    The chat template writes that token, and so decides which turn of a conversation it is. Prompts are tokenized into
+    bytes; attention is narrow, so that tens of thousands of them take seconds.
+    """
+    starts = [f"<|turn_{i}|>" for i in range(len(texts))]
+    scripts: list[list[str]] = []
+    for text in texts:
+        scripts.append(pieces_of(text, taken=[piece for script in scripts for piece in script]))
+    pieces = [*_BYTES, *((one, CONTROL) for one in starts)]
+    pieces += [(one.replace(" ", "\u2581"), NORMAL) for script in scripts for one in script]
+    ids = {piece: i for i, (piece, _) in enumerate(pieces)}
+    scores = np.zeros((len(pieces), len(pieces)), np.float32)
+    scores[:, ids[EOS]] = 1
+    for start, script in zip(starts, scripts, strict=True):
+        said = [ids[start], *(ids[one.replace(" ", "\u2581")] for one in script), ids[EOS]]
+        scores[said[:-1], said[1:]] = 10
+    return _write(path, pieces, scores, chat_template, n_ctx=n_ctx, head_size=32)
 
 
 def terse_model(path: Path, chat_template: str = "") -> Path:
@@ -86,11 +111,17 @@ def terse_model(path: Path, chat_template: str = "") -> Path:
 
 
 def _write(
-    path: Path, pieces: Sequence[tuple[str, int]], scores: npt.NDArray[np.float32], chat_template: str
+    path: Path,
+    pieces: Sequence[tuple[str, int]],
+    scores: npt.NDArray[np.float32],
+    chat_template: str,
+    n_ctx: int = 8192,
+    head_size: int | None = None,
 ) -> Path:
     """Writes a model of one layer that does nothing: the logits after a token are ``scores[token]``, scaled.
 
-    The embedding of a token is a unit vector, which the output matrix maps to the scores.
+    The embedding of a token is a unit vector, which the output matrix maps to the scores. ``head_size``: one head of
+    that many rows, instead of heads of 32 for the whole width.
     """
     n_vocab = len(pieces)
     width = -(-n_vocab // 32) * 32
@@ -99,11 +130,14 @@ def _write(
 
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(1)
-    writer.add_context_length(8192)
+    writer.add_context_length(n_ctx)
     writer.add_embedding_length(width)
     writer.add_feed_forward_length(32)
-    writer.add_head_count(width // 32)
-    writer.add_head_count_kv(width // 32)
+    writer.add_head_count(width // 32 if head_size is None else 1)
+    writer.add_head_count_kv(width // 32 if head_size is None else 1)
+    if head_size is not None:
+        writer.add_key_length(head_size)
+        writer.add_value_length(head_size)
     writer.add_rope_dimension_count(32)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(n_vocab)
@@ -121,8 +155,14 @@ def _write(
     writer.add_tensor("output.weight", output)
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
-    for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-        writer.add_tensor(f"blk.0.{name}.weight", np.zeros((width, width), np.float32))
+    rows = width if head_size is None else head_size
+    for name, shape in (
+        ("q", (rows, width)),
+        ("k", (rows, width)),
+        ("v", (rows, width)),
+        ("output", (width, rows)),
+    ):
+        writer.add_tensor(f"blk.0.attn_{name}.weight", np.zeros(shape, np.float32))
     for name, shape in (("gate", (32, width)), ("up", (32, width)), ("down", (width, 32))):
         writer.add_tensor(f"blk.0.ffn_{name}.weight", np.zeros(shape, np.float32))
     writer.write_header_to_file()

@@ -1,0 +1,53 @@
+"""pydantic-ai: an agent with a tool, a typed answer, a stream; OpenAI's chat and newer API, Anthropic's."""
+
+import asyncio
+import os
+
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.anthropic import AnthropicProvider
+from pydantic_ai.providers.openai import OpenAIProvider
+
+URL, MODEL = os.environ["AGENT_URL"], os.environ["AGENT_MODEL"]
+OPENAI = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
+MODELS = {
+    "chat": OpenAIChatModel(MODEL, provider=OPENAI),
+    "responses": OpenAIResponsesModel(MODEL, provider=OPENAI),
+    "anthropic": AnthropicModel(MODEL, provider=AnthropicProvider(base_url=URL, api_key="none")),
+}
+SETTINGS = {"max_tokens": 120, "temperature": 0.0}
+
+
+class City(BaseModel):
+    name: str
+    country: str
+
+
+async def main() -> None:
+    for name, model in MODELS.items():
+        called = []
+        agent = Agent(model, model_settings=SETTINGS, instructions="Use the tool to multiply.")
+
+        @agent.tool_plain
+        def multiply(a: int, b: int, called: list = called) -> int:
+            """Multiply two integers."""
+            called.append((a, b))
+            return a * b
+
+        result = await agent.run("What is 12 times 34?")
+        assert called, (name, result.output)
+        assert "408" in result.output, (name, result.output)
+
+        typed = Agent(model, model_settings=SETTINGS, output_type=City)  # through a forced tool call
+        assert "France" in (await typed.run("Paris: name and country.")).output.country, name
+
+        async with Agent(model, model_settings=SETTINGS).run_stream("Name one fruit.") as stream:
+            assert [piece async for piece in stream.stream_text(delta=True)], name
+    native = Agent(MODELS["chat"], model_settings=SETTINGS, output_type=NativeOutput(City))
+    assert "Ital" in (await native.run("Rome: name and country.")).output.country
+
+
+asyncio.run(main())
+print("did: tools, typed answers, streams; chat, responses, anthropic; schema")

@@ -140,6 +140,12 @@ def add_parser(
         help="seconds in which a request's body must arrive (default: 60)",
     )
     server.add_argument(
+        "--ping",
+        type=float,
+        metavar="S",
+        help="seconds after which a silent stream sends a sign of life; 0: never (default: 5)",
+    )
+    server.add_argument(
         "--strict", action="store_true", help="refuse options that only a hosted service can act on"
     )
     server.add_argument("--no-page", action="store_true", help="do not serve the page at /")

@@ -9,7 +9,7 @@ from llamapipe.engine.chat_results import ChatDelta
 from llamapipe.engine.delivery.delta_parser import DeltaParser
 from llamapipe.engine.frontend.chat_builder import ChatItem
 from llamapipe.engine.frontend.request_builder import Item
-from llamapipe.engine.stream import AsyncStream, Stream
+from llamapipe.engine.stream import AsyncStream, PromptProgress, Stream
 from llamapipe.native.owner import Owner
 
 
@@ -90,16 +90,34 @@ class AsyncChatStream(Owner):
         """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
         return 0 if self._stream is None else self._stream.n_cached_tokens
 
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed; None while the request waits for its first slot."""
+        return None if self._stream is None else self._stream.prompt_progress
+
     def __aiter__(self) -> AsyncChatStream:
         return self
 
-    async def __anext__(self) -> ChatDelta:
+    async def submit(self) -> None:
+        """Renders the conversation and submits the request, which the first ``__anext__`` does otherwise.
+
+        Raises as that does, QueueFullError too.
+        """
+        await self._built()
+        if self._stream is not None:
+            await self._stream.submit()
+
+    async def _built(self) -> None:
         if self._build is not None and not self._closed:
             import asyncio
 
             item = await asyncio.to_thread(self._build)
             if not self._closed:
                 self._open(item)
+
+    async def __anext__(self) -> ChatDelta:
+        if self._build is not None:
+            await self._built()
         if self._stream is None or self._parser is None:
             raise StopAsyncIteration
         while True:

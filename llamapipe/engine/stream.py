@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from queue import Empty
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.delivery.sink import Failure
@@ -18,6 +18,18 @@ from llamapipe.native.owner import Owner
 
 _RUNNING = State.RUNNING  # read once a token: a global is faster than a class attribute
 BUFFER_TOKENS = 64  # tokens a stream may be ahead of its reader before its sequence pauses
+
+
+class PromptProgress(NamedTuple):
+    """How much of a request's prompt is computed, in tokens; ``n_done`` includes the cached ones.
+
+    ``seconds``: since the request got a slot.
+    """
+
+    n_prompt_tokens: int
+    n_cached_tokens: int
+    n_done: int
+    seconds: float
 
 
 class _Reader(Owner):
@@ -40,6 +52,16 @@ class _Reader(Owner):
         """Prompt tokens that the prefix cache had; known with the first delta, 0 before."""
         request = getattr(self, "_request", None)
         return 0 if request is None else request.n_cached
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed; None while the request waits for its first slot."""
+        request = getattr(self, "_request", None)
+        if request is None or request.left_queue_at is None:
+            return None
+        n = request.n_prompt
+        seconds = perf_counter() - request.left_queue_at
+        return PromptProgress(n, request.n_cached, min(max(request.n_past, request.n_cached), n), seconds)
 
     def _read(self, item: Any) -> Delta:
         if isinstance(item, Failure):
@@ -188,26 +210,49 @@ class AsyncStream(_Reader):
 
     async def _next_in_time(self) -> Any:
         """The next item, or TimeoutError; the first call submits the request."""
-        import asyncio
-
         if self._make is None:
             left_s = self._left_s()
         else:  # the request is not made yet
             left_s = None if self._deadline is None else max(self._deadline - perf_counter(), 0.0)
         if left_s is None:
             return await self._next()
+        return await self._in_time(self._next(), left_s)
+
+    async def _in_time(self, awaitable: Awaitable[Any], left_s: float) -> Any:
+        import asyncio
+
         try:
-            return await asyncio.wait_for(self._next(), left_s)
+            return await asyncio.wait_for(awaitable, left_s)
         except asyncio.TimeoutError:
             raise self._expired() from None
 
     async def _next(self) -> Any:
         if self._make is not None:
-            make, self._make = self._make, None
+            await self._begin()
+        return await self._mailbox.get()
+
+    async def _begin(self) -> None:
+        make, self._make = self._make, None
+        if make is not None:
             self._request, self._mailbox = make()
             self._done = False
             await self._submit(self._request)
-        return await self._mailbox.get()
+
+    async def submit(self) -> None:
+        """Submits the request, which otherwise the first ``__anext__`` does. Raises as that does."""
+        if self._make is None:
+            return
+        if self._engine_thread.forked:
+            self._engine_thread.check_process()
+        try:
+            if self._deadline is None:
+                await self._begin()
+            else:
+                await self._in_time(self._begin(), max(self._deadline - perf_counter(), 0.0))
+        except BaseException as e:
+            self.observed_end(e)
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Ends the request within a step; the stream then ends too. A second call does nothing."""

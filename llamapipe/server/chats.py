@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
+from llamapipe.engine.chat_stream import AsyncChatStream
 from llamapipe.engine.frontend.chat_builder import ChatOptions
 from llamapipe.engine.params import SamplingParams
 from llamapipe.errors import InvalidRequestError
@@ -46,6 +47,7 @@ class ChatJob:
         self._constraint = constraint_of(params) if options.response_format is None else schema_field
         self.is_empty = is_empty
         self.n_prompt_tokens = self.n_cached_tokens = 0
+        self.running: list[AsyncChatStream | None] = [None] * params.n  # the streams that were submitted
 
     def __repr__(self) -> str:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
@@ -63,11 +65,11 @@ class ChatJob:
             done = replace(done, choices=tuple(map(_emptied, done.choices)))
         return done
 
-    def streams(self) -> list[AsyncGenerator[ChatDelta, None]]:
-        """One stream for each choice."""
+    def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
+        """One stream for each choice. Its first item is None: the request was checked and is in the queue."""
         return [self._stream(i) for i in range(self._params.n)]
 
-    async def _stream(self, i: int) -> AsyncGenerator[ChatDelta, None]:
+    async def _stream(self, i: int) -> AsyncGenerator[ChatDelta | None, None]:
         params = replace(self._params, n=1)
         if params.seed is not None:
             params = replace(params, seed=(params.seed + i) % 2**64)
@@ -76,6 +78,10 @@ class ChatJob:
         )
         try:
             async with stream:
+                await stream.submit()
+                self.n_prompt_tokens = stream.n_prompt_tokens
+                self.running[i] = stream
+                yield None
                 async for delta in stream:
                     self.n_prompt_tokens = stream.n_prompt_tokens
                     if i == 0:  # the first stream computes the prompt for the others

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
+from llamapipe.server.events import PING, error_event
 from llamapipe.server.wire.mismatch import mismatch
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ _EVENTS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy must not buffer events
 )
+_SIGN_S = 0.25  # how often a stream looks whether it can tell something new
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -52,8 +55,11 @@ class Call:
     of a stream.
     """
 
-    def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, state: ServerState, scope: Scope, receive: Receive, send: Send, dialect: Dialect = "openai"
+    ) -> None:
         self.state = state
+        self.dialect: Dialect = dialect
         self.scope = scope
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.id = self._id()
@@ -186,19 +192,44 @@ class Call:
         """Sends a value as JSON."""
         await self.answer(msgspec.json.encode(value), status)
 
-    async def answer_events(self, events: AsyncGenerator[bytes, None], headers: Headers = ()) -> None:
+    async def answer_events(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Headers = (),
+        ping: bytes = PING,
+        sign: Callable[[], bytes] | None = None,
+    ) -> None:
         """Sends encoded server-sent events as they arrive; waits while the client reads slowly.
 
-        The status is sent with the first event, so that an error before it can still set the status.
+        The status is sent with the first event, empty or not: an error before it can still set the status. While there
+        is nothing to send, ``ping`` is sent every ``ping_s`` seconds, and the status with the first one; an error is
+        then an event. ``sign``: returns what else can be told meanwhile, if there is something new.
         """
-        async with aclosing(events):  # its requests end now, also if sending is cancelled
-            first = await anext(events)
-            await self._start(200, [*_EVENTS, *headers])
-            send = self._send
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        loop = asyncio.get_running_loop()
+        head = [*_EVENTS, *headers]
+
+        async def part(data: bytes) -> None:
+            if self.status == 0:
+                await self._start(200, head)
+            if data:
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+        # `events` is closed first: its requests end now, also if sending is cancelled.
+        async with _Heartbeat(part, ping, self.state.settings.ping_s, sign) as beat, aclosing(events):
+            try:
+                async for event in events:
+                    while beat.sign_on_its_way is not None:
+                        await beat.sign_on_its_way
+                    beat.is_sending = True
+                    await part(event)
+                    beat.is_sending = False
+                    beat.sent_at = loop.time()
+            except Exception as e:
+                if self.status == 0:
+                    raise
+                beat.is_sending = True
+                await part(error_event(e, self.dialect))
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -219,6 +250,73 @@ class Call:
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         await self.answer(msgspec.json.encode(error.body(dialect)), error.status, headers)
+
+
+class _Heartbeat:
+    """Sends signs of life on a stream that has nothing else to send.
+
+    ``is_sending``, ``sent_at``: set by the stream. ``sign_on_its_way``: what the stream waits for before it sends.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[bytes], Coroutine[Any, Any, None]],
+        ping: bytes,
+        ping_s: float,
+        sign: Callable[[], bytes] | None,
+    ) -> None:
+        self._send = send
+        self._ping = ping
+        self._ping_s = ping_s or math.inf
+        self._sign = sign
+        self._every_s = self._ping_s if sign is None else min(self._ping_s, _SIGN_S)
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self.is_sending = False
+        self.sent_at = self._loop.time()
+        self.sign_on_its_way: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<_Heartbeat every {self._every_s:g} s>"
+
+    def _wait(self) -> None:
+        if self._every_s < math.inf:
+            self._timer = self._loop.call_later(self._every_s, self._tick)
+
+    def _tick(self) -> None:
+        """Looks whether the stream is silent. A timer for each event would cost more."""
+        silent_s = 0.0 if self.is_sending else self._loop.time() - self.sent_at
+        data = b"" if self.is_sending or self._sign is None else self._sign()
+        if not data and silent_s >= self._ping_s:
+            data = self._ping
+        if data:
+            self.sign_on_its_way = asyncio.ensure_future(self._beat(data))
+        elif self._sign is None and self._every_s - silent_s > 0:
+            self._timer = self._loop.call_later(self._every_s - silent_s, self._tick)
+        else:
+            self._wait()
+
+    async def _beat(self, data: bytes) -> None:
+        try:
+            await self._send(data)
+            self.sent_at = self._loop.time()
+        finally:
+            self.sign_on_its_way = None
+        self._wait()
+
+    async def __aenter__(self) -> _Heartbeat:
+        self._wait()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._every_s = math.inf
+        if self._timer is not None:
+            self._timer.cancel()
+        sign = self.sign_on_its_way
+        if sign is not None:  # it waits for a client that does not read
+            if kind is not None:
+                sign.cancel()
+            await asyncio.wait([sign])
 
 
 Handler = Callable[[Call], Awaitable[None]]
@@ -246,7 +344,7 @@ class Endpoint:
         """Serves one request."""
         state: ServerState = scope["app"].state.llamapipe
         scope["route_path"] = self.path
-        call = Call(state, scope, receive, send)
+        call = Call(state, scope, receive, send, self.dialect)
         try:
             with state.admitted(call, self.counted):
                 await self._run(call)

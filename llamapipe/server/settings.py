@@ -35,6 +35,8 @@ class ServerSettings:
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
     - ``timeout_s``: seconds a request may take; longer ones are answered 504. None: no limit.
     - ``body_timeout_s``: seconds in which a request's body must arrive; slower ones are answered 408.
+    - ``ping_s``: a stream that has nothing to send for this many seconds sends a sign of life: a comment, or
+      Anthropic's event ``ping``. 0: never.
     - ``strict``: refuse options that only a hosted service can act on. Otherwise they are accepted, and the answer's
       header ``x-llamapipe-unused`` names them.
     - ``page``: serve the page at ``/``.
@@ -53,6 +55,7 @@ class ServerSettings:
     retry_after_s: int = 1
     timeout_s: float | None = None
     body_timeout_s: float = 60.0
+    ping_s: float = 5.0
     strict: bool = False
     page: bool = True
 
@@ -74,6 +77,7 @@ class ServerSettings:
         if self.timeout_s is not None:
             check_float("timeout_s", self.timeout_s, 0.001, 1e6)
         check_float("body_timeout_s", self.body_timeout_s, 0.001, 1e6)
+        check_float("ping_s", self.ping_s, 0.0, 1e6)
         check_flag("strict", self.strict)
         check_flag("page", self.page)
         if any(not _API_KEY.fullmatch(key) for key in self.api_keys):

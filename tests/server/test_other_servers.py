@@ -159,7 +159,6 @@ class TestFields:
         same = {
             "id_slot": -1,
             "timings_per_token": False,
-            "return_progress": False,
             "return_tokens": False,
             "post_sampling_probs": False,
         }

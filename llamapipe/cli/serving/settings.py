@@ -25,8 +25,8 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "strict": args.strict,
         "page": not args.no_page,
     }
-    if args.body_timeout is not None:
-        values["body_timeout_s"] = args.body_timeout
+    seconds = {"body_timeout_s": args.body_timeout, "ping_s": args.ping}
+    values |= {name: given for name, given in seconds.items() if given is not None}
     for name in ("max_requests", "max_n", "max_body_bytes"):
         if getattr(args, name) is not None:
             values[name] = getattr(args, name)

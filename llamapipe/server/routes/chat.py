@@ -14,7 +14,7 @@ from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
 from llamapipe.engine.frontend.chat_builder import ChatOptions
 from llamapipe.server.chats import ChatJob
 from llamapipe.server.errors import ApiError
-from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
+from llamapipe.server.events import DONE, SUBMITTED, ChunkWriter, Progress, error_event, merged
 from llamapipe.server.exchange import Call
 from llamapipe.server.routes.completions import usage
 from llamapipe.server.wire.logprobs import chat_logprobs, check_top
@@ -22,6 +22,7 @@ from llamapipe.server.wire.openai import EFFORTS, ChatRequest, token_limit
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 _MAX_TOP = 20  # the API's limit
+_PROGRESS = b'{"index":%d,"delta":{"role":"assistant","content":null},"finish_reason":null}'
 _encode = msgspec.json.Encoder().encode
 
 
@@ -33,7 +34,9 @@ async def chat_completions(call: Call) -> None:
     call.note_unused(request.unused())
     answer = _Answer(call, request, model, _job(call, request))
     if request.stream:
-        await call.answer_events(answer.events())
+        await call.answer_events(
+            answer.events(), sign=answer.progress.news if request.return_progress else None
+        )
     else:
         await call.answer_json(await answer.whole())
 
@@ -115,6 +118,10 @@ class _Answer:
         self.job = job
         self.id = f"chatcmpl-{call.id}"
         self.created = int(time.time())
+        self.writer = ChunkWriter(
+            self.id, "chat.completion.chunk", self.created, model, request.wants_usage, request.is_padded
+        )
+        self.progress = Progress(self.writer, _PROGRESS, job.running)
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all choices are complete."""
@@ -149,20 +156,24 @@ class _Answer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
-        request, job = self.request, self.job
-        writer = ChunkWriter(
-            self.id, "chat.completion.chunk", self.created, self.model, request.wants_usage, request.is_padded
-        )
-        n_completion = 0
+        request, job, writer = self.request, self.job, self.writer
+        n_completion = n_submitted = 0
         streams = job.streams()
         try:
             async with aclosing(merged(streams)) as items:  # type: ignore[type-var]
                 begun: set[int] = set()
                 async for index, delta in items:
+                    if delta is None:
+                        n_submitted += 1
+                        if n_submitted == len(streams):
+                            yield SUBMITTED
+                        continue
                     self.call.token_arrived(index)
                     n_completion += len(delta.token_ids)
                     if index not in begun:
                         begun.add(index)
+                        if request.return_progress:
+                            yield self.progress.last(index)
                         yield writer.chunk(
                             b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},'
                             b'"logprobs":null,"finish_reason":null}' % index

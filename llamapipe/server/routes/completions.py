@@ -15,9 +15,10 @@ from llamapipe.engine.engine import Engine
 from llamapipe.engine.frontend.long_work import takes_long
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Choice, Completion, Delta, TokenLogprob
+from llamapipe.engine.stream import AsyncStream
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
-from llamapipe.server.events import DONE, ChunkWriter, error_event, merged
+from llamapipe.server.events import DONE, SUBMITTED, ChunkWriter, Progress, error_event, merged
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import n_prompts, prompts_of, total_choices
 from llamapipe.server.wire.constraint_errors import constraint_of, with_field
@@ -26,16 +27,29 @@ from llamapipe.server.wire.openai import CompletionRequest, token_limit
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 _DEFAULT_MAX_TOKENS = 16  # the API's default
+_PROGRESS = b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}'
 _encode = msgspec.json.Encoder().encode
 
 
 async def completions(call: Call) -> None:
     """Completes one prompt or several, as a whole or as a stream."""
-    job = await _Job.of(call, call.decode(_DECODER))
-    if job.request.stream:
-        await call.answer_events(job.events())
-    else:
+    request = call.decode(_DECODER)
+    if not request.stream:
+        job = await _Job.of(call, request)
         await call.answer_json(await job.answer())
+        return
+    jobs: list[_Job] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        jobs.append(await _Job.of(call, request))
+        async with aclosing(jobs[0].events()) as made:
+            async for one in made:
+                yield one
+
+    def news() -> bytes:
+        return jobs[0].progress.news() if jobs else b""
+
+    await call.answer_events(events(), sign=news if request.return_progress else None)
 
 
 class _Job:
@@ -53,6 +67,11 @@ class _Job:
         self.id = f"cmpl-{call.id}"
         self.created = int(time.time())
         self.n = request.n or 1  # choices that are returned for each prompt
+        self.running: list[AsyncStream | None] = [None] * (len(prompts) * self.n)
+        self.writer = ChunkWriter(
+            self.id, "text_completion", self.created, self.model, request.wants_usage, request.is_padded
+        )
+        self.progress = Progress(self.writer, _PROGRESS, self.running)
 
     @classmethod
     async def of(cls, call: Call, request: CompletionRequest) -> _Job:
@@ -177,14 +196,12 @@ class _Job:
     # ---- streamed
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
-        request = self.request
-        writer = ChunkWriter(
-            self.id, "text_completion", self.created, self.model, request.wants_usage, request.is_padded
-        )
+        request, writer = self.request, self.writer
         streams = [self._stream(p, i) for p in range(len(self.prompts)) for i in range(self.n)]
         offsets = [CompletionLogprobs(self.call.state.engine.model.vocab) for _ in streams]
         n_prompt = sum(map(len, self.prompts))
-        n_completion = 0
+        n_completion = n_submitted = 0
+        begun: set[int] = set()
         try:
             if request.echo:
                 scores = await self._prompt_logprobs()
@@ -195,7 +212,15 @@ class _Job:
                     yield writer.chunk(_stream_choice(index, text, logprobs, None), text)
             async with aclosing(merged(streams)) as items:  # type: ignore[type-var]
                 async for index, delta in items:
+                    if delta is None:
+                        n_submitted += 1
+                        if n_submitted == len(streams):
+                            yield SUBMITTED
+                        continue
                     self.call.token_arrived(index)
+                    if request.return_progress and index not in begun:
+                        begun.add(index)
+                        yield self.progress.last(index)
                     if self._is_empty:
                         yield writer.chunk(_stream_choice(index, "", None, "length"))
                         continue
@@ -231,12 +256,16 @@ class _Job:
         )
         return [list(completion.prompt_logprobs or ()) for completion in done]
 
-    async def _stream(self, p: int, i: int) -> AsyncGenerator[Delta, None]:
+    async def _stream(self, p: int, i: int) -> AsyncGenerator[Delta | None, None]:
+        """A choice of a prompt. Its first item is None: the request is in the queue."""
         params = replace(self.params, n=1, prompt_logprobs=None)
         if self.params.seed is not None:
             params = replace(params, seed=(self.params.seed + i) % 2**64)
         engine, timeout = self.call.state.engine, self.call.state.settings.timeout_s
         async with engine.astream(self.prompts[p], params, timeout=timeout, block=False) as stream:
+            await stream.submit()
+            self.running[p * self.n + i] = stream
+            yield None
             async for delta in stream:
                 if i == 0:  # the first of a prompt's choices computes it for the others
                     self.n_cached[p] = stream.n_cached_tokens

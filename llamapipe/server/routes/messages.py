@@ -12,7 +12,7 @@ from llamapipe.engine.chat_results import ChatChoice, ChatDelta
 from llamapipe.engine.frontend.chat_builder import ChatOptions
 from llamapipe.server.chats import ChatJob
 from llamapipe.server.errors import ApiError
-from llamapipe.server.events import error_event, event
+from llamapipe.server.events import SUBMITTED, error_event, event
 from llamapipe.server.exchange import Call
 from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest, ToolChoice
 from llamapipe.server.wire.anthropic_messages import messages_of
@@ -20,6 +20,7 @@ from llamapipe.server.wire.sampling import checked_params
 
 _DECODER = msgspec.json.Decoder(MessagesRequest)
 _COUNT_DECODER = msgspec.json.Decoder(CountRequest)
+_PING = event({"type": "ping"}, "ping")
 _STOP_REASONS = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -35,7 +36,7 @@ async def messages(call: Call) -> None:
     call.note_unused(request.unused())
     answer = _Answer(call, model, _job(call, request))
     if request.stream:
-        await call.answer_events(answer.events())
+        await call.answer_events(answer.events(), ping=_PING)
     else:
         await call.answer_json(await answer.whole())
 
@@ -143,6 +144,9 @@ class _Answer:
             async with aclosing(stream) as deltas:
                 begun = False
                 async for delta in deltas:
+                    if delta is None:
+                        yield SUBMITTED
+                        continue
                     self.call.token_arrived(0)
                     n_completion += len(delta.token_ids)
                     if not begun:

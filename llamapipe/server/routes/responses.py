@@ -110,6 +110,9 @@ class _Answer:
         try:
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
+                    if delta is None:
+                        yield []
+                        continue
                     self.call.token_arrived(0)
                     self.n_output += len(delta.token_ids)
                     self.n_reasoning += len(delta.token_ids) if delta.reasoning else 0
@@ -193,7 +196,7 @@ class _Answer:
                         yield written(one)
         except Exception as e:
             answer = api_error(e)
-            if self.call.status == 0 or answer is None:
+            if self.call.status == 0 or answer is None:  # unexpected: an event ``error`` ends the stream
                 raise
             self.error = {"code": answer.code or "server_error", "message": answer.message}
         yield written({"type": f"response.{self.status}", "response": self.response()})

@@ -19,7 +19,6 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # how much a mo
 _ONLY = {
     "id_slot": -1,
     "timings_per_token": False,
-    "return_progress": False,
     "return_tokens": False,
     "post_sampling_probs": False,
     "no_stop_trim": False,
@@ -72,9 +71,9 @@ class Streamed(Sampling, kw_only=True):
     return_hidden_states: bool | None = None
     id_slot: int | None = None
     timings_per_token: bool | None = None
-    return_progress: bool | None = None
     return_tokens: bool | None = None
     post_sampling_probs: bool | None = None
+    return_progress: bool | None = None  # of llama-server: a stream tells how much of the prompt is computed
     # The format of the text, as OpenAI's API and as llama-server name it.
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | None = None

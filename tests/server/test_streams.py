@@ -1,0 +1,196 @@
+"""Streams: their headers come at once, and no stream is silent while it waits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from support.control import PATIENCE_S, Gate
+
+import llamapipe as lp
+from llamapipe.server import ServerSettings, serve
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story."}]
+CHAT = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0, "stream": True}
+PATHS = {
+    "/v1/completions": {"prompt": "Once upon", "max_tokens": 4, "temperature": 0, "stream": True},
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": {**CHAT, "model": "demo"},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 4, "stream": True},
+}
+on_all = pytest.mark.parametrize("path", PATHS)
+
+
+@pytest.fixture(scope="module")
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=512, n_seq_max=4, n_batch=32, max_queue=2) as engine:
+        yield engine
+
+
+@contextmanager
+def served(engine: lp.Engine, **settings: Any) -> Iterator[httpx.Client]:
+    with (
+        serve(engine, settings=ServerSettings(model_names=("demo",), **settings)) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
+    ):
+        yield client
+
+
+def n_events(lines: list[str]) -> int:
+    return sum(line.startswith("data: ") and "ping" not in line for line in lines)
+
+
+@on_all
+def test_headers_come_before_the_first_step(engine: lp.Engine, path: str) -> None:
+    with (
+        Gate(engine) as gate,
+        served(engine, ping_s=0) as client,
+        client.stream("POST", path, json=PATHS[path]) as answer,
+    ):
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        gate.wait()  # the first step was not computed yet
+        gate.open()
+        assert "data: " in "".join(answer.iter_lines())
+
+
+@on_all
+def test_a_silent_stream_gives_signs_of_life(engine: lp.Engine, path: str) -> None:
+    ping = ["event: ping", 'data: {"type":"ping"}'] if path == "/v1/messages" else [": ping"]
+    with served(engine, ping_s=0.02) as client:
+        with Gate(engine) as gate, client.stream("POST", path, json=PATHS[path]) as answer:
+            lines = filter(None, answer.iter_lines())
+            if path == "/v1/responses":
+                assert [next(lines)[:24] for _ in range(4)][::2] == [
+                    "event: response.created",
+                    "event: response.in_progr",
+                ]
+            for _ in range(3):
+                assert [next(lines) for _ in ping] == ping
+            gate.open()
+            rest = list(lines)
+        with client.stream("POST", path, json=PATHS[path]) as answer:
+            again = list(filter(None, answer.iter_lines()))
+    assert n_events(rest) + (2 if path == "/v1/responses" else 0) == n_events(again)
+
+
+@on_all
+def test_without_pings(engine: lp.Engine, path: str) -> None:
+    with served(engine, ping_s=0) as client:
+        assert "ping" not in client.post(path, json=PATHS[path]).text
+
+
+def test_clients_skip_the_signs(engine: lp.Engine) -> None:
+    """OpenAI's and Anthropic's own clients, while the request waits and is computed."""
+    with Gate(engine) as gate, serve(engine, settings=ServerSettings(ping_s=0.01)) as server:
+        ours = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        theirs = anthropic.Anthropic(base_url=server.url, api_key="none")
+        chunks = ours.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=4, stream=True)
+        parts = theirs.messages.create(model="demo", messages=MESSAGES, max_tokens=4, stream=True)
+        events = ours.responses.create(model="demo", input="Hi", max_output_tokens=4, stream=True)
+        gate.open()
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] is not None
+        assert next(part.type for part in parts) == "message_start"
+        assert [event.type for event in events][-1].startswith("response.")
+
+
+@on_all
+def test_a_full_queue_is_still_a_status(engine: lp.Engine, path: str) -> None:
+    with Gate(engine) as gate, served(engine) as client, ExitStack() as stack:
+        stack.callback(engine.stream("a").close)
+        gate.wait()  # no other request gets a slot now
+        with suppress(lp.errors.QueueFullError):
+            for _ in range(100):
+                stack.callback(engine.stream("a", block=False).close)
+        answer = client.post(path, json=PATHS[path])
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "1"
+
+
+@on_all
+def test_a_prompt_too_long_is_still_a_status(engine: lp.Engine, path: str) -> None:
+    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+    text = "word " * 600
+    value = [{"role": "user", "content": text}] if field == "messages" else text
+    with served(engine) as client:
+        assert client.post(path, json={**PATHS[path], field: value}).status_code == 400
+
+
+@on_all
+def test_an_error_after_the_headers_is_an_event(engine: lp.Engine, path: str) -> None:
+    with Gate(engine), served(engine, timeout_s=0.2) as client:
+        answer = client.post(path, json=PATHS[path])
+    assert answer.status_code == 200
+    lines = [line for line in answer.text.split("\n") if line]
+    last = json.loads(lines[-1].removeprefix("data: "))
+    if path == "/v1/responses":
+        assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "timeout")
+    elif path == "/v1/messages":
+        assert (lines[-2], last["error"]["type"]) == ("event: error", "timeout_error")
+    else:
+        assert last["error"]["code"] == "timeout"
+
+
+def test_a_check_that_takes_long(engine: lp.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The status is sent with the first sign of life, and what the check finds is an event."""
+    check = engine.check_params
+    pinged = threading.Event()
+
+    def slow(params: lp.SamplingParams) -> None:
+        assert pinged.wait(PATIENCE_S)
+        check(params)
+
+    monkeypatch.setattr(engine, "check_params", slow)
+    body = {**PATHS["/v1/completions"], "regex": "("}
+    with served(engine, ping_s=0.02) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = filter(None, answer.iter_lines())
+        assert (answer.status_code, next(lines)) == (200, ": ping")
+        pinged.set()
+        last = json.loads(next(line for line in lines if line != ": ping").removeprefix("data: "))
+    assert last["error"]["param"] == "regex"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_progress_of_the_prompt(engine: lp.Engine, path: str) -> None:
+    """llama-server's fields: an event after each of the steps that compute the prompt, while they are watched."""
+    text = " ".join(f"cat{i}" for i in range(60))
+    body: dict[str, Any] = (
+        {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    )
+    body |= {"max_tokens": 2, "stream": True, "return_progress": True, "cache_prompt": False}
+    with Gate(engine) as gate, served(engine) as client, client.stream("POST", path, json=body) as answer:
+        found: list[dict[str, int]] = []
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if "prompt_progress" not in event:
+                    assert "error" not in event
+                    continue
+                (choice,) = event["choices"]
+                assert choice["index"] == 0 and choice["finish_reason"] is None
+                found.append(event["prompt_progress"])
+                if len(found) < 4:
+                    gate.step()
+                else:
+                    gate.open()
+    total = found[0]["total"]
+    assert total > 100
+    assert [set(one) for one in found] == [{"total", "cache", "processed", "time_ms"}] * len(found)
+    assert [one["processed"] for one in found][:3] == [0, 32, 64]
+    assert found[-1]["processed"] == total
+    assert all(one["cache"] == 0 and one["total"] == total and one["time_ms"] >= 0 for one in found)
+
+
+def test_progress_of_a_short_prompt(engine: lp.Engine) -> None:
+    body = {**CHAT, "return_progress": True, "stream_options": {"include_usage": True}}
+    with served(engine) as client:
+        events = client.post("/v1/chat/completions", json=body).text
+        assert events.count("prompt_progress") >= 1
+        assert client.post("/v1/chat/completions", json={**body, "stream": False}).status_code == 200

@@ -92,6 +92,7 @@ class ChatFormat:
         *,
         prompt_tail: str,
         schema: Schema | None = None,
+        whitespace: str = "compact",
     ) -> str | None:
         """A Lark grammar, for llguidance, of the answers that a request allows; None if any text is allowed.
 
@@ -99,6 +100,7 @@ class ChatFormat:
           call. ``parallel``: several calls are allowed, where the template can write several.
         - ``prompt_tail``: the end of the rendered prompt, which may have begun or closed the reasoning.
         - ``schema``: the JSON schema of the text after the reasoning; with "auto", the answer is such JSON or calls.
+          ``whitespace``: the spaces of such JSON, as ``SamplingParams.json_whitespace`` names them.
 
         Raises InvalidRequestError if the template cannot write calls, or a schema cannot be followed exactly.
         """
@@ -119,6 +121,7 @@ class ChatFormat:
             schema=None if schema is None else schema_object(schema),
             reasoning=None if self._is_closed(prompt_tail) else self.reasoning,
             reasoning_open=self._is_open(prompt_tail),
+            whitespace=whitespace,
         )
         if self._harmony:
             return harmony_grammar(answer, self._literals)

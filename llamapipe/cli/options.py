@@ -188,6 +188,8 @@ SAMPLING = [
     ),
     Option("regex", str, "REGEX", "constrain the output to this regular expression"),
     Option("lark", _text_or_file, "LARK", "constrain the output to this Lark grammar; @FILE reads a file"),
+    Option("choice", str, "TEXT", "generate one of these texts (repeatable)", repeats=True),
+    Option("json_whitespace", str, "KIND", "spaces in the JSON of a schema: compact (none) or flexible"),
     Option("grammar_timeout", float, "SECONDS", "processor time that following a constraint may take"),
     Option("allowed_token_ids", int, "ID", "allow only these tokens (repeatable)", repeats=True),
     Option("bad_words", str, "TEXT", "never generate this text (repeatable)", repeats=True),

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from llamapipe.arguments import check_flag, check_float, check_int, did_you_mean, explains_fields
 from llamapipe.llama.sampler import MAX_BIAS, check_bias
-from llamapipe.structured.schema import closed_objects
+from llamapipe.structured.schema import WHITESPACE, closed_objects
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,7 +59,7 @@ _FIELDS_OF = {
     "temperature": ("temperature", "dynatemp_range"),
     "infill": ("infill",),
 }
-CONSTRAINTS = ("grammar", "json_schema", "regex", "lark")
+CONSTRAINTS = ("grammar", "json_schema", "regex", "lark", "choice")
 
 
 @explains_fields
@@ -94,8 +94,11 @@ class SamplingParams:
       prompt included, and the row; the list is not to be changed.
     - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict, JSON text, or a class with
       ``model_json_schema()`` such as a pydantic model, whose objects get no further properties unless it says so),
-      ``regex`` and ``lark`` (with the extra ``structured``): a format that the text must match. ``grammar_timeout``:
-      seconds of processor time that following it may take, for one request; None: no limit.
+      ``regex``, ``lark`` and ``choice`` (texts, of which the output is one; with the extra ``structured``): a format
+      that the text must match. ``grammar_timeout``: seconds of processor time that following it may take, for one
+      request; None: no limit.
+    - ``json_whitespace``: the spaces of JSON that follows ``json_schema``. "compact": none. "flexible": one or two
+      spaces, or a newline and an indentation, may stand between its parts; a model can then spend its tokens on them.
     - ``logprobs``: how many of the most probable tokens to report with each generated token; None: no
       log-probabilities. They are natural logarithms of the model's own probabilities, before any of the above.
       ``prompt_logprobs``: the same for the prompt's tokens.
@@ -134,6 +137,8 @@ class SamplingParams:
     json_schema: Mapping[str, object] | str | bool | HasJsonSchema | None = None
     regex: str | None = None
     lark: str | None = None
+    choice: Sequence[str] | None = None
+    json_whitespace: Literal["compact", "flexible"] = "compact"
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str] | None = ()
     logits_processors: Sequence[LogitsProcessor] = ()
@@ -261,6 +266,15 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+        if self.json_whitespace not in WHITESPACE:
+            raise ValueError(
+                f"json_whitespace is {self.json_whitespace!r}; it must be {' or '.join(map(repr, WHITESPACE))}"
+            )
+        if self.choice is not None:
+            choices = _strings("choice", _items("choice", self.choice))
+            if not choices:
+                raise ValueError("choice is empty, so no text could be generated; give one text or more")
+            self._set("choice", choices)
         schema = self.json_schema
         if schema is None or isinstance(schema, str):
             return

@@ -11,19 +11,24 @@ import logging
 import re
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from llamapipe.errors import DecodeError, InvalidRequestError
 from llamapipe.llama.model import Model
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
+from llamapipe.structured.grammar import SchemaGrammar
 from llamapipe.structured.guide import Guide, message_of
 from llamapipe.structured.library import llguidance
+from llamapipe.structured.rewrite import rewritten
 from llamapipe.structured.schema import (
     Schema,
     schema_object,
     schema_text,
     subschemas,
+    whitespace_of,
     with_options,
     without_options,
 )
@@ -33,7 +38,7 @@ _log = logging.getLogger("llamapipe")
 
 # Longest text of each kind, in characters. llguidance compiles a text of this length in about a second at worst; a Lark
 # grammar takes time in the square of its alternatives.
-MAX_CHARS = {"json_schema": 2**17, "regex": 2**16, "lark": 2**15}
+MAX_CHARS = {"json_schema": 2**17, "regex": 2**16, "lark": 2**15, "choice": 2**17}
 N_CACHED = 128
 
 # Allows every token that continues the text, not only the tokenizer's own choice for forced text. It stands after the
@@ -62,25 +67,43 @@ def compile_guide(
     json_schema: Schema | None = None,
     regex: str | None = None,
     lark: str | None = None,
+    choice: Sequence[str] | None = None,
+    json_whitespace: str = "compact",
 ) -> GuideFactory:
-    """Compiles a JSON schema (dict, bool or JSON text), a regular expression or a Lark grammar. Any thread.
+    """Compiles a JSON schema (dict, bool or JSON text), a regular expression, a Lark grammar or texts. Any thread.
 
     The same text is compiled once per vocabulary, without the GIL. The first grammar of a vocabulary also builds its
-    tokenizer. A regular expression must match the whole output, so it needs no ``^`` and ``$``.
+    tokenizer. A regular expression must match the whole output, so it needs no ``^`` and ``$``. ``choice``: texts, of
+    which the output is one. ``json_whitespace``: see ``SamplingParams``.
 
     Raises InvalidRequestError with llguidance's message and position if the text cannot be compiled, TypeError for
     other types, ValueError unless exactly one is given, ImportError without llguidance.
     """
-    given = {
-        k: v for k, v in (("json_schema", json_schema), ("regex", regex), ("lark", lark)) if v is not None
+    given: dict[str, Any] = {
+        kind: source
+        for kind, source in (
+            ("json_schema", json_schema),
+            ("regex", regex),
+            ("lark", lark),
+            ("choice", choice),
+        )
+        if source is not None
     }
     if len(given) != 1:
-        raise ValueError(f"give one of json_schema, regex and lark, not {' and '.join(given) or 'none'}")
+        raise ValueError(
+            f"give one of json_schema, regex, lark and choice, not {' and '.join(given) or 'none'}"
+        )
     ((kind, source),) = given.items()
-    text = schema_text(source) if kind == "json_schema" else _checked(kind, source)
+    if kind == "json_schema":
+        text = schema_text(source)
+    elif kind == "choice":
+        text = json.dumps([_checked(kind, one) for one in source])
+    else:
+        text = _checked(kind, source)
     if len(text) > MAX_CHARS[kind]:
         raise InvalidRequestError(f"{kind} has {len(text)} characters; the limit is {MAX_CHARS[kind]}")
-    return _compiler(model.vocab if isinstance(model, Model) else model, kind).factory(kind, text)
+    compiler = _compiler(model.vocab if isinstance(model, Model) else model, kind)
+    return compiler.factory(kind, text, json_whitespace if kind == "json_schema" else "")
 
 
 def prepare_vocabulary(vocab: Vocab) -> None:
@@ -123,10 +146,10 @@ class _Compiler:
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = Lock()
-        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str, str], _Entry] = OrderedDict()
 
-    def factory(self, kind: str, text: str) -> GuideFactory:
-        key = (kind, text)
+    def factory(self, kind: str, text: str, whitespace: str) -> GuideFactory:
+        key = (kind, text, whitespace)
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
@@ -135,7 +158,7 @@ class _Compiler:
         with entry.lock:  # a slow grammar delays only requests for the same grammar
             if entry.factory is None:
                 try:
-                    entry.factory = self._compile(kind, text)
+                    entry.factory = self._compile(kind, text, whitespace)
                 except BaseException:
                     with self._lock:
                         if self._entries.get(key) is entry:
@@ -143,14 +166,26 @@ class _Compiler:
                     raise
             return entry.factory
 
-    def _compile(self, kind: str, text: str) -> GuideFactory:
+    def _compile(self, kind: str, text: str, whitespace: str) -> GuideFactory:
         if kind == "json_schema":
-            schema = schema_object(text)
-            start = self._matcher(_json_grammar(schema))
+            schema = rewritten(schema_object(text))
+            grammar = SchemaGrammar(schema, whitespace)
+            start = self._matcher(
+                _grammar(grammar.text()) if grammar.is_needed else _json_grammar(schema, whitespace)
+            )
             if start.is_error():
-                raise InvalidRequestError(self._schema_error(schema, message_of(start)))
+                raise InvalidRequestError(self._schema_error(grammar, message_of(start)))
+        elif kind == "choice":
+            start = self._matcher(_grammar(_choice_grammar(json.loads(text))))
+            if start.is_error():
+                raise InvalidRequestError(f"choice cannot be compiled: {message_of(start)}")
+        elif kind == "regex":
+            start = self._matcher(_regex_grammar(text))
+            if start.is_error():
+                raise InvalidRequestError(self._error(kind, text, message_of(start)))
         else:
-            start = self._matcher(_regex_grammar(text) if kind == "regex" else _grammar(text))
+            text, others = _with_rewritten_schemas(text)
+            start = self._matcher(_grammar(text, others))
             if start.is_error():
                 raise InvalidRequestError(self._error(kind, text, message_of(start)))
         factory = GuideFactory(start, self._tokenizer)
@@ -159,7 +194,8 @@ class _Compiler:
             try:
                 guide.prepare()
             except DecodeError as e:
-                raise InvalidRequestError(f"{kind} allows no first token: {e}") from None
+                place = " at #:" if kind == "json_schema" else ""
+                raise InvalidRequestError(f"{kind}{place} allows no first token: {e}") from None
             try:
                 guide.accept_any()
             except DecodeError as e:
@@ -180,11 +216,14 @@ class _Compiler:
         found = _BAD_SCHEMA.match(message) if kind == "lark" else None
         schema = None if found is None else _schema_at(text, int(found[1]), int(found[2]))
         if found is not None and schema is not None:
-            return self._schema_error(schema, _QUOTED_LINE.split(message[found.end() :])[0])
+            return self._schema_error(
+                SchemaGrammar(schema, "compact"), _QUOTED_LINE.split(message[found.end() :])[0]
+            )
         return f"{kind} cannot be compiled: {_without_ours(message, kind)}"
 
-    def _schema_error(self, schema: dict[str, Any], message: str) -> str:
+    def _schema_error(self, grammar: SchemaGrammar, message: str) -> str:
         """The error message with a JSON pointer. llguidance names no place, so each subschema is compiled alone."""
+        schema = grammar.root
         shared: dict[str, Any] = {
             key: schema[key] for key in ("$schema", "$id", "$defs", "definitions") if key in schema
         }
@@ -192,13 +231,16 @@ class _Compiler:
         for n, (pointer, part) in enumerate(subschemas(schema)):
             if n == _MAX_TRIED:
                 break
-            if not pointer.startswith(found):
+            if not pointer.startswith(found) or pointer in grammar.hard:
                 continue
             matcher = self._matcher(_bare_json_grammar({**shared, **part}))
             if matcher.is_error() and (not found or message_of(matcher) == message):
                 found, message = pointer, message_of(matcher)
-        place = f" at {found}" if found else ""
-        return f"json_schema cannot be compiled{place}: {_without_ours(message, 'json_schema')}"
+        if message.startswith("Resource "):
+            message = f"'$ref' to another document: {message}; put what it refers to into '$defs'"
+        elif "schema is false" in message:
+            message = f"'false' allows no value: {message}"
+        return f"json_schema cannot be compiled at {found or '#'}: {_without_ours(message, 'json_schema')}"
 
 
 def _schema_at(lark: str, line: int, column: int) -> dict[str, Any] | None:
@@ -211,14 +253,19 @@ def _schema_at(lark: str, line: int, column: int) -> dict[str, Any] | None:
     return without_options(schema) if isinstance(schema, dict) else None
 
 
-def _json_grammar(schema: dict[str, Any]) -> str:
+def _choice_grammar(texts: list[str]) -> str:
+    """Texts as one terminal: the automaton of a terminal shares what they begin with."""
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, dict.fromkeys(texts)))}"
+
+
+def _json_grammar(schema: dict[str, Any], whitespace: str) -> str:
     """A schema inside a Lark grammar: only there can forcing be turned off."""
-    return _grammar(f"start: %json {json.dumps(with_options(schema))}")
+    return _grammar(f"start: %json {json.dumps(with_options(schema, whitespace))}")
 
 
 def _bare_json_grammar(schema: dict[str, Any]) -> str:
     """A schema without a Lark grammar around it, which error messages would quote."""
-    return json.dumps({"grammars": [{"json_schema": with_options(schema)}]})
+    return json.dumps({"grammars": [{"json_schema": with_options(schema, "compact")}]})
 
 
 def _regex_grammar(text: str) -> str:
@@ -226,8 +273,38 @@ def _regex_grammar(text: str) -> str:
     return _grammar(written["grammars"][0]["lark_grammar"])
 
 
-def _grammar(lark: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": lark + _NO_FORCING}]})
+def _grammar(lark: str, others: Mapping[str, str] = MappingProxyType({})) -> str:
+    """``others``: further Lark grammars, by the names with which ``lark`` refers to them."""
+    named = [{"name": name, "lark_grammar": other} for name, other in others.items()]
+    return json.dumps({"grammars": [{"lark_grammar": lark + _NO_FORCING}, *named]})
+
+
+def _with_rewritten_schemas(lark: str) -> tuple[str, dict[str, str]]:
+    """A Lark grammar whose schemas, those of ``with_options``, are rewritten; and the grammars of the hard ones."""
+    parts: list[str] = []
+    others: dict[str, str] = {}
+    at = 0
+    for found in re.finditer(r"%json (?=\{)", lark):
+        if found.start() < at:
+            continue  # inside a schema
+        try:
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+        except ValueError:
+            continue
+        whitespace = whitespace_of(schema)
+        if whitespace is None:
+            continue
+        plain = rewritten(without_options(schema) or {})
+        grammar = SchemaGrammar(plain, whitespace)
+        if grammar.is_needed:
+            name = f"json_{len(others)}"
+            others[name] = grammar.text()
+            element = f"@{name}"
+        else:
+            element = f"%json {json.dumps(with_options(plain, whitespace))}"
+        parts += [lark[at : found.start()], element]
+        at = end
+    return "".join([*parts, lark[at:]]), others
 
 
 def _without_ours(message: str, kind: str) -> str:

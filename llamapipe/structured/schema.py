@@ -35,7 +35,12 @@ MAX_MULTIPLE = 100_000  # least common multiple of all multipleOf; 100,000 take 
 # At most one match of this pattern is allowed wherever JSON permits spaces. It fits every usual layout, and it keeps a
 # model from generating spaces without end.
 SPACE = r"\x20{1,2}|\n[\x20\t]{0,40}"
-_OPTIONS = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
+_STRICT = {"lenient": False, "coerce_one_of": False}
+# The values of SamplingParams.json_whitespace, with llguidance's options for each.
+WHITESPACE: dict[str, dict[str, Any]] = {
+    "compact": {"whitespace_flexible": False, **_STRICT},
+    "flexible": {"whitespace_pattern": SPACE, **_STRICT},
+}
 
 Schema = Mapping[str, Any] | bool | str
 
@@ -78,16 +83,22 @@ def schema_text(schema: Any) -> str:
         raise InvalidRequestError(f"json_schema cannot be read as JSON: {e}") from None
 
 
-def with_options(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with options for llguidance: the spaces it allows, and strictness."""
-    return {**schema, "x-guidance": _OPTIONS}
+def with_options(schema: dict[str, Any], whitespace: str) -> dict[str, Any]:
+    """The schema with options for llguidance: the spaces it allows (a key of ``WHITESPACE``), and strictness."""
+    return {**schema, "x-guidance": WHITESPACE[whitespace]}
 
 
 def without_options(schema: dict[str, Any]) -> dict[str, Any] | None:
     """The schema that ``with_options`` was given; None if this is no result of it."""
-    if schema.get("x-guidance") != _OPTIONS:
+    if whitespace_of(schema) is None:
         return None
     return {key: value for key, value in schema.items() if key != "x-guidance"}
+
+
+def whitespace_of(schema: Any) -> str | None:
+    """The spaces that ``with_options`` was given; None if this is no result of it."""
+    options = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return next((name for name, given in WHITESPACE.items() if options == given), None)
 
 
 def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
@@ -152,11 +163,6 @@ def _refuse(pointer: str, part: dict[str, Any]) -> None:
             f"json_schema at {pointer}: 'minProperties' is {least}, but only {n_required} names are 'required'; a "
             "grammar cannot see that the others differ: list them in 'required'"
         )
-    if part.get("type") != "integer" and _bound_leaks(part):
-        raise InvalidRequestError(
-            f"json_schema at {pointer}: an exclusive integer bound less than 1 away from the other bound would be let "
-            "through by llguidance; use an inclusive bound"
-        )
 
 
 def _check_costs(parts: list[dict[str, Any]]) -> None:
@@ -178,23 +184,6 @@ def _check_costs(parts: list[dict[str, Any]]) -> None:
             f"json_schema has 'multipleOf' with the least common multiple {common} (in steps of {Fraction(1, unit)}); "
             f"at most {MAX_MULTIPLE} is supported"
         )
-
-
-def _bound_leaks(part: dict[str, Any]) -> bool:
-    """True if llguidance (1.9.1) would accept an exclusive bound itself, such as 7 for "above 7, at most 7.5"."""
-    bounds: list[Any] = []
-    whole = False
-    for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        bound: Any = part.get(exclusive)
-        if bound is True:  # draft 4
-            bound = part.get(inclusive)
-        exclusively = _is_number(bound)
-        if not exclusively:
-            bound = part.get(inclusive)
-        whole = whole or (exclusively and float(bound).is_integer())
-        bounds.append(bound if _is_number(bound) else None)
-    low, high = bounds
-    return whole and low is not None and high is not None and high - low < 1
 
 
 def _is_number(value: Any) -> bool:

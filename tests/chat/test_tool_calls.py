@@ -198,7 +198,7 @@ class TestGrammar:
         alone = form.grammar((), "none", True, prompt_tail=family.tail, schema=schema)
         both = form.grammar(TOOLS, "auto", True, prompt_tail=family.tail, schema=schema)
         assert alone is not None and both is not None
-        text = f'{family.text}{{"n": 1}}'
+        text = f'{family.text}{{"n":1}}'
         assert vocabulary.accepts(alone, text) and vocabulary.accepts(both, text)
         assert vocabulary.accepts(both, family.paris) and not vocabulary.accepts(alone, family.paris)
         assert not vocabulary.accepts(both, "Hello")

@@ -73,6 +73,43 @@ class TestConstraints:
         assert json.loads(engine.generate(START, wild(json_schema=schema)).text) in schema["enum"]
         assert json.loads(engine.generate(START, wild(json_schema=json.dumps(schema))).text) in schema["enum"]
 
+    def test_one_of_the_given_texts(self, engine: lp.Engine) -> None:
+        texts = ["yes", "no", "yesterday", '"né"\n\\', "a" * 40]
+        outs = engine.generate([START] * 30, [wild(choice=texts, seed=i) for i in range(30)])
+        assert {out.text for out in outs} <= set(texts) and {out.finish_reason for out in outs} == {"stop"}
+        assert len({out.text for out in outs}) > 2
+        answer = engine.chat([{"role": "user", "content": "Is it?"}], wild(choice=["Yes.", "No."]))
+        assert answer.content in ("Yes.", "No.")
+
+    @pytest.mark.parametrize(
+        ("choice", "error", "message"),
+        [
+            ("yes", TypeError, "choice must be a sequence, not str"),
+            ([], ValueError, "choice is empty"),
+            (["a", ""], ValueError, "choice holds an empty string"),
+            (["a", 1], TypeError, "choice must hold strings, not int"),
+        ],
+    )
+    def test_a_wrong_choice(self, choice: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            lp.SamplingParams(choice=choice)
+
+    def test_json_is_compact_unless_spaces_are_asked_for(self, engine: lp.Engine) -> None:
+        """Small models otherwise spend their tokens on line breaks."""
+        numbers = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3, "maxItems": 3}
+        schema: dict[str, Any] = {"type": "object", "properties": {"a": numbers}, "required": ["a"]}
+        schema["additionalProperties"] = False
+        text = engine.model.tokenize("\n \t", add_special=False)
+        biased = {"json_schema": schema, "logit_bias": dict.fromkeys(text, 1e3), "max_tokens": 400}
+        compact = engine.generate(START, wild(seed=1, **biased)).text
+        assert compact == json.dumps(json.loads(compact), separators=(",", ":"))
+        flexible = engine.generate(START, wild(seed=1, json_whitespace="flexible", **biased)).text
+        assert len(flexible) > len(compact)
+        chat = engine.chat("Numbers, please.", wild(max_tokens=99), response_format=schema).content
+        assert chat == json.dumps(json.loads(chat), separators=(",", ":"))
+        with pytest.raises(ValueError, match="json_whitespace is 'none'; it must be 'compact' or 'flexible'"):
+            lp.SamplingParams(json_whitespace="none")  # type: ignore[arg-type]
+
     def test_different_ones_among_free_ones(self, engine: lp.Engine) -> None:
         params = [
             wild(regex="[0-9]{8}"),

@@ -69,6 +69,7 @@ CONSTRAINTS = {
     "json_schema": '{"type": "null"}',
     "regex": "a+",
     "lark": 'start: "a"',
+    "choice": ("yes", "no"),
 }
 FIELDS = {f.name for f in dataclasses.fields(SamplingParams)}
 
@@ -93,7 +94,7 @@ values = {
     "logits_processors": st.lists(st.sampled_from([print, repr]), max_size=2).map(tuple),
     "sampler_order": st.permutations(SAMPLER_ORDER).map(tuple),
     "grammar": st.just(CONSTRAINTS["grammar"]),
-    **{name: st.none() for name in ("json_schema", "regex", "lark")},
+    **{name: st.none() for name in ("json_schema", "regex", "lark", "choice")},
 }
 for optional in OPTIONAL:
     values[optional] |= st.none()

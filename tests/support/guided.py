@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from llamapipe.errors import DecodeError
 from llamapipe.llama import Batch, Context, Model, SamplerChain
 from llamapipe.structured.guide import Guide
 
@@ -18,6 +20,23 @@ def allowed_ids(guide: Guide, n_vocab: int) -> list[int]:
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     assert not bits[n_vocab:].any()
     return [int(i) for i in np.flatnonzero(bits[:n_vocab])]
+
+
+def accepts(model: Model, guide: Guide, text: str) -> bool:
+    """Whether the guide, at its start, allows the bytes of a text one by one, and then the end."""
+    byte = _byte_tokens(model)
+    try:
+        for one in text.encode():
+            guide.accept(byte[one])
+    except DecodeError:
+        return False
+    return guide.may_end
+
+
+@lru_cache(4)
+def _byte_tokens(model: Model) -> dict[int, int]:
+    pieces = {model.piece(token): token for token in range(model.n_vocab)}
+    return {byte: pieces[bytes([byte])] for byte in range(256) if bytes([byte]) in pieces}
 
 
 def forbid(row: npt.NDArray[np.float32], guide: Guide) -> None:

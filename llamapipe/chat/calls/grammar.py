@@ -29,7 +29,7 @@ class Answer:
     """The answers that a request allows.
 
     - ``tools``: the tools that may be called; empty for none. ``required``: the answer consists of calls only.
-    - ``schema``: the JSON schema of the text; None for free text.
+    - ``schema``: the JSON schema of the text; None for free text. ``whitespace``: the spaces of such JSON.
     - ``reasoning``: its markers if the answer may begin with reasoning, and whether the prompt has opened it.
     """
 
@@ -39,6 +39,7 @@ class Answer:
     schema: dict[str, Any] | None
     reasoning: ReasoningMarkers | None
     reasoning_open: bool
+    whitespace: str = "compact"
 
 
 class GrammarWriter:
@@ -92,7 +93,7 @@ class GrammarWriter:
         options: list[str] = []
         if not self._free:
             if answer.schema is not None and not answer.required:
-                options.append(json_value(answer.schema))
+                options.append(json_value(answer.schema, answer.whitespace))
             if answer.tools:
                 options.append(self._forced_calls())
         else:

@@ -52,7 +52,7 @@ def harmony_grammar(answer: Answer, literals: Literals) -> str:
             analysis += f" ({head} {rules.up_to(END)} {text(START)})?"
         else:
             kind = f'({SPACES} {text(_CONSTRAIN)} "json")?'
-            options.append(f"{head} {kind} {text(MESSAGE)} {json_value(answer.schema)}")
+            options.append(f"{head} {kind} {text(MESSAGE)} {json_value(answer.schema, answer.whitespace)}")
     return rules.write(f"{analysis} ({' | '.join(options)})")
 
 

@@ -91,9 +91,12 @@ class Rules:
         return "\n".join([f"start: {start}", *self._lines, TERMINALS]) + "\n"
 
 
-def json_value(schema: dict[str, Any]) -> str:
-    """The element that matches JSON of a schema."""
-    return f"%json {json.dumps(with_options(schema))}"
+def json_value(schema: dict[str, Any], whitespace: str = "flexible") -> str:
+    """The element that matches JSON of a schema. ``whitespace``: see ``SamplingParams.json_whitespace``.
+
+    Models write the arguments of calls as they were trained to, mostly with spaces.
+    """
+    return f"%json {json.dumps(with_options(schema, whitespace))}"
 
 
 def regex_text(text: str) -> str:

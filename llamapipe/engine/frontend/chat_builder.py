@@ -210,7 +210,9 @@ class ChatBuilder:
                 )
             return params
         schema: str | None = params.json_schema  # type: ignore[assignment]  # text, once it was checked
-        lark = chat_format.grammar(tools, choice, parallel, prompt_tail=tail, schema=schema)
+        lark = chat_format.grammar(
+            tools, choice, parallel, prompt_tail=tail, schema=schema, whitespace=params.json_whitespace
+        )
         return params if lark is None else replace(params, json_schema=None, lark=lark)
 
 

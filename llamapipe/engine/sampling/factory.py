@@ -114,11 +114,12 @@ class SamplerFactory:
                     )
         if params.grammar is not None:
             self._check_grammar(params.grammar)
-        for name in ("json_schema", "regex", "lark"):
+        for name in ("json_schema", "regex", "lark", "choice"):
             if getattr(params, name) is not None:
                 from llamapipe.structured.compile import compile_guide
 
-                self._guide = compile_guide(vocab, **{name: getattr(params, name)}).new
+                constraint = {name: getattr(params, name), "json_whitespace": params.json_whitespace}
+                self._guide = compile_guide(vocab, **constraint).new
         self._options = self._make_options()
 
     @property

@@ -107,7 +107,7 @@ class Streamed(Sampling, kw_only=True):
         if self.response_format is None:
             return None
         schema = self.response_format.answer_schema()
-        other = next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
+        other = next((name for name in CONSTRAINTS if getattr(self, name, None) is not None), None)
         if schema is not None and other is not None:
             raise ApiError(400, f"response_format and {other} are both given; give one of them", other)
         return schema

@@ -1,0 +1,551 @@
+"""Writes the parts of a JSON schema that llguidance's own compiler of schemas cannot follow exactly, as Lark.
+
+llguidance reads numbers as doubles, so integers beyond 2**53 would silently become others; it has no ``uniqueItems``
+and no look-around in patterns. Only such parts, and the parts around them, are written here. All others become
+``%json`` elements of the grammar, which llguidance's compiler reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NoReturn
+
+from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.look_around import LOOK_AROUND, without_look_around
+from llamapipe.structured.ranges import integer_range, number_bound
+from llamapipe.structured.rewrite import Node, listed_values, resolved, target
+from llamapipe.structured.schema import SPACE, subschemas, with_options
+
+_EXACT = 2**53  # every integer up to this one is a double of its own
+_MOST_DIGITS = 400
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_OF_TYPE = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "additionalItems"),
+    "object": (
+        "properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties",
+    ),
+    "number": (*_BOUNDS, "multipleOf"),
+    "boolean": (),
+    "null": (),
+}  # fmt: skip
+# What restricts values. All else is an annotation.
+_ASSERTIONS = {
+    "type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains", "minContains",
+    "maxContains", "unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
+    "propertyNames", "$dynamicRef", "$recursiveRef", *(keyword for group in _OF_TYPE.values() for keyword in group),
+}  # fmt: skip
+# A string of JSON whose characters need no escapes; and any, but for names of control characters.
+_PLAIN = r'/[^"\\\x00-\x1F\x7F]*/'
+_NAME = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
+
+
+class SchemaGrammar:
+    """A schema as a Lark grammar, where llguidance's compiler would not follow it exactly.
+
+    ``root``: a result of ``rewritten``. ``whitespace``: a key of ``WHITESPACE``. ``hard``: the pointers of the parts
+    that are written here.
+    """
+
+    def __init__(self, root: Node, whitespace: str) -> None:
+        self.root = root
+        self._whitespace = whitespace
+        self._parts = dict(subschemas(root))
+        self._names: dict[str, str] = {}
+        self._lines: list[str] = []
+        self.hard = frozenset(self._find_hard())
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything has to be written here."""
+        return "#" in self.hard
+
+    def text(self) -> str:
+        """The grammar. Raises InvalidRequestError, with keyword and pointer, for what cannot be written."""
+        start = self._rule("#")
+        options = f'%llguidance {{"ignore_once": true}}\n%ignore /{SPACE}/\n'
+        head = options if self._whitespace == "flexible" else ""
+        return f"{head}start: {start}\n" + "\n".join(self._lines)
+
+    # ---- which parts are written here
+    def _find_hard(self) -> set[str]:
+        """The pointers of parts that are hard themselves, and of all that contain or refer to them."""
+        users: dict[str, list[str]] = {}
+        for pointer, part in self._parts.items():
+            parent = pointer
+            while (cut := parent.rfind("/")) > 0:
+                parent = parent[:cut]
+                if parent in self._parts:
+                    users.setdefault(pointer, []).append(parent)
+                    break
+            found = resolved(self.root, part.get("$ref"))
+            if found is not None:
+                users.setdefault(found[0], []).append(pointer)
+        waiting = [pointer for pointer, part in self._parts.items() if _is_hard(part)]
+        reached: set[str] = set()
+        in_definition = re.compile(r"/(\$defs|definitions)/[^/]*$")
+        while waiting:
+            pointer = waiting.pop()
+            if pointer in reached:
+                continue
+            reached.add(pointer)
+            # A definition does not make the part hard that holds it: only what refers to it.
+            parents = users.get(pointer, [])
+            if in_definition.search(pointer):
+                parents = [
+                    one for one in parents if not pointer.startswith(f"{one}/") or self._refers(one, pointer)
+                ]
+            waiting += parents
+        return reached
+
+    def _refers(self, pointer: str, to: str) -> bool:
+        found = resolved(self.root, self._parts[pointer].get("$ref"))
+        return found is not None and found[0] == to
+
+    # ---- rules
+    def _rule(self, pointer: str) -> str:
+        """The rule of a part; written once."""
+        if pointer in self._names:
+            return self._names[pointer]
+        name = self._names[pointer] = f"n{len(self._names)}"
+        body = (
+            self._body(pointer, self._parts[pointer])
+            if pointer in self.hard
+            else self._plain(self._parts[pointer])
+        )
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def _element(self, pointer: str, node: Any) -> str | None:
+        """The element for a subschema; None if it is ``false``."""
+        if node is False:
+            return None
+        if pointer in self._parts:
+            return self._rule(pointer)
+        return self._json({})
+
+    def _new_rule(self, pointer: str, body: str, suffix: str = "") -> str:
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}{suffix}: {body}")
+        return name
+
+    def _terminal(self, body: str) -> str:
+        name = f"T{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def _json(self, node: Node) -> str:
+        return f"%json {json.dumps(with_options(node, self._whitespace))}"
+
+    def _plain(self, node: Node) -> str:
+        """A part that llguidance's compiler reads, with the definitions that it refers to."""
+        definitions: dict[str, Node] = {}
+        waiting: list[Any] = [node]
+        while waiting:
+            for _, part in subschemas(waiting.pop()):
+                reference = part.get("$ref")
+                if reference is None:
+                    continue
+                steps = unquoted(reference)
+                if len(steps) < 3 or steps[0] != "#" or steps[1] not in ("$defs", "definitions"):
+                    self._fail(
+                        "#",
+                        "$ref",
+                        f"{reference!r} cannot be followed in a schema with integers beyond 2**53",
+                    )
+                group, name = steps[1], steps[2]
+                if name in self.root.get(group, {}) and name not in definitions.setdefault(group, {}):
+                    definitions[group][name] = self.root[group][name]
+                    waiting.append(self.root[group][name])
+        return self._json({**node, **definitions})
+
+    # ---- parts
+    def _body(self, pointer: str, node: Node) -> str:
+        keywords = node.keys() & _ASSERTIONS
+        if "$ref" in keywords:
+            self._alone(pointer, "$ref", keywords)
+            found = resolved(self.root, node["$ref"])
+            if found is None or found[0] not in self._parts:
+                self._fail(pointer, "$ref", f"{node['$ref']!r} does not exist")
+            return self._rule(found[0])
+        if "enum" in keywords or "const" in keywords:
+            return self._values(pointer, node, keywords)
+        if "allOf" in keywords:
+            self._alone(pointer, "allOf", keywords)
+            if len(node["allOf"]) != 1:
+                self._fail(pointer, "allOf", _NOT_COMBINED)
+            return self._element(f"{pointer}/allOf/0", node["allOf"][0]) or self._nothing(pointer, "allOf")
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in keywords:
+                self._alone(pointer, keyword, keywords - {"type"})
+                return self._options(pointer, keyword, node)
+        return self._typed(pointer, node, keywords)
+
+    def _alone(self, pointer: str, keyword: str, keywords: Iterable[str]) -> None:
+        others = sorted(set(keywords) - {keyword})
+        if others:
+            self._fail(pointer, keyword, f"it cannot be combined with {others[0]!r} here: {_NOT_COMBINED}")
+
+    def _options(self, pointer: str, keyword: str, node: Node) -> str:
+        options = node[keyword]
+        if keyword == "oneOf":
+            for i, one in enumerate(options):
+                for other in options[i + 1 :]:
+                    if not self._are_disjoint(one, other):
+                        self._fail(
+                            pointer, "oneOf", "two of its schemas may allow the same value; use 'anyOf'"
+                        )
+        elements = [self._element(f"{pointer}/{keyword}/{i}", one) for i, one in enumerate(options)]
+        return " | ".join(one for one in elements if one is not None) or self._nothing(pointer, keyword)
+
+    def _typed(self, pointer: str, node: Node, keywords: set[str]) -> str:
+        kinds = node.get("type", list(_OF_TYPE))
+        kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+        known = {keyword for kind in ("integer", *kinds) for keyword in _OF_TYPE.get(kind, ())}
+        known |= {"type", *_BOUNDS, "multipleOf", *(k for group in _OF_TYPE.values() for k in group)}
+        for keyword in sorted(keywords - known):
+            self._fail(pointer, keyword, f"it is not supported here: {_NOT_COMBINED}")
+        options = [self._of_type(pointer, node, kind) for kind in kinds]
+        return " | ".join(options)
+
+    def _of_type(self, pointer: str, node: Node, kind: str) -> str:
+        if kind == "integer" and any(bound in node for bound in _BOUNDS):
+            return self._integer(pointer, node)
+        if kind == "array":
+            return self._array(pointer, node)
+        if kind == "object":
+            return self._object(pointer, node)
+        if kind == "string" and isinstance(node.get("pattern"), str) and LOOK_AROUND.search(node["pattern"]):
+            return self._string(pointer, node)
+        if kind == "number" and any(bound in node for bound in _BOUNDS):
+            return self._number(pointer, node)
+        group = "number" if kind == "integer" else kind
+        if group not in _OF_TYPE:
+            self._fail(pointer, "type", f"{kind!r} is no type")
+        return self._json({"type": kind, **{k: node[k] for k in _OF_TYPE[group] if k in node}})
+
+    def _integer(self, pointer: str, node: Node) -> str:
+        if _fraction(node.get("multipleOf", 1)) != 1:
+            self._fail(pointer, "multipleOf", "it cannot be combined with bounds beyond 2**53")
+        low: int | None = None
+        high: int | None = None
+        for name, exact in self._bounds(pointer, node):
+            if name.endswith("inimum"):
+                least = math.ceil(exact) if name == "minimum" else math.floor(exact) + 1
+                low = least if low is None else max(low, least)
+            else:
+                most = math.floor(exact) if name == "maximum" else math.ceil(exact) - 1
+                high = most if high is None else min(high, most)
+        if low is not None and high is not None and low > high:
+            self._fail(pointer, "minimum", f"no integer is from {low} to {high}")
+        return self._terminal(f"/{integer_range(low, high)}/")
+
+    def _number(self, pointer: str, node: Node) -> str:
+        if "multipleOf" in node:
+            self._fail(pointer, "multipleOf", "it cannot be combined with bounds beyond 2**53")
+        bounds = self._bounds(pointer, node)
+        texts = [f"/{number_bound(exact, name)}/" for name, exact in bounds]
+        low = max((exact for name, exact in bounds if name.endswith("inimum")), default=None)
+        high = min((exact for name, exact in bounds if name.endswith("aximum")), default=None)
+        if low is not None and high is not None and (low > high or (low == high and len(set(bounds)) > 2)):
+            self._fail(pointer, "minimum", "no number is within the bounds")
+        return self._terminal(" & ".join(texts))
+
+    def _bounds(self, pointer: str, node: Node) -> list[tuple[str, Fraction]]:
+        """The keywords of bounds with their values."""
+        bounds = []
+        for name in _BOUNDS:
+            bound = node.get(name)
+            if bound is None or bound is False:
+                continue
+            exact = _fraction(node.get(name.replace("exclusiveM", "m")) if bound is True else bound)
+            if exact is None or len(str(abs(int(exact)))) > _MOST_DIGITS:
+                self._fail(pointer, name, f"it must be a number of at most {_MOST_DIGITS} digits")
+            bounds.append((name, exact))
+        return bounds
+
+    def _string(self, pointer: str, node: Node) -> str:
+        body = without_look_around(node["pattern"])
+        if body is None:
+            self._fail(
+                pointer, "pattern", f"look-around in {node['pattern']!r} is supported at the top level only"
+            )
+        least, most = node.get("minLength", 0), node.get("maxLength")
+        if least or most is not None:
+            body = f"({body}) & /(?s:.){{{least},{'' if most is None else most}}}/"
+        return self._terminal(f'"\\"" (({body}) & {_PLAIN}) "\\""')
+
+    def _values(self, pointer: str, node: Node, keywords: set[str]) -> str:
+        for keyword in sorted(keywords - {"enum", "const", "type", *_BOUNDS}):
+            self._fail(
+                pointer, "enum" if "enum" in node else "const", f"it cannot be combined with {keyword!r} here"
+            )
+        values = listed_values(
+            self.root, {"enum": node["enum"]} if "enum" in node else {"const": node["const"]}
+        )
+        assert values is not None
+        if "const" in node:
+            values = [one for one in values if compact(one) == compact(node["const"])]
+        fitting = [one for one in values if _fits(one, node)]
+        if not fitting:
+            self._nothing(pointer, "enum" if "enum" in node else "const")
+        return self._terminal(" | ".join(json.dumps(compact(one)) for one in fitting))
+
+    # ---- arrays
+    def _array(self, pointer: str, node: Node) -> str:
+        first = node.get("prefixItems", [])
+        items = node.get("items", True)
+        if isinstance(items, list) or "additionalItems" in node:
+            self._fail(pointer, "items", "a list of schemas is of draft 2019; use 'prefixItems'")
+        least, most = int(node.get("minItems", 0)), node.get("maxItems")
+        if node.get("uniqueItems"):
+            return self._unique(pointer, node, least, most)
+        if most is not None:
+            first = first[: int(most)]
+        item = self._element(f"{pointer}/items", items)
+        n = len(first)
+        if (item is None and least > n) or (most is not None and most < least):
+            self._fail(pointer, "minItems", f"no array has {least} items")
+        low, high = max(0, least - n), None if most is None else int(most) - n
+        rest = "" if item is None or high == 0 else self._more(item, low, high, n > 0)
+        for i in reversed(range(n)):
+            one = self._element(f"{pointer}/prefixItems/{i}", first[i])
+            if one is None:
+                if i < least:
+                    self._nothing(pointer, "prefixItems")
+                rest = ""
+                continue
+            part = f'"," {one} {rest}' if i else f"{one} {rest}"
+            rest = part if i < least else f"({part})?"
+        return f'"[" {rest} "]"'
+
+    def _more(self, item: str, low: int, high: int | None, is_after: bool) -> str:
+        """``low`` to ``high`` items with commas between them, and before the first if items precede."""
+        if is_after:
+            return f'("," {item}){{{low},{"" if high is None else high}}}'
+        tail = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
+        return f"({item} {tail})" + ("" if low else "?")
+
+    def _unique(self, pointer: str, node: Node, least: int, most: Any) -> str:
+        """Each value at most once, in any order: the parameter of the rule holds a bit for each value written."""
+        values = listed_values(self.root, node["items"])
+        assert values is not None
+        item = target(self.root, node["items"])
+        values = [one for one in values if _fits(one, item)]
+        n_most = len(values) if most is None else min(int(most), len(values))
+        if least > n_most:
+            self._fail(pointer, "uniqueItems", f"'minItems' is {least}, but 'items' has {len(values)} values")
+        texts = [self._new_rule(pointer, json.dumps(compact(one))) for one in values]
+        more = f"r{len(self._lines)}"
+        options = [
+            f'"," {text} {more}::set_bit({i}) %if and(bit_clear({i}), bit_count_lt(_, {n_most}))'
+            for i, text in enumerate(texts)
+        ]
+        self._lines.append(f'{more}::_: "" %if bit_count_ge(_, {least})\n | ' + "\n | ".join(options))
+        begun = [f"{text} {more}::{1 << i}" for i, text in enumerate(texts)] if n_most else []
+        first = self._new_rule(pointer, " | ".join(begun + ['""'] * (least == 0)))
+        return f'"[" {first} "]"'
+
+    # ---- objects
+    def _object(self, pointer: str, node: Node) -> str:
+        properties = node.get("properties", {})
+        required = list(dict.fromkeys(node.get("required", ())))
+        others = node.get("additionalProperties", True)
+        patterns = node.get("patternProperties") or {}
+        if patterns and (properties or required or others is not False or len(patterns) > 1):
+            self._fail(
+                pointer, "patternProperties", f"only one pattern and nothing beside it: {_NOT_COMBINED}"
+            )
+        fields: list[tuple[str, bool]] = []
+        for name in [*properties, *(name for name in required if name not in properties)]:
+            place = f"{pointer}/properties/{name.replace('~', '~0').replace('/', '~1')}"
+            if name not in properties:
+                place = f"{pointer}/additionalProperties"
+            value = self._element(place, properties.get(name, others))
+            if value is not None:
+                fields.append(
+                    (f'{json.dumps(json.dumps(name, ensure_ascii=False))} ":" {value}', name in required)
+                )
+            elif name in required:
+                self._nothing(pointer, "required")
+        n_required = len(required)
+        least, most = int(node.get("minProperties", 0)), node.get("maxProperties")
+        limited = most is not None or least > n_required
+        if limited and len(fields) > n_required:
+            keyword = "maxProperties" if most is not None else "minProperties"
+            self._fail(pointer, keyword, "it is supported only if all 'properties' are in 'required'")
+        extra: str | None = None
+        if patterns:
+            ((pattern, value_schema),) = patterns.items()
+            place = f"{pointer}/patternProperties/{pattern.replace('~', '~0').replace('/', '~1')}"
+            value = self._element(place, value_schema)
+            extra = (
+                None if value is None else f'{self._json({"type": "string", "pattern": pattern})} ":" {value}'
+            )
+        else:
+            value = self._element(f"{pointer}/additionalProperties", others)
+            if value is not None:
+                taken = " | ".join(
+                    json.dumps(json.dumps(name, ensure_ascii=False))
+                    for name in dict.fromkeys([*properties, *required])
+                )
+                name_of = self._terminal(f"{_NAME} & ~({taken})" if taken else _NAME)
+                extra = f'{name_of} ":" {value}'
+        low, high = max(0, least - n_required), None if most is None else int(most) - n_required
+        if (high is not None and high < 0) or (extra is None and low > 0):
+            self._nothing(pointer, "minProperties" if low else "maxProperties")
+        if extra is not None and high != 0:
+            fields.append((self._more(f"({extra})", max(low, 1), high, False), low > 0))
+        return '"{" ' + self._members(pointer, fields) + ' "}"'
+
+    def _members(self, pointer: str, fields: Sequence[tuple[str, bool]]) -> str:
+        """The members in their order, each optional one with or without: rules in number linear in theirs."""
+        after = first = '""'
+        for field, is_required in reversed(fields):
+            one = self._new_rule(pointer, field)
+            after_here = f'"," {one} {after}'
+            first_here = f"{one} {after}"
+            if is_required:
+                after, first = self._new_rule(pointer, after_here), self._new_rule(pointer, first_here)
+            else:
+                first = self._new_rule(pointer, f"{first_here} | {first}")
+                after = self._new_rule(pointer, f"{after_here} | {after}")
+        return first
+
+    # ---- what cannot be
+    def _are_disjoint(self, one: Any, other: Any) -> bool:
+        a, b = target(self.root, one), target(self.root, other)
+        if not isinstance(a, dict) or not isinstance(b, dict):
+            return a is False or b is False
+        values, others = listed_values(self.root, a), listed_values(self.root, b)
+        if values is not None and others is not None:
+            return not {compact(v) for v in values} & {compact(v) for v in others}
+        kinds, other_kinds = _kinds(a), _kinds(b)
+        if kinds and other_kinds and not kinds & other_kinds:
+            return True
+        common = set(a.get("required", ())) & set(b.get("required", ()))
+        return kinds == other_kinds == {"object"} and any(
+            name in a.get("properties", {})
+            and name in b.get("properties", {})
+            and self._are_disjoint(a["properties"][name], b["properties"][name])
+            for name in common
+        )
+
+    def _nothing(self, pointer: str, keyword: str) -> NoReturn:
+        self._fail(pointer, keyword, "no value satisfies it")
+
+    def _fail(self, pointer: str, keyword: str, reason: str) -> NoReturn:
+        raise InvalidRequestError(f"json_schema at {pointer}: {keyword!r}: {reason}")
+
+
+_NOT_COMBINED = (
+    "integers beyond 2**53, 'uniqueItems' and look-around are not supported inside schemas that are combined"
+)
+
+
+def unquoted(reference: str) -> list[str]:
+    """The steps of a reference."""
+    from urllib.parse import unquote
+
+    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference).split("/")]
+
+
+def compact(value: Any) -> str:
+    """A value as JSON without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _is_hard(part: Node) -> bool:
+    return (
+        _is_inexact(part)
+        or part.get("uniqueItems") is True
+        or any(_has_large(part[key]) for key in ("enum", "const") if key in part)
+        or (isinstance(part.get("pattern"), str) and LOOK_AROUND.search(part["pattern"]) is not None)
+    )
+
+
+def _is_inexact(part: Node) -> bool:
+    """Whether llguidance would not follow the bounds exactly."""
+    kinds = part.get("type", list(_OF_TYPE))
+    if "number" in kinds and _bound_leaks(part):
+        return True
+    return ("integer" in kinds or "number" in kinds) and any(_beyond(part.get(bound)) for bound in _BOUNDS)
+
+
+def _bound_leaks(part: Node) -> bool:
+    """Whether llguidance (1.9.1) would accept an exclusive bound itself, such as 7 for "above 7, at most 7.5"."""
+    bounds: list[Any] = []
+    whole = False
+    for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        bound: Any = part.get(exclusive)
+        if bound is True:  # draft 4
+            bound = part.get(inclusive)
+        exclusively = _fraction(bound) is not None
+        if not exclusively:
+            bound = part.get(inclusive)
+        whole = whole or (exclusively and float(bound).is_integer())
+        bounds.append(bound if _fraction(bound) is not None else None)
+    low, high = bounds
+    return whole and low is not None and high is not None and high - low < 1
+
+
+def _beyond(bound: Any) -> bool:
+    exact = _fraction(bound)
+    return exact is not None and abs(exact) > _EXACT
+
+
+def _has_large(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_large, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_large, value))
+    return isinstance(value, (int, float)) and _beyond(value)
+
+
+def _fraction(value: Any) -> Fraction | None:
+    """The number as it is written in JSON, which a double may not hold exactly."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
+
+
+def _kinds(node: Node) -> set[str]:
+    kinds = node.get("type")
+    if kinds is None:
+        values = [node["const"]] if "const" in node else node.get("enum")
+        return set() if not isinstance(values, list) else {_kind(value) for value in values}
+    return {
+        "number" if kind == "integer" else kind for kind in ([kinds] if isinstance(kinds, str) else kinds)
+    }
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (bool, type(None))):
+        return "null" if value is None else "boolean"
+    if isinstance(value, (int, float)):
+        return "number"
+    return {"str": "string", "list": "array", "dict": "object"}[type(value).__name__]
+
+
+def _fits(value: Any, node: Node) -> bool:
+    """Whether a listed value has the type, and is within the bounds, that stand beside the list."""
+    kinds = node.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    number = _fraction(value)
+    is_integer = number is not None and number.denominator == 1
+    if kinds is not None and _kind(value) not in kinds and not (is_integer and "integer" in kinds):
+        return False
+    if number is None:
+        return True
+    low, above, high, below = (_fraction(node.get(bound)) for bound in _BOUNDS)
+    return (
+        (low is None or number >= low)
+        and (above is None or number > above)
+        and (high is None or number <= high)
+        and (below is None or number < below)
+    )

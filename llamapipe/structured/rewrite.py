@@ -1,0 +1,228 @@
+"""Rewrites JSON schemas into keywords that llguidance follows exactly.
+
+llguidance refuses some keywords that others of its keywords can express, and knows some formats only roughly. Each part
+of a schema is replaced by an equal one: formats and ``propertyNames`` by patterns and listed names. ``grammar.py``
+writes what has no equal part.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.formats import FORMATS
+from llamapipe.structured.schema import subschemas
+
+_log = logging.getLogger("llamapipe")
+
+Node = dict[str, Any]
+# Keywords that say nothing about a value by themselves.
+_OF_NAMES = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
+_OTHER_ASSERTIONS = {
+    "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef",
+}  # fmt: skip
+
+
+def rewritten(schema: Node) -> Node:
+    """A copy that means the same. Raises InvalidRequestError, with keyword and pointer, for what has no equal.
+
+    ``uniqueItems`` stays where the items are a list of values; elsewhere it is left out, with a warning.
+    """
+    copy: Node = json.loads(json.dumps(schema))
+    parts = list(subschemas(copy))
+    for pointer, part in parts:
+        _simplify(part)
+        _rewrite_unique_items(copy, pointer, part)
+    for pointer, part in parts:
+        if "propertyNames" in part:
+            _rewrite_property_names(copy, pointer, part)
+    for _, part in parts:
+        _rewrite_format(part)
+    return copy
+
+
+def resolved(root: Node, reference: Any) -> tuple[str, Any] | None:
+    """The pointer and the value that a ``$ref`` into the same schema names; None if it names something else."""
+    if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
+        return None
+    value: Any = root
+    for step in unquote(reference).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return None
+    return unquote(reference), value
+
+
+def target(root: Node, node: Any) -> Any:
+    """What a schema that is only a reference refers to; the schema itself otherwise."""
+    for _ in range(100):
+        if not isinstance(node, dict) or "$ref" not in node:
+            return node
+        found = resolved(root, node["$ref"])
+        if found is None:
+            return node
+        node = found[1]
+    return node
+
+
+def listed_values(root: Node, node: Any) -> list[Any] | None:
+    """The values that a schema lists by ``enum``, ``const``, ``boolean`` or ``null``; None if it lists none."""
+    node = target(root, node)
+    if not isinstance(node, dict):
+        return None
+    if isinstance(node.get("enum"), list):
+        values = node["enum"]
+    elif "const" in node:
+        values = [node["const"]]
+    elif node.get("type") in ("boolean", "null"):
+        values = [False, True] if node["type"] == "boolean" else [None]
+    else:
+        return None
+    seen = {json.dumps(value, sort_keys=True): value for value in values}
+    return list(seen.values())
+
+
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# Keywords that say nothing without another one.
+_ALONE = {
+    "minContains": {"contains"},
+    "maxContains": {"contains"},
+    "then": {"if"},
+    "else": {"if"},
+    "if": {"then", "else", "unevaluatedItems", "unevaluatedProperties"},
+}
+
+
+def _simplify(part: Node) -> None:
+    """Leaves out what says nothing, and writes counts as integers."""
+    for keyword, others in _ALONE.items():
+        if keyword in part and not others & part.keys():
+            del part[keyword]
+    for keyword in _COUNTS:
+        if isinstance(part.get(keyword), float) and part[keyword].is_integer():
+            part[keyword] = int(part[keyword])
+    if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+        del part["format"]
+
+
+def _rewrite_format(part: Node) -> None:
+    name = part.get("format")
+    if not isinstance(name, str):
+        return
+    del part["format"]
+    _add_pattern(part, f"^(?:{FORMATS[name]})$")
+
+
+def _add_pattern(part: Node, pattern: str) -> None:
+    if "pattern" not in part:
+        part["pattern"] = pattern
+        return
+    kind = {"type": "string"} if part.get("type") == "string" else {}
+    part["allOf"] = [*part.get("allOf", ()), {**kind, "pattern": pattern}]
+
+
+def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> None:
+    if "uniqueItems" not in part:
+        return
+    unique = part["uniqueItems"]
+    most = part.get("maxItems")
+    if unique is False or (isinstance(most, int) and most <= 1):
+        del part["uniqueItems"]
+        return
+    if unique is not True:
+        raise InvalidRequestError(
+            f"json_schema at {pointer}: 'uniqueItems' is {unique!r}; it must be a boolean"
+        )
+    values = listed_values(root, part.get("items"))
+    if values is not None and "prefixItems" not in part and len(values) <= MAX_UNIQUE:
+        return
+    del part["uniqueItems"]
+    _log.warning(
+        "json_schema at %s: 'uniqueItems' is not enforced: only items of a schema with at most %d values in 'enum' can "
+        "be told apart; look for repeated items in the result",
+        pointer,
+        MAX_UNIQUE,
+    )
+
+
+MAX_UNIQUE = 63  # values that the parameter of a rule in llguidance can count, one bit each
+
+
+def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
+    names = target(root, part.pop("propertyNames"))
+    if names is True or names == {}:
+        return
+    if not isinstance(names, dict):
+        names = {"enum": []}  # false: no name is right
+    for keyword in sorted(names.keys() & _OTHER_ASSERTIONS):
+        raise InvalidRequestError(
+            f"json_schema at {pointer}/propertyNames: {keyword!r} is not supported for names; use 'enum', 'const' or "
+            "'pattern'"
+        )
+    if names.get("type", "string") != "string" and "string" not in names["type"]:
+        names = {"enum": []}
+    others = part.get("additionalProperties", True)
+    values = [names["const"]] if "const" in names else names.get("enum")
+    patterns = list(_name_patterns(names))
+    given = part.get("properties", {})
+    listed = [*given, *(name for name in part.get("required", ()) if name not in given)]
+
+    def fits(name: Any) -> bool:
+        return isinstance(name, str) and all(_matches(pattern, name, pointer) for pattern in patterns)
+
+    if part.get("patternProperties"):
+        raise InvalidRequestError(
+            f"json_schema at {pointer}: 'propertyNames' is not supported beside 'patternProperties'"
+        )
+    if values is not None:
+        allowed = [name for name in values if fits(name)]
+        part["properties"] = {name: given.get(name, True if name in given else others) for name in allowed}
+    else:
+        allowed = [name for name in listed if fits(name)]
+        part["properties"] = {name: given.get(name, others) for name in allowed}
+    for name in listed:
+        if name not in allowed:
+            part["properties"][name] = False
+    part["additionalProperties"] = False
+    if values is None and patterns:
+        part["patternProperties"] = {_all_of(patterns, pointer): others}
+    elif values is None:
+        part["additionalProperties"] = others
+    if "type" not in part and not part["properties"]:
+        part["properties"] = {}
+
+
+def _name_patterns(names: Node) -> Iterator[str]:
+    if isinstance(names.get("pattern"), str):
+        yield names["pattern"]
+    if isinstance(names.get("format"), str) and names["format"] in FORMATS:
+        yield f"^(?:{FORMATS[names['format']]})$"
+    least, most = names.get("minLength", 0), names.get("maxLength")
+    if least or most is not None:
+        yield f"^(?s:.){{{int(least)},{'' if most is None else int(most)}}}$"
+
+
+def _all_of(patterns: list[str], pointer: str) -> str:
+    if len(patterns) > 1:
+        raise InvalidRequestError(
+            f"json_schema at {pointer}/propertyNames: 'pattern', 'format' and 'maxLength' are supported one at a time"
+        )
+    return patterns[0]
+
+
+def _matches(pattern: str, name: str, pointer: str) -> bool:
+    try:
+        return re.search(pattern, name, re.ASCII) is not None
+    except re.error as e:
+        raise InvalidRequestError(
+            f"json_schema at {pointer}/propertyNames: 'pattern' is {pattern!r}: {e}"
+        ) from None

@@ -1,0 +1,357 @@
+"""Parts of schemas that llguidance alone would get wrong or refuse: numbers, names, unique items, formats, patterns."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from support.guided import accepts
+
+import llamapipe as lp
+from llamapipe.compat.formats import FUNCTION_CALLING
+from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.compile import compile_guide
+from llamapipe.structured.formats import FORMATS
+from llamapipe.structured.ranges import integer_range, number_bound
+
+LARGE = 2**60
+INTEGERS: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"enum": [9007199254740993]}, [9007199254740993], [9007199254740992, 9007199254740994]),
+    ({"const": 1234567890123456789}, [1234567890123456789], [1234567890123456768]),
+    ({"minimum": 2**63, "maximum": 2**63 + 5}, [2**63, 2**63 + 5], [2**63 - 1, 2**63 + 6]),
+    ({"minimum": -(2**63), "maximum": 2**63 - 1}, [-(2**63), -1, 0, 2**63 - 1], [-(2**63) - 1, 2**63]),
+    ({"minimum": 0, "maximum": 2**64 - 1}, [0, 7, 2**64 - 1], [-1, 2**64]),
+    ({"exclusiveMaximum": 10**18}, [10**18 - 1, -(10**30)], [10**18]),
+    ({"maximum": 1e20}, [10**20, 0, -5], [10**20 + 1]),
+    ({"exclusiveMinimum": 2**127, "maximum": 2**128}, [2**127 + 1, 2**128], [2**127, 2**128 + 1]),
+    ({"minimum": -(2**128), "exclusiveMaximum": -(2**127)}, [-(2**128), -(2**127) - 1], [-(2**127), 0]),
+    ({"type": ["integer", "null"], "minimum": LARGE}, [None, LARGE], [LARGE - 1]),
+    ({"enum": [1, LARGE + 1, {"a": [LARGE + 1]}]}, [LARGE + 1, {"a": [LARGE + 1]}], [LARGE, {"a": [LARGE]}]),
+    ({"enum": [1, 2.5, LARGE, "x"], "maximum": LARGE - 1}, [1, 2.5, "x"], [LARGE, LARGE - 1]),
+    ({"type": "number", "minimum": 0, "maximum": 2**63}, [0.5, 2**63], [-0.5, 2**63 + 1]),
+    ({"type": ["number", "string"], "maximum": 2**63 - 1}, ["x", -1e4, 2**63 - 1], [2**63]),
+    ({"type": "number", "exclusiveMinimum": 7, "maximum": 7.5}, [7.25, 7.5], [7, 7.75]),
+]
+E = {"enum": ["x", "y"], "type": "string"}
+PARTS: list[tuple[Any, list[str], list[str]]] = [
+    # Around a part that is written here, all others are as they were.
+    (
+        {
+            "properties": {
+                "a": {"type": "string"},
+                "n": {"anyOf": [{"type": "integer", "maximum": 2**63 - 1}, {"type": "null"}]},
+                "z": {"$ref": "#/$defs/Z"},
+            },
+            "type": "object",
+            "required": ["n"],
+            "additionalProperties": False,
+            "$defs": {"Z": {"type": "object", "properties": {"s": {"$ref": "#"}}}},
+        },
+        [
+            '{"n":null}',
+            '{"a":"x\\n\\"","n":9223372036854775807}',
+            '{"n":1,"z":{"s":{"n":null},"k":[1,{}]}}',
+        ],
+        ['{"n":9223372036854775808}', '{"a":"x"}', '{"n":1,"x":1}', '{"n":1,"z":{"s":{}}}', '{"n":1,"n":2}'],
+    ),
+    (
+        {"type": "array", "items": {"type": "integer", "minimum": LARGE}, "minItems": 1, "maxItems": 2},
+        [f"[{LARGE}]", f"[{LARGE},{LARGE}]"],
+        ["[]", "[1]", f"[{LARGE},{LARGE},{LARGE}]"],
+    ),
+    (
+        {
+            "type": "array",
+            "prefixItems": [{"type": "integer", "minimum": LARGE}, {"type": "string"}],
+            "minItems": 1,
+        },
+        [f"[{LARGE}]", f'[{LARGE},"a"]', f'[{LARGE},"a",[1]]'],
+        ["[]", f"[{LARGE},1]"],
+    ),
+    (
+        {"type": "object", "additionalProperties": {"type": "integer", "minimum": LARGE}, "minProperties": 1},
+        [f'{{"a":{LARGE}}}', f'{{"a":{LARGE},"b\\"":{LARGE}}}'],
+        ["{}", '{"a":1}'],
+    ),
+    (
+        {"type": "object", "properties": {"a": {"const": LARGE}, "b": True}},
+        ["{}", f'{{"a":{LARGE}}}', '{"b":[]}', f'{{"a":{LARGE},"b":0,"c":1}}'],
+        ['{"a":1}', '{"c":1,"a":1}'],
+    ),
+    (
+        {
+            "oneOf": [
+                {
+                    "type": "object",
+                    "properties": {"t": {"const": "a"}, "n": {"const": LARGE}},
+                    "required": ["t"],
+                },
+                {"type": "object", "properties": {"t": {"const": "b"}}, "required": ["t"]},
+            ]
+        },
+        [f'{{"t":"a","n":{LARGE}}}', '{"t":"b","n":1}'],
+        ['{"t":"a","n":1}', '{"t":"c"}'],
+    ),
+    ({"allOf": [{"type": "integer", "minimum": LARGE}]}, [str(LARGE)], ["1"]),
+    # uniqueItems
+    (
+        {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", {"x": 1}]}},
+        ["[]", '["b","a"]', '["b",{"x":1},"a"]'],
+        ['["a","a"]', '["a",{"x":1},"a"]', '["c"]'],
+    ),
+    (
+        {
+            "type": "array",
+            "uniqueItems": True,
+            "minItems": 2,
+            "maxItems": 2,
+            "items": {"enum": ["a", "b", "c"]},
+        },
+        ['["b","a"]', '["c","a"]'],
+        ["[]", '["a"]', '["a","a"]', '["a","b","c"]'],
+    ),
+    (
+        {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/E"}, "$defs": {"E": E}},
+        ['["y","x"]'],
+        ['["x","x"]'],
+    ),
+    ({"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}, ["[true,false]"], ["[true,true]"]),
+    ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[]", "[1]"], ["[1,1]"]),
+    # propertyNames
+    (
+        {
+            "type": "object",
+            "propertyNames": {"enum": ["a", "b"]},
+            "additionalProperties": {"type": "integer"},
+        },
+        ["{}", '{"a":1}', '{"b":2}', '{"a":1,"b":2}'],
+        ['{"c":1}', '{"a":"x"}'],
+    ),
+    (
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/E"}, "$defs": {"E": E}},
+        ['{"x":[1],"y":"q"}'],
+        ['{"z":1}'],
+    ),
+    ({"type": "object", "propertyNames": {"const": "a"}}, ['{"a":1}', "{}"], ['{"b":1}']),
+    (
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^x"},
+            "properties": {"xq": {"type": "null"}, "y": True},
+        },
+        ['{"xq":null,"xa":1}', "{}"],
+        ['{"y":1}', '{"c":1}', '{"xq":1}'],
+    ),
+    ({"type": "object", "propertyNames": {"maxLength": 1}}, ['{"a":1}'], ['{"ab":1}']),
+    ({"type": "object", "propertyNames": {"format": "date"}}, ['{"2024-02-29":1}'], ['{"2023-02-29":1}']),
+    # What says nothing.
+    ({"type": "string", "format": "no such format", "minLength": 2.0}, ['"ab"'], ['"a"']),
+    ({"then": {"maxLength": 1}, "minContains": 2, "type": "string"}, ['"ab"'], ["1"]),
+    ({"format": "date", "pattern": "^2", "type": "string"}, ['"2024-02-29"'], ['"1999-01-01"', '"2"']),
+]
+DECIMALS = [
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,4}|(?=[\d.]{1,7}0*$)\d{0,4}\.\d{0,2}0*)$",
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,2}0*$",
+    r"^(?=.*[A-Z])(?=.*[0-9]).{2,6}$",
+    r"^(?!foo|bar)\w+$",
+    r"^a(?=b)[bc]{2}$|^-?(?!0)\d(?:1|(?!2)\d)$",
+]
+
+
+def check(demo: lp.Model, schema: Any, right: list[str], wrong: list[str]) -> None:
+    factory = compile_guide(demo, json_schema=schema)
+    for text in right + wrong:
+        with factory.new() as guide:
+            assert accepts(demo, guide, text) == (text in right), (schema, text)
+
+
+@pytest.mark.parametrize("case", INTEGERS, ids=lambda case: str(case[0])[:50])
+def test_numbers_are_exact(demo: lp.Model, case: tuple[Any, list[Any], list[Any]]) -> None:
+    schema, right, wrong = case
+    if not schema.keys() & {"type", "enum", "const"}:
+        schema = {"type": "integer", **schema}
+    check(
+        demo,
+        schema,
+        *([json.dumps(one, separators=(",", ":")) for one in values] for values in (right, wrong)),
+    )
+
+
+@pytest.mark.parametrize("case", PARTS, ids=lambda case: json.dumps(case[0])[:60])
+def test_parts(demo: lp.Model, case: tuple[Any, list[str], list[str]]) -> None:
+    check(demo, *case)
+
+
+def test_spaces_around_what_is_written_here(demo: lp.Model) -> None:
+    schema = {"type": "object", "properties": {"n": {"const": LARGE}}, "required": ["n"]}
+    for text in ('{ "n" :%d}', '{"n": %d,\n   "x": 1}', ' {"n":%d}', '{"n":%d} ', '{"n":   %d}'):
+        with compile_guide(demo, json_schema=schema, json_whitespace="flexible").new() as guide:
+            expected = not text.startswith(" ") and not text.endswith(" ") and ":   " not in text
+            assert accepts(demo, guide, text % LARGE) == expected, text
+
+
+def test_ranges_of_numbers() -> None:
+    rng = random.Random(5)
+    for _ in range(500):
+        a, b = sorted(rng.randint(-size, size) for size in rng.choices((30, 2000, 10**6), k=2))
+        low, high = rng.choice([a, None]), rng.choice([b, None])
+        numbers = re.compile(integer_range(low, high))
+        for x in {a - 1, a, a + 1, b - 1, b, b + 1, 0, 1, -1, rng.randint(-3000, 3000)}:
+            expected = (low is None or x >= low) and (high is None or x <= high)
+            assert bool(numbers.fullmatch(str(x))) == expected, (low, high, x)
+    for _ in range(1000):
+        bound = Fraction(rng.randint(-300, 300), rng.choice([1, 2, 4, 5, 10, 100, 1000]))
+        keyword = rng.choice(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+        numbers = re.compile(number_bound(bound, keyword))
+        for _ in range(20):
+            number = bound + rng.choice(
+                [Fraction(0), Fraction(rng.randint(-30, 30), 10 ** rng.randint(0, 4))]
+            )
+            text = f"{float(number):.6f}".rstrip("0") + "0" * rng.randint(0, 2)
+            expected = {
+                "minimum": number >= bound,
+                "maximum": number <= bound,
+                "exclusiveMinimum": number > bound,
+                "exclusiveMaximum": number < bound,
+            }[keyword]
+            assert bool(numbers.fullmatch(text.removesuffix("."))) == expected, (bound, keyword, text)
+
+
+@pytest.mark.parametrize("pattern", DECIMALS)
+def test_look_ahead(demo: lp.Model, pattern: str) -> None:
+    rng = random.Random(1)
+    texts = [
+        "",
+        ".",
+        "-",
+        "1.5",
+        "+.5",
+        "007",
+        "1234.56",
+        "12345",
+        "1.234",
+        "1.5000",
+        "foo",
+        "food",
+        "fo",
+        "aA1",
+        "abc",
+    ]
+    texts += [
+        "abb",
+        "acb",
+        "-12",
+        "13",
+        "03",
+        *("".join(rng.choices("0123.-+aAb", k=rng.randint(1, 6))) for _ in range(150)),
+    ]
+    factory = compile_guide(demo, json_schema={"type": "string", "pattern": pattern})
+    for text in texts:
+        with factory.new() as guide:
+            assert accepts(demo, guide, json.dumps(text)) == bool(re.search(pattern, text)), text
+
+
+def test_formats_are_right() -> None:
+    """Each text that a format allows is one for the readers of Python, and no format leaves out what is usual."""
+    import datetime
+    import ipaddress
+
+    def is_date(text: str) -> bool:
+        try:
+            return bool(datetime.date.fromisoformat(text))
+        except ValueError:
+            return False
+
+    date = re.compile(FORMATS["date"])
+    days = [f"{year:04}-02-{day}" for year in range(10_000) for day in (28, 29)]
+    days += [f"2023-{month:02}-{day:02}" for month in range(14) for day in range(33)]
+    assert all(bool(date.fullmatch(day)) == is_date(day) for day in days)
+    rng = random.Random(1)
+    ipv6 = re.compile(FORMATS["ipv6"])
+    for _ in range(3000):
+        bits = rng.getrandbits(128) & rng.choice([-1, 0xFFFF, 0xFFFF << 64, (1 << 64) - 1])
+        assert ipv6.fullmatch(str(ipaddress.IPv6Address(bits % 2**128)))
+        text = "".join(rng.choices("0:1f:", k=rng.randint(1, 14)))
+        if ipv6.fullmatch(text):
+            ipaddress.IPv6Address(text)
+    usual = {
+        "date-time": ("2024-02-29T23:59:59Z", "2024-12-31t00:00:00.123+14:00"),
+        "time": ("08:30:06Z", "23:59:59.5-05:30"),
+        "duration": ("P1Y2M3DT4H5M6S", "PT36H", "P4W"),
+        "email": ("joe.bloggs@example.com", "a+b@mail.example.co.uk"),
+        "hostname": ("www.example.com", "localhost"),
+        "uri": ("https://user@example.com:8080/a/b?c=d#e", "urn:isbn:0451450523", "mailto:a@example.com"),
+        "uuid": ("2eb8aa08-aa98-11ea-b4aa-73b441d16380",),
+        "uuid4": ("98d80576-482e-427f-8434-7f86890ab222",),
+        "base64": ("", "aGVsbG8=", "aGk=", "YQ=="),
+        "ipv4": ("127.0.0.1",),
+    }
+    wrong = {
+        "date-time": ("2023-02-29T00:00:00Z", "2024-02-29T24:00:00Z", "2024-02-29T00:00:00"),
+        "time": ("24:00:00Z", "23:59:60Z", "08:30:06"),
+        "duration": ("P", "PT", "PT1D", "1Y"),
+        "email": ("a", "a@b", ".a@example.com", "a..b@example.com"),
+        "hostname": ("-a.com", "a_b.com", "a..b"),
+        "uri": ("//example.com", "a b:c", "http://"),
+        "uuid4": ("2eb8aa08-aa98-11ea-b4aa-73b441d16380",),
+        "base64": ("aGk", "aGl="),
+        "ipv4": ("256.0.0.1", "01.0.0.1", "1.1.1"),
+    }
+    for texts, expected in ((usual, True), (wrong, False)):
+        for name, values in texts.items():
+            for text in values:
+                assert bool(re.fullmatch(FORMATS[name], text)) is expected, (name, text)
+
+
+def test_unique_items_that_cannot_be_told_apart_are_warned_of(
+    demo: lp.Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema = {"properties": {"s": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}}}
+    with caplog.at_level(logging.WARNING, "llamapipe"):
+        factory = compile_guide(demo, json_schema=schema)
+        compile_guide(demo, json_schema=schema)
+    with factory.new() as guide:
+        assert accepts(demo, guide, '{"s":[1,1]}')
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("json_schema at #/properties/s: 'uniqueItems' is not enforced")
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "integer", "minimum": LARGE, "multipleOf": 3}, "at #: 'multipleOf'"),
+        (
+            {"items": {"allOf": [{"type": "integer", "minimum": LARGE}, {"type": "integer"}]}},
+            "at #/items: 'allOf'",
+        ),
+        ({"type": "integer", "minimum": LARGE, "maximum": 5}, "at #: 'minimum': no integer"),
+        ({"oneOf": [{"const": LARGE}, {"type": "integer"}]}, "at #: 'oneOf'"),
+        ({"properties": {"a": {"const": LARGE}}, "if": {}, "then": {}}, "at #: 'if'"),
+        (
+            {"type": "integer", "minimum": 10**500},
+            "at #: 'minimum': it must be a number of at most 400 digits",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused(demo: lp.Model, schema: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        compile_guide(demo, json_schema=schema)
+
+
+def test_arguments_of_tools_are_exact(demo: lp.Model) -> None:
+    schema = {"type": "object", "properties": {"n": {"const": LARGE + 1}}, "required": ["n"]}
+    function = {"name": "count", "parameters": schema}
+    with (
+        lp.Model(lp.demo_model_path(), chat_template=FUNCTION_CALLING) as model,
+        lp.Engine(model, n_ctx=512, n_seq_max=1) as engine,
+    ):
+        out = engine.chat(
+            "Count.", tools=[{"type": "function", "function": function}], tool_choice="required"
+        )
+    assert [call.arguments["n"] for call in out.tool_calls] == [LARGE + 1]

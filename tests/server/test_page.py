@@ -1,8 +1,10 @@
-"""The page in a headless Chromium: chats, streams side by side, the timeline, keyboard, dark and light."""
+"""The page in a headless Chromium: chats, Markdown, streams side by side, the timeline, keyboard, dark and light."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +60,13 @@ def page(browser: Browser, url: str) -> Iterator[Page]:
     assert not problems
 
 
+def say(page: Page, text: str) -> None:
+    """Sends a message and waits for the end of its answer."""
+    page.fill("#message", text)
+    page.locator("#message").press("Enter")
+    page.locator("#stop").wait_for(state="hidden")
+
+
 def shot(page: Page, name: str) -> None:
     if SHOTS:
         page.screenshot(path=Path(SHOTS) / f"{name}.png")
@@ -87,7 +96,7 @@ def test_escape_stops_an_answer_and_the_next_one_works(page: Page, engine: lp.En
         page.fill("#message", "Tell me a story about a fox.")
         page.keyboard.press("Enter")
         page.keyboard.press("Escape")
-        page.locator("#stop[disabled]").wait_for()
+        page.locator("#stop").wait_for(state="hidden")
     page.fill("#message", "Hello")
     page.keyboard.press("Enter")
     page.locator(".message.assistant").nth(3).locator(".facts", has_text="tokens/s").wait_for()
@@ -100,7 +109,7 @@ def test_streams_side_by_side(page: Page) -> None:
     page.fill("#streams", "12")
     page.locator("#side-form button[type=submit]").click()
     page.locator("#side-total", has_text="together").wait_for()
-    page.locator("#side-stop[disabled]").wait_for()
+    page.locator("#side-stop").wait_for(state="hidden")
     cells = page.locator(".cell").all_inner_texts()
     assert len(cells) == 12
     assert len({text.partition("\n")[2] for text in cells}) > 1
@@ -113,6 +122,13 @@ def test_both_colour_schemes_and_a_narrow_window(browser: Browser, url: str, sch
     page = browser.new_page(
         viewport={"width": 390, "height": 760}, color_scheme="dark" if scheme == "dark" else "light"
     )
+    keep(
+        page,
+        [
+            ("user", "x" * 500),
+            ("assistant", f"```\n{'long ' * 100}\n```\n|{'y' * 200}|b|\n|-|-|\n|1|2|\n\n{'z' * 500}"),
+        ],
+    )
     page.goto(url)
     page.locator("#figures b").first.wait_for()
     red, green, blue = (
@@ -122,8 +138,23 @@ def test_both_colour_schemes_and_a_narrow_window(browser: Browser, url: str, sch
         )
     )
     assert (red + green + blue > 600) == (scheme == "light")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    shot(page, f"narrow-{scheme}")
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 760})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.getElementById('log').scrollWidth") <= width
+        shot(page, f"{width}-{scheme}")
+    for text, back in (
+        ("text", "panel"),
+        ("text", "code"),
+        ("dim", "panel"),
+        ("dim", "code"),
+        ("dim", "back"),
+        ("error", "panel"),
+        ("accent", "panel"),
+        ("on-accent", "accent"),
+        ("text", "own"),
+    ):
+        assert page.evaluate(CONTRAST, [f"--{text}", f"--{back}"]) >= 4.5, (text, back)
     page.close()
 
 
@@ -157,3 +188,426 @@ def test_a_key_is_asked_for_and_used(browser: Browser, engine: lp.Engine) -> Non
         page.locator("#key").blur()
         page.locator("#model", has_text="demo").wait_for()
         page.close()
+
+
+# ---- the conversation
+
+
+def keep(page: Page, messages: list[tuple[str, str]]) -> None:
+    """The page finds a conversation in the browser's store when it is opened."""
+    entries = [{"role": role, "content": content, "facts": ""} for role, content in messages]
+    page.add_init_script(
+        "if (!sessionStorage.getItem('conversation')) "
+        f"sessionStorage.setItem('conversation', {json.dumps(json.dumps(entries))})"
+    )
+
+
+def answer_with(page: Page, *deltas: dict[str, str], is_whole: bool = True) -> None:
+    """The next answers have these parts, which the bundled model does not write."""
+    events = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n" * is_whole
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, headers={"content-type": "text/event-stream"}),
+    )
+
+
+def test_enter_sends_in_both_tabs_and_shift_enter_begins_a_line(page: Page) -> None:
+    for tab, area, form in (("#tab-chat", "#message", "#chat"), ("#tab-side", "#prompt", "#side")):
+        page.click(tab)
+        page.fill(area, "one")
+        page.locator(area).press("Shift+Enter")
+        page.keyboard.type("two")
+        assert page.input_value(area) == "one\ntwo"
+        page.locator(area).press("Enter")
+        page.locator(f"{form} .facts", has_text="first after").first.wait_for()
+        page.locator(f"{form} .stop").wait_for(state="hidden")
+    assert page.locator(".message.user").all_inner_texts() == ["one\ntwo"]
+
+
+def test_enter_that_an_input_method_uses_sends_nothing(page: Page) -> None:
+    page.locator("#message").focus()
+    keyboard = page.context.new_cdp_session(page)
+    keyboard.send("Input.imeSetComposition", {"text": "かな", "selectionStart": 2, "selectionEnd": 2})
+    page.keyboard.press("Enter")
+    keyboard.send("Input.insertText", {"text": "仮名"})
+    assert page.locator(".message").count() == 0
+    page.keyboard.press("Enter")
+    page.locator(".message.user", has_text="仮名").wait_for()
+    page.locator("#stop").wait_for(state="hidden")
+
+
+def test_the_conversation_and_the_settings_survive_a_reload(page: Page) -> None:
+    page.locator(".settings summary").click()
+    page.fill("#max-tokens", "20")
+    page.fill("#system", "Be brief.")
+    page.keyboard.press("Escape")
+    say(page, "Tell me a story about a fox.")
+    before = page.locator(".message").all_inner_texts()
+    assert "ended by the limit of 20 tokens" in before[1]
+    page.reload()
+    assert page.locator(".message").all_inner_texts() == before
+    assert (page.input_value("#max-tokens"), page.input_value("#system")) == ("20", "Be brief.")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "And then?")
+    assert [
+        one["role"] for one in sent.value.post_data_json["messages"]
+    ] == "system user assistant user".split()
+    page.click("#reset")
+    page.reload()
+    assert page.locator(".message").count() == 0
+    page.locator(".empty").wait_for()
+
+
+def test_a_reload_while_an_answer_is_written(page: Page, engine: lp.Engine) -> None:
+    page.fill("#message", "Tell me a story about a fox.")
+    # The page is reloaded as soon as a part of the answer is shown.
+    page.evaluate(
+        """() => { const watch = new MutationObserver(() => {
+        if (!document.querySelector(".markdown p")) return;
+        watch.disconnect(); location.reload(); });
+        watch.observe(document.getElementById("log"), { childList: true, subtree: true, characterData: true }); }"""
+    )
+    with page.expect_navigation():
+        page.locator("#message").press("Enter")
+    page.locator(".message.assistant .facts", has_text="interrupted by a reload").wait_for()
+    assert page.locator(".markdown").inner_text()
+    say(page, "And then?")
+
+
+def test_a_conversation_that_the_browser_does_not_keep_says_so(page: Page) -> None:
+    page.evaluate(
+        "for (let n = 2 ** 22; n > 0; n = n >> 1)"
+        " try { sessionStorage.setItem('x' + n, 'x'.repeat(n)); } catch {}"
+    )
+    say(page, "Hello")
+    page.locator("#note", has_text="does not keep this conversation").wait_for()
+    assert page.locator(".message.assistant .facts", has_text="token").count() == 1
+    page.reload()
+    assert page.locator(".message").count() == 0
+
+
+@pytest.mark.parametrize("kept", ["{", "3", '[{"role": "user"}]', "[null]"])
+def test_a_store_that_others_wrote_to(page: Page, kept: str) -> None:
+    page.evaluate(
+        "(kept) => { for (const name of ['conversation', 'settings']) sessionStorage.setItem(name, kept); }",
+        kept,
+    )
+    page.evaluate("window.addEventListener('pagehide', (event) => event.stopImmediatePropagation(), true)")
+    page.reload()
+    page.locator(".empty").wait_for()
+    say(page, "Hello")
+
+
+def test_a_failed_answer_is_shown_in_place_and_asked_for_again(browser: Browser, engine: lp.Engine) -> None:
+    page = browser.new_page()
+    with serve(engine) as server:
+        page.goto(server.url)
+        say(page, "one")
+    say(page, "two")
+    failed = page.locator(".message.assistant").nth(1)
+    assert "The server cannot be reached." in failed.inner_text()
+    page.locator("#figures", has_text="cannot be reached").wait_for()
+    answer_with(page, {"content": "yes"})
+    with page.expect_request("**/v1/chat/completions") as sent:
+        failed.locator("button.again").click()
+    assert [one["content"] for one in sent.value.post_data_json["messages"]][::2] == ["one", "two"]
+    page.locator(".message.assistant").nth(1).locator(".markdown", has_text="yes").wait_for()
+    assert page.locator(".message").count() == 4
+    page.close()
+
+
+def test_a_lost_connection_says_so_and_keeps_what_came(page: Page) -> None:
+    answer_with(page, {"content": "The half of"}, is_whole=False)
+    say(page, "Hello")
+    assert page.locator(".markdown").inner_text() == "The half of"
+    assert "connection to the server was lost" in page.locator("[role=alert]").inner_text()
+
+
+def test_reasoning_is_folded(page: Page) -> None:
+    answer_with(page, {"reasoning_content": "I think <b>so</b>."}, {"content": "Yes."})
+    say(page, "Hello")
+    assert not page.locator(".thoughts").is_visible()
+    page.locator(".reasoning summary").click()
+    assert page.locator(".thoughts").inner_text() == "I think <b>so</b>."
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "Why?")
+    assert sent.value.post_data_json["messages"][1] == {"role": "assistant", "content": "Yes."}
+
+
+def test_who_reads_upward_is_left_there(page: Page) -> None:
+    answer_with(page, *({"content": f"line {n}\n\n"} for n in range(60)))
+    say(page, "Hello")
+    log = page.locator("#log")
+    below = "log => Math.round(log.scrollHeight - log.scrollTop - log.clientHeight)"
+    assert log.evaluate(below) == 0
+    log.evaluate("log => { log.scrollTop = 0; }")
+    page.locator("#latest").wait_for()
+    page.unroute_all()
+    # From the first word of the next answer on, the reader is at the beginning.
+    log.evaluate(
+        """log => { const watch = new MutationObserver(() => {
+        if (!log.querySelectorAll(".message")[3]?.querySelector(".markdown p")) return;
+        watch.disconnect(); log.scrollTop = 0; });
+        watch.observe(log, { childList: true, subtree: true, characterData: true }); }"""
+    )
+    say(page, "Tell me a story about a fox.")
+    assert log.evaluate("log => log.scrollTop") == 0
+    page.locator("#latest").click()
+    assert log.evaluate(below) == 0
+
+
+@pytest.mark.parametrize("has_clipboard", [True, False])
+def test_code_and_answers_are_copied(browser: Browser, url: str, has_clipboard: bool) -> None:
+    context = browser.new_context()
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    if not has_clipboard:  # as on a page from another machine over plain HTTP
+        page.add_init_script("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    code = "if a < b:\n\tprint('</textarea>')\n"
+    answer = f"See:\n```python\n{code}\n```"
+    keep(page, [("user", "Hello"), ("assistant", answer)])
+    page.goto(url)
+    for button, copied in ((".bar .copy", code), (".foot .copy", answer)):
+        page.locator(button).click()
+        page.locator(button, has_text="Copied").wait_for()
+        page.locator("#message").focus()
+        page.keyboard.press("Control+V")
+        assert page.input_value("#message") == copied
+        page.fill("#message", "")
+    context.close()
+
+
+def test_every_control_has_a_name_and_motion_can_be_reduced(browser: Browser, url: str) -> None:
+    context = browser.new_context(reduced_motion="reduce")
+    page = context.new_page()
+    page.goto(url)
+    assert page.locator("#pause").get_attribute("aria-pressed") == "true"
+    page.locator("#figures b").first.wait_for()
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll("button, input, textarea, [tabindex], [role]")].filter((one) =>
+        !(one.getAttribute("aria-label") || one.getAttribute("aria-labelledby") || one.labels?.length
+        || one.textContent.trim() || one.matches("main, [role=status]"))).map((one) => one.outerHTML)"""
+    )
+    assert unnamed == []
+    context.close()
+
+
+# ---- Markdown
+
+LIGHT = """
+  const light = (name) => { const probe = document.createElement("i"); probe.style.color = `var(${name})`;
+    document.body.append(probe); const parts = getComputedStyle(probe).color.match(/[0-9.]+/g).slice(0, 3);
+    probe.remove(); const [r, g, b] = parts.map((v) => v / 255)
+      .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+"""
+CONTRAST = f"""(names) => {{ {LIGHT}
+  const [a, b] = names.map(light).sort((x, y) => y - x); return (a + 0.05) / (b + 0.05); }}"""
+RENDER = """async ([text, step]) => {
+  const { Markdown } = await import("/page/markdown.js");
+  const root = document.createElement("div"), markdown = new Markdown(root);
+  for (let i = 0; i < text.length; i += step) markdown.write(text.slice(i, i + step));
+  markdown.end();
+  root.normalize();
+  return root.innerHTML
+    .replaceAll(/ (title|target|rel|tabindex|type)="[^"]*"/g, "")
+    .replaceAll('<button class="copy">Copy</button>', "");
+}"""
+ELEMENTS = """a blockquote button code del div em h1 h2 h3 h4 h5 h6 hr li ol p pre span strong
+    table tbody td th thead tr ul""".split()
+
+
+def box(language: str, code: str) -> str:
+    return f'<div class="code"><div class="bar"><span>{language}</span></div><pre><code>{code}</code></pre></div>'
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("a **b** *c* `d` ~~e~~\nf", "<p>a <strong>b</strong> <em>c</em> <code>d</code> <del>e</del>\nf</p>"),
+        ("***a*** __b__ a_b_c 2*3*4", "<p><em><strong>a</strong></em> <strong>b</strong> a_b_c 2*3*4</p>"),
+        ("**a *b", "<p>**a *b</p>"),
+        ("a `b **c** d", "<p>a `b <strong>c</strong> d</p>"),
+        ("`` a ` b `` \\*c\\*", "<p><code>a ` b</code> *c*</p>"),
+        ("# A\n### B `c`\nD\n===\nE\n---\n", "<h1>A</h1><h3>B <code>c</code></h3><h1>D</h1><h2>E</h2>"),
+        ("a\n\n---\n***\n#b", "<p>a</p><hr><hr><p>#b</p>"),
+        (
+            "- a\n  - b\n    c\n- d",
+            "<ul><li><p>a</p><ul><li><p>b\nc</p></li></ul></li><li><p>d</p></li></ul>",
+        ),
+        (
+            "1. a\n   - b\n\n2) c",
+            '<ol><li><p>a</p><ul><li><p>b</p></li></ul></li></ol><ol start="2"><li><p>c</p></li></ol>',
+        ),
+        ("3. a\n4. b\n\n   c", '<ol start="3"><li><p>a</p></li><li><p>b</p><p>c</p></li></ol>'),
+        ("> a\nb\n> - c\n\nd", "<blockquote><p>a\nb</p><ul><li><p>c</p></li></ul></blockquote><p>d</p>"),
+        ("```py\na <b>\n\n  c\n```\nd", box("py", "a &lt;b&gt;\n\n  c") + "<p>d</p>"),
+        ("~~~\n```\n\ta", box("", "```\n\ta")),
+        (
+            "1. a\n   ```\n   b\nc\n   ```\n2. d",
+            "<ol><li><p>a</p>" + box("", "b\nc") + "</li><li><p>d</p></li></ol>",
+        ),
+        (
+            "a\n|b|c|\n|-|:-:|\n|`d`|e\\|f|\ng",
+            (
+                '<p>a</p><div class="table"><table><thead><tr><th>b</th><th class="center">c</th></tr></thead>'
+                '<tbody><tr><td><code>d</code></td><td class="center">e|f</td></tr></tbody></table></div><p>g</p>'
+            ),
+        ),
+        (
+            "[a *b*](https://x.y/(z)) <https://x.y>.",
+            '<p><a href="https://x.y/(z)">a <em>b</em></a> &lt;<a href="https://x.y/">https://x.y</a>&gt;.</p>',
+        ),
+        (
+            "(see http://a.b/c_d), mailto [m](mailto:a@b.c)",
+            '<p>(see <a href="http://a.b/c_d">http://a.b/c_d</a>), mailto <a href="mailto:a@b.c">m</a></p>',
+        ),
+        ("![pic](https://x.y/p.png)", '<p><a href="https://x.y/p.png">pic</a></p>'),
+        ("    a\n      b", "<p>    a\n      b</p>"),
+        ("", ""),
+    ],
+)
+def test_markdown_whatever_pieces_it_arrives_in(page: Page, text: str, html: str) -> None:
+    for step in (1, 2, 3, 5, 1000):
+        assert page.evaluate(RENDER, [text, step]) == html
+
+
+HOSTILE = [
+    "<script>window.hit = 1</script>",
+    "<img src=x onerror='window.hit = 1'>",
+    "<svg onload=window.hit=1>",
+    "</div></textarea></script><iframe srcdoc='<script>parent.hit=1</script>'></iframe>",
+    "[a](javascript:window.hit=1) [b](JaVaScRiPt:window.hit=1) [c](java\tscript:window.hit=1)",
+    "[a](data:text/html,<script>window.hit=1</script>) ![b](data:image/svg+xml,x) [c](vbscript:x) [d](//e.x) [e](/v1)",
+    "[a](<javascript:window.hit=1>) <javascript:window.hit=1> [b](\x01javascript:window.hit=1)",
+    '[a](https://x.y/"onmouseover="window.hit=1)',
+    "```<img src=x onerror=window.hit=1>\n<script>window.hit=1</script>\n```",
+    "|<img src=x onerror=window.hit=1>|b|\n|-|-|\n|<script>window.hit=1</script>|`<b>`|",
+    "# <a href='javascript:window.hit=1'>x</a>\n> <style>*{display:none}</style>\n- <form action=https://x.y><button>",
+    "\u202eabc\u2066 \u200b\u200d\ufeff \0 \ud800 &lt;b&gt; &#60;b&#62;",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_nothing_that_a_model_writes_is_parsed_as_html(page: Page, text: str) -> None:
+    answer_with(page, *({"content": one} for one in text))
+    say(page, text)
+    shown = page.locator(".message.assistant .markdown")
+    wrong = shown.evaluate(
+        """(root, allowed) => [...root.querySelectorAll("*")].filter((one) =>
+        !allowed.includes(one.localName)
+        || one.getAttributeNames().some((name) => /^on|^style$|^src/.test(name))
+        || (one.localName === "a" && !["http:", "https:", "mailto:"].includes(one.protocol))
+        || (one.localName === "a" && !one.rel.includes("noopener"))).map((one) => one.outerHTML)""",
+        ELEMENTS,
+    )
+    assert wrong == []
+    assert page.evaluate("window.hit") is None
+    written = "<script>" in text or "<img" in text or "javascript:" in text
+    assert not written or any(part in shown.inner_text() for part in ("<script>", "<img", "javascript:"))
+    assert page.locator(".message.user").evaluate("one => one.childElementCount") == 0
+
+
+def test_the_browser_refuses_innerhtml(browser: Browser, url: str) -> None:
+    page = browser.new_page()
+    page.goto(url)
+    with pytest.raises(Exception, match="TrustedHTML"):
+        page.evaluate("document.createElement('div').innerHTML = '<b>x</b>'")
+    page.close()
+
+
+def test_random_marks_in_random_pieces(page: Page) -> None:
+    parts = (
+        "* ** _ ` ``` ~~ [ ]( ) https://a.b ! \\ >  -  1. # | |-|-| --- a é 字 😀 <b> : . -. 1) ===".split()
+    )
+    parts += ["\n", "\n\n", "> ", "- ", "1. ", "# ", " ", "    ", "\t", "b c"]
+    draw = random.Random(33)
+    texts = ["".join(draw.choices(parts, k=draw.randint(1, 60))) for _ in range(400)]
+    differ = page.evaluate(
+        f"""async (texts) => {{ const render = {RENDER}; const wrong = [];
+        for (const text of texts) {{ const whole = await render([text, 1e9]);
+          for (const step of [1, 2, 3, 7]) if (await render([text, step]) !== whole) wrong.push([text, step]); }}
+        return wrong; }}""",
+        texts,
+    )
+    assert differ == []
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *(
+            "word ",
+            "x",
+            "*",
+            "**a ",
+            "*a **b ",
+            "_",
+            "`",
+            "` `` ",
+            "~~a",
+            "[",
+            "[a](",
+            "![",
+            "](",
+            "\\",
+            "> ",
+            ">",
+            "- ",
+        ),
+        *(
+            "1. ",
+            "#",
+            "|",
+            "|a",
+            "-",
+            "~",
+            "```",
+            "<",
+            "https://",
+            "https://)",
+            "\n",
+            "> \n",
+            "- a\n",
+            "|a|b|\n",
+            "a\n",
+        ),
+        *("```\n", "\t", " ", "字", "\u202e", "\u200b"),
+    ],
+)
+def test_the_work_is_linear_in_the_length(page: Page, unit: str) -> None:
+    """Each piece changes little on the page, and the elements stay shallow, whatever repeats for 100,000 characters."""
+    text = (unit * 100_000)[:100_000]
+    records, depth, seconds = page.evaluate(
+        """async (text) => {
+        const { Markdown } = await import("/page/markdown.js");
+        const root = document.createElement("div"), markdown = new Markdown(root);
+        const watch = new MutationObserver(() => {});
+        watch.observe(root, { childList: true, characterData: true, subtree: true });
+        const began = performance.now();
+        let records = 0;
+        const write = (part) => { markdown.write(part); records += watch.takeRecords().length; };
+        for (let i = 0; i < text.length; i += 5) write(text.slice(i, i + 5));
+        markdown.end();
+        records += watch.takeRecords().length;
+        let depth = 0;
+        for (const one of root.querySelectorAll("*")) {
+          let n = 0;
+          for (let at = one; at !== root; at = at.parentNode) n++;
+          depth = Math.max(depth, n);
+        }
+        return [records, depth, (performance.now() - began) / 1000];
+        }""",
+        text,
+    )
+    assert records < 3 * len(text)
+    assert depth < 80
+    assert seconds < 20
+
+
+def test_a_long_answer_is_shown_while_it_arrives(page: Page) -> None:
+    line = "A sentence with **bold** words, `code` and a [link](https://example.org/).\n"
+    answer_with(page, *({"content": piece} for piece in [line[:20], line[20:], "\n"] * 6000))
+    say(page, "Hello")
+    assert page.locator(".message.assistant .markdown strong").count() == 6000

@@ -1,11 +1,19 @@
 // Requests to the server: its answers as events, its errors as exceptions.
 
+const UNREACHABLE = "The server cannot be reached.";
+const LOST = "The connection to the server was lost; the answer is incomplete.";
+
 export function headers(key) {
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
 
+// fetch and readers report a lost connection as a TypeError, with a text that depends on the browser.
+function explained(error, text) {
+  return error instanceof TypeError ? new Error(text) : error;
+}
+
 export async function getJson(path, key) {
-  const answer = await fetch(path, { headers: headers(key) });
+  const answer = await fetch(path, { headers: headers(key) }).catch((error) => { throw explained(error, UNREACHABLE); });
   if (!answer.ok) throw await failure(answer);
   return answer.json();
 }
@@ -14,17 +22,17 @@ export async function getJson(path, key) {
 export async function* events(path, body, key, signal) {
   const answer = await fetch(path, {
     method: "POST", headers: headers(key), body: JSON.stringify({ ...body, stream: true }), signal,
-  });
+  }).catch((error) => { throw explained(error, UNREACHABLE); });
   if (!answer.ok) throw await failure(answer);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let left = "";
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
+    const { done, value } = await reader.read().catch((error) => { throw explained(error, LOST); });
+    if (done) throw new Error(LOST);  // [DONE] did not come
     const parts = (left + value).split("\n\n");
     left = parts.pop();
     for (const part of parts) {
-      if (!part.startsWith("data: ")) continue;
+      if (!part.startsWith("data: ")) continue;  // a comment: the server is still there
       const data = part.slice(6);
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

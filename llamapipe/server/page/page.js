@@ -1,6 +1,9 @@
 // The page: a chat, one prompt in several streams, and the engine's timeline.
 
 import { events, getJson } from "./api.js";
+import { Chat } from "./chat.js";
+import { appendText, made } from "./markdown.js";
+import { store, stored } from "./store.js";
 import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
@@ -9,10 +12,9 @@ const timeline = new Timeline($("timeline"), $("figures"), key);
 let running = null;  // the AbortController of the request that is running
 
 function options() {
-  const seed = $("seed").value;
+  const number = (id, name) => ($(id).value === "" ? {} : { [name]: Number($(id).value) });
   return {
-    temperature: Number($("temperature").value), max_tokens: Number($("max-tokens").value),
-    ...(seed === "" ? {} : { seed: Number(seed) }),
+    ...number("temperature", "temperature"), ...number("max-tokens", "max_tokens"), ...number("seed", "seed"),
     stream_options: { include_usage: true },
   };
 }
@@ -22,30 +24,58 @@ function system() {
   return text ? [{ role: "system", content: text }] : [];
 }
 
-function made(tag, name, text = "") {
-  const element = document.createElement(tag);
-  element.className = name;
-  element.textContent = text;
-  return element;
+function note(text) {
+  $("note").textContent = text;
 }
 
 // ---- one request at a time
-async function run(buttons, work) {
-  if (running) return;
+async function run(form, work) {
   const mine = running = new AbortController();
-  buttons.forEach((button) => { button.disabled = false; });
+  const send = form.querySelector("[type=submit]"), stop = form.querySelector(".stop");
+  const swap = (from, to) => {
+    const isFocused = document.activeElement === from;
+    to.hidden = false;
+    from.hidden = true;
+    if (isFocused) to.focus();
+  };
+  swap(send, stop);
   try {
     await work(mine.signal);
   } finally {
     running = null;
-    buttons.forEach((button) => { button.disabled = true; });
+    note("");
+    swap(stop, send);
   }
 }
 
 const stop = () => running?.abort();
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") stop(); });
-$("stop").addEventListener("click", stop);
-$("side-stop").addEventListener("click", stop);
+document.querySelectorAll(".stop").forEach((button) => button.addEventListener("click", stop));
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || isComposing(event)) return;
+  const settings = document.querySelector(".settings[open]");
+  if (!settings) return stop();
+  settings.open = false;
+  settings.querySelector("summary").focus();
+});
+
+// A key that an input method uses, for instance Enter to choose a word. Safari only tells by the code.
+function isComposing(event) {
+  return event.isComposing || event.keyCode === 229;
+}
+
+// Enter sends the form, Shift+Enter begins a line.
+function sendsByEnter(area, form, send) {
+  area.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
+    event.preventDefault();
+    if (running) note("One request at a time: Escape stops the running one.");
+    else form.requestSubmit();
+  });
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!running) send();
+  });
+}
 
 // ---- the views
 const tabs = [...document.querySelectorAll("[role=tab]")];
@@ -61,109 +91,44 @@ function select(tab) {
 tabs.forEach((tab, i) => {
   tab.addEventListener("click", () => select(tab));
   tab.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (step) select(tabs[(i + step + tabs.length) % tabs.length]);
+    const next = { ArrowRight: i + 1, ArrowLeft: i - 1, Home: 0, End: tabs.length - 1 }[event.key];
+    if (next === undefined) return;
+    event.preventDefault();
+    select(tabs.at(next % tabs.length));
   });
 });
+
+// ---- settings, which a reload keeps
+const KEPT = ["temperature", "max-tokens", "seed", "system"];
+const kept = stored("settings") ?? {};
+for (const id of KEPT) {
+  if (typeof kept[id] === "string") $(id).value = kept[id];
+  $(id).addEventListener("change", () => store("settings", Object.fromEntries(KEPT.map((one) => [one, $(one).value]))));
+}
+$("key").value = stored("key") ?? "";
+$("key").addEventListener("change", () => {
+  store("key", key());
+  names();
+});
+$("settings").addEventListener("submit", (event) => event.preventDefault());
 
 // ---- chat
-let conversation = [];
+const chat = new Chat($("log"), $("latest"), {
+  options, system, key,
+  isRunning: () => running !== null,
+  run: (work) => run($("chat-form"), work),
+  first: (ms) => { timeline.ttft = ms; },
+}, note);
 
-function welcome() {
-  $("log").replaceChildren(made("p", "empty", "Ask the model something. Answers stream as they are generated."));
-}
-
-class Answer {
-  constructor() {
-    this.box = made("div", "message assistant");
-    this.reasoning = document.createElement("details");
-    this.thoughts = made("div", "");
-    this.reasoning.append(made("summary", "", "Reasoning"), this.thoughts);
-    this.reasoning.hidden = true;
-    this.text = made("span", "");
-    this.facts = made("span", "facts");
-    this.box.append(this.reasoning, this.text, this.facts);
-    this.began = performance.now();
-    this.first = null;
-  }
-
-  add(delta) {
-    if (this.first === null && (delta.content || delta.reasoning_content)) {
-      this.first = performance.now();
-      timeline.ttft = this.first - this.began;
-    }
-    if (delta.reasoning_content) {
-      this.reasoning.hidden = false;
-      this.thoughts.textContent += delta.reasoning_content;
-    }
-    this.text.textContent += delta.content ?? "";
-  }
-
-  end(usage, note) {
-    const parts = [];
-    if (usage && this.first !== null) {
-      const seconds = (performance.now() - this.first) / 1000;
-      parts.push(`${usage.completion_tokens} tokens`);
-      if (seconds > 0) parts.push(`${Math.round(usage.completion_tokens / seconds)} tokens/s`);
-      parts.push(`first after ${Math.round(this.first - this.began)} ms`);
-    }
-    if (note) parts.push(note);
-    this.facts.textContent = parts.join(" · ");
-  }
-}
-
-async function chat(text) {
-  if (conversation.length === 0) $("log").replaceChildren();
-  conversation.push({ role: "user", content: text });
-  $("log").append(made("div", "message user", text));
-  const answer = new Answer();
-  $("log").append(answer.box);
-  $("message").value = "";
-  let usage = null, note = "", failed = false;
-  await run([$("stop")], async (signal) => {
-    try {
-      const body = { ...options(), messages: [...system(), ...conversation] };
-      for await (const event of events("v1/chat/completions", body, key(), signal)) {
-        usage = event.usage ?? usage;
-        for (const choice of event.choices) {
-          answer.add(choice.delta);
-          if (choice.finish_reason === "length") note = "ended by the limit of tokens";
-        }
-        follow();
-      }
-    } catch (error) {
-      failed = error.name !== "AbortError";
-      note = failed ? error.message : "stopped";
-    }
-  });
-  answer.end(usage, note);
-  if (failed) answer.box.classList.add("failed");
-  if (failed && !answer.text.textContent) conversation.pop();
-  else conversation.push({ role: "assistant", content: answer.text.textContent });
-  follow();
-}
-
-// Keeps the end in view, unless the reader has scrolled up.
-function follow() {
-  const log = $("log");
-  if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
-}
-
-$("chat-form").addEventListener("submit", (event) => {
-  event.preventDefault();
+sendsByEnter($("message"), $("chat-form"), () => {
   const text = $("message").value.trim();
-  if (text && !running) chat(text);
-});
-$("message").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    $("chat-form").requestSubmit();
-  }
+  if (!text) return;
+  $("message").value = "";
+  chat.send(text);
 });
 $("reset").addEventListener("click", () => {
   stop();
-  conversation = [];
-  welcome();
+  chat.clear();
   $("message").focus();
 });
 
@@ -171,54 +136,50 @@ $("reset").addEventListener("click", () => {
 async function sideBySide(prompt, n) {
   const cells = Array.from({ length: n }, (_, i) => {
     const cell = made("div", "cell");
-    const text = made("span", "");
-    const facts = made("span", "facts", `stream ${i + 1}`);
+    const text = made("div", "text");
+    const facts = made("div", "facts", `stream ${i + 1}`);
     cell.append(facts, text);
-    return { cell, text, facts, first: null, tokens: 0 };
+    return { cell, text, facts, first: null };
   });
   $("grid").replaceChildren(...cells.map((one) => one.cell));
   const total = $("side-total");
   total.textContent = "";
+  total.className = "";
   const began = performance.now();
   let tokens = 0;
-  await run([$("side-stop")], async (signal) => {
+  await run($("side-form"), async (signal) => {
     try {
-      const body = { ...options(), prompt, n };
+      const body = { max_tokens: -1, ...options(), prompt, n };
       for await (const event of events("v1/completions", body, key(), signal)) {
         const now = performance.now();
         tokens = event.usage?.completion_tokens ?? tokens + event.choices.length;
         for (const choice of event.choices) {
           const one = cells[choice.index];
+          if (one.first === null) timeline.ttft = now - began;
           one.first ??= now;
-          one.tokens += 1;
-          one.text.textContent += choice.text;
+          if (choice.text) appendText(one.text, choice.text);
           one.facts.textContent = `stream ${choice.index + 1} · first after ${Math.round(one.first - began)} ms`
             + (choice.finish_reason ? ` · ${choice.finish_reason}` : "");
         }
-        const firsts = cells.filter((one) => one.first !== null).map((one) => one.first - began);
-        timeline.ttft = Math.max(...firsts);
         total.textContent = `${tokens} tokens, ${Math.round(tokens / (now - began) * 1000)} tokens/s together`;
       }
     } catch (error) {
-      total.textContent = error.name === "AbortError" ? `${total.textContent}, stopped` : error.message;
+      const isStopped = error.name === "AbortError";
+      total.classList.toggle("error", !isStopped);
+      total.textContent = [total.textContent, isStopped ? "stopped" : error.message].filter(Boolean).join(", ");
     }
   });
 }
 
-$("side-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  if (!running) sideBySide($("prompt").value, Number($("streams").value));
-});
+sendsByEnter($("prompt"), $("side-form"), () => sideBySide($("prompt").value, Number($("streams").value)));
 
-$("pause").addEventListener("click", () => {
-  timeline.paused = !timeline.paused;
-  $("pause").setAttribute("aria-pressed", timeline.paused);
-  $("pause").textContent = timeline.paused ? "Resume" : "Pause";
-});
+$("pause").addEventListener("click", () => timeline.pause(!timeline.paused));
+timeline.onpause = (paused) => {
+  $("pause").setAttribute("aria-pressed", paused);
+  $("pause").textContent = paused ? "Resume" : "Pause";
+};
+if (window.matchMedia("(prefers-reduced-motion: reduce)").matches) timeline.pause(true);
 
-$("settings").addEventListener("submit", (event) => event.preventDefault());
-$("key").value = sessionStorage.getItem("key") ?? "";
-$("key").addEventListener("change", () => { sessionStorage.setItem("key", key()); names(); });
 async function names() {
   try {
     $("model").textContent = (await getJson("v1/models", key())).data[0].id;
@@ -227,4 +188,4 @@ async function names() {
   }
 }
 names();
-welcome();
+if (window.matchMedia("(pointer: fine)").matches) $("message").focus();  // elsewhere it would open a keyboard

@@ -4,6 +4,7 @@ import { getJson } from "./api.js";
 
 const SHOWN_S = 2;
 const EVERY_MS = 300;
+const AFTER_ERROR_MS = 2000;
 const LABEL = 64;
 
 export class Timeline {
@@ -11,10 +12,12 @@ export class Timeline {
     this.canvas = canvas;
     this.figures = figures;
     this.key = key;
-    this.paused = false;
+    this.paused = false;  // the drawing stands still; the figures do not
+    this.onpause = () => {};
     this.spans = [];
     this.stages = [];
     this.now = 0;
+    this.drawn = { now: 0, spans: [] };
     this.last = null;
     this.ttft = null;
     window.addEventListener("resize", () => this.draw());
@@ -24,16 +27,23 @@ export class Timeline {
 
   async run() {
     for (;;) {
-      if (!this.paused && !document.hidden) {
+      let pause = EVERY_MS;
+      if (!document.hidden) {
         try {
           this.take(await getJson(`timeline?after=${this.now}`, this.key()));
         } catch (error) {
           this.figures.textContent = error.message;
           this.last = null;
+          pause = AFTER_ERROR_MS;
         }
       }
-      await new Promise((done) => setTimeout(done, EVERY_MS));
+      await new Promise((done) => setTimeout(done, pause));
     }
+  }
+
+  pause(paused) {
+    this.paused = paused;
+    this.onpause(paused);
   }
 
   take(answer) {
@@ -56,6 +66,8 @@ export class Timeline {
       ]);
     }
     this.last = answer;
+    if (this.paused) return;
+    this.drawn = { now: this.now, spans: this.spans };
     this.draw();
   }
 
@@ -82,9 +94,10 @@ export class Timeline {
     const axis = 14, step = (height - axis) / lanes;
     draw.font = "11px system-ui, sans-serif";
     draw.textBaseline = "middle";
-    const shown = this.spans.filter((span) => span[3] >= this.now - SHOWN_S);
+    const { now } = this.drawn;
+    const shown = this.drawn.spans.filter((span) => span[3] >= now - SHOWN_S);
     canvas.dataset.spans = shown.length;
-    const x = (s) => LABEL + (s - (this.now - SHOWN_S)) / SHOWN_S * (width - LABEL);
+    const x = (s) => LABEL + (s - (now - SHOWN_S)) / SHOWN_S * (width - LABEL);
     this.stages.forEach((stage, lane) => {
       const y = lane * step;
       draw.fillStyle = style.getPropertyValue("--line");

@@ -10,9 +10,11 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+# The last line turns off innerHTML and the like in browsers that know it: what a model writes is never parsed as HTML.
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    b"require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = (
     (b"content-security-policy", _POLICY),

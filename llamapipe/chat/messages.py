@@ -54,8 +54,11 @@ def _checked(index: int, message: object) -> Message:
     # Templates may define other roles, but a role that is one letter away from a usual one is a typing error.
     if role not in _ROLES and (near := get_close_matches(role, _ROLES, 1, 0.8)):
         raise InvalidRequestError(f"{place} has the role {role!r}; did you mean {near[0]}?")
-    if "content" not in made and "tool_calls" not in made:
+    if "content" not in made and "tool_calls" not in made and "refusal" not in made:
         raise InvalidRequestError(f"{place} has no content{_misspelt('content', made)}")
+    refusal = made.pop("refusal", None)
+    if made.get("content") is None and isinstance(refusal, str):
+        made["content"] = refusal
     made["content"] = _text(place, made.get("content"))
     if made.get("tool_calls") is None:
         made.pop("tool_calls", None)
@@ -85,6 +88,11 @@ def _text(place: str, content: Any) -> str:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "refusal" and isinstance(
+            part.get("refusal"), str
+        ):  # what a hosted model answers instead of text
+            texts.append(part["refusal"])
+            continue
         if kind not in _TEXT_PARTS:
             hint = did_you_mean(str(kind), _TEXT_PARTS)
             raise InvalidRequestError(

@@ -111,6 +111,28 @@ def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
     return name
 
 
+def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]]:
+    """The choice, and the tools that may be called.
+
+    They are fewer than ``tools``, all of which the model sees, if OpenAI's
+    ``{"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": […]}}`` is given.
+
+    Raises InvalidRequestError for an unknown name or mode.
+    """
+    if not isinstance(tool_choice, Mapping) or tool_choice.get("type") != "allowed_tools":
+        return tool_choice, tools
+    inner = tool_choice.get("allowed_tools")
+    mode = inner.get("mode") if isinstance(inner, Mapping) else None
+    listed = inner.get("tools") if isinstance(inner, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise InvalidRequestError(
+            'tool_choice must have the form {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", '
+            f'"tools": [{{"type": "function", "function": {{"name": …}}}}]}}}}, not {dict(tool_choice)!r}'
+        )
+    names = {check_tool_choice(one, tools) for one in listed}
+    return mode, tuple(tool for tool in tools if tool.name in names)
+
+
 def _tool(i: int, one: ToolDefinition) -> Tool:
     try:
         if isinstance(one, Tool):

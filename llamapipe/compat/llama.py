@@ -23,6 +23,7 @@ from llamapipe.compat.responses import (
 from llamapipe.compat.sampling import COMMON_OPTIONS, LogitsProcessor, StoppingCriteria, most_tokens
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.params import SamplingParams
+from llamapipe.text.offsets import TextOffsets
 
 Answer = dict[str, Any]
 
@@ -128,7 +129,12 @@ class Llama(LlamaBase):
         params = self._params(n, seed, prompt_logprobs=echoed, **{name: given[name] for name in names})
         start = head("text_completion", "cmpl", model or self.model_path)
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
-        writer = None if logprobs is None else LogprobWriter(self._tokenizer, 0 if echo else len(text))
+        writer = None
+        if logprobs is not None:
+            shown = self._tokenizer.detokenize(tokens)
+            adds_space = echo and shown[:1] == b" " and not text.startswith(" ")
+            offsets = TextOffsets(0 if echo else len(text), adds_space)
+            writer = LogprobWriter(self._tokenizer, offsets)
         if stream:
             if echo:
                 raise ValueError("echo and stream cannot be used together")

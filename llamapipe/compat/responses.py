@@ -11,6 +11,7 @@ from typing import Any
 from llamapipe.compat.tokenizer import LlamaTokenizer
 from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
 from llamapipe.engine.results import Delta, TokenLogprob
+from llamapipe.text.offsets import TextOffsets
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
@@ -28,14 +29,14 @@ def usage(n_prompt: int, n_completion: int) -> dict[str, int]:
 
 
 class LogprobWriter:
-    """Writes the ``logprobs`` of a completion; ``offset``: where in the text the next token begins."""
+    """Writes the ``logprobs`` of a completion; ``offsets``: where in the text each token begins."""
 
-    def __init__(self, tokenizer: LlamaTokenizer, offset: int) -> None:
+    def __init__(self, tokenizer: LlamaTokenizer, offsets: TextOffsets) -> None:
         self._tokenizer = tokenizer
-        self._offset = offset
+        self._offsets = offsets
 
     def __repr__(self) -> str:
-        return f"LogprobWriter(offset={self._offset})"
+        return f"LogprobWriter({self._offsets})"
 
     def write(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
         """The entries of tokens. ``first``: a token before them that has no log-probability."""
@@ -56,8 +57,7 @@ class LogprobWriter:
 
     def _add(self, token: int, tokens: list[str], offsets: list[int]) -> None:
         tokens.append(self._tokenizer.decode([token]))
-        offsets.append(self._offset)
-        self._offset += len(tokens[-1])
+        offsets.append(self._offsets.next(self._tokenizer.detokenize([token])))
 
 
 def completion_chunks(

@@ -19,6 +19,7 @@ from llamapipe.engine.frontend.chat_builder import (
     ChatOptions,
     Conversation,
     ToolChoice,
+    Truncation,
 )
 from llamapipe.engine.frontend.keywords import explains_keywords
 from llamapipe.engine.frontend.long_work import takes_long
@@ -36,7 +37,8 @@ class ChatCalls(AsyncEngineCalls):
     ``parallel_tool_calls``: allow several calls in one answer. ``response_format``: a JSON schema, or a class
     with ``model_json_schema``, that the answer must match. ``template_args``: further variables of the model's
     template, such as ``{"enable_thinking": False}``. ``continue_last``: the answer continues the last message, which
-    must be the assistant's, and holds only the added text.
+    must be the assistant's, and holds only the added text. ``truncation``: ``"auto"`` drops the oldest turns of a
+    conversation that fills the context, but not the system messages at its beginning; ``"error"`` refuses it.
     """
 
     _chat_builder: ChatBuilder
@@ -58,6 +60,7 @@ class ChatCalls(AsyncEngineCalls):
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        truncation: Truncation = "error",
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
@@ -75,6 +78,7 @@ class ChatCalls(AsyncEngineCalls):
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        truncation: Truncation = "error",
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
@@ -92,6 +96,7 @@ class ChatCalls(AsyncEngineCalls):
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        truncation: Truncation = "error",
         timeout: float | None = None,
         block: bool = True,
         progress: bool = False,
@@ -104,7 +109,13 @@ class ChatCalls(AsyncEngineCalls):
         """
         self._engine_thread.check_open()
         asked = ChatOptions(
-            tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
         )
         items, single = self._chat_builder.items(messages, params, asked)
         options = call_options(timeout, block, names_prompts=not single, operation="chat")
@@ -124,13 +135,20 @@ class ChatCalls(AsyncEngineCalls):
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        truncation: Truncation = "error",
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatStream:
         """Starts an answer and returns an iterator over its parts, a ``ChatStream``. Raises as ``chat`` does."""
         self._engine_thread.check_open()
         asked = ChatOptions(
-            tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
         )
         item = self._chat_builder.item(messages, params, asked)
         options = call_options(timeout, block, operation="chat")
@@ -148,6 +166,7 @@ class ChatCalls(AsyncEngineCalls):
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        truncation: Truncation = "error",
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatCompletion: ...
@@ -164,6 +183,7 @@ class ChatCalls(AsyncEngineCalls):
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        truncation: Truncation = "error",
         timeout: float | None = None,
         block: bool = True,
     ) -> list[ChatCompletion]: ...
@@ -180,13 +200,20 @@ class ChatCalls(AsyncEngineCalls):
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        truncation: Truncation = "error",
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatCompletion | list[ChatCompletion]:
         """``chat`` for asyncio. Slow work is done in a worker thread. Cancelling the task cancels its requests."""
         self._engine_thread.check_open()
         asked = ChatOptions(
-            tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
         )
         options = call_options(timeout, block, operation="chat")
         build = partial(self._chat_builder.items, messages, params, asked)
@@ -212,6 +239,7 @@ class ChatCalls(AsyncEngineCalls):
         response_format: Any = None,
         template_args: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        truncation: Truncation = "error",
         timeout: float | None = None,
         block: bool = True,
     ) -> AsyncChatStream:
@@ -222,7 +250,13 @@ class ChatCalls(AsyncEngineCalls):
         """
         self._engine_thread.check_open()
         asked = ChatOptions(
-            tools, tool_choice, parallel_tool_calls, response_format, template_args, continue_last
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
         )
         options = call_options(timeout, block, operation="chat")
         build = partial(self._chat_builder.item, messages, params, asked)

@@ -14,14 +14,13 @@ from llamapipe.engine.params import SamplingParams
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import total_choices
-from llamapipe.server.wire.chat_checks import check_schema, check_tools
-from llamapipe.server.wire.constraint_errors import constraint_of, with_field
+from llamapipe.server.wire.constraints import with_field
 
 
 class ChatJob:
     """One conversation with its params: answered as a whole, or as one stream for each choice.
 
-    ``schema_field``: the field of the request that holds the answer's schema.
+    ``constraint_field``: the field of the request that holds the format of the answer, if one does.
     ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
     returned. ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
     """
@@ -32,19 +31,17 @@ class ChatJob:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         options: ChatOptions,
-        schema_field: str = "response_format",
+        constraint_field: str | None = None,
         is_empty: bool = False,
     ) -> None:
         total_choices(call.state, params.n)
-        check_tools(options.tools)
-        check_schema(options.response_format, schema_field)
         self._call = call
         self._engine = call.state.engine
         self._timeout = call.state.settings.timeout_s
         self._messages = messages
         self._params = params
         self._options = options._asdict()
-        self._constraint = constraint_of(params) if options.response_format is None else schema_field
+        self._constraint = constraint_field
         self.is_empty = is_empty
         self.n_prompt_tokens = self.n_cached_tokens = 0
         self.running: list[AsyncChatStream | None] = [None] * params.n  # the streams that were submitted
@@ -64,6 +61,18 @@ class ChatJob:
         if self.is_empty:
             done = replace(done, choices=tuple(map(_emptied, done.choices)))
         return done
+
+    async def prompt_tokens(self) -> list[int]:
+        """The prompt's tokens, as the engine computes them."""
+        options = self._options
+        return await asyncio.to_thread(
+            self._engine.model.chat_prompts.tokenize,
+            self._messages,
+            options["tools"] if options["tool_choice"] != "none" else None,
+            True,
+            options["template_args"] or {},
+            options["continue_last"],
+        )
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
         """One stream for each choice. Its first item is None: the request was checked and is in the queue."""

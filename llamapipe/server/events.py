@@ -58,6 +58,10 @@ class ChunkWriter:
         }
         return self._head + choice + b'],"prompt_progress":' + _encode(fields) + self._tail[1:]
 
+    def set_usage(self, usage: dict[str, Any]) -> None:
+        """The usage of the next events."""
+        self._tail = b'],"usage":' + _encode(usage) + b"}\n\n"
+
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event that ends a stream with usage."""
         return event({**self._common, "choices": [], "usage": usage})

@@ -21,6 +21,7 @@ import msgspec
 
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
 from llamapipe.server.events import PING, error_event
+from llamapipe.server.wire.fields import unused, without_nulls
 from llamapipe.server.wire.mismatch import mismatch
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from llamapipe.server.state import ServerState
 
 T = TypeVar("T")
+Request = TypeVar("Request", bound=msgspec.Struct)
 _log = logging.getLogger("llamapipe.server")
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _JSON = (b"content-type", b"application/json")
@@ -100,7 +102,7 @@ class Call:
             raise ApiError(
                 400, f"{names[0]} has no effect here, and this server refuses such options", names[0]
             )
-        self.unused = names
+        self.unused += names
 
     def count(self, n_prompt: int, n_completion: int, first_token_s: float | None = None) -> None:
         """Records the token counts of the answer and, if known, the seconds to its first token."""
@@ -164,16 +166,25 @@ class Call:
     def _too_large(self, n: int, limit: int) -> ApiError:
         return ApiError(413, f"the body has at least {n} bytes; the limit of this server is {limit}")
 
-    def decode(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body as a value of the decoder's type. Raises ApiError 400, which names the field."""
+    def decode(self, decoder: msgspec.json.Decoder[Request]) -> Request:
+        """The body as a value of the decoder's type. Notes its fields without effect.
+
+        Raises ApiError 400, which names the field.
+        """
         try:
-            return decoder.decode(self.raw)
+            try:
+                request = decoder.decode(self.raw)
+            except msgspec.ValidationError:  # a null may stand where the type has none, and in unknown fields
+                given = without_nulls(msgspec.json.decode(self.raw), decoder.type)
+                request = msgspec.convert(given, decoder.type)
         except msgspec.ValidationError as e:
             raise mismatch(str(e), decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply") from None
+        self.note_unused(unused(request))
+        return request
 
     async def hung_up(self) -> None:
         """Returns when the client closes the connection. Call it after the body has been read."""

@@ -37,8 +37,18 @@ async def prompts_of(
     add_special: bool = True,
     parse_special: bool = True,
     suffix: str | None = None,
+    n_last: int | None = None,
 ) -> list[list[int]]:
-    """Each prompt as token ids. Raises ApiError 400, with the prompt's index, for a bad prompt."""
+    """Each prompt as token ids. Raises ApiError 400, with the prompt's index, for a bad prompt.
+
+    ``n_last``: use the last so many tokens; -1: as many as fit.
+    """
+    if n_last is not None and n_last < -1:
+        raise ApiError(
+            400, f"truncate_prompt_tokens is {n_last}; it must be -1 or more", "truncate_prompt_tokens"
+        )
+    if n_last == -1:
+        n_last = state.engine.n_ctx - 1
     if isinstance(given, str):
         items: list[str | list[int]] = [given]
     elif not given:
@@ -58,6 +68,8 @@ async def prompts_of(
                 raise ApiError(400, "suffix needs a prompt of text, not of token ids", "suffix")
             else:
                 tokens = item
+            if n_last:
+                tokens = tokens[-n_last:]
             _check(state, tokens)
         except ValueError as e:
             place = f" ({name} {index} of the list)" if len(items) > 1 else ""

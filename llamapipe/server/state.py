@@ -18,7 +18,7 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.timeline import Timeline
-from llamapipe.server.wire.chat_checks import check_template_args
+from llamapipe.server.wire.template_args import check_template_args
 
 if TYPE_CHECKING:
     from llamapipe.embedding.embedder import Embedder

@@ -48,30 +48,22 @@ class Conversation:
         """What the model sees."""
         return [*self._head, *self.messages[self._first :]]
 
-    def fit(self, n_tokens: Callable[[list[Message]], int], n_ctx: int, n_free: int) -> tuple[int, int]:
-        """Hides the oldest turns if the prompt leaves fewer than ``n_free`` tokens. Returns how many, and its tokens.
+    def fit(
+        self, n_tokens: Callable[[list[Message]], int], n_ctx: int, max_tokens: int | None
+    ) -> tuple[int, int]:
+        """Hides the oldest turns where ``kept_messages`` drops them. Returns how many, and the prompt's tokens.
 
-        It hides turns until the prompt fills half of the context: the next prompts then begin with the same tokens,
-        which are not computed again. The last turn stays; if it alone fills the context, nothing is hidden.
+        If the last message alone fills the context, nothing is hidden, and the tokens are those of it alone.
         ``n_tokens``: counts the tokens of a prompt.
         """
-        before = self._first
-        n = n_tokens(self.visible())
-        if n + n_free <= n_ctx:
-            return 0, n
-        later = self._later_turns()
-        for begin in later:
-            self._first = begin
-            n = n_tokens(self.visible())
-            if n <= n_ctx // 2:
-                break
-        if n >= n_ctx:
-            self._first = before
-        return sum(begin <= self._first for begin in later), n
+        from llamapipe.chat.turns import kept_messages
 
-    def _later_turns(self) -> list[int]:
-        """Where the visible turns after the first one begin."""
-        return [i for i, one in enumerate(self.messages) if one["role"] == "user" and i > self._first]
+        kept = list(kept_messages(self.visible(), n_tokens, n_ctx, max_tokens))
+        first = len(self.messages) + len(self._head) - len(kept)
+        n_hidden = sum(one["role"] == "user" for one in self.messages[self._first : first])
+        self._first = first
+        n = n_tokens(kept)
+        return n_hidden, n if n < n_ctx else n_tokens([*self._head, self.messages[-1]])
 
     def save(self, path: Path) -> None:
         """Writes the messages as JSON. Raises OSError."""

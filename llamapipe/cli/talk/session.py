@@ -138,9 +138,8 @@ class Session:
 
     def _make_room(self) -> None:
         """Hides the oldest turns where the context is full. Raises InvalidRequestError if that does not help."""
-        n_ctx, n_most = self._engine.n_ctx, self._params.max_tokens
-        n_free = n_ctx // 4 if n_most is None else max(min(n_most, n_ctx // 4), 1)
-        n_hidden, n_tokens = self._conversation.fit(self._count, n_ctx, n_free)
+        n_ctx = self._engine.n_ctx
+        n_hidden, n_tokens = self._conversation.fit(self._count, n_ctx, self._params.max_tokens)
         if n_tokens >= n_ctx:
             raise lp.errors.InvalidRequestError(
                 f"the message has {n_tokens} tokens, with the template; n_ctx is {n_ctx} and one must stay free: "

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from llamapipe.arguments import check_flag, from_column
+from llamapipe.arguments import check_choice, check_flag, from_column
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatFinishReason
 from llamapipe.engine.delivery.delta_parser import DeltaParser
 from llamapipe.engine.frontend.request_builder import Item, RequestBuilder, named
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Message: TypeAlias = "Mapping[str, Any]"
 Conversation: TypeAlias = "str | Sequence[Message]"
 ToolChoice: TypeAlias = "str | Mapping[str, Any]"
+Truncation: TypeAlias = Literal["error", "auto"]
 _TAIL_TOKENS = 24  # of a prompt: enough to see whether the template has opened a marker
 
 
@@ -41,6 +43,7 @@ class ChatOptions(NamedTuple):
     response_format: Any = None
     template_args: Mapping[str, Any] | None = None
     continue_last: bool = False
+    truncation: Truncation = "error"
 
 
 class ChatItem(NamedTuple):
@@ -122,7 +125,9 @@ class ChatBuilder:
 
     def item(self, messages: Conversation, params: SamplingParams | None, options: ChatOptions) -> ChatItem:
         """One conversation, checked. Raises TypeError, ValueError, InvalidRequestError, ImportError."""
-        from llamapipe.chat.tools import check_tool_choice, check_tools
+        from llamapipe.chat.messages import check_messages
+        from llamapipe.chat.tools import allowed_tools, check_tool_choice, check_tools
+        from llamapipe.chat.turns import kept_messages
 
         if params is None:
             params = SamplingParams(max_tokens=None)
@@ -131,21 +136,27 @@ class ChatBuilder:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         tools = check_tools(options.tools)
-        choice = check_tool_choice(options.tool_choice, tools)
+        choice, allowed = allowed_tools(options.tool_choice, tools)
+        choice = check_tool_choice(choice, tools)
         parallel = check_flag("parallel_tool_calls", options.parallel_tool_calls)
         parallel = parallel and choice in ("auto", "required")
         args = {} if options.template_args is None else options.template_args
         if not isinstance(args, Mapping):
             raise TypeError(f"template_args must be a dict, not {type(args).__name__}")
         given = [tool.as_openai() for tool in tools] if tools and choice != "none" else None
-        tokens = self._model.chat_prompts.tokenize(
-            messages,
-            given,
-            True,
-            args,
-            check_flag("continue_last", options.continue_last),
-            self._request_builder.n_ctx,
+        n_ctx = self._request_builder.n_ctx
+        render: Callable[..., list[int]] = partial(
+            self._model.chat_prompts.tokenize,
+            tools=given,
+            add_generation_prompt=True,
+            template_args=args,
         )
+        continued = check_flag("continue_last", options.continue_last)
+        if check_choice("truncation", options.truncation, ("error", "auto")) == "auto":
+            messages = kept_messages(
+                check_messages(messages), lambda some: len(render(some)), n_ctx, params.max_tokens
+            )
+        tokens = render(messages, continue_last=continued, n_ctx=n_ctx)
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):
                 raise InvalidRequestError(
@@ -154,7 +165,7 @@ class ChatBuilder:
             params = replace(params, json_schema=_answer_schema(options.response_format))
         chat_format = self.chat_format()
         tail = self._model.vocab.detokenize(tokens[-_TAIL_TOKENS:], unparse_special=True)
-        active = tools if choice != "none" else ()
+        active = allowed if choice != "none" else ()
         if options.continue_last:
             tail = chat_format.continued_tail(tail, messages, bool(active) or params.json_schema is not None)
         params = self._constrained(chat_format, params, active, choice, parallel, tail)

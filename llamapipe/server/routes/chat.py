@@ -12,13 +12,17 @@ import msgspec
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
 from llamapipe.engine.frontend.chat_builder import ChatOptions
+from llamapipe.engine.results import TokenLogprob
 from llamapipe.server.chats import ChatJob
 from llamapipe.server.errors import ApiError
 from llamapipe.server.events import DONE, SUBMITTED, ChunkWriter, Progress, error_event, merged
 from llamapipe.server.exchange import Call
 from llamapipe.server.routes.completions import usage
+from llamapipe.server.wire.chat_messages import engine_messages
 from llamapipe.server.wire.logprobs import chat_logprobs, check_top
-from llamapipe.server.wire.openai import EFFORTS, ChatRequest, token_limit
+from llamapipe.server.wire.openai import ChatRequest, token_limit
+from llamapipe.server.wire.template_args import template_args
+from llamapipe.server.wire.tools import Tools, custom_input, tools_of
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 _MAX_TOP = 20  # the API's limit
@@ -31,8 +35,9 @@ async def chat_completions(call: Call) -> None:
     request = call.decode(_DECODER)
     request.check()
     model = call.state.check_model(request.model)
-    call.note_unused(request.unused())
-    answer = _Answer(call, request, model, _job(call, request))
+    tools = _tools(request)
+    call.note_unused(tools.unused)
+    answer = _Answer(call, request, model, _job(call, request, tools), tools)
     if request.stream:
         await call.answer_events(
             answer.events(), sign=answer.progress.news if request.return_progress else None
@@ -41,38 +46,47 @@ async def chat_completions(call: Call) -> None:
         await call.answer_json(await answer.whole())
 
 
-def _job(call: Call, request: ChatRequest) -> ChatJob:
+def _job(call: Call, request: ChatRequest, tools: Tools) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
     vocab = call.state.engine.model.vocab
-    if request.modalities is not None and request.modalities != ["text"]:
-        raise ApiError(400, "modalities may only be ['text']: this server answers in text", "modalities")
     limit = token_limit(max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1)}
-    if request.json_schema is not None:
-        more["json_schema"] = request.json_schema
     if request.logprobs:
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
     params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
-    args = dict(request.chat_template_kwargs or {})
-    effort = request.reasoning_effort
-    if effort is not None:
-        if effort not in EFFORTS:
-            raise ApiError(
-                400, f"reasoning_effort is {effort!r}; it may be {', '.join(EFFORTS)}", "reasoning_effort"
-            )
-        if effort == "none":
-            args.setdefault("enable_thinking", False)
-        else:
-            args.setdefault("reasoning_effort", effort)
-    tools, tool_choice = _tools(request)
-    parallel = request.parallel_tool_calls is not False
-    options = ChatOptions(tools, tool_choice, parallel, request.answer_schema(), args)
-    return ChatJob(call, request.messages, params, options, is_empty=limit == 0)
+    args = template_args(request.chat_template_kwargs, request.reasoning_effort, "reasoning_effort")
+    if request.documents is not None:
+        args.setdefault("documents", request.documents)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise ApiError(
+            400,
+            "add_generation_prompt begins a new message and continue_final_message continues the last one; "
+            "give one of them",
+            "continue_final_message",
+        )
+    if request.add_generation_prompt is False and not request.continue_final_message:
+        raise ApiError(
+            400,
+            "add_generation_prompt is false, so nothing says that the model is to answer: leave it out, give "
+            "continue_final_message, or send what /apply-template answers to /v1/completions",
+            "add_generation_prompt",
+        )
+    options = ChatOptions(
+        tools.functions,
+        tools.choice,
+        request.parallel_tool_calls is not False,
+        template_args=args,
+        continue_last=bool(request.continue_final_message),
+        truncation="auto" if request.truncation == "auto" else "error",
+    )
+    constraint = request.constraint()
+    field = None if constraint is None else constraint.field
+    return ChatJob(call, engine_messages(request.messages), params, options, field, is_empty=limit == 0)
 
 
-def _tools(request: ChatRequest) -> tuple[Sequence[dict[str, Any]] | None, Any]:
+def _tools(request: ChatRequest) -> Tools:
     """The tools and the choice among them; ``functions`` and ``function_call`` are their older names.
 
     A client may send both names of one thing, as long as they say the same.
@@ -95,11 +109,7 @@ def _tools(request: ChatRequest) -> tuple[Sequence[dict[str, Any]] | None, Any]:
                 "function_call",
             )
         choice = called
-    if choice is None:
-        choice = "auto" if tools else "none"
-    if not tools and choice not in ("auto", "none"):
-        raise ApiError(400, "tool_choice asks for a call, but there are no tools", "tool_choice")
-    return tools, choice
+    return tools_of(tools, choice, is_flat=False)
 
 
 def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
@@ -111,24 +121,27 @@ def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
 class _Answer:
     """The answer to one request, complete or streamed."""
 
-    def __init__(self, call: Call, request: ChatRequest, model: str, job: ChatJob) -> None:
+    def __init__(self, call: Call, request: ChatRequest, model: str, job: ChatJob, tools: Tools) -> None:
         self.call = call
         self.request = request
         self.model = model
         self.job = job
+        self.tools = tools
         self.id = f"chatcmpl-{call.id}"
         self.created = int(time.time())
         self.writer = ChunkWriter(
             self.id, "chat.completion.chunk", self.created, model, request.wants_usage, request.is_padded
         )
         self.progress = Progress(self.writer, _PROGRESS, job.running)
+        # Of each choice, the call of a custom tool that is not complete: its index, id, name and arguments.
+        self._held: dict[int, tuple[int, str, str, list[str]]] = {}
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all choices are complete."""
         done = await self.job.whole()
         n_completion = 0 if self.job.is_empty else done.n_completion_tokens
         self.call.count(done.n_prompt_tokens, n_completion, done.timings.first_token_s)
-        return {
+        answer = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
@@ -136,23 +149,41 @@ class _Answer:
             "choices": [self._choice(choice) for choice in done.choices],
             "usage": usage(done.n_prompt_tokens, n_completion, done.n_cached_tokens),
         }
+        if self.request.return_token_ids:
+            answer["prompt_token_ids"] = await self.job.prompt_tokens()
+        return answer
 
     def _choice(self, choice: ChatChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
-        if choice.reasoning:
+        if choice.reasoning and self.request.include_reasoning is not False:
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:
             message["content"] = choice.content or None
-            message["tool_calls"] = [call_message(call) for call in choice.tool_calls]
-        logprobs = None
-        if choice.logprobs is not None:
-            logprobs = chat_logprobs(choice.logprobs, self.call.state.engine.model.vocab)
-        return {
+            message["tool_calls"] = [self._tool_call(call_message(call)) for call in choice.tool_calls]
+        made = {
             "index": choice.index,
             "message": message,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
+        if self.request.return_token_ids:
+            made["token_ids"] = choice.token_ids
+        return made
+
+    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        if entries is None:
+            return None
+        as_ids = bool(self.request.return_tokens_as_token_ids)
+        return chat_logprobs(entries, self.call.state.engine.model.vocab, as_ids)
+
+    def _tool_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A call in the form that the client defined the tool in."""
+        function = call["function"]
+        known = self.tools.known(function["name"])
+        if not known.is_custom:
+            return call
+        custom = {"name": known.name, "input": custom_input(function["arguments"])}
+        return {"id": call["id"], "type": "custom", "custom": custom}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the stream."""
@@ -170,14 +201,13 @@ class _Answer:
                         continue
                     self.call.token_arrived(index)
                     n_completion += len(delta.token_ids)
+                    if request.wants_continuous_usage:
+                        writer.set_usage(usage(job.n_prompt_tokens, n_completion, job.n_cached_tokens))
                     if index not in begun:
                         begun.add(index)
                         if request.return_progress:
                             yield self.progress.last(index)
-                        yield writer.chunk(
-                            b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},'
-                            b'"logprobs":null,"finish_reason":null}' % index
-                        )
+                        yield writer.chunk(await self._first_choice(index))
                     yield writer.chunk(self._stream_choice(index, delta), delta.content)
         except Exception as e:
             if self.call.status == 0:
@@ -190,11 +220,23 @@ class _Answer:
             yield writer.usage(usage(job.n_prompt_tokens, n_completion, job.n_cached_tokens))
         yield DONE
 
+    async def _first_choice(self, index: int) -> bytes:
+        """The choice of the first event, which has the role and no text."""
+        if not self.request.return_token_ids:
+            return (
+                b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},'
+                b'"logprobs":null,"finish_reason":null}' % index
+            )
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        made = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": []}
+        return _encode({**made, "prompt_token_ids": await self.job.prompt_tokens()})
+
     def _stream_choice(self, index: int, delta: ChatDelta) -> bytes:
+        request = self.request
         if (
             delta.logprobs is None
             and delta.finish_reason is None
-            and not (delta.reasoning or delta.tool_calls)
+            and not (delta.reasoning or delta.tool_calls or request.return_token_ids)
         ):
             return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
                 index,
@@ -203,16 +245,43 @@ class _Answer:
         parts: dict[str, Any] = {}
         if delta.content:
             parts["content"] = delta.content
-        if delta.reasoning:
+        if delta.reasoning and request.include_reasoning is not False:
             parts["reasoning_content"] = delta.reasoning
-        if delta.tool_calls:
-            parts["tool_calls"] = [_call_part(part) for part in delta.tool_calls]
-        logprobs = None
-        if delta.logprobs is not None:
-            logprobs = chat_logprobs(delta.logprobs, self.call.state.engine.model.vocab)
-        return _encode(
-            {"index": index, "delta": parts, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-        )
+        calls = self._call_parts(index, delta)
+        if calls:
+            parts["tool_calls"] = calls
+        made = {
+            "index": index,
+            "delta": parts,
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+        if request.return_token_ids:
+            made["token_ids"] = delta.token_ids
+        return _encode(made)
+
+    def _call_parts(self, index: int, delta: ChatDelta) -> list[dict[str, Any]]:
+        """The parts of calls. The input of a custom tool is text in a JSON string: it is sent when it is complete."""
+        made: list[dict[str, Any]] = []
+        for part in delta.tool_calls:
+            held = self._held.get(index)
+            if held is not None and held[0] != part.index:
+                made.append(self._released(index))
+            if part.id is not None and self.tools.known(str(part.name)).is_custom:
+                self._held[index] = (part.index, part.id, str(part.name), [part.arguments])
+            elif index in self._held:
+                self._held[index][3].append(part.arguments)
+            else:
+                made.append(_call_part(part))
+        if delta.finish_reason is not None and index in self._held:
+            made.append(self._released(index))
+        return made
+
+    def _released(self, choice: int) -> dict[str, Any]:
+        """The call of a custom tool that was held back."""
+        index, call_id, name, arguments = self._held.pop(choice)
+        custom = {"name": name, "input": custom_input("".join(arguments))}
+        return {"index": index, "id": call_id, "type": "custom", "custom": custom}
 
 
 def _call_part(part: ToolCallDelta) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,8 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.events import DONE, SUBMITTED, ChunkWriter, Progress, error_event, merged
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import n_prompts, prompts_of, total_choices
-from llamapipe.server.wire.constraint_errors import constraint_of, with_field
-from llamapipe.server.wire.logprobs import CompletionLogprobs, check_top
+from llamapipe.server.wire.constraints import with_field
+from llamapipe.server.wire.logprobs import CompletionLogprobs, check_top, prompt_logprobs
 from llamapipe.server.wire.openai import CompletionRequest, token_limit
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
@@ -78,7 +78,6 @@ class _Job:
         """Checks the request. Raises ApiError."""
         request.check()
         call.state.check_model(request.model)
-        call.note_unused(request.unused())
         vocab = call.state.engine.model.vocab
         n = 1 if request.n is None else request.n
         best_of = request.best_of or n  # OpenAI allows 0, which has no meaning of its own
@@ -98,16 +97,21 @@ class _Job:
             "max_tokens": None if max_tokens is None else max(max_tokens, 1),
             "n": best_of,
         }
-        schema = request.answer_schema()
-        if schema is not None or request.json_schema is not None:
-            more["json_schema"] = request.json_schema if schema is None else schema
         if top is not None or best_of > n:
             more["logprobs"] = top or 0
+        asked = check_top("prompt_logprobs", request.prompt_logprobs)
+        if asked is not None and request.stream:
+            raise ApiError(
+                400, "prompt_logprobs cannot be streamed; give echo with logprobs", "prompt_logprobs"
+            )
         if request.echo and top is not None:
-            more["prompt_logprobs"] = top
+            asked = max(top, asked or 0)
+        if asked is not None:
+            more["prompt_logprobs"] = asked
         total_choices(call.state, n_prompts(request.prompt) * best_of)
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
-        await _check(call.state.engine, params, None if schema is None else "response_format")
+        constraint = request.constraint()
+        await _check(call.state.engine, params, "" if constraint is None else constraint.field)
         prompts = await prompts_of(
             call.state,
             request.prompt,
@@ -115,6 +119,7 @@ class _Job:
             request.add_special_tokens is not False,
             request.parse_special is not False,
             request.suffix,
+            request.truncate_prompt_tokens,
         )
         return cls(call, request, prompts, params)
 
@@ -164,19 +169,36 @@ class _Job:
                 choice, text="", token_ids=[], finish_reason="length", logprobs=choice.logprobs and []
             )
         text = choice.text
-        logprobs = None
-        if self.request.echo:
-            text = self._echo(index // self.n) + text
-        if self.request.logprobs is not None:
+        made: dict[str, Any] = {"text": text, "index": index, "logprobs": None}
+        given, i = self.request, index // self.n
+        if given.echo:
+            made["text"] = self._echo(i) + text
+        if given.logprobs is not None:
             entries = list(choice.logprobs or ())
             first = None
-            if self.request.echo:
-                entries = [*(completion.prompt_logprobs or ()), *entries]
+            if given.echo:
+                scores = _narrowed(completion.prompt_logprobs or (), given.logprobs)
+                entries = [*scores, *entries]
                 if choice.stop_logprob is not None and not self._is_empty:
                     entries.append(choice.stop_logprob)  # clients that score prompts drop the last entry
-                first = self._first(index // self.n)
-            logprobs = CompletionLogprobs(vocab).of(entries, first)
-        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+                first = self._first(i)
+            made["logprobs"] = self._writer(i).of(entries, first)
+        if given.prompt_logprobs is not None:
+            scores = _narrowed(completion.prompt_logprobs or (), given.prompt_logprobs)
+            made["prompt_logprobs"] = prompt_logprobs(self.prompts[i], scores, vocab)
+        if given.return_token_ids:
+            made |= {"token_ids": choice.token_ids, "prompt_token_ids": self.prompts[i]}
+        made["finish_reason"] = choice.finish_reason
+        return made
+
+    def _writer(self, i: int) -> CompletionLogprobs:
+        """Writes the log-probabilities of a choice for prompt ``i``."""
+        vocab = self.call.state.engine.model.vocab
+        adds_space = False
+        if self.request.echo:  # some vocabularies begin every text with a space
+            first = next((piece for token in self.prompts[i] if (piece := vocab.piece(token))), b"")
+            adds_space = first.startswith(b" ") and not self._echo(i).startswith(" ")
+        return CompletionLogprobs(vocab, bool(self.request.return_tokens_as_token_ids), adds_space)
 
     def _first(self, i: int) -> int | None:
         """The first token of prompt ``i``, which has no log-probability; None if it is a BOS token that was added."""
@@ -198,7 +220,8 @@ class _Job:
         """The events of the stream."""
         request, writer = self.request, self.writer
         streams = [self._stream(p, i) for p in range(len(self.prompts)) for i in range(self.n)]
-        offsets = [CompletionLogprobs(self.call.state.engine.model.vocab) for _ in streams]
+        offsets = [self._writer(index // self.n) for index in range(len(streams))]
+        with_ids = bool(request.return_token_ids)
         n_prompt = sum(map(len, self.prompts))
         n_completion = n_submitted = 0
         begun: set[int] = set()
@@ -218,20 +241,29 @@ class _Job:
                             yield SUBMITTED
                         continue
                     self.call.token_arrived(index)
-                    if request.return_progress and index not in begun:
-                        begun.add(index)
+                    is_first = index not in begun
+                    begun.add(index)
+                    if request.return_progress and is_first:
                         yield self.progress.last(index)
                     if self._is_empty:
                         yield writer.chunk(_stream_choice(index, "", None, "length"))
                         continue
                     n_completion += len(delta.token_ids)
-                    if not delta.text and delta.finish_reason is None and delta.logprobs is None:
+                    is_shown = delta.text or delta.finish_reason is not None or delta.logprobs is not None
+                    if not (is_shown or with_ids):
                         continue  # an incomplete character
+                    if request.wants_continuous_usage:
+                        writer.set_usage(usage(n_prompt, n_completion, sum(self.n_cached)))
                     logprobs = None
                     if delta.logprobs is not None and request.logprobs is not None:
                         logprobs = offsets[index].of(delta.logprobs)
+                    ids: dict[str, Any] | None = None
+                    if with_ids:
+                        ids = {"token_ids": delta.token_ids}
+                        if is_first:
+                            ids["prompt_token_ids"] = self.prompts[index // self.n]
                     yield writer.chunk(
-                        _stream_choice(index, delta.text, logprobs, delta.finish_reason), delta.text
+                        _stream_choice(index, delta.text, logprobs, delta.finish_reason, ids), delta.text
                     )
         except Exception as e:
             if self.call.status == 0:
@@ -274,10 +306,10 @@ class _Job:
                     return
 
 
-async def _check(engine: Engine, params: SamplingParams, field: str | None) -> None:
+async def _check(engine: Engine, params: SamplingParams, field: str) -> None:
     """Checks params for the engine's model before any prompt is. Raises ApiError 400, which names the field.
 
-    ``field``: what holds the constraint, if the request names it otherwise than ``SamplingParams``.
+    ``field``: what holds the constraint, if one is given.
     """
     try:
         if takes_long((), params):  # a constraint is compiled now, and the result is kept
@@ -285,7 +317,7 @@ async def _check(engine: Engine, params: SamplingParams, field: str | None) -> N
         else:
             engine.check_params(params)
     except InvalidRequestError as e:
-        raise with_field(e, field or constraint_of(params) or "") from None
+        raise with_field(e, field) from None
 
 
 def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, Any]:
@@ -298,10 +330,22 @@ def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, Any]:
     }
 
 
-def _stream_choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
-    if logprobs is None and reason is None:
+def _stream_choice(
+    index: int,
+    text: str,
+    logprobs: dict[str, Any] | None,
+    reason: str | None,
+    ids: dict[str, Any] | None = None,
+) -> bytes:
+    if logprobs is None and reason is None and ids is None:
         return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, _encode(text))
-    return _encode({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
+    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    return _encode(choice | (ids or {}))
+
+
+def _narrowed(entries: Iterable[TokenLogprob], n_top: int) -> list[TokenLogprob]:
+    """The entries with at most ``n_top`` alternatives."""
+    return [TokenLogprob(one.id, one.logprob, one.top[:n_top], one.piece) for one in entries]
 
 
 def _mean_logprob(choice: Choice) -> float:

@@ -24,7 +24,6 @@ async def embeddings(call: Call) -> None:
     """Embeds one text or several, given as text or as tokens."""
     request = call.decode(_EMBEDDING)
     embedder, model = call.state.check_embedder(request.model)
-    call.note_unused(("user",) if request.user is not None else ())
     n = embedder.n_embd
     wanted = n if request.dimensions is None else request.dimensions
     if not 1 <= wanted <= n:

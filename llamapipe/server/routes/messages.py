@@ -16,11 +16,13 @@ from llamapipe.server.events import SUBMITTED, error_event, event
 from llamapipe.server.exchange import Call
 from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest, ToolChoice
 from llamapipe.server.wire.anthropic_messages import messages_of
-from llamapipe.server.wire.sampling import checked_params
+from llamapipe.server.wire.sampling import Sampling
+from llamapipe.server.wire.template_args import template_args
 
 _DECODER = msgspec.json.Decoder(MessagesRequest)
 _COUNT_DECODER = msgspec.json.Decoder(CountRequest)
 _PING = event({"type": "ping"}, "ping")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
 _STOP_REASONS = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -46,9 +48,8 @@ async def count_tokens(call: Call) -> None:
     request = call.decode(_COUNT_DECODER)
     call.state.check_model(request.model)
     call.note_unused(request.unused())
-    tools = [tool.as_openai() for tool in request.tools or ()]
     tokens = await call.state.tokenize_chat(
-        messages_of(request), tools or None, True, _template_args(request)
+        messages_of(request), request.functions(), True, _template_args(request)
     )
     await call.answer_json({"input_tokens": len(tokens)})
 
@@ -57,36 +58,41 @@ def _job(call: Call, request: MessagesRequest) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
     if request.max_tokens < 1:
         raise ApiError(400, f"max_tokens is {request.max_tokens}; it must be 1 or more", "max_tokens")
-    values: dict[str, Any] = {"max_tokens": request.max_tokens}
-    for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
-        if getattr(request, name) is not None:
-            values[name] = getattr(request, name)
-    if request.stop_sequences:
-        values["stop"] = request.stop_sequences
+    sampling = Sampling(**{name: getattr(request, name) for name in _SAMPLING}, stop=request.stop_sequences)
     conversation = messages_of(request)
     config = request.output_config
-    choice, parallel = _choice(request.tool_choice, bool(request.tools))
+    if config is not None and config.format is not None and request.output_format is not None:
+        raise ApiError(
+            400, "output_format is the older name of output_config.format; give one of them", "output_format"
+        )
+    answer_format = request.output_format if config is None or config.format is None else config.format
+    functions = request.functions()
+    choice, parallel = _choice(request.tool_choice, bool(functions))
     options = ChatOptions(
-        [tool.as_openai() for tool in request.tools or ()] or None,
+        functions,
         choice,
         parallel,
-        config.format.schema if config is not None and config.format is not None else None,
-        {**_template_args(request), **(request.chat_template_kwargs or {})},
+        None if answer_format is None else answer_format.schema,
+        _template_args(request),
         continue_last=bool(conversation) and conversation[-1]["role"] == "assistant",
     )
-    return ChatJob(call, conversation, checked_params(values), options, "output_config.format")
+    params = sampling.params(call.state.engine.model.vocab.tokenize, max_tokens=request.max_tokens)
+    field = "output_format" if request.output_format is not None else "output_config.format"
+    return ChatJob(call, conversation, params, options, field)
 
 
 def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
     """The engine's ``tool_choice``, and whether several calls are allowed."""
     if given is None:
         return ("auto" if has_tools else "none"), True
+    if given.type == "auto" and not has_tools:
+        return "none", True
     parallel = not given.disable_parallel_tool_use
-    if given.type == "tool":
-        if given.name is None:
-            raise ApiError(400, "tool_choice: the type 'tool' needs a name", "tool_choice.name")
-        return given.name, parallel
-    if given.type == "any" and not has_tools:
+    if given.type == "tool" and given.name is None:
+        raise ApiError(400, "tool_choice: the type 'tool' needs a name", "tool_choice.name")
+    if given.type == "tool" and has_tools:
+        return str(given.name), parallel
+    if given.type in ("any", "tool") and not has_tools:
         raise ApiError(400, "tool_choice asks for a call, but there are no tools", "tool_choice")
     return {"auto": "auto", "any": "required", "none": "none"}[given.type], parallel
 
@@ -94,11 +100,10 @@ def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
 def _template_args(request: CountRequest) -> dict[str, Any]:
     """The template arguments that control reasoning."""
     args: dict[str, Any] = {}
-    if request.thinking is not None and request.thinking.type != "adaptive":
+    if request.thinking is not None and request.thinking.type in ("enabled", "disabled"):
         args["enable_thinking"] = request.thinking.type == "enabled"
-    if request.output_config is not None and request.output_config.effort is not None:
-        args["reasoning_effort"] = request.output_config.effort
-    return args
+    effort = None if request.output_config is None else request.output_config.effort
+    return args | template_args(request.chat_template_kwargs, effort, "output_config.effort")
 
 
 class _Answer:

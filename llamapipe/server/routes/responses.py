@@ -17,12 +17,14 @@ from llamapipe.server.errors import ApiError, api_error
 from llamapipe.server.events import event
 from llamapipe.server.exchange import Call
 from llamapipe.server.wire.logprobs import chat_logprobs, check_top
-from llamapipe.server.wire.openai import EFFORTS
-from llamapipe.server.wire.responses import LOGPROBS, ResponsesRequest, messages_of, tools_of
-from llamapipe.server.wire.sampling import checked_params
+from llamapipe.server.wire.responses import LOGPROBS, ResponsesRequest, messages_of
+from llamapipe.server.wire.sampling import Sampling
+from llamapipe.server.wire.template_args import template_args
+from llamapipe.server.wire.tools import Tools, custom_input, tools_of
 
 _DECODER = msgspec.json.Decoder(ResponsesRequest)
 _MAX_TOP = 20  # the API's limit
+_SAMPLING = [name for name in Sampling.__struct_fields__ if name in ResponsesRequest.__struct_fields__]
 _STATUS = {"length": "incomplete", "timeout": "incomplete"}
 
 
@@ -31,8 +33,9 @@ async def responses(call: Call) -> None:
     request = call.decode(_DECODER)
     request.check()
     model = call.state.check_model(request.model)
-    call.note_unused(request.unused())
-    answer = _Answer(call, request, model, _job(call, request))
+    tools = tools_of(request.tools, request.tool_choice, is_flat=True)
+    call.note_unused((*request.unused(), *tools.unused))
+    answer = _Answer(call, request, model, _job(call, request, tools), tools)
     if request.stream:
         await call.answer_events(answer.events())
         return
@@ -42,7 +45,7 @@ async def responses(call: Call) -> None:
     await call.answer_json(answer.response())
 
 
-def _job(call: Call, request: ResponsesRequest) -> ChatJob:
+def _job(call: Call, request: ResponsesRequest, tools: Tools) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise ApiError(
@@ -50,32 +53,23 @@ def _job(call: Call, request: ResponsesRequest) -> ChatJob:
             f"max_output_tokens is {request.max_output_tokens}; it must be 1 or more",
             "max_output_tokens",
         )
-    values: dict[str, Any] = {"max_tokens": request.max_output_tokens}
-    for name in ("temperature", "top_p", "top_k", "min_p"):
-        if getattr(request, name) is not None:
-            values[name] = getattr(request, name)
-    if request.repetition_penalty is not None:
-        values["repeat_penalty"] = request.repetition_penalty
-    if request.seed is not None:
-        values["seed"] = request.seed % 2**64
+    sampling = Sampling(**{name: getattr(request, name) for name in _SAMPLING})
+    more: dict[str, Any] = {"max_tokens": request.max_output_tokens}
     if LOGPROBS in (request.include or ()):
-        values["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
+        more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
     elif request.top_logprobs:
         raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", "top_logprobs")
-    tools, choice = tools_of(request)
-    args = dict(request.chat_template_kwargs or {})
     effort = None if request.reasoning is None else request.reasoning.effort
-    if effort is not None and effort not in EFFORTS:
-        raise ApiError(
-            400, f"reasoning.effort is {effort!r}; it may be {', '.join(EFFORTS)}", "reasoning.effort"
-        )
-    if effort == "none":
-        args.setdefault("enable_thinking", False)
-    elif effort is not None:
-        args.setdefault("reasoning_effort", effort)
-    parallel = request.parallel_tool_calls is not False
-    options = ChatOptions(tools, choice, parallel, _schema(request), args)
-    return ChatJob(call, messages_of(request), checked_params(values), options, "text.format")
+    options = ChatOptions(
+        tools.functions,
+        tools.choice,
+        request.parallel_tool_calls is not False,
+        _schema(request),
+        template_args(request.chat_template_kwargs, effort, "reasoning.effort"),
+        truncation="auto" if request.truncation == "auto" else "error",
+    )
+    params = sampling.params(call.state.engine.model.vocab.tokenize, **more)
+    return ChatJob(call, messages_of(request, tools), params, options, "text.format")
 
 
 def _schema(request: ResponsesRequest) -> Any:
@@ -93,13 +87,13 @@ def _schema(request: ResponsesRequest) -> Any:
 class _Answer:
     """The answer to one request. ``parts`` makes it; then ``response`` is complete."""
 
-    def __init__(self, call: Call, request: ResponsesRequest, model: str, job: ChatJob) -> None:
+    def __init__(self, call: Call, request: ResponsesRequest, model: str, job: ChatJob, tools: Tools) -> None:
         self.call = call
         self.request = request
         self.model = model
         self.job = job
         self.created = int(time.time())
-        self.items = _Items(call)
+        self.items = _Items(call, tools)
         self.n_output = self.n_reasoning = 0
         self.finish_reason: str | None = None
         self.error: dict[str, Any] | None = None
@@ -163,7 +157,7 @@ class _Answer:
             "tools": request.tools or [],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "usage": {
                 "input_tokens": n_input,
                 "input_tokens_details": {"cached_tokens": self.job.n_cached_tokens, "cache_write_tokens": 0},
@@ -205,9 +199,11 @@ class _Answer:
 class _Items:
     """The items of the output: reasoning, a message, function calls. One is open at a time."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, tools: Tools) -> None:
         self.done: list[dict[str, Any]] = []
         self._call = call
+        self._tools = tools
+        self._arguments = ""  # of the open call of a custom tool
         self._open: dict[str, Any] | None = None
         self._call_index = -1  # of the open function call
 
@@ -238,6 +234,12 @@ class _Items:
         if item["type"] == "function_call":
             kind = "response.function_call_arguments.done"
             made.append({"type": kind, **place, "name": item["name"], "arguments": item["arguments"]})
+        elif item["type"] == "custom_tool_call":
+            # The model wrote the text as a JSON string, so it is sent when it is complete.
+            item["input"] = text = custom_input(self._arguments)
+            kind = "response.custom_tool_call_input"
+            made.append({"type": f"{kind}.delta", **place, "delta": text})
+            made.append({"type": f"{kind}.done", **place, "input": text})
         else:
             part = item["content"][0]
             place["content_index"] = 0
@@ -290,13 +292,21 @@ class _Items:
 
     def _function(self, part: ToolCallDelta) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
-        if self._open is None or self._open["type"] != "function_call" or self._call_index != part.index:
+        if self._open is None or not self._open["type"].endswith("_call") or self._call_index != part.index:
             self._call_index = part.index
-            made = self._begin(
-                {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""}
-            )
+            known = self._tools.known(str(part.name))
+            item: dict[str, Any] = {"call_id": part.id, "name": known.name}
+            if known.namespace is not None:
+                item["namespace"] = known.namespace
+            if known.is_custom:
+                made = self._begin({"type": "custom_tool_call", **item, "input": ""})
+                self._arguments = ""
+            else:
+                made = self._begin({"type": "function_call", **item, "arguments": ""})
         assert self._open is not None
-        if part.arguments:
+        if self._open["type"] == "custom_tool_call":
+            self._arguments += part.arguments
+        elif part.arguments:
             self._open["arguments"] += part.arguments
             place = {"item_id": self._open["id"], "output_index": len(self.done)}
             made.append({"type": "response.function_call_arguments.delta", **place, "delta": part.arguments})

@@ -14,8 +14,8 @@ import msgspec
 from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import tokenized
-from llamapipe.server.wire.chat_checks import check_template_args
 from llamapipe.server.wire.logprobs import token_text
+from llamapipe.server.wire.template_args import check_template_args
 from llamapipe.server.wire.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)

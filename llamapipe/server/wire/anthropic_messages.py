@@ -12,6 +12,7 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.anthropic import CountRequest
 
 Message = dict[str, Any]
+_READ = ("text", "document", "search_result")
 
 
 def messages_of(request: CountRequest) -> list[Message]:
@@ -57,8 +58,8 @@ def _user(role: str, blocks: Blocks) -> list[Message]:
     results: list[Message] = []
     texts: list[str] = []
     for kind, block, place in blocks:
-        if kind == "text":
-            texts.append(_string(place, block, "text"))
+        if kind in _READ:
+            texts.append(_read(place, kind, block))
         elif kind == "tool_result":
             text = _text(place, block.get("content") or "")
             if block.get("is_error"):
@@ -105,10 +106,28 @@ def _text(place: str, content: Any) -> str:
     texts = []
     for i, one in enumerate(content):
         kind, block, inner = _block(f"{place}.{i}", one)
-        if kind != "text":
+        if kind not in _READ:
             raise _unsupported(inner, kind)
-        texts.append(_string(inner, block, "text"))
+        texts.append(_read(inner, kind, block))
     return "".join(texts)
+
+
+def _read(place: str, kind: str, block: Mapping[str, Any]) -> str:
+    """The text of a block that holds text. Raises ApiError 400."""
+    if kind == "text":
+        return _string(place, block, "text")
+    title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""
+    if kind == "search_result":
+        return f"{title}{_text(f'{place}.content', block.get('content'))}\n"
+    source = block.get("source")
+    form = source.get("type") if isinstance(source, Mapping) else None
+    if isinstance(source, Mapping) and form == "text":
+        return f"{title}{_string(f'{place}.source', source, 'data')}\n"
+    if isinstance(source, Mapping) and form == "content":
+        return f"{title}{_text(f'{place}.source.content', source.get('content'))}\n"
+    raise ApiError(
+        400, f"{place}: a document must hold text here, not the source {form!r}", f"{place}.source"
+    )
 
 
 def _string(place: str, block: Mapping[str, Any], key: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from llamapipe.engine.results import TokenLogprob
 from llamapipe.llama.vocab import Vocab
 from llamapipe.server.errors import ApiError
+from llamapipe.text.offsets import TextOffsets
 
 MAX_TOP = 100
 
@@ -21,14 +22,19 @@ def token_text(piece: bytes) -> str:
 
 
 class CompletionLogprobs:
-    """The ``logprobs`` of ``/v1/completions``, whose ``text_offset`` counts through the text of one choice."""
+    """The ``logprobs`` of ``/v1/completions``, whose ``text_offset`` counts through the text of one choice.
 
-    def __init__(self, vocab: Vocab, offset: int = 0) -> None:
+    A token's offset is the index of the character that holds its first byte. ``as_ids``: tokens are
+    written as ``token_id:5``. ``adds_space``: the first piece begins with a space that is not in the text.
+    """
+
+    def __init__(self, vocab: Vocab, as_ids: bool = False, adds_space: bool = False) -> None:
         self._vocab = vocab
-        self._offset = offset
+        self._as_ids = as_ids
+        self._offsets = TextOffsets(skip_space=adds_space)
 
     def __repr__(self) -> str:
-        return f"CompletionLogprobs(offset={self._offset})"
+        return f"CompletionLogprobs({self._offsets})"
 
     def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
         """The next tokens of the choice. ``first``: a token before them that has no log-probability."""
@@ -49,28 +55,58 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _text(self, token: int) -> str:
-        return token_text(self._vocab.written_piece(token))
+        return id_text(token) if self._as_ids else token_text(self._vocab.written_piece(token))
 
     def _add(self, token: int, tokens: list[str], offsets: list[int]) -> None:
         tokens.append(self._text(token))
-        offsets.append(self._offset)
-        self._offset += len(self._vocab.piece(token).decode(errors="replace"))
+        offsets.append(self._offsets.next(self._vocab.piece(token)))
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], vocab: Vocab) -> dict[str, Any]:
-    """The ``logprobs`` of ``/v1/chat/completions``."""
+def chat_logprobs(entries: Sequence[TokenLogprob], vocab: Vocab, as_ids: bool = False) -> dict[str, Any]:
+    """The ``logprobs`` of ``/v1/chat/completions``. ``as_ids``: tokens are written as ``token_id:5``."""
+
+    def written(token: int, logprob: float) -> dict[str, Any]:
+        piece = vocab.written_piece(token)
+        text = id_text(token) if as_ids else token_text(piece)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(piece)}
+
     content = [
         {
-            **_chat_entry(vocab.written_piece(entry.id), entry.logprob),
-            "top_logprobs": [_chat_entry(vocab.written_piece(top.id), top.logprob) for top in entry.top],
+            **written(entry.id, entry.logprob),
+            "top_logprobs": [written(top.id, top.logprob) for top in entry.top],
         }
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(piece: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": token_text(piece), "logprob": _finite(logprob), "bytes": list(piece)}
+def prompt_logprobs(
+    tokens: Sequence[int], entries: Sequence[TokenLogprob], vocab: Vocab
+) -> list[dict[str, Any] | None]:
+    """VLLM's ``prompt_logprobs``: for each token of the prompt, the most probable tokens and itself, by their ids.
+
+    The first has none. ``rank`` is None for a token that is not among the most probable ones.
+    """
+    made: list[dict[str, Any] | None] = [None] * (len(tokens) - len(entries))
+    for entry in entries:
+        ranked = {top.id: (rank, top.logprob) for rank, top in enumerate(entry.top, 1)}
+        ranked.setdefault(entry.id, (0, entry.logprob))
+        made.append(
+            {
+                str(token): {
+                    "logprob": _finite(logprob),
+                    "rank": rank or None,
+                    "decoded_token": token_text(vocab.written_piece(token)),
+                }
+                for token, (rank, logprob) in ranked.items()
+            }
+        )
+    return made
+
+
+def id_text(token: int) -> str:
+    """A token as vLLM writes it where the client asks for ids."""
+    return f"token_id:{token}"
 
 
 def _finite(logprob: float) -> float:

@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from llamapipe.engine.params import CONSTRAINTS
 from llamapipe.server.errors import ApiError
+from llamapipe.server.wire.fields import Only, Unused
 from llamapipe.server.wire.sampling import Sampling
 
 Prompt = str | list[str | int | list[int]]  # text or token ids, one or several
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # how much a model reasons
-
-
-# What sglang-router adds to each request, whatever its clients leave out, and fields of llama-server. These values ask
-# for what this server does.
-_ONLY = {
-    "id_slot": -1,
-    "timings_per_token": False,
-    "return_tokens": False,
-    "post_sampling_probs": False,
-    "no_stop_trim": False,
-    "skip_special_tokens": True,
-    "return_hidden_states": False,
-    "continue_final_message": False,
-    "separate_reasoning": True,
-    "stream_reasoning": True,
-}
+_NO_AUDIO = "this server answers in text"
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Options of a stream. ``include_obfuscation``: events are padded to hide the length of their text."""
+    """Options of a stream. ``include_obfuscation``: events are padded to hide the length of their text.
+
+    ``continuous_usage_stats``: each event has the usage so far, as vLLM's.
+    """
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The format of the answer's text."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-    schema: dict[str, Any] | None = None
-
-    def answer_schema(self) -> Any:
-        """The JSON schema that the answer must match, None for any text. Raises ApiError 400."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return self.schema or {"type": "object"}
-        schema = (self.json_schema or {}).get("schema", self.schema)
-        if schema is None:
-            raise ApiError(
-                400, "response_format: json_schema needs a schema", "response_format.json_schema.schema"
-            )
-        return schema
+    continuous_usage_stats: bool | None = None
 
 
 class Streamed(Sampling, kw_only=True):
@@ -64,57 +31,31 @@ class Streamed(Sampling, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    # Accepted with the only value that holds here: see _ONLY.
-    no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
-    return_hidden_states: bool | None = None
-    id_slot: int | None = None
-    timings_per_token: bool | None = None
-    return_tokens: bool | None = None
-    post_sampling_probs: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     return_progress: bool | None = None  # of llama-server: a stream tells how much of the prompt is computed
-    # The format of the text, as OpenAI's API and as llama-server name it.
-    response_format: ResponseFormat | None = None
-    json_schema: dict[str, Any] | str | None = None
+    user: Annotated[str | None, Unused()] = None
 
     def check(self) -> None:
-        """Raises ApiError 400 for values that this server does not support, and for stream options without a stream.
-
-        An explicit ``"stream": false`` allows these.
-        """
-        for name, only in _ONLY.items():
-            if getattr(self, name, None) not in (None, only):
-                given = getattr(self, name)
-                raise ApiError(
-                    400, f"{name} is {_json(given)}; leave it out, or set it to {_json(only)}", name
-                )
+        """Raises ApiError 400 for stream options without a stream; an explicit ``"stream": false`` allows them."""
         if self.stream is None and self.stream_options is not None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
 
     @property
     def wants_usage(self) -> bool:
         """Whether the stream ends with an event that holds the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        options = self.stream_options
+        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Whether each event of the stream holds the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def is_padded(self) -> bool:
         """Whether events are padded."""
         return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
-
-    def answer_schema(self) -> Any:
-        """The JSON schema in ``response_format``; None for any text. Raises ApiError 400."""
-        if self.response_format is None:
-            return None
-        schema = self.response_format.answer_schema()
-        other = next((name for name in CONSTRAINTS if getattr(self, name, None) is not None), None)
-        if schema is not None and other is not None:
-            raise ApiError(400, f"response_format and {other} are both given; give one of them", other)
-        return schema
-
-    def unused(self) -> tuple[str, ...]:
-        """The given options that have no effect on this server."""
-        return ("user",) if self.user is not None else ()
 
 
 def token_limit(**given: int | None) -> int | None:
@@ -125,14 +66,11 @@ def token_limit(**given: int | None) -> int | None:
     return min((limit for limit in given.values() if limit is not None and limit >= 0), default=None)
 
 
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
-
-
 class CompletionRequest(Streamed, kw_only=True):
     """``POST /v1/completions``.
 
     ``add_special_tokens``, ``parse_special``: as in ``Model.tokenize``; both are true by default.
+    ``truncate_prompt_tokens``: use the last so many tokens of each prompt.
     """
 
     prompt: Prompt
@@ -140,13 +78,21 @@ class CompletionRequest(Streamed, kw_only=True):
     max_tokens: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_embeds: Annotated[Any, Only(instead="give text or token ids")] = None
 
 
 class ChatRequest(Streamed, kw_only=True):
-    """``POST /v1/chat/completions``. ``chat_template_kwargs``: further variables of the template."""
+    """``POST /v1/chat/completions``.
+
+    ``chat_template_kwargs``: further variables of the template; ``documents`` is one of them. ``truncation``: "auto"
+    drops the oldest turns of a conversation that is too long. ``continue_final_message``: the answer continues the last
+    message. ``include_reasoning``: false leaves the reasoning out of the answer.
+    """
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
@@ -159,45 +105,45 @@ class ChatRequest(Streamed, kw_only=True):
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    # OpenAI's, for what a hosted service does: storage, billing, moderation, search, sound.
+    modalities: Annotated[list[str] | None, Only(["text"], instead=_NO_AUDIO)] = None
+    audio: Annotated[dict[str, Any] | None, Unused({})] = None
+    metadata: Annotated[dict[str, Any] | None, Unused({})] = None
+    moderation: Annotated[dict[str, Any] | None, Unused()] = None
+    prediction: Annotated[dict[str, Any] | None, Unused()] = None
+    prompt_cache_key: Annotated[str | None, Unused()] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, Unused({})] = None
+    prompt_cache_retention: Annotated[str | None, Unused()] = None
+    safety_identifier: Annotated[str | None, Unused()] = None
+    service_tier: Annotated[str | None, Unused("auto", "default")] = None
+    store: Annotated[bool | None, Unused(False)] = None
+    verbosity: Annotated[str | None, Unused()] = None
+    web_search_options: Annotated[dict[str, Any] | None, Unused()] = None
+    # vLLM's, SGLang's and llama-server's.
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    separate_reasoning: bool | None = None
-    stream_reasoning: bool | None = None
-    # No effect on this server: a hosted service uses these for storage, billing, moderation or search.
-    audio: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    moderation: dict[str, Any] | None = None
-    prediction: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    verbosity: str | None = None
-    web_search_options: dict[str, Any] | None = None
-
-    def unused(self) -> tuple[str, ...]:
-        """The given options that have no effect on this server."""
-        return tuple(name for name in _HOSTED if getattr(self, name) is not None)
-
-
-_HOSTED = (
-    "user",
-    "audio",
-    "metadata",
-    "moderation",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "verbosity",
-    "web_search_options",
-)
+    include_reasoning: bool | None = None
+    separate_reasoning: Annotated[bool | None, Only(True)] = None
+    stream_reasoning: Annotated[bool | None, Only(True)] = None
+    echo: Annotated[bool | None, Only(False, instead="the client has the messages")] = None
+    add_special_tokens: Annotated[bool | None, Only(False, instead="the template writes them")] = None
+    chat_template: Annotated[
+        str | None, Only(instead="the operator sets it: llamapipe serve --chat-template")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, Only(instead="/v1/completions has it; /apply-template writes the prompt")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, Only(-1, instead='truncation: "auto" drops the oldest turns')
+    ] = None
+    thinking_token_budget: Annotated[int | None, Only(-1, instead="max_tokens limits the whole answer")] = (
+        None
+    )
+    mm_processor_kwargs: Annotated[Any, Unused({})] = None
+    media_io_kwargs: Annotated[Any, Unused({})] = None
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -207,8 +153,10 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    user: str | None = None
     truncate: bool = False
+    user: Annotated[str | None, Unused()] = None
+    priority: Annotated[int | None, Only(0)] = None
+    truncate_prompt_tokens: Annotated[int | None, Only(instead="give truncate: true")] = None
 
 
 class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -220,3 +168,4 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_n: int | None = None
     return_documents: bool = False
     truncate: bool = False
+    priority: Annotated[int | None, Only(0)] = None

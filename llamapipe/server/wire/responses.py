@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from llamapipe.arguments import did_you_mean
 from llamapipe.server.errors import ApiError
-from llamapipe.server.wire.openai import StreamOptions
+from llamapipe.server.wire.fields import Only, Unused
+from llamapipe.server.wire.tools import ClientName, Tools, custom_arguments, qualified
 
 Message = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
-# Options that need answers to be stored, or a service that runs tools and jobs by itself.
-_STATEFUL = ("previous_response_id", "conversation", "prompt", "context_management")
+# Further parts of an answer that clients may ask for: of hosted tools, which do not run here, and of what is stored.
+_INCLUDABLE = (
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+)
+_STATELESS = Only(instead="this server stores no answers; send the whole input")
+# Items of an input that say what a hosted tool did, without its result.
+_HOSTED_ITEMS = (
+    "web_search_call",
+    "file_search_call",
+    "image_generation_call",
+    "code_interpreter_call",
+    "mcp_list_tools",
+    "compaction_trigger",
+)
 
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``effort`` is given to the template; the rest has no effect here."""
+    """``effort`` is given to the template."""
 
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Annotated[str | None, Unused()] = None
+    generate_summary: Annotated[str | None, Unused()] = None
+    context: Annotated[str | None, Unused("auto", "all_turns")] = None
+    mode: Annotated[str | None, Unused("standard")] = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True):
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The format of the answer's text. ``strict`` has no effect: a schema always holds."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -35,10 +57,17 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The format of the answer's text; ``verbosity`` has no effect here."""
+    """The format of the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Annotated[str | None, Unused("medium")] = None
+
+
+class ResponseStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of a stream."""
+
+    include_obfuscation: Annotated[bool | None, Unused(False)] = None
+    include_usage: Annotated[bool | None, Only(instead="the last event of this API has the usage")] = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -50,10 +79,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -62,103 +87,80 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    # OpenAI's, for what a hosted service does: storage, jobs, billing, moderation.
+    previous_response_id: Annotated[str | None, _STATELESS] = None
+    conversation: Annotated[str | dict[str, Any] | None, _STATELESS] = None
+    prompt: Annotated[dict[str, Any] | None, _STATELESS] = None
+    background: Annotated[bool | None, Only(False, instead="this server answers at once")] = None
+    background_options: Annotated[dict[str, Any] | None, Unused({})] = None
+    context_management: Annotated[list[dict[str, Any]] | None, Unused([])] = None
+    access_programs: Annotated[dict[str, Any] | None, Unused({})] = None
+    client_metadata: Annotated[dict[str, Any] | None, Unused({})] = None
+    image: Annotated[dict[str, Any] | None, Unused({})] = None
+    max_tool_calls: Annotated[int | None, Unused()] = None
+    metadata: Annotated[dict[str, Any] | None, Unused({})] = None
+    moderation: Annotated[dict[str, Any] | None, Unused()] = None
+    prompt_cache_key: Annotated[str | None, Unused()] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, Unused({})] = None
+    prompt_cache_retention: Annotated[str | None, Unused()] = None
+    safety_identifier: Annotated[str | None, Unused()] = None
+    service_tier: Annotated[str | None, Unused("auto", "default")] = None
+    store: Annotated[bool | None, Unused(False)] = None
+    user: Annotated[str | None, Unused()] = None
+    # vLLM's and llamapipe's own.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Accepted with the only value that holds here.
-    priority: int | None = None
-    background: bool | None = None
-    truncation: str | None = None
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
-    context_management: list[dict[str, Any]] | None = None
-    # No effect on this server: a hosted service uses these for storage, billing or moderation.
-    max_tool_calls: int | None = None
-    metadata: dict[str, Any] | None = None
-    moderation: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    user: str | None = None
+    priority: Annotated[int | None, Only(0)] = None
+    request_id: Annotated[str | None, Unused()] = None
 
     def unused(self) -> tuple[str, ...]:
-        """The given options that have no effect on this server."""
-        names = [name for name in _HOSTED if getattr(self, name) is not None]
-        for field, inner in (
-            ("reasoning", "summary"),
-            ("reasoning", "generate_summary"),
-            ("text", "verbosity"),
-        ):
-            if getattr(getattr(self, field), inner, None) is not None:
-                names.append(f"{field}.{inner}")
-        if self.stream_options is not None and self.stream_options.include_obfuscation:
-            names.append("stream_options.include_obfuscation")
-        return tuple(names)
+        """What the request asks for and has no effect, besides fields. Raises ApiError 400 for an unknown value."""
+        asked = [one for one in self.include or () if one != LOGPROBS]
+        for one in asked:
+            if one not in _INCLUDABLE:
+                known = (LOGPROBS, *_INCLUDABLE)
+                raise ApiError(400, f"include: {one!r} is unknown{did_you_mean(one, known)}", "include")
+        items: Sequence[Mapping[str, Any]] = () if isinstance(self.input, str) else self.input
+        hosted = [kind for kind in _HOSTED_ITEMS if any(item.get("type") == kind for item in items)]
+        return (*(f"include.{one}" for one in asked), *(f"input.{kind}" for kind in hosted))
 
     def check(self) -> None:
-        """Raises ApiError 400 for what a server without storage cannot do."""
-        for name in _STATEFUL:
-            if getattr(self, name) is not None:
-                raise ApiError(
-                    400, f"{name} is not supported: this server stores no answers; send the whole input", name
-                )
-        if self.priority:
-            raise ApiError(400, f"priority is {self.priority}; only 0 is supported", "priority")
-        if self.background:
-            raise ApiError(400, "background is not supported: this server answers at once", "background")
-        if self.truncation not in (None, "disabled"):
-            raise ApiError(
-                400,
-                f"truncation is {self.truncation!r}; only 'disabled' is supported: shorten the input",
-                "truncation",
-            )
-        unknown = [one for one in self.include or () if one != LOGPROBS]
-        if unknown:
-            raise ApiError(400, f"include may only hold {LOGPROBS!r}, not {unknown[0]!r}", "include")
+        """Raises ApiError 400 for stream options without a stream."""
         if self.stream_options is not None and self.stream is None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
-        if self.stream_options is not None and self.stream_options.include_usage is not None:
-            raise ApiError(
-                400,
-                "include_usage is not an option of this API: the last event has the usage",
-                "stream_options",
-            )
 
 
-_HOSTED = (
-    "max_tool_calls",
-    "metadata",
-    "moderation",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
+def messages_of(request: ResponsesRequest, tools: Tools) -> list[Message]:
+    """The conversation, the instructions first. Raises ApiError, which names the place.
 
-
-def messages_of(request: ResponsesRequest) -> list[Message]:
-    """The conversation, the instructions first. Raises ApiError 400, which names the place."""
+    ``tools``: their names tell how the model knows the tools that were called.
+    """
     made: list[Message] = []
     if request.instructions is not None:
         made.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*made, {"role": "user", "content": request.input}]
     for index, item in enumerate(request.input):
-        _add(made, f"input.{index}", item)
+        _add(made, f"input.{index}", item, tools)
     if not made:
         raise ApiError(400, "input is empty; give text or at least one item", "input")
     return made
 
 
-def _add(made: list[Message], place: str, item: Mapping[str, Any]) -> None:
+def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools) -> None:
     """Adds an item. Reasoning, text and calls of one answer become one message."""
-    kind = item.get("type", "message")
+    kind = item.get("type")
+    if kind is None:  # the API lets messages and references leave it out
+        kind = "item_reference" if "id" in item and "role" not in item else "message"
     if kind == "message":
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
@@ -176,15 +178,36 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any]) -> None:
         parts = item.get("content") or item.get("summary") or []
         message = _answer(made)
         message["reasoning_content"] = message.get("reasoning_content", "") + _text(f"{place}.content", parts)
-    elif kind == "function_call":
-        function = {"name": _string(place, item, "name"), "arguments": _string(place, item, "arguments")}
+    elif kind in ("function_call", "custom_tool_call"):
+        if kind == "custom_tool_call":
+            arguments = custom_arguments(_string(place, item, "input"))
+        else:
+            arguments = _string(place, item, "arguments")
+        function = {"name": _name(place, item, tools), "arguments": arguments}
         call = {"id": _string(place, item, "call_id"), "type": "function", "function": function}
         _answer(made).setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         text = _text(f"{place}.output", item.get("output"))
         made.append({"role": "tool", "tool_call_id": _string(place, item, "call_id"), "content": text})
-    else:
+    elif kind == "item_reference":
+        raise ApiError(
+            404,
+            f"{place}: the item {item.get('id')!r} is not here: this server stores no answers; send the item itself "
+            "(clients do with store: false)",
+            f"{place}.id",
+            "not_found",
+        )
+    elif kind not in _HOSTED_ITEMS:
         raise ApiError(400, f"{place} has the type {kind!r}, which is not supported here", f"{place}.type")
+
+
+def _name(place: str, item: Mapping[str, Any], tools: Tools) -> str:
+    """The name by which the model knows the tool that an item calls."""
+    name, namespace = _string(place, item, "name"), item.get("namespace")
+    for flat, known in tools.names.items():
+        if known == ClientName(name, namespace, known.is_custom):
+            return flat
+    return qualified(name, namespace) if isinstance(namespace, str) else name
 
 
 def _answer(made: list[Message]) -> Message:
@@ -202,6 +225,9 @@ def _text(place: str, content: Any) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "refusal":
+            texts.append(_string(f"{place}.{i}", part, "refusal"))
+            continue
         if kind not in ("input_text", "output_text", "reasoning_text", "summary_text", "text"):
             raise ApiError(
                 400, f"{place}.{i} has the type {kind!r}; this server reads text only", f"{place}.{i}.type"
@@ -215,37 +241,3 @@ def _string(place: str, item: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise ApiError(400, f"{place}: {key} must be text", f"{place}.{key}")
     return value
-
-
-def tools_of(request: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any]]:
-    """The tools and the choice among them, as for chat completions. Raises ApiError 400."""
-    tools = []
-    for i, tool in enumerate(request.tools or ()):
-        if tool.get("type") != "function":
-            raise ApiError(
-                400,
-                f"tools.{i} has the type {tool.get('type')!r}; only functions, which the client runs, are supported",
-                f"tools.{i}.type",
-            )
-        function = {
-            key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None
-        }
-        tools.append({"type": "function", "function": function})
-    choice = request.tool_choice
-    if isinstance(choice, dict):
-        if choice.get("type") != "function":
-            raise ApiError(
-                400,
-                f"tool_choice has the type {choice.get('type')!r}; it may be 'function'",
-                "tool_choice.type",
-            )
-        choice = _string("tool_choice", choice, "name")
-    elif choice not in (None, "auto", "none", "required"):
-        raise ApiError(
-            400,
-            f"tool_choice is {choice!r}; it may be 'auto', 'none', 'required' or a function",
-            "tool_choice",
-        )
-    if not tools and choice not in (None, "auto", "none"):
-        raise ApiError(400, "tool_choice asks for a call, but there are no tools", "tool_choice")
-    return tools or None, choice or ("auto" if tools else "none")

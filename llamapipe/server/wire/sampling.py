@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import msgspec
+from typing import Annotated, Any
 
 from llamapipe.engine.params import SamplingParams
 from llamapipe.server.errors import ApiError
+from llamapipe.server.wire.constraints import Constrained
+from llamapipe.server.wire.fields import Only, Unused
 
 _ID_DIGITS = 10  # of a token id, which has 32 bits
 _MOST_CHARACTERS = 65_536  # of all texts of one option
@@ -17,7 +17,7 @@ _MOST_TEXTS = {"stop": 1024, "bad_words": 1024, "dry_sequence_breakers": 64}
 Tokenize = Callable[[str], list[int]]
 
 
-class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Sampling(Constrained, kw_only=True):
     """Options that every text route accepts; None: the default of ``SamplingParams``."""
 
     temperature: float | None = None
@@ -55,11 +55,42 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    grammar: str | None = None
-    regex: str | None = None
-    lark: str | None = None
     n: int | None = None
     cache_prompt: bool | None = None  # llama-server's name of ``cache``
+    cache_salt: str | None = None
+    priority: Annotated[int | None, Only(0)] = None
+    # vLLM's and SGLang's.
+    length_penalty: Annotated[float | None, Only(1.0, 1, 0.0, 0)] = None  # of beam search
+    use_beam_search: Annotated[bool | None, Only(False)] = None
+    stop_regex: Annotated[Any, Only([], "", instead="give stop, or a regex that ends there")] = None
+    include_stop_str_in_output: Annotated[bool | None, Only(False)] = None
+    no_stop_trim: Annotated[bool | None, Only(False)] = None
+    skip_special_tokens: Annotated[
+        bool | None, Only(True, instead="control tokens have no text; return_token_ids has their ids")
+    ] = None
+    spaces_between_special_tokens: Annotated[bool | None, Only(True, False)] = None
+    logits_processors: Annotated[Any, Only([], instead="give logit_bias or allowed_token_ids")] = None
+    custom_logit_processor: Annotated[Any, Only(instead="give logit_bias or allowed_token_ids")] = None
+    custom_params: Annotated[Any, Only({})] = None
+    lora_path: Annotated[Any, Only()] = None
+    session_params: Annotated[Any, Only({})] = None
+    vllm_xargs: Annotated[Any, Only({})] = None
+    return_hidden_states: Annotated[bool | None, Only(False)] = None
+    return_routed_experts: Annotated[bool | None, Only(False)] = None
+    return_cached_tokens_details: Annotated[bool | None, Unused(False)] = None
+    request_id: Annotated[str | None, Unused()] = None
+    rid: Annotated[Any, Unused()] = None
+    kv_transfer_params: Annotated[Any, Unused({})] = None
+    bootstrap_host: Annotated[Any, Only()] = None
+    bootstrap_port: Annotated[Any, Only()] = None
+    bootstrap_room: Annotated[Any, Only()] = None
+    data_parallel_rank: Annotated[Any, Unused()] = None
+    extra_key: Annotated[Any, Only(instead="give cache_salt")] = None
+    # llama-server's, with the only value that holds here.
+    id_slot: Annotated[int | None, Only(-1)] = None
+    timings_per_token: Annotated[bool | None, Only(False)] = None
+    return_tokens: Annotated[bool | None, Only(False, instead="return_token_ids returns them")] = None
+    post_sampling_probs: Annotated[bool | None, Only(False)] = None
 
     def params(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
         """The options as ``SamplingParams``; ``more``: further fields of it.
@@ -76,6 +107,11 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             values["repeat_penalty"] = self.repetition_penalty
         if self.cache_prompt is not None:
             values["cache"] = self.cache_prompt
+        constraint = self.constraint()
+        if constraint is not None:
+            values[constraint.name] = constraint.value
+        if self.cache_salt is not None and "cache_salt" not in SamplingParams.__dataclass_fields__:
+            values["cache"] = False
         if self.seed is not None and self.seed != -1:
             values["seed"] = self.seed % 2**64
         if self.logit_bias is not None:
@@ -88,7 +124,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 _SAME_NAME = [
     name
     for name in Sampling.__struct_fields__
-    if name in SamplingParams.__dataclass_fields__ and name not in ("seed", "logit_bias")
+    if name in SamplingParams.__dataclass_fields__
+    and name not in ("seed", "logit_bias", "priority", *Constrained.__struct_fields__)
 ]
 
 

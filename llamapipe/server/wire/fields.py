@@ -1,0 +1,120 @@
+"""What the server does with each field of a request: one table for each API, which is the type of its requests.
+
+A field is honoured unless its annotation says otherwise::
+
+    class ChatRequest(...):
+        temperature: float | None = None                         # honoured
+        store: Annotated[bool | None, Unused(False)] = None      # accepted, and named in x-llamapipe-unused
+        echo: Annotated[bool | None, Only(False)] = None         # refused with another value
+
+Null is accepted everywhere and means that the field is left out. A field that the type does not have is refused, unless
+it is null. ``docs/guides/server.md`` has the same tables; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from llamapipe.server.errors import ApiError
+
+
+@dataclass(frozen=True, init=False)
+class Unused:
+    """The field asks for nothing that the answer depends on. Values in ``neutral`` are those of no request at all.
+
+    Any other value is accepted, and the header ``x-llamapipe-unused`` names the field; with ``--strict`` it is refused.
+    """
+
+    neutral: tuple[Any, ...]
+
+    def __init__(self, *neutral: Any) -> None:
+        object.__setattr__(self, "neutral", neutral)
+
+
+@dataclass(frozen=True, init=False)
+class Only:
+    """The field is accepted with the values in ``neutral``, which ask for what the server does anyway.
+
+    Any other value is refused. ``instead``: what to do then; by default, to leave the field out.
+    """
+
+    neutral: tuple[Any, ...]
+    instead: str
+
+    def __init__(self, *neutral: Any, instead: str = "") -> None:
+        object.__setattr__(self, "neutral", neutral)
+        object.__setattr__(self, "instead", instead)
+
+
+Fate = Unused | Only | None  # None: the field is honoured
+
+
+@cache
+def fates(kind: type[msgspec.Struct]) -> dict[str, Fate]:
+    """The fate of each field of a request type, by its name in JSON, in the order of the type."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {one.encode_name: _fate(hints[one.name]) for one in msgspec.structs.fields(kind)}
+
+
+def _fate(hint: Any) -> Fate:
+    marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((mark for mark in marks if isinstance(mark, (Unused, Only))), None)
+
+
+@cache
+def inner_types(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """The fields of a request type that hold an object with fields of their own."""
+    hints = get_type_hints(kind)
+    found = {}
+    for one in msgspec.structs.fields(kind):
+        for part in (hints[one.name], *get_args(hints[one.name])):
+            if isinstance(part, type) and issubclass(part, msgspec.Struct):
+                found[one.encode_name] = part
+    return found
+
+
+def unused(request: msgspec.Struct) -> tuple[str, ...]:
+    """The given fields that have no effect. Raises ApiError 400 for a field with a value that is refused."""
+    return tuple(_unused(request, ""))
+
+
+def _unused(request: msgspec.Struct, place: str) -> Iterator[str]:
+    for name, fate in fates(type(request)).items():
+        if fate is None:
+            continue
+        value = getattr(request, name)
+        if value is None or any(value == one and type(value) is type(one) for one in fate.neutral):
+            continue
+        if isinstance(fate, Only):
+            raise ApiError(400, f"{place}{name} {_refusal(value, fate)}", f"{place}{name}")
+        yield f"{place}{name}"
+    for name in inner_types(type(request)):
+        value = getattr(request, name)
+        if isinstance(value, msgspec.Struct):
+            yield from _unused(value, f"{place}{name}.")
+
+
+_MOST_SHOWN = 60  # characters of a refused value
+
+
+def _refusal(value: object, fate: Only) -> str:
+    shown = msgspec.json.encode(value).decode()
+    if len(shown) > _MOST_SHOWN:
+        shown = shown[:_MOST_SHOWN] + "…"
+    allowed = " or ".join(msgspec.json.encode(one).decode() for one in fate.neutral)
+    if not allowed:
+        return f"is not supported: {fate.instead or 'leave it out'}"
+    return f"is {shown}; leave it out, or set it to {allowed}{fate.instead and f': {fate.instead}'}"
+
+
+def without_nulls(value: Any, kind: Any) -> Any:
+    """A decoded body without the null fields of objects that have a type here; free JSON stays as it is."""
+    if not isinstance(value, dict) or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return value
+    inner = inner_types(kind)
+    return {name: without_nulls(one, inner.get(name)) for name, one in value.items() if one is not None}

@@ -1,0 +1,287 @@
+"""The tools of a request: as the functions that the model sees, and the names by which the client knows their calls.
+
+Chat completions and the Responses API define tools in different forms: ``{"type": "function", "function": {…}}`` and
+``{"type": "function", …}``. What they can hold is the same:
+
+- a function is given to the model as it is;
+- a custom tool takes free text. The model sees a function with one parameter, ``input``;
+- a namespace holds functions and custom tools. The model sees them by their own name, or by ``namespace__name`` where
+  two tools share one. A call is answered with the name and the namespace;
+- a hosted tool, such as ``web_search``, is one that only OpenAI's service or an editor's own client can run. The model
+  does not see it, and the header ``x-llamapipe-unused`` names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from llamapipe.arguments import did_you_mean
+from llamapipe.server.errors import ApiError
+
+_HOSTED = (
+    "web_search",
+    "web_search_preview",
+    "file_search",
+    "computer",
+    "computer_use",
+    "computer_use_preview",
+    "code_interpreter",
+    "image_generation",
+    "mcp",
+    "local_shell",
+    "shell",
+    "apply_patch",
+    "tool_search",
+    "programmatic_tool_calling",
+)
+_KINDS = ("function", "custom", "namespace", *_HOSTED)
+_KEYS = {
+    "function": {"name", "description", "parameters", "strict"},
+    "custom": {"name", "description", "format"},
+}
+_UNUSED_KEYS = ("output_schema", "defer_loading", "allowed_callers", "async", "cache_control")
+_MOST_CHARACTERS = 64  # of a tool's name
+_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+class ClientName(NamedTuple):
+    """How a client knows a tool."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+class Tools(NamedTuple):
+    """The tools of a request.
+
+    ``functions``: for the engine, None if there are none; ``choice``: the engine's ``tool_choice``. ``names``: how the
+    client knows each function. ``unused``: hosted tools and options without effect, for the header.
+    """
+
+    functions: list[dict[str, Any]] | None
+    choice: str | dict[str, Any]
+    names: dict[str, ClientName]
+    unused: tuple[str, ...]
+
+    def known(self, name: str) -> ClientName:
+        """How the client knows the tool that the model calls ``name``."""
+        return self.names.get(name) or ClientName(name)
+
+
+def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bool) -> Tools:
+    """The tools and the choice among them. Raises ApiError 400.
+
+    ``is_flat``: they have the form of the Responses API.
+    """
+    found: list[tuple[ClientName, dict[str, Any]]] = []
+    unused: list[str] = []
+    for place, namespace, tool in _all(given or ()):
+        kind = tool.get("type")
+        if kind in ("function", "custom"):
+            found.append(_function(place, namespace, tool, is_flat or namespace is not None, unused))
+        elif isinstance(kind, str) and (name := _hosted(kind)):
+            unused.append(name)
+        else:
+            hint = did_you_mean(kind, _KINDS) if isinstance(kind, str) else ""
+            raise ApiError(
+                400, f"{place} has the type {kind!r}; it may be function, custom or namespace{hint}", "tools"
+            )
+    plain = [known.name for known, _ in found]
+    names: dict[str, ClientName] = {}
+    functions = []
+    for known, function in found:
+        name = known.name if plain.count(known.name) == 1 else qualified(known.name, known.namespace)
+        if name in names:
+            raise ApiError(400, f"tools: there are two tools called {name!r}", "tools")
+        names[name] = known
+        functions.append({"type": "function", "function": {**function, "name": name}})
+    made = Tools(functions or None, "auto", names, tuple(f"tools.{one}" for one in dict.fromkeys(unused)))
+    return made._replace(choice=_choice(choice, made, is_flat))
+
+
+def qualified(name: str, namespace: str | None) -> str:
+    """The name of a tool that shares its own with another one, at most 64 characters."""
+    if namespace is None:
+        return name
+    full = f"{namespace}__{name}"
+    if len(full) <= _MOST_CHARACTERS:
+        return full
+    return f"{full[: _MOST_CHARACTERS - 9]}_{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+
+
+def _all(
+    given: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
+    """Each tool with its place and namespace. The first one of a namespace gets its description."""
+    for i, tool in enumerate(given):
+        if tool.get("type") != "namespace":
+            yield f"tools.{i}", None, tool
+            continue
+        name, inner = tool.get("name"), tool.get("tools")
+        if not isinstance(name, str) or not isinstance(inner, list):
+            raise ApiError(400, f"tools.{i}: a namespace needs a name and a list of tools", f"tools.{i}")
+        about = tool.get("description")
+        for j, one in enumerate(inner):
+            if not isinstance(one, Mapping):
+                raise ApiError(400, f"tools.{i}.tools.{j} must be an object", f"tools.{i}.tools.{j}")
+            changed = {}
+            if j == 0 and isinstance(about, str) and about:
+                changed["description"] = f"{one.get('description') or ''}\n\n{name}: {about}".strip()
+            yield f"tools.{i}.tools.{j}", name, {**one, **changed}
+
+
+def _hosted(kind: str) -> str | None:
+    """The name of a hosted tool, without the date that some types have at their end; None for another type."""
+    base = kind.rstrip("0123456789_")
+    return base if base in _HOSTED else None
+
+
+def _function(
+    place: str, namespace: str | None, tool: Mapping[str, Any], is_flat: bool, unused: list[str]
+) -> tuple[ClientName, dict[str, Any]]:
+    """A function or a custom tool, as a function for the model."""
+    kind = str(tool["type"])
+    inner = tool if is_flat else tool.get(kind)
+    if not isinstance(inner, Mapping):
+        raise ApiError(
+            400, f'{place} must have the form {{"type": "{kind}", "{kind}": {{"name": ...}}}}', "tools"
+        )
+    own = {"type"} if inner is tool else {"type", kind}
+    for one, known in ((tool, own | _KEYS[kind] if inner is tool else own), (inner, _KEYS[kind] | own)):
+        for key in one.keys() - known:
+            if one[key] is None or one[key] is False:
+                continue
+            if key not in _UNUSED_KEYS:
+                raise ApiError(400, f"{place}: unknown key {key!r}{did_you_mean(key, known)}", "tools")
+            unused.append(key)
+    name, about = inner.get("name"), inner.get("description")
+    if not isinstance(name, str):
+        raise ApiError(400, f"{place}: a tool's name must be text", "tools")
+    if about is not None and not isinstance(about, str):
+        raise ApiError(400, f"{place}: the description of {name!r} must be text", "tools")
+    if kind == "custom":
+        syntax = inner.get("format")
+        if isinstance(syntax, Mapping) and isinstance(syntax.get("definition"), str):
+            # The grammar cannot be followed inside a JSON string. So the model is told.
+            about = f"{about or ''}\n\nThe input follows this grammar:\n{syntax['definition']}".strip()
+        return ClientName(name, namespace, True), {"description": about or "", "parameters": _INPUT}
+    parameters = inner.get("parameters")
+    if parameters is not None and not isinstance(parameters, (dict, bool)):
+        raise ApiError(400, f"{place}: the parameters of {name!r} must be a JSON schema", "tools")
+    made = {key: inner[key] for key in ("description", "parameters") if inner.get(key) is not None}
+    if inner.get("strict") is True:
+        made["strict"] = True
+    return ClientName(name, namespace), made
+
+
+# ---- the choice
+def _choice(given: Any, tools: Tools, is_flat: bool) -> str | dict[str, Any]:
+    """The engine's ``tool_choice``. Raises ApiError 400."""
+    if given is None:
+        return "auto" if tools.functions else "none"
+    if isinstance(given, str):
+        if given not in ("auto", "none", "required") and not (given in tools.names and not is_flat):
+            raise ApiError(
+                400,
+                f"tool_choice is {given!r}; it may be 'auto', 'none', 'required' or an object that names a tool",
+                "tool_choice",
+            )
+        if given == "auto" and not tools.functions:
+            return "none"
+        made: str | dict[str, Any] = given
+    elif isinstance(given, Mapping):
+        made = _named_choice(given, tools, is_flat)
+    else:
+        raise ApiError(400, "tool_choice must be text or an object", "tool_choice")
+    if made != "none" and not tools.functions:
+        left_out = f"; {', '.join(tools.unused)} cannot be run here" if tools.unused else ""
+        raise ApiError(400, f"tool_choice asks for a call, but there are no tools{left_out}", "tool_choice")
+    return made
+
+
+def _named_choice(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> str | dict[str, Any]:
+    kind = given.get("type")
+    if kind in ("auto", "none", "required", "any"):  # the form of other servers
+        return "required" if kind == "any" else str(kind)
+    if kind == "allowed_tools":
+        inner = given if is_flat else given.get("allowed_tools")
+        mode = inner.get("mode") if isinstance(inner, Mapping) else None
+        if mode not in ("auto", "required"):
+            raise ApiError(
+                400, f"tool_choice: mode is {mode!r}; it may be 'auto' or 'required'", "tool_choice.mode"
+            )
+        listed = inner.get("tools") if isinstance(inner, Mapping) else None
+        if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
+            raise ApiError(400, "tool_choice: tools must be a list of tools", "tool_choice.tools")
+        allowed: list[str] = []
+        for one in listed:
+            if _hosted(str(one.get("type"))) is None:
+                allowed += _chosen(one, tools, is_flat)
+        if not allowed:
+            if mode == "auto":
+                return "none"
+            raise ApiError(400, "tool_choice asks for a call, but allows no tool", "tool_choice.tools")
+        functions = [{"type": "function", "function": {"name": name}} for name in allowed]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+    if isinstance(kind, str) and _hosted(kind):
+        raise ApiError(
+            400, f"tool_choice asks for the tool {kind!r}, which cannot be run here", "tool_choice.type"
+        )
+    if kind not in ("function", "custom"):
+        raise ApiError(
+            400,
+            f"tool_choice has the type {kind!r}; it may be 'function', 'custom' or 'allowed_tools'",
+            "tool_choice.type",
+        )
+    return _chosen(given, tools, is_flat)[0]
+
+
+def _chosen(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> list[str]:
+    """The functions that an object names; several, if it names a namespace. Raises ApiError 400."""
+    kind = given.get("type")
+    inner = given if is_flat else given.get(str(kind))
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    space = inner.get("namespace") if isinstance(inner, Mapping) else None
+    if not isinstance(name, str):
+        raise ApiError(400, f"tool_choice: the type {kind!r} needs a name", "tool_choice.name")
+    if kind == "namespace":
+        found = [flat for flat, known in tools.names.items() if known.namespace == name]
+    else:
+        found = [
+            flat
+            for flat, known in tools.names.items()
+            if known.name == name and space in (None, known.namespace)
+        ]
+    if not found:
+        names = [known.name for known in tools.names.values()]
+        raise ApiError(
+            400,
+            f"tool_choice names {name!r}; the tools are {', '.join(map(repr, names)) or 'none'}"
+            f"{did_you_mean(name, names)}",
+            "tool_choice",
+        )
+    return found
+
+
+# ---- calls
+def custom_input(arguments: str) -> str:
+    """The text for a custom tool, from the arguments that the model wrote. Arguments that were cut stay as they are."""
+    try:
+        text = json.loads(arguments)["input"]
+    except (ValueError, KeyError, TypeError):
+        return arguments
+    return text if isinstance(text, str) else arguments
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments that the model wrote for a text of a custom tool."""
+    return json.dumps({"input": text}, ensure_ascii=False)

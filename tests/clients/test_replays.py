@@ -1,0 +1,540 @@
+"""What client programs send, in our words: each request that a client's program made is answered, not refused.
+
+The programs themselves run in ``nox -s agents``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.chat_templates import template
+from support.scripted_model import scripted_model
+
+import llamapipe as lp
+from llamapipe.server import ServerSettings, serve
+
+UNUSED = "x-llamapipe-unused"
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 4, "temperature": 0}
+TEXT: dict[str, Any] = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+SHELL: dict[str, Any] = {
+    "type": "object",
+    "properties": {"cmd": {"type": "string"}},
+    "required": ["cmd"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=512, n_seq_max=2) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine: lp.Engine) -> Iterator[httpx.Client]:
+    with (
+        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def strict(engine: lp.Engine) -> Iterator[httpx.Client]:
+    with (
+        serve(engine, settings=ServerSettings(model_names=("demo",), strict=True)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+@contextmanager
+def saying(folder: Path, text: str) -> Iterator[httpx.Client]:
+    """A client of a server whose model knows tools and says ``text``."""
+    source = template("Qwen-Qwen3-0.6B").text
+    with (
+        lp.Model(scripted_model(folder / "said.gguf", text, (), source)) as model,
+        lp.Engine(model, n_ctx=8192) as engine,
+        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, without the last line of a chat's."""
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def ids(made: list[dict[str, Any]]) -> list[int]:
+    """The token ids of a stream's events."""
+    return [token for one in made for token in one["choices"][0]["token_ids"]]
+
+
+def call(name: str, arguments: dict[str, Any]) -> str:
+    said = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{said}\n</tool_call>"
+
+
+# ---- Codex 0.169
+CODEX: dict[str, Any] = {
+    "model": "demo",
+    "stream": True,
+    "input": [
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "developer",
+            "content": [
+                {"type": "input_text", "text": "You are"},
+                {"type": "input_text", "text": " a coder."},
+            ],
+        },
+        {"type": "message", "id": "msg_2", "role": "user", "content": [{"type": "input_text", "text": "Go"}]},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "exec_command",
+            "description": "Runs a command.",
+            "strict": False,
+            "parameters": SHELL,
+        },
+        {
+            "type": "namespace",
+            "name": "multi_agent_v1",
+            "description": "Tools for agents.",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": "spawn_agent",
+                    "description": "Starts one.",
+                    "strict": False,
+                    "parameters": SHELL,
+                }
+            ],
+        },
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "one",
+    "client_metadata": {"turn_id": "one"},
+}
+CODEX_UNUSED = (
+    "client_metadata, prompt_cache_key, reasoning.summary, include.reasoning.encrypted_content, "
+    "tools.web_search"
+)
+
+
+def test_codex_calls_a_function_and_sends_its_output(tmp_path: Path) -> None:
+    with saying(tmp_path, call("exec_command", {"cmd": "echo hi"})) as client:
+        answer = client.post("/v1/responses", json=CODEX)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers[UNUSED] == CODEX_UNUSED
+        made = events(answer)
+        assert made[-1]["type"] == "response.completed"
+        (item,) = made[-1]["response"]["output"]
+        assert (item["type"], item["name"], item.get("namespace")) == ("function_call", "exec_command", None)
+        assert json.loads(item["arguments"]) == {"cmd": "echo hi"}
+        back = [
+            {key: item[key] for key in ("type", "status", "name", "arguments", "call_id")},
+            {"type": "function_call_output", "id": "fco_1", "call_id": item["call_id"], "output": "hi\n"},
+        ]
+        again = client.post("/v1/responses", json={**CODEX, "input": [*CODEX["input"], *back]})
+        assert events(again)[-1]["type"] == "response.completed"
+
+
+def test_codex_calls_a_tool_of_a_namespace(tmp_path: Path) -> None:
+    with saying(tmp_path, call("spawn_agent", {"cmd": "a"})) as client:
+        answer = client.post("/v1/responses", json={**CODEX, "stream": False}).json()
+        (item,) = answer["output"]
+        assert (item["name"], item["namespace"]) == ("spawn_agent", "multi_agent_v1")
+        item.pop("status")
+        back = [item, {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}]
+        again = client.post(
+            "/v1/responses", json={**CODEX, "stream": False, "input": [*CODEX["input"], *back]}
+        )
+        assert again.status_code == 200, again.text
+
+
+def test_two_tools_with_one_name_in_two_namespaces(tmp_path: Path) -> None:
+    function = {"type": "function", "name": "run", "parameters": SHELL}
+    tools = [{"type": "namespace", "name": name, "description": "", "tools": [function]} for name in "ab"]
+    with saying(tmp_path, call("b__run", {"cmd": "a"})) as client:
+        answer = client.post("/v1/responses", json={**CODEX, "stream": False, "tools": tools}).json()
+    assert [(item["name"], item["namespace"]) for item in answer["output"]] == [("run", "b")]
+
+
+def test_a_custom_tool_gets_text(tmp_path: Path) -> None:
+    patch = {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Edits files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+    }
+    text = 'a "line"\nand another'
+    with saying(tmp_path, call("apply_patch", {"input": text})) as client:
+        given = {**CODEX, "tools": [patch], "tool_choice": {"type": "custom", "name": "apply_patch"}}
+        made = events(client.post("/v1/responses", json=given))
+        kinds = [one["type"] for one in made]
+        place = kinds.index("response.custom_tool_call_input.delta")
+        assert kinds[place + 1] == "response.custom_tool_call_input.done"
+        assert made[place]["delta"] == made[place + 1]["input"] == text
+        (item,) = made[-1]["response"]["output"]
+        assert (item["type"], item["input"]) == ("custom_tool_call", text)
+        back = [item, {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}]
+        again = client.post("/v1/responses", json={**given, "input": [*CODEX["input"], *back]})
+        assert again.status_code == 200, again.text
+        # The same in chat completions, as a whole and as a stream.
+        chat = {"model": "demo", "messages": HELLO, "temperature": 0}
+        chat["tools"] = [{"type": "custom", "custom": {key: patch[key] for key in ("name", "description")}}]
+        chat["tool_choice"] = {"type": "custom", "custom": {"name": "apply_patch"}}
+        message = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]
+        assert message["tool_calls"][0]["custom"] == {"name": "apply_patch", "input": text}
+        parts = [
+            part
+            for chunk in events(client.post("/v1/chat/completions", json={**chat, "stream": True}))
+            for part in chunk["choices"][0]["delta"].get("tool_calls", ())
+        ]
+        assert [part["custom"]["input"] for part in parts] == [text]
+        chat["messages"] = [*HELLO, message, {"role": "tool", "tool_call_id": "1", "content": "ok"}]
+        assert client.post("/v1/chat/completions", json=chat).status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(tmp_path: Path, mode: str) -> None:
+    names = ("read", "write")
+    flat = [{"type": "function", "name": name, "parameters": SHELL} for name in names]
+    nested = [{"type": "function", "function": {"name": name, "parameters": SHELL}} for name in names]
+    with saying(tmp_path, call("write", {"cmd": "a"})) as client:
+        for allowed in names:
+            choice: dict[str, Any] = {
+                "type": "allowed_tools",
+                "mode": mode,
+                "tools": [{"type": "function", "name": allowed}],
+            }
+            given = {**CODEX, "stream": False, "tools": flat, "tool_choice": choice, "max_output_tokens": 300}
+            answer = client.post("/v1/responses", json=given).json()
+            called = [item["name"] for item in answer["output"] if item["type"] == "function_call"]
+            one = {"type": "function", "function": {"name": allowed}}
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [one]}}
+            chat = {"model": "demo", "messages": HELLO, "tools": nested, "tool_choice": choice}
+            message = client.post(
+                "/v1/chat/completions", json={**chat, "temperature": 0, "max_tokens": 300}
+            ).json()["choices"][0]["message"]
+            in_chat = [one["function"]["name"] for one in message.get("tool_calls", ())]
+            if allowed == "write":
+                assert called == in_chat == ["write"]
+            else:  # the model may not say what it wants to
+                assert "write" not in (*called, *in_chat)
+
+
+# ---- other clients of the Responses API
+def test_hosted_tools_alone_are_named(client: httpx.Client, strict: httpx.Client) -> None:
+    given = {"model": "demo", "input": "Hello", "max_output_tokens": 4}
+    given["tools"] = [
+        {"type": "web_search_preview"},
+        {"type": "code_interpreter", "container": {"type": "auto"}},
+    ]
+    answer = client.post("/v1/responses", json=given)
+    assert (answer.status_code, answer.headers[UNUSED]) == (
+        200,
+        "tools.web_search_preview, tools.code_interpreter",
+    )
+    assert strict.post("/v1/responses", json=given).status_code == 400
+    assert client.post("/v1/responses", json={**given, "tool_choice": "required"}).status_code == 400
+
+
+def test_a_reference_to_an_item_says_what_to_do(client: httpx.Client) -> None:
+    for item in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
+        answer = client.post("/v1/responses", json={"model": "demo", "input": [item]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input.0.id")
+        assert "store: false" in answer.json()["error"]["message"]
+
+
+def test_refusals_and_parts_of_hosted_tools_in_an_input(client: httpx.Client) -> None:
+    given = {
+        "model": "demo",
+        "max_output_tokens": 4,
+        "input": [
+            {"role": "user", "content": "Hello"},
+            {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
+            {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "user", "content": "Why?"},
+        ],
+    }
+    answer = client.post("/v1/responses", json=given)
+    assert (answer.status_code, answer.headers[UNUSED]) == (200, "input.web_search_call")
+    messages = [*HELLO, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]
+    for last in (messages[-1], {"role": "assistant", "content": None, "refusal": "No."}):
+        chat = {**CHAT, "messages": [*HELLO, last, {"role": "user", "content": "Why?"}]}
+        got = client.post("/v1/chat/completions", json=chat)
+        assert got.status_code == 200, got.text
+        assert got.json()["usage"]["prompt_tokens"] == answer.json()["usage"]["input_tokens"]
+
+
+# ---- guidellm
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_usage_with_each_event(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    made = events(client.post(path, json={**body, "stream": True, "stream_options": options}))
+    counts = [one["usage"]["completion_tokens"] for one in made]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == counts[-2]
+    assert made[-1]["choices"] == [] and all(one["usage"]["prompt_tokens"] > 0 for one in made)
+
+
+# ---- vLLM's and SGLang's clients
+NEUTRAL: dict[str, Any] = {
+    "guided_json": None,
+    "guided_decoding_backend": None,
+    "structured_outputs": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "include_stop_str_in_output": False,
+    "return_token_ids": False,
+    "truncate_prompt_tokens": None,
+    "prompt_logprobs": None,
+    "logits_processors": None,
+    "priority": 0,
+    "vllm_xargs": None,
+    "kv_transfer_params": None,
+    "stop_token_ids": [],
+    "min_tokens": 0,
+    "repetition_penalty": 1.0,
+    "top_k": -1,
+    "ignore_eos": False,
+    "no_such_field": None,
+}
+NEUTRAL_CHAT: dict[str, Any] = {
+    **NEUTRAL,
+    "include_reasoning": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "separate_reasoning": True,
+    "echo": False,
+    "chat_template": None,
+    "documents": None,
+    "mm_processor_kwargs": None,
+    "store": False,
+    "metadata": {},
+    "modalities": ["text"],
+    "service_tier": "auto",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "neutral"),
+    [("/v1/chat/completions", CHAT, NEUTRAL_CHAT), ("/v1/completions", TEXT, NEUTRAL)],
+)
+def test_neutral_values_pass(
+    client: httpx.Client, strict: httpx.Client, path: str, body: dict[str, Any], neutral: dict[str, Any]
+) -> None:
+    given = {**body, **neutral}
+    for one in (client, strict):
+        answer = one.post(path, json=given)
+        assert answer.status_code == 200, answer.text
+        assert UNUSED not in answer.headers
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_what_is_unused_is_named_or_refused(
+    client: httpx.Client, strict: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    given = {**body, "guided_decoding_backend": "xgrammar", "request_id": "7", "user": "me"}
+    answer = client.post(path, json=given)
+    assert answer.headers[UNUSED] == "guided_decoding_backend, request_id, user"
+    answer = strict.post(path, json=given)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_decoding_backend")
+
+
+SCHEMA: dict[str, Any] = {"const": "five"}
+CONSTRAINTS: list[tuple[dict[str, Any], str]] = [
+    ({"guided_json": SCHEMA}, '"five"'),
+    ({"guided_json": json.dumps(SCHEMA)}, '"five"'),
+    ({"guided_regex": "ab{3}"}, "abbb"),
+    ({"guided_choice": ["yes, sir"]}, "yes, sir"),
+    ({"guided_grammar": 'root ::= "gbnf"'}, "gbnf"),
+    ({"guided_grammar": 'start: "lark"'}, "lark"),
+    ({"ebnf": 'root ::= "ebnf"'}, "ebnf"),
+    ({"structured_outputs": {"json": SCHEMA}}, '"five"'),
+    ({"structured_outputs": {"regex": "x{4}", "json": None}}, "xxxx"),
+    ({"structured_outputs": {"choice": ["one"]}}, "one"),
+    ({"structured_outputs": {"grammar": 'root ::= "two"'}}, "two"),
+    ({"choice": ["three"]}, "three"),
+    ({"json_schema": json.dumps(SCHEMA)}, '"five"'),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), CONSTRAINTS, ids=[str(one) for one, _ in CONSTRAINTS])
+def test_a_format_under_each_name(client: httpx.Client, given: dict[str, Any], text: str) -> None:
+    more = {**given, "max_tokens": 40}
+    chat = client.post("/v1/chat/completions", json={**CHAT, **more}).json()["choices"][0]["message"]
+    plain = client.post("/v1/completions", json={**TEXT, **more}).json()["choices"][0]
+    assert [one.strip() for one in (chat["content"], plain["text"])] == [text, text]
+
+
+def test_two_formats_are_refused(client: httpx.Client) -> None:
+    pairs: list[dict[str, Any]] = [
+        {"guided_json": SCHEMA, "guided_regex": "a"},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"guided_choice": ["a"], "response_format": {"type": "json_object"}},
+    ]
+    for pair in pairs:
+        error = client.post("/v1/chat/completions", json={**CHAT, **pair}).json()["error"]
+        assert "are both given; give one of them" in error["message"]
+    for bad, field in (({"guided_choice": []}, "guided_choice"), ({"guided_regex": "("}, "guided_regex")):
+        assert client.post("/v1/completions", json={**TEXT, **bad}).json()["error"]["param"] == field
+
+
+def test_token_ids(client: httpx.Client, engine: lp.Engine) -> None:
+    vocab = engine.model.vocab
+    asked = {"return_token_ids": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+    choice = client.post("/v1/completions", json={**TEXT, **asked}).json()["choices"][0]
+    assert choice["prompt_token_ids"] == vocab.tokenize(TEXT["prompt"])
+    assert choice["logprobs"]["tokens"] == [f"token_id:{one}" for one in choice["token_ids"]]
+    assert vocab.detokenize(choice["token_ids"]) == choice["text"]
+    streamed = events(client.post("/v1/completions", json={**TEXT, **asked, "stream": True}))
+    assert ids(streamed) == choice["token_ids"]
+    assert streamed[0]["choices"][0]["prompt_token_ids"] == choice["prompt_token_ids"]
+    answer = client.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True}).json()
+    assert answer["prompt_token_ids"] == engine.model.tokenize_chat(HELLO)
+    made = events(
+        client.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True, "stream": True})
+    )
+    assert made[0]["choices"][0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert ids(made) == answer["choices"][0]["token_ids"]
+
+
+def test_prompt_logprobs(client: httpx.Client, engine: lp.Engine) -> None:
+    choice = client.post("/v1/completions", json={**TEXT, "prompt_logprobs": 2}).json()["choices"][0]
+    tokens = engine.model.tokenize(TEXT["prompt"])
+    scores = choice["prompt_logprobs"]
+    assert len(scores) == len(tokens) and scores[0] is None
+    for token, entry in zip(tokens[1:], scores[1:], strict=True):
+        assert len(entry) in (2, 3) and entry[str(token)]["logprob"] <= 0
+        assert sorted(one["rank"] for one in entry.values() if one["rank"]) == [1, 2]
+
+
+def test_the_last_tokens_of_a_prompt(client: httpx.Client) -> None:
+    answer = client.post(
+        "/v1/completions", json={**TEXT, "prompt": "word " * 900, "truncate_prompt_tokens": 9}
+    )
+    assert answer.json()["usage"]["prompt_tokens"] == 9
+    answer = client.post(
+        "/v1/completions", json={**TEXT, "prompt": "word " * 900, "truncate_prompt_tokens": -1}
+    )
+    assert answer.json()["usage"]["prompt_tokens"] == 511
+
+
+def test_a_message_is_continued(client: httpx.Client, engine: lp.Engine) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "I am"}]
+    given = {**CHAT, "messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+    answer = client.post("/v1/chat/completions", json=given).json()["choices"][0]["message"]["content"]
+    params = lp.SamplingParams(temperature=0, max_tokens=4)
+    assert answer == engine.chat(begun, params, continue_last=True).content
+    for wrong in ({"add_generation_prompt": True}, {"continue_final_message": False}):
+        assert client.post("/v1/chat/completions", json={**given, **wrong}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"skip_special_tokens": False}, "return_token_ids"),
+        ({"prompt_logprobs": 1}, "/v1/completions"),
+        ({"chat_template": "{{ x }}"}, "--chat-template"),
+        ({"structural_tag": {}}, "tools"),
+        ({"guided_whitespace_pattern": " "}, "compact"),
+        ({"truncate_prompt_tokens": 5}, 'truncation: "auto"'),
+        ({"priority": 3}, "set it to 0"),
+        ({"structured_outputs": {"disable_additional_properties": True}}, "additionalProperties: false"),
+    ],
+)
+def test_what_cannot_be_done_names_the_nearest(
+    client: httpx.Client, given: dict[str, Any], hint: str
+) -> None:
+    answer = client.post("/v1/chat/completions", json={**CHAT, **given})
+    assert answer.status_code == 400
+    assert hint in answer.json()["error"]["message"]
+
+
+def test_efforts_and_reasoning(tmp_path: Path) -> None:
+    with saying(tmp_path, "<think>\nHm.\n</think>\n\nYes.") as client:
+        for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
+            assert (
+                client.post("/v1/chat/completions", json={**CHAT, "reasoning_effort": effort}).status_code
+                == 200
+            )
+            given = {"model": "demo", "input": "a", "max_output_tokens": 4, "reasoning": {"effort": effort}}
+            assert client.post("/v1/responses", json=given).status_code == 200
+        error = client.post("/v1/chat/completions", json={**CHAT, "reasoning_effort": "most"}).json()["error"]
+        assert "max" in error["message"]
+        for stream in (False, True):
+            for wanted in (True, False):
+                given = {**CHAT, "max_tokens": 60, "include_reasoning": wanted, "stream": stream}
+                answer = client.post("/v1/chat/completions", json=given)
+                assert ("reasoning_content" in answer.text, "Yes." in answer.text or stream) == (wanted, True)
+
+
+# ---- Anthropic's API: Claude Code, litellm
+def test_claude_code(tmp_path: Path) -> None:
+    with saying(tmp_path, call("Bash", {"cmd": "ls"})) as client:
+        given = {
+            "model": "demo",
+            "max_tokens": 200,
+            "stream": None,
+            "temperature": 0,
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Go"}]},
+                {"role": "system", "content": "In the middle."},
+            ],
+            "tools": [
+                {
+                    "name": "Bash",
+                    "input_schema": SHELL,
+                    "description": None,
+                    "cache_control": {"type": "ephemeral"},
+                },
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+            ],
+            "metadata": {"user_id": "me"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "thinking": {"type": "adaptive"},
+            "service_tier": "auto",
+        }
+        answer = client.post("/v1/messages?beta=true", json=given)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers[UNUSED] == "context_management, metadata, tools.web_search"
+        (block,) = answer.json()["content"]
+        assert (block["name"], block["input"]) == ("Bash", {"cmd": "ls"})
+        count = {key: given[key] for key in ("model", "messages", "system", "tools")}
+        n = client.post("/v1/messages/count_tokens", json=count).json()["input_tokens"]
+        assert n == answer.json()["usage"]["input_tokens"] + answer.json()["usage"]["cache_read_input_tokens"]
+
+
+def test_documents_of_text(client: httpx.Client) -> None:
+    document = {
+        "type": "document",
+        "title": "T",
+        "source": {"type": "text", "data": "A fox.", "media_type": "text/plain"},
+    }
+    given = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": [document]}]}
+    assert client.post("/v1/messages", json=given).status_code == 200
+    document["source"] = {"type": "base64", "data": ""}
+    error = client.post("/v1/messages", json=given).json()["error"]
+    assert "must hold text" in error["message"]

@@ -110,8 +110,6 @@ class Sampling(Constrained, kw_only=True):
         constraint = self.constraint()
         if constraint is not None:
             values[constraint.name] = constraint.value
-        if self.cache_salt is not None and "cache_salt" not in SamplingParams.__dataclass_fields__:
-            values["cache"] = False
         if self.seed is not None and self.seed != -1:
             values["seed"] = self.seed % 2**64
         if self.logit_bias is not None:

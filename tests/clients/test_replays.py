@@ -458,7 +458,7 @@ def test_a_message_is_continued(client: httpx.Client, engine: lp.Engine) -> None
         ({"prompt_logprobs": 1}, "/v1/completions"),
         ({"chat_template": "{{ x }}"}, "--chat-template"),
         ({"structural_tag": {}}, "tools"),
-        ({"guided_whitespace_pattern": " "}, "compact"),
+        ({"guided_whitespace_pattern": " "}, "json_whitespace"),
         ({"truncate_prompt_tokens": 5}, 'truncation: "auto"'),
         ({"priority": 3}, "set it to 0"),
         ({"structured_outputs": {"disable_additional_properties": True}}, "additionalProperties: false"),

@@ -17,7 +17,7 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.fields import Only, Unused
 
 _FIRST_WORD = re.compile(r"\w+")
-_COMPACT = "the members of a JSON schema are written compactly; json_schema with a pattern can ask for more"
+_COMPACT = 'json_whitespace: "flexible" allows spaces between the parts of JSON'
 _TAGS = "give tools, whose calls are written in the model's format, or a grammar"
 
 
@@ -67,6 +67,7 @@ class Constrained(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     regex: str | None = None
     lark: str | None = None
     choice: list[str] | None = None
+    json_whitespace: Literal["compact", "flexible"] | None = None
     response_format: ResponseFormat | None = None
     # vLLM's names, and SGLang's.
     structured_outputs: StructuredOutputs | None = None
@@ -137,9 +138,6 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
         raise ApiError(400, f"{field}: the schema must be a JSON object or a boolean", field)
     if kind == "choice" and (not value or not all(value)):
         raise ApiError(400, f"{field} must hold at least one text, and no empty one", field)
-    if kind == "choice" and "choice" not in SamplingParams.__dataclass_fields__:
-        texts = " | ".join(msgspec.json.encode(one).decode() for one in value)
-        return Constraint(field, "lark", f"start: {texts}")
     return Constraint(field, kind, value)
 
 
@@ -154,7 +152,7 @@ def with_field(error: InvalidRequestError, field: str) -> ApiError | InvalidRequ
     found = _FIRST_WORD.match(text)
     word = "" if found is None else found[0]
     if word in CONSTRAINTS and word != field:
-        what = "the JSON schema" if word == "json_schema" else "the grammar"
+        what = {"json_schema": "the JSON schema", "regex": "the regex"}.get(word, "the grammar")
         return ApiError(400, f"{field}: {what}{text[len(word) :]}", field.partition(":")[0])
     if word == field or word in SamplingParams.__dataclass_fields__:
         return ApiError(400, text, word)

@@ -107,6 +107,8 @@ class Sampling(Constrained, kw_only=True):
             values["repeat_penalty"] = self.repetition_penalty
         if self.cache_prompt is not None:
             values["cache"] = self.cache_prompt
+        if self.json_whitespace is not None:
+            values["json_whitespace"] = self.json_whitespace
         constraint = self.constraint()
         if constraint is not None:
             values[constraint.name] = constraint.value

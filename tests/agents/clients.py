@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+# A chat template that says, by its last token, how many results of tools there are.
+TEMPLATE = Path(__file__).with_name("turns.jinja")
+Call = tuple[str, Mapping[str, Any]]
 # The rows of the table at the end: client, version, result, seconds, what it did.
 ROWS = pytest.StashKey[list[tuple[str, str, str, str, str]]]()
 
@@ -53,7 +57,7 @@ class Client:
     kind: str
     program: str
     packages: tuple[str, ...] = ()
-    calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    calls: tuple[Call, ...] = ()
     timeout_s: float = 420
 
     @property
@@ -62,17 +66,17 @@ class Client:
         return self.packages[0].rsplit("=" if self.kind == "pip" else "@", 1)[1] if self.packages else "17"
 
 
-def _commands(tool: str, argument: str, **others: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+def _commands(tool: str, argument: str, **others: str) -> tuple[Call, ...]:
     return tuple((tool, {argument: f"echo {n} >> done.txt", **others}) for n in ("one", "two", "three"))
 
 
-def said(client: Client) -> list[str]:
-    """The texts of the scripted model: its turns, then what it says where no tools are given."""
-    calls = [
+def said(calls: Sequence[Call]) -> list[str]:
+    """The texts of a scripted model with ``TEMPLATE``: three turns with a call each, the last, one without tools."""
+    turns = [
         f"Next. <tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
-        for tool, arguments in client.calls
+        for tool, arguments in calls
     ]
-    return [*calls, "All of it ran: DONE.", "A short title"]
+    return [*turns, "All of it ran: DONE.", "A short title"]
 
 
 CLIENTS = (
@@ -113,7 +117,7 @@ CLIENTS = (
     ),
     Client("promptfoo", "npm", "promptfoo_cli.py", ("promptfoo@0.121.20",)),
     Client("litellm", "pip", "litellm_python.py", ("litellm==1.110.2",)),
-    Client("litellm proxy", "pip", "litellm_proxy.py", ("litellm[proxy]==1.110.2", "anthropic>=0.60")),
+    Client("litellm proxy", "pip", "litellm_proxy.py", ("litellm[proxy]==1.108.7", "anthropic==1.4.0")),
     Client("pydantic-ai", "pip", "pydantic_ai_python.py", ("pydantic-ai-slim[openai,anthropic]==2.68.0",)),
     Client("openai-agents", "pip", "openai_agents_python.py", ("openai-agents==0.24.0",)),
     Client("smolagents", "pip", "smolagents_python.py", ("smolagents[openai]==1.26.0",)),
@@ -124,8 +128,13 @@ CLIENTS = (
     Client("haystack", "pip", "haystack_python.py", ("haystack-ai==3.4.1",)),
     Client("autogen", "pip", "autogen_python.py", ("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5")),
     Client("crewai", "pip", "crewai_python.py", ("crewai==1.15.30",)),
-    Client("guidance", "pip", "guidance_python.py", ("guidance==0.3.1", "openai", "jsonschema")),
-    Client("inspect-ai", "pip", "inspect_python.py", ("inspect-ai==0.3.285", "openai", "anthropic")),
+    Client("guidance", "pip", "guidance_python.py", ("guidance==0.3.1", "openai==3.57.0", "jsonschema")),
+    Client(
+        "inspect-ai",
+        "pip",
+        "inspect_python.py",
+        ("inspect-ai==0.3.285", "openai==3.57.0", "anthropic==1.4.0"),
+    ),
     Client("lm-eval", "pip", "lm_eval_python.py", ("lm-eval[api]==0.4.13",)),
     Client("guidellm", "pip", "guidellm_python.py", ("guidellm==0.8.1",)),
     Client("JDK HttpClient", "java", "Client.java"),

@@ -18,7 +18,7 @@ from support.bert_model import bert_model
 from support.scripted_model import turns_model
 from support.server_process import ServerProcess
 
-from agents.clients import CLIENTS, QUIET, ROWS, Client, said
+from agents.clients import CLIENTS, QUIET, ROWS, TEMPLATE, Client, said
 from agents.recorder import Exchange, Recorder
 
 FOLDER = os.environ.get("AGENTS_FOLDER")
@@ -44,8 +44,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
             key = client.name if client.calls else "chat"
             if key not in running:
                 if client.calls:
-                    template = (HERE / "turns.jinja").read_text()
-                    model = turns_model(folder / f"{client.name}.gguf", said(client), template)
+                    path = folder / f"{client.name}.gguf"
+                    model = turns_model(path, said(client.calls), TEMPLATE.read_text())
                     options = ["-m", str(model), "--n-ctx", "131072", "--n-seq-max", "2"]
                 else:
                     encoder, _ = bert_model(folder / "bert.gguf", n_ctx=512)
@@ -64,8 +64,12 @@ def test_a_client_does_its_work(
 ) -> None:
     rows = request.config.stash[ROWS]
     row = len(rows)
-    rows.append((client.name, client.version, "not installed", "", ""))
-    command, environment = _install(client)
+    rows.append((client.name, client.version, "**not installed**", "", ""))
+    try:
+        command, environment = _install(client)
+    except pytest.skip.Exception as reason:
+        rows[row] = (client.name, client.version, "skipped", "", str(reason))
+        raise
     recorder = serve(client)
     recorder.take()
     environment |= {
@@ -78,12 +82,16 @@ def test_a_client_does_its_work(
     code, output = _run(command, environment, tmp_path, client.timeout_s)
     seconds = f"{time.monotonic() - begun:.0f}"
     exchanges = recorder.take()
-    last = output.strip().splitlines()[-1] if output.strip() else ""
-    passed = code == 0 and last.startswith("did: ")
-    did = last.removeprefix("did: ") if passed else _refusals(exchanges)
+    told = [line.removeprefix("did: ") for line in output.splitlines() if line.startswith("did: ")]
+    passed = code == 0 and bool(told)
+    did = told[-1] if passed else _refusals(exchanges)
     rows[row] = (client.name, client.version, "passed" if passed else "**failed**", seconds, did)
+    log = Path(str(FOLDER)) / "logs" / f"{client.program}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(f"exit code {code}\n{output}\n{_shown(exchanges)}\n")
     if not passed:
-        pytest.fail(f"exit code {code}\n{output[-6000:]}\n{_shown(exchanges)}", pytrace=False)
+        text = f"exit code {code}\n{output[-4000:]}\n{did}\nthe whole output, and all requests: {log}"
+        pytest.fail(text, pytrace=False)
 
 
 def _install(client: Client) -> tuple[list[str], dict[str, str]]:
@@ -170,11 +178,9 @@ def _refusals(exchanges: list[Exchange]) -> str:
 
 
 def _shown(exchanges: list[Exchange]) -> str:
-    """All requests in a line each; refused ones with what was sent."""
+    """All requests with what was sent and answered, cut where it is long."""
     lines = []
     for one in exchanges:
-        lines.append(f"{one.method} {one.path} -> {one.status}")
-        if one.status >= 400:
-            lines += [json.dumps(one.headers), one.body[:2000].decode("utf-8", "replace")]
-            lines.append(one.answer[:500].decode("utf-8", "replace"))
+        lines += ["", f"{one.method} {one.path} -> {one.status}", json.dumps(one.headers)]
+        lines += [text[:4000].decode("utf-8", "replace") for text in (one.body, one.answer)]
     return "\n".join(lines)

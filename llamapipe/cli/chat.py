@@ -30,7 +30,7 @@ from llamapipe.cli.usage.texts import read_stdin, stdin_is_terminal
 _DESCRIPTION = """\
 Hold a conversation with a model, or answer one message. Without -m, use the bundled model. Needs the extra 'chat'.
 If standard input is not a terminal and no message is given, each of its lines is a message, or a command such as
-/reset; a backslash at the end continues a line, and \"\"\" begins and ends several. Standard input is not read if a
+/clear; a backslash at the end continues a line, and \"\"\" begins and ends several. Standard input is not read if a
 message is given."""
 _EPILOG = """\
 examples:
@@ -39,8 +39,9 @@ examples:
   llamapipe chat -m model.gguf "Why is the sky blue?"
   git diff | llamapipe chat -m model.gguf --system "Review this change." -
 
-Commands in the conversation: /reset clears it, /system TEXT sets the system message, /save FILE writes the messages as
-JSON, /load FILE goes on with them, /help lists the commands, /exit quits. Ctrl-C stops an answer; Ctrl-D quits."""
+Commands in the conversation: /clear clears it, /regen answers again, /system TEXT sets the system message, /save FILE
+writes the messages as JSON, /load FILE continues from them, /help lists the commands, /bye quits. Ctrl-C stops an
+answer; Ctrl-D quits."""
 
 
 def add_parser(

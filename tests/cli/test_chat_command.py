@@ -97,8 +97,8 @@ def test_a_conversation_fits_the_terminal(talk: Talk, request: pytest.FixtureReq
     talk.say("Tell me a story about a fox.\n")
     talk.until("tokens/s")
     talk.until("> ")
-    talk.say("/system Be brief.\n/help\n/nothing\n")
-    talk.until("no command /nothing")
+    talk.say("/system Be brief.\n/nothing\n/help\n")
+    talk.until("no command /nothing: /help lists them")
     talk.until("Ctrl-C stops")
     talk.until("> ")
     talk.say(f"/save {tmp_path}/talk.json\n")
@@ -120,12 +120,25 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     talk.child.send_signal(signal.SIGINT)
     talk.until("stopped")
     talk.until("> ")
-    talk.say("/reset\n")
+    talk.say("/clear\n")
     talk.until("Conversation cleared.")
     talk.until("> ")
-    talk.until("Ctrl-D or /exit ends", interrupts=True)
+    talk.until("Ctrl-D or /bye ends", interrupts=True)
     talk.until("> ")
     assert talk.close() == 0
+
+
+def test_what_ends_an_answer_is_said(tmp_path: Path) -> None:
+    for options, said in (
+        (("--max-tokens", "5"), "ended by the limit of 5 tokens (--max-tokens)"),
+        (("--n-ctx", "64"), "ended by the context of 64 tokens: it is full"),
+    ):
+        talk = Talk(150, tmp_path, "--ignore-eos", *options)
+        talk.until("> ")
+        talk.say("Tell me a story about a fox.\n")
+        talk.until(said)
+        talk.until("> ")
+        assert talk.close() == 0
 
 
 def test_lines_of_a_pipe_are_messages(tmp_path: Path) -> None:

@@ -144,7 +144,47 @@ def test_a_model_that_cannot_chat_says_so_at_the_start(tmp_path: Path) -> None:
     assert "there is no file chatml" in chat("--chat-template", "chatml", "a", status=2).stderr
 
 
-@pytest.mark.parametrize(("command", "said"), [("/reset", "Conversation cleared."), ("/help", "/load FILE")])
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("/reset", "Conversation cleared."),
+        ("/clear", "Conversation cleared."),
+        ("/help", "/load FILE"),
+        ("/?", "/load FILE"),
+    ],
+)
 def test_what_commands_say(command: str, said: str) -> None:
     done = chat(text=f"{command}\n")
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", ["/bye", "/exit", "/quit"])
+def test_commands_that_quit(command: str) -> None:
+    assert chat(text=f"{command}\n{QUESTION}\n").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("/claer", "did you mean /clear?"),
+        ("/set parameter seed 1", "options of the command set parameters"),
+        ("/etc/fstab: what is it?", 'write """ before and after it'),
+        ("/regen", "there is no answer yet"),
+        ("/wxyz", "/help lists them"),
+    ],
+)
+def test_commands_that_do_not_exist_get_a_hint(command: str, hint: str) -> None:
+    assert hint in chat(text=f"{command}\n", status=2).stderr
+
+
+def test_an_answer_is_replaced_by_another(tmp_path: Path) -> None:
+    lines = f"{QUESTION}\n/regen\n/save {tmp_path}/a.json\n"
+    assert "2 messages saved" in chat(text=lines).stdout
+    assert saved(tmp_path / "a.json")[0] == ("user", QUESTION)
+
+
+def test_the_context_that_cuts_an_answer_is_named() -> None:
+    done = chat("--n-ctx", "64", "--ignore-eos", "Tell me a story about a fox.")
+    assert done.stdout
+    assert done.stderr == "the answer was ended by the context of 64 tokens: it is full (-c N sets it)\n"
+    assert chat("--max-tokens", "4", "Tell me a story about a fox.").stderr == ""

@@ -39,6 +39,19 @@ class Conversation:
         """Removes the last message, which could not be answered."""
         del self.messages[-1]
 
+    def take_back_turn(self) -> str | None:
+        """Removes the last turn and returns the user's message, None if there is no answer."""
+        if (
+            len(self.messages) < 2
+            or self.messages[-1]["role"] != "assistant"
+            or self.messages[-2]["role"] != "user"
+        ):
+            return None
+        text = self.messages[-2]["content"]
+        del self.messages[-2:]
+        self._first = min(self._first, len(self.messages))
+        return text
+
     def clear(self) -> None:
         """Removes all messages but the system message."""
         self.messages.clear()

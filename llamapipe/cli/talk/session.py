@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,35 @@ from llamapipe.cli.talk.reader import piped_line, read_entry, typed_line
 from llamapipe.cli.terminal import Terminal, WordWrap
 
 _HELP = """\
-/reset         clear the conversation
+/clear         clear the conversation; also /reset
+/regen         answer the last message again
 /system TEXT   set the system message and start again
 /system        remove it
 /save FILE     write the messages as JSON
 /load FILE     continue from the messages in a file
-/help          show this
-/exit          quit, as Ctrl-D does
+/help          show this; also /?
+/bye           quit, as Ctrl-D does; also /exit and /quit
 A line that ends with \\ continues on the next one.
 \"""            begins and ends a message of several lines
 Ctrl-C stops an answer."""
+_COMMANDS = (
+    "/clear",
+    "/reset",
+    "/regen",
+    "/system",
+    "/save",
+    "/load",
+    "/help",
+    "/?",
+    "/bye",
+    "/exit",
+    "/quit",
+)
+_ELSEWHERE = {  # commands of Ollama and llama-cli
+    "/set": "options of the command set parameters (llamapipe chat --help), /system TEXT the system message",
+    "/show": "llamapipe doctor -m FILE describes a model",
+    "/read": "llamapipe chat - < FILE reads a message from a file",
+}
 
 
 class Session:
@@ -60,7 +80,7 @@ class Session:
                 entry = read_entry(typed_line)
             except KeyboardInterrupt:
                 terminal.line()
-                terminal.line(terminal.style("Ctrl-D or /exit ends", "dim"))
+                terminal.line(terminal.style("Ctrl-D or /bye ends", "dim"))
                 continue
             except EOFError:
                 terminal.line()
@@ -101,7 +121,7 @@ class Session:
             return
         if terminal.redraws:
             shown = facts.shown(time.perf_counter() - began)
-            terminal.line(terminal.style(f" {terminal.symbol('·')} ".join(shown), "dim"))
+            _line(terminal, f" {terminal.symbol('·')} ".join(shown), "dim")
 
     def answer(self, text: str, facts: _Facts | None = None) -> None:
         """Streams the answer to a message. Raises as ``Engine.stream_chat``, and KeyboardInterrupt."""
@@ -110,6 +130,7 @@ class Session:
         wrap = WordWrap(terminal)
         content: list[str] = []
         conversation.add("user", text)
+        is_cut = False
         began = time.perf_counter()
         try:
             self._make_room()
@@ -124,8 +145,7 @@ class Session:
                     if delta.content:
                         content.append(delta.content)
                         wrap.write(terminal.text(delta.content))
-                    if delta.finish_reason == "length":
-                        facts.note = "ended by the limit of tokens"
+                    is_cut = delta.finish_reason == "length"
         except lp.errors.InvalidRequestError:
             conversation.take_back()
             raise
@@ -135,6 +155,18 @@ class Session:
             raise
         wrap.end()
         conversation.add("assistant", "".join(content))
+        if is_cut:
+            self._say_why(facts)
+
+    def _say_why(self, facts: _Facts) -> None:
+        """Notes what ended an answer early: for the line below it, or on stderr."""
+        n = self._params.max_tokens
+        if facts.n_tokens == n:
+            facts.note = f"ended by the limit of {n} tokens (--max-tokens)"
+            return
+        facts.note = f"ended by the context of {self._engine.n_ctx} tokens: it is full (-c N sets it)"
+        if not self._terminal.redraws:
+            self._note(f"the answer was {facts.note}", "dim")
 
     def _make_room(self) -> None:
         """Hides the oldest turns where the context is full. Raises InvalidRequestError if that does not help."""
@@ -154,12 +186,12 @@ class Session:
 
     def _command(self, text: str) -> bool:
         """Runs a command. False if it ends the conversation."""
-        terminal, conversation = self._terminal, self._conversation
+        conversation = self._conversation
         name, _, rest = text.partition(" ")
         rest = rest.strip()
-        if name in ("/exit", "/quit"):
+        if name in ("/bye", "/exit", "/quit"):
             return False
-        if name == "/reset":
+        if name in ("/clear", "/reset"):
             conversation.clear()
             self._say("Conversation cleared.")
         elif name == "/system":
@@ -168,11 +200,23 @@ class Session:
             self._say(f"Conversation cleared; the system message is {'set' if rest else 'removed'}.")
         elif name in ("/save", "/load"):
             self._file(name, rest)
+        elif name == "/regen":
+            self._regenerate()
+        elif name in ("/help", "/?"):
+            self._terminal.line(_HELP)
         else:
-            if name != "/help":
-                self._failed(f"there is no command {name}", "yellow")
-            terminal.line(_HELP)
+            self._failed(f"there is no command {name}: {_hint(name)}", "yellow")
         return True
+
+    def _regenerate(self) -> None:
+        """Answers the last message again."""
+        text = self._conversation.take_back_turn()
+        if text is None:
+            self._failed("/regen: there is no answer yet", "yellow")
+        elif self._is_piped:
+            self.answer(text)
+        else:
+            self._answer_here(text)
 
     def _file(self, command: str, name: str) -> None:
         """Saves the conversation to a file, or loads it."""
@@ -196,7 +240,7 @@ class Session:
 
     def _say(self, text: str) -> None:
         """Shows what a command did."""
-        self._terminal.line(self._terminal.style(text, "dim"))
+        _line(self._terminal, text, "dim")
 
     def _failed(self, text: str, style: str) -> None:
         """Shows why a command failed. Raises UsageError if messages come from a pipe."""
@@ -206,7 +250,24 @@ class Session:
 
     def _note(self, text: str, style: str) -> None:
         """Shows what is no answer, on stderr."""
-        self._notes.line(self._notes.style(text, style))
+        _line(self._notes, text, style)
+
+
+def _line(terminal: Terminal, text: str, style: str) -> None:
+    """Writes a line, in several where the terminal is narrow."""
+    wrap = WordWrap(terminal)
+    wrap.write(text, style)
+    wrap.end()
+
+
+def _hint(name: str) -> str:
+    """What to type instead of a command that does not exist."""
+    if (elsewhere := _ELSEWHERE.get(name)) is not None:
+        return elsewhere
+    if "/" in name[1:]:
+        return 'to send a message that begins with a slash, write """ before and after it'
+    near = get_close_matches(name, _COMMANDS, n=1)
+    return f"did you mean {near[0]}?" if near else "/help lists them"
 
 
 @dataclass

@@ -42,6 +42,10 @@ class DecodeError(LlamapipeError):
     """llama.cpp failed while computing a step; only the requests of that step are affected."""
 
 
+class ConstraintError(DecodeError):
+    """A request's constraint leaves no token to sample, or exceeds a limit; only this request fails."""
+
+
 class QueueFullError(LlamapipeError):
     """The engine's queue is at its limit, and the caller asked not to wait."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsFloat, Suppor
 import numpy as np
 
 from llamapipe.arguments import check_float, check_int, check_tokens
-from llamapipe.errors import DecodeError, EngineClosedError, NoToken
+from llamapipe.errors import ConstraintError, DecodeError, EngineClosedError, NoToken
 from llamapipe.llama.sampling_options import Dry, SamplingOptions
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
@@ -442,7 +442,7 @@ class SamplerChain(Owner):
 
 def _no_token(code: int) -> DecodeError:
     if code == NoToken.NO_ALLOWED_TOKEN:
-        return DecodeError("no token is allowed by what this request asks for")
+        return ConstraintError("no token is allowed by what this request asks for")
     return DecodeError("no logit of this row is finite; the model or its weights are damaged")
 
 

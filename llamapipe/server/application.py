@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.server.errors import ApiError, Dialect, dialect_of
-from llamapipe.server.exchange import Endpoint, Handler
+from llamapipe.server.exchange import Call, Endpoint, Handler
 from llamapipe.server.guard import Guard
 from llamapipe.server.routes import (
     chat,
@@ -54,12 +54,28 @@ def app(
     state = ServerState(engine, settings or ServerSettings(), embedder)
     application = Starlette(
         routes=routes(state),
-        middleware=[Middleware(Guard, state=state)],
+        middleware=[Middleware(Guard, state=state), Middleware(_WithoutSlash)],
         exception_handlers={HTTPException: _http_error},
         lifespan=_lifespan(state),
     )
+    application.router.redirect_slashes = (
+        False  # a redirect would lose the scheme behind a proxy, and clients the body
+    )
     application.state.llamapipe = state
     return application
+
+
+class _WithoutSlash:
+    """Middleware that serves a path with a slash at its end like the path without it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, root = str(scope.get("path", "")), str(scope.get("root_path", ""))
+        if path.endswith("/") and len(path.removeprefix(root)) > 1:
+            scope = {**scope, "path": path.rstrip("/")}
+        await self._app(scope, receive, send)
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -109,10 +125,25 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     hint = path_hint(request.scope["path"]) if error.status_code == 404 else ""
     message = f"{request.method} {request.url.path}: {error.detail}{hint}"
-    body = ApiError(error.status_code, message).body(dialect_of(request.scope["path"]))
-    return Response(
-        msgspec.json.encode(body), error.status_code, dict(error.headers or {}), "application/json"
-    )
+    return _Refusal(ApiError(error.status_code, message), error.headers or {})
+
+
+class _Refusal(Response):
+    """The answer to a request that has no route: with an id, in the log and the metrics, as other answers."""
+
+    def __init__(self, error: ApiError, headers: Mapping[str, str]) -> None:
+        super().__init__(status_code=error.status)
+        self._error = error
+        self._more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state: ServerState = scope["app"].state.llamapipe
+        scope["route_path"] = "other"
+        call = Call(state, scope, receive, send)
+        try:
+            await call.answer_error(self._error, dialect_of(scope["path"]), self._more)
+        finally:
+            state.finished(call)
 
 
 def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:

@@ -1,6 +1,6 @@
 """Errors as HTTP answers: the exception that handlers raise, and the answers for llamapipe's own exceptions.
 
-OpenAI's and Anthropic's APIs have different error formats; ``ApiError.body`` writes both.
+OpenAI's, Anthropic's and Ollama's APIs have different error formats; ``ApiError.body`` writes them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import traceback
 from typing import Any, Literal
 
 from llamapipe.errors import (
+    ConstraintError,
     ContextFullError,
     EngineClosedError,
     InvalidRequestError,
@@ -17,7 +18,7 @@ from llamapipe.errors import (
     QueueFullError,
 )
 
-Dialect = Literal["openai", "anthropic"]
+Dialect = Literal["openai", "anthropic", "ollama"]
 _OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -58,6 +59,8 @@ class ApiError(Exception):
 
     def body(self, dialect: Dialect) -> dict[str, Any]:
         """The answer's body in the format of an API."""
+        if dialect == "ollama":
+            return {"error": self.message}
         if dialect == "anthropic":
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -69,6 +72,8 @@ class ApiError(Exception):
 
 def dialect_of(path: str) -> Dialect:
     """The format of errors at a path that may have no route."""
+    if path.startswith("/api/"):
+        return "ollama"
     return "anthropic" if path.startswith("/v1/messages") else "openai"
 
 
@@ -94,6 +99,8 @@ def api_error(error: BaseException) -> ApiError | None:
     if isinstance(error, InvalidRequestError):
         code = "context_length_exceeded" if "n_ctx" in str(error) else None
         return ApiError(400, str(error), code=code)
+    if isinstance(error, ConstraintError):
+        return ApiError(400, str(error), code="constraint_failed")
     if isinstance(error, ContextFullError):
         return ApiError(503, f"{error}; try again later", code="kv_cache_full")
     if isinstance(error, TimeoutError):

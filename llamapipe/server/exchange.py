@@ -249,11 +249,11 @@ class Call:
             headers.append((b"x-llamapipe-unused", ", ".join(self.unused).encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def answer_error(self, error: ApiError, dialect: Dialect) -> None:
+    async def answer_error(self, error: ApiError, dialect: Dialect, more: Headers = ()) -> None:
         """Sends an error. If an answer has begun, sends nothing, and the connection ends."""
         if self.status:
             return
-        headers = [_JSON]
+        headers = [_JSON, *more]
         if error.status == 408:  # the rest of the body may still come; it is no request
             headers.append((b"connection", b"close"))
         if error.status in BUSY:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llamapipe.server.workers.worker import Worker
 
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
+_POLLED = ("/timeline", "/health", "/v1/health", "/metrics")
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -145,10 +146,12 @@ class ServerState:
         return self.embedder, _served(name, self.embedding_names)
 
     def finished(self, call: Call) -> None:
-        """Counts and logs an answered request."""
+        """Counts and logs an answered request. What programs ask for every second is logged at the level DEBUG."""
         seconds = perf_counter() - call.started_at
         self.metrics.answered(call, seconds)
-        _log.info(
+        is_polled = call.status < 400 and call.scope["path"] in _POLLED
+        _log.log(
+            logging.DEBUG if is_polled else logging.INFO,
             "%s %s %d %.0f ms n_prompt_tokens=%s n_completion_tokens=%s id=%s",
             call.scope["method"],
             quote(call.scope["path"], _PATH_CHARACTERS),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe.errors import DecodeError, EngineClosedError
+from llamapipe.errors import ConstraintError, DecodeError, EngineClosedError
 from llamapipe.structured.tokenizer import GrammarTokenizer
 
 _MAX_MESSAGE = 2000
@@ -70,14 +70,14 @@ class Guide:
         self._buffer.fill(0)
         matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
         if matcher.is_error():
-            raise DecodeError(f"the grammar stopped after {self._n_tokens} tokens: {message_of(matcher)}")
+            raise ConstraintError(f"the grammar stopped after {self._n_tokens} tokens: {message_of(matcher)}")
         end = self._tokenizer.n_vocab
         self._may_end = bool(self._buffer[end >> 5] >> np.uint32(end & 31) & np.uint32(1))
         # Drops llguidance's own end token, and end-of-generation tokens that a Lark grammar names.
         np.bitwise_and(self._words, self._tokenizer.not_eog, out=self._words)
         self._finished = not self._words.any()
         if self._finished and not self._may_end:
-            raise DecodeError(f"the grammar stopped after {self._n_tokens} tokens: {_DEAD_END}")
+            raise ConstraintError(f"the grammar stopped after {self._n_tokens} tokens: {_DEAD_END}")
         if self._may_end:
             np.bitwise_or(self._words, self._tokenizer.eog, out=self._words)
         self._prepared = True

@@ -401,6 +401,16 @@ def test_two_formats_are_refused(client: httpx.Client) -> None:
         assert client.post("/v1/completions", json={**TEXT, **bad}).json()["error"]["param"] == field
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_a_regex_that_grows_too_complex_is_the_requests_fault(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    given = {**body, "regex": "(.{1,60}[abc].{1,60}){30}", "max_tokens": 200, "temperature": 2.0, "seed": 1}
+    answer = client.post(path, json=given)
+    assert answer.status_code == 400, answer.text
+    assert "the grammar stopped after" in answer.json()["error"]["message"]
+
+
 def test_token_ids(client: httpx.Client, engine: lp.Engine) -> None:
     vocab = engine.model.vocab
     asked = {"return_token_ids": True, "logprobs": 1, "return_tokens_as_token_ids": True}
@@ -538,3 +548,52 @@ def test_documents_of_text(client: httpx.Client) -> None:
     document["source"] = {"type": "base64", "data": ""}
     error = client.post("/v1/messages", json=given).json()["error"]
     assert "must hold text" in error["message"]
+
+
+# ---- conversations that do not fit
+def test_the_oldest_turns_are_dropped(client: httpx.Client, engine: lp.Engine) -> None:
+    talk: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
+    for i in range(20):
+        talk += [
+            {"role": "user", "content": f"{i}: " + "word " * 30},
+            {"role": "assistant", "content": "yes " * 10},
+        ]
+    talk.append({"role": "user", "content": "And now?"})
+    params = lp.SamplingParams(temperature=0, max_tokens=8)
+    expected = engine.chat(talk, params, truncation="auto")
+    assert 100 < expected.n_prompt_tokens <= 504
+    with pytest.raises(lp.errors.InvalidRequestError, match="n_ctx is 512"):
+        engine.chat(talk, params)
+    with pytest.raises(ValueError, match="truncation is 'always'; it must be one of"):
+        engine.chat(talk, params, truncation="always")  # type: ignore[call-overload]
+    with engine.stream_chat(talk, params, truncation="auto") as stream:
+        assert "".join(delta.content for delta in stream) == expected.content
+    for path, body in (
+        ("/v1/chat/completions", {**CHAT, "messages": talk, "max_tokens": 8}),
+        ("/v1/responses", {"model": "demo", "input": talk, "max_output_tokens": 8, "temperature": 0}),
+    ):
+        for given in ({}, {"truncation": "disabled"}, {"truncation": None}):
+            answer = client.post(path, json={**body, **given})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        done = client.post(path, json={**body, "truncation": "auto"}).json()
+        usage = done["usage"]
+        assert usage.get("prompt_tokens", usage.get("input_tokens")) == expected.n_prompt_tokens
+        assert expected.content in json.dumps(done)
+
+
+# ---- lm-eval's "gguf" backend
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [("Once", " upon"), ("é 🦊", "漢 x"), ("a 🦊🦊", " y"), ("漢", "é")],
+)
+def test_offsets_split_a_prompt_between_its_characters(
+    client: httpx.Client, engine: lp.Engine, context: str, continuation: str
+) -> None:
+    """A character may have several tokens; those before the split belong to the context, and no others."""
+    given = {**TEXT, "prompt": context + continuation, "logprobs": 1, "echo": True, "max_tokens": 1}
+    offsets = client.post("/v1/completions", json=given).json()["choices"][0]["logprobs"]["text_offset"]
+    vocab = engine.model.vocab
+    pieces = [vocab.piece(token) for token in engine.model.tokenize(context + continuation)[1:]]
+    n_before = sum(offset < len(context) for offset in offsets)
+    assert b"".join(pieces[:n_before]).decode() == context
+    assert b"".join(pieces[n_before : len(offsets)]).decode().startswith(continuation)

@@ -49,6 +49,13 @@ def test_openais_client_gets_the_embedders_vectors(url: str, embedder: lp.Embedd
     assert names == ["demo", "bert"]
 
 
+def test_each_model_has_its_own_limit(url: str, embedder: lp.Embedder, engine: lp.Engine) -> None:
+    limits = {one["id"]: one["max_model_len"] for one in httpx.get(f"{url}/v1/models").json()["data"]}
+    assert limits == {"demo": engine.n_ctx, "bert": embedder.n_ctx} and engine.n_ctx != embedder.n_ctx
+    for name, limit in limits.items():
+        assert httpx.get(f"{url}/v1/models/{name}").json()["max_model_len"] == limit
+
+
 def test_all_forms_of_input(url: str, embedder: lp.Embedder) -> None:
     tokens = embedder.tokenize("the fox")
     expected = embedder.embed("the fox")

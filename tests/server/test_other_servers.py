@@ -60,8 +60,44 @@ class TestPaths:
     ) -> None:
         answer = client.request(method, path)
         assert answer.status_code == 404
-        assert answer.json()["error"]["message"].startswith(f"{method} {path}: Not Found; ")
-        assert hint in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        # Ollama's clients expect a text.
+        message = error if path.startswith("/api/") else error["message"]
+        assert message.startswith(f"{method} {path}: Not Found; ")
+        assert hint in message
+        assert answer.headers["x-request-id"]
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/nothing", "/api/nothing"])
+    def test_a_method_or_path_that_is_not_served(self, client: httpx.Client, path: str) -> None:
+        answer = client.put(path, headers={"x-request-id": "seven"})
+        is_known = "nothing" not in path
+        assert (answer.status_code, answer.headers["x-request-id"]) == (405 if is_known else 404, "seven")
+        assert ("allow" in answer.headers) == is_known
+        assert isinstance(answer.json()["error"], str if path.startswith("/api/") else dict)
+
+    @pytest.mark.parametrize(
+        ("path", "body"), [*ROUTES, ("/v1/models", None), ("/health", None), ("/models", None)]
+    )
+    def test_a_slash_at_the_end(self, client: httpx.Client, path: str, body: dict[str, Any] | None) -> None:
+        method = "GET" if body is None else "POST"
+        answers = [client.request(method, one, json=body) for one in (path, f"{path}/", f"{path}//")]
+        assert [answer.status_code for answer in answers] == [200] * 3
+        first, *others = (answer.json() for answer in answers)
+        for name in ("choices", "data", "status"):
+            assert all(other.get(name) == first.get(name) for other in others)
+
+    def test_polling_is_not_logged(self, client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level("DEBUG", "llamapipe.server"):
+            for path in ("/timeline", "/health", "/metrics", "/v1/models", "/nothing"):
+                client.get(path)
+        levels = {record.getMessage().split()[1]: record.levelname for record in caplog.records}
+        assert levels == {
+            "/timeline": "DEBUG",
+            "/health": "DEBUG",
+            "/metrics": "DEBUG",
+            "/v1/models": "INFO",
+            "/nothing": "INFO",
+        }
 
     @pytest.mark.parametrize(
         ("alias", "path", "body"),

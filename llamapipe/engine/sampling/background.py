@@ -14,7 +14,7 @@ from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
 
 from llamapipe.engine.sampling.threads import SamplingThreads
-from llamapipe.errors import DecodeError, InvalidRequestError, NoToken
+from llamapipe.errors import ConstraintError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.llama.sampler import SamplerChain
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class BackgroundSampler:
 
     def _check_time(self) -> None:
         if self._timeout_s is not None and self._spent_s > self._timeout_s and self.error is None:
-            self.error = DecodeError(
+            self.error = ConstraintError(
                 f"the request's constraint has taken {self._spent_s:.1f} s of processor time; grammar_timeout is "
                 f"{self._timeout_s:g} s: simplify the constraint, or raise grammar_timeout"
             )

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llamapipe.errors import DecodeError, NoToken
+from llamapipe.errors import ConstraintError, DecodeError, NoToken
 
 if TYPE_CHECKING:
     from llamapipe.engine.scheduler.batch_plan import BatchPlan
@@ -263,7 +263,7 @@ class Request:
     def sampling_error(self, code: int) -> Exception:
         """The error of a request that got no token; for the codes see ``Executor.sample``."""
         if code == NoToken.NO_ALLOWED_TOKEN:
-            return DecodeError(
+            return ConstraintError(
                 "the request's constraints (grammar, allowed_token_ids, bad_words …) leave no token to sample, and the "
                 "output is not complete yet"
             )

@@ -54,10 +54,12 @@ async def model_info(call: Call) -> None:
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
+    embedder = state.embedder
+    is_chat = name in state.model_names or embedder is None
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "llamapipe",
-        "max_model_len": state.engine.n_ctx,
+        "max_model_len": state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx,
     }

@@ -1,0 +1,76 @@
+"""Which turns of a conversation are dropped when it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from llamapipe.chat.turns import kept_messages
+
+Message = dict[str, Any]
+SYSTEM = {"role": "system", "content": "s" * 10}
+
+
+def turn(name: str, n: int = 10) -> list[Message]:
+    return [{"role": "user", "content": name * n}, {"role": "assistant", "content": name.upper() * n}]
+
+
+def n_tokens(messages: Sequence[Message]) -> int:
+    return sum(len(one["content"]) for one in messages)
+
+
+def test_nothing_is_dropped_while_the_answer_has_room() -> None:
+    messages = [SYSTEM, *turn("a"), *turn("b")]
+    assert kept_messages(messages, n_tokens, 60, 10) == messages
+    assert kept_messages(messages, n_tokens, 100, None) == messages  # None: a quarter
+    assert len(kept_messages(messages, n_tokens, 59, 10)) == 3
+
+
+def test_the_system_messages_and_the_last_turn_stay() -> None:
+    developer = {"role": "developer", "content": "d"}
+    kept = kept_messages([SYSTEM, developer, *turn("a"), *turn("b"), *turn("c")], n_tokens, 60, 1)
+    assert kept == [SYSTEM, developer, *turn("c")]
+
+
+@pytest.mark.parametrize("n_last", [100, 1000])
+def test_a_turn_that_is_too_long_drops_nothing(n_last: int) -> None:
+    messages = [SYSTEM, *turn("a"), {"role": "user", "content": "b" * n_last}]
+    assert kept_messages(messages, n_tokens, 60, 1) == messages
+
+
+def test_a_turn_is_dropped_as_a_whole() -> None:
+    call: Message = {"role": "assistant", "content": "c" * 10, "tool_calls": []}
+    result = {"role": "tool", "content": "r" * 10}
+    first: list[Message] = [{"role": "user", "content": "u"}, {"role": "user", "content": "u"}, call, result]
+    assert kept_messages([*first, *turn("a")], n_tokens, 30, 1) == turn("a")
+
+
+def test_a_conversation_that_grows_begins_alike_for_many_turns() -> None:
+    """The prefix cache has the prompt's beginning, although the caller sends everything each time."""
+    messages: list[Message] = [SYSTEM]
+    begins = []
+    for i in range(60):
+        messages.append({"role": "user", "content": f"{i:010d}"})
+        kept = kept_messages(messages, n_tokens, 400, 40)
+        assert n_tokens(kept) + 40 <= 400
+        begins.append(kept[1]["content"])
+        messages.append({"role": "assistant", "content": f"{i:010d}"})
+    changes = sum(one != other for one, other in pairwise(begins))
+    assert begins[0] == begins[15] and changes == 5
+
+
+def test_a_very_long_history_costs_no_more_than_its_end() -> None:
+    messages = [message for _ in range(5000) for message in turn("a", 50)]
+    counted = 0
+
+    def counts(some: Sequence[Message]) -> int:
+        nonlocal counted
+        counted += n_tokens(some)
+        return n_tokens(some)
+
+    kept = kept_messages(messages, counts, 300, 10)
+    assert n_tokens(kept) <= 290 and kept[-1] == messages[-1]
+    assert counted < 60_000

@@ -26,6 +26,7 @@ nox.options.error_on_missing_interpreters = True
 BACKENDS = ("cpu", "vulkan", "cuda", "metal")
 GROUPS = nox.project.load_toml("pyproject.toml")
 DYNAMO = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
+JSONSCHEMA = "jsonschema==4.26.0"  # whose source archive holds the JSON-Schema-Test-Suite
 OPENAI = "openai==3.54.0"  # whose source archive holds the tests; also in the group "clients"
 
 
@@ -129,6 +130,33 @@ def agents(session: nox.Session) -> None:
     session.env["AGENTS_MODEL_FILE"] = model.strip().splitlines()[-1]
     session.env["AGENTS_FOLDER"] = str(Path(session.virtualenv.location).resolve() / "clients")
     _pytest(session, "-m", "agents", default=["tests/agents"])
+
+
+@nox.session
+def schemas(session: nox.Session) -> None:
+    """Hold JSON schemas against the JSON-Schema-Test-Suite, and generate fields of pydantic 2.12 and the newest."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    _install(session, "backend=cpu")
+    folder = Path(session.create_tmp()).resolve()
+    session.run(
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary",
+        "jsonschema",
+        "-d",
+        str(folder),
+        JSONSCHEMA,
+        silent=True,
+    )
+    archive = next(folder.glob("jsonschema-*.tar.gz"))
+    session.run("python", "-m", "tarfile", "-e", str(archive), str(folder))
+    suite = folder / archive.name.removesuffix(".tar.gz") / "json" / "tests"
+    session.env.update(LLAMAPIPE_SCHEMA_SUITE=str(suite), LLAMAPIPE_PYDANTIC_ANSWERS="20")
+    _pytest(session, default=["tests/structured/test_schema_suite.py"])
+    for version in ("pydantic==2.12.*", "pydantic"):
+        session.install("--upgrade", version)
+        _pytest(session, default=["tests/structured/test_pydantic_fields.py"])
 
 
 @nox.session

@@ -219,6 +219,8 @@ class _Shown:
         parts.append(f"{progress.n_tokens / seconds:,.0f} tokens/s")
         if progress.n_failed:
             parts.append(f"{progress.n_failed:,} failed")
+        if progress.n_cut:
+            parts.append(f"{progress.n_cut:,} cut by max_tokens or the context")
         if progress.n_skipped:
             parts.append(f"{progress.n_skipped:,} were there already")
         if progress.n_skipped_failed:

@@ -10,6 +10,7 @@ from typing import Any
 
 from llamapipe.chat.results import ToolCall, ToolCallDelta, new_call_id
 from llamapipe.compat.formats import Format
+from llamapipe.compat.grammar import closed
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
@@ -57,11 +58,11 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
         return None
     kind = response_format.get("type")
     if kind == "json_object":
-        return response_format.get("schema") or {"type": "object"}
+        return closed(response_format.get("schema")) or {"type": "object"}
     if kind == "json_schema":
         given = response_format.get("json_schema")
         if isinstance(given, Mapping) and "schema" in given:
-            return given["schema"]
+            return closed(given["schema"])
         raise ValueError(
             f"response_format is {response_format!r}; json_schema needs "
             "{'type': 'json_schema', 'json_schema': {'schema': …}}"
@@ -94,7 +95,7 @@ class ChatCall:
         without_tools = named is not None or not engine.supports_tools
         if tools and without_tools and isinstance(tool_choice, Mapping):
             self._forced = str(tool_choice["function"]["name"])
-            params = replace(params, json_schema=_parameters(tools, self._forced), grammar=None)
+            params = replace(params, json_schema=closed(_parameters(tools, self._forced)), grammar=None)
             self._tools = None
         elif tools and named is not None and tool_choice not in (None, "none"):
             raise ValueError(

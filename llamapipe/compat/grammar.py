@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+from llamapipe.structured.schema import closed_objects
 
 
 class LlamaGrammar:
@@ -35,6 +38,14 @@ class LlamaGrammar:
 
     @classmethod
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> LlamaGrammar:
-        """A grammar for the values of a JSON schema, given as JSON text. Raises ValueError for other text."""
+        """A grammar for the values of a JSON schema, given as JSON text. Raises ValueError for other text.
+
+        As in llama-cpp-python, objects with ``properties`` have no others, unless ``additionalProperties`` says so.
+        """
         del verbose
-        return cls(json_schema=json.loads(json_schema))
+        return cls(json_schema=closed(json.loads(json_schema)))
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have the listed properties only, as llama-cpp-python reads it."""
+    return closed_objects(schema) if isinstance(schema, dict) else schema

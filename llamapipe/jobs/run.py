@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +21,7 @@ class BatchSummary:
 
     - ``n_done``: records answered, ``n_failed`` of them with an error.
     - ``n_skipped``: records whose results were there already, ``n_skipped_failed`` of them with an error.
+    - ``n_cut``: records answered whose text ``max_tokens`` or the context cut; JSON is incomplete then.
     - ``n_tokens``: generated tokens.
     """
 
@@ -29,6 +30,7 @@ class BatchSummary:
     n_skipped: int = 0
     n_skipped_failed: int = 0
     n_tokens: int = 0
+    n_cut: int = 0
 
 
 def answers(
@@ -96,10 +98,20 @@ def run_job(
         results.write(record.index, record.digest, answer.result)
         summary.n_done += 1
         summary.n_failed += answer.failed
+        summary.n_cut += _was_cut(answer.result)
         summary.n_tokens += answer.n_tokens
         if on_progress is not None:
             on_progress(summary)
     return summary
+
+
+def _was_cut(result: Mapping[str, Any]) -> bool:
+    """Whether a result ends for its length: our own, or a body in OpenAI's format."""
+    response = result.get("response")
+    body = response.get("body") if isinstance(response, Mapping) else None
+    choices = body.get("choices") if isinstance(body, Mapping) else None
+    made = choices if isinstance(choices, list) else [result]
+    return any(isinstance(one, Mapping) and one.get("finish_reason") == "length" for one in made)
 
 
 def _left(records: Iterable[Record], results: ResultFile, summary: BatchSummary) -> Iterator[Record]:

@@ -60,7 +60,7 @@ class Guide:
     def prepare(self) -> None:
         """Computes the mask of the next token, unless it is computed already.
 
-        Raises DecodeError if the grammar allows no token here or exceeds llguidance's limits.
+        Raises ConstraintError if the grammar allows no token here or exceeds llguidance's limits.
         """
         matcher = self._open()
         if self._ended:
@@ -119,7 +119,7 @@ class Guide:
                 self._prepared = False
                 return
         if matcher.is_error():
-            raise DecodeError(f"the grammar failed at token {token}: {message_of(matcher)}")
+            raise ConstraintError(f"the grammar failed at token {token}: {message_of(matcher)}")
         raise DecodeError(f"the grammar does not allow token {token} after {self._n_tokens} tokens")
 
     def accept_any(self) -> None:

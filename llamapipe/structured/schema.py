@@ -19,7 +19,6 @@ _MAP = ("properties", "patternProperties", "$defs", "definitions")
 # With one of these, an object states which other properties it allows, or combines with other schemas.
 _ABOUT_OTHERS = {
     "additionalProperties",
-    "patternProperties",
     "unevaluatedProperties",
     "allOf",
     "anyOf",
@@ -55,7 +54,7 @@ def schema_object(schema: Any) -> dict[str, Any]:
     if value is True:
         return {}
     if value is False:
-        raise InvalidRequestError("json_schema is false, which no JSON satisfies")
+        raise InvalidRequestError("json_schema at #: 'false', which no JSON satisfies")
     if not isinstance(value, dict):
         raise InvalidRequestError(f"json_schema must be a JSON object or boolean, not {_kind(value)}")
     parts = list(subschemas(value))
@@ -102,7 +101,7 @@ def whitespace_of(schema: Any) -> str | None:
 
 
 def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which objects with listed properties allow no others, unless the schema says something about others.
+    """A copy in which objects with listed names or patterns allow no others, unless the schema says so.
 
     Parts of an ``allOf``, and objects that combine with other schemas, are left as they are: none of them lists all
     properties.
@@ -116,7 +115,8 @@ def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
         if isinstance(one, dict) and isinstance(one.get("$ref"), str)
     }
     for pointer, part in subschemas(copy):
-        is_open = isinstance(part.get("properties"), dict) and not part.keys() & _ABOUT_OTHERS
+        lists = any(isinstance(part.get(key), dict) for key in ("properties", "patternProperties"))
+        is_open = lists and not part.keys() & _ABOUT_OTHERS
         if is_open and "/allOf/" not in pointer and pointer not in combined:
             part["additionalProperties"] = False
     return copy
@@ -172,7 +172,7 @@ def _check_costs(parts: list[dict[str, Any]]) -> None:
     )
     if n_patterns > MAX_PATTERNS:
         raise InvalidRequestError(
-            f"json_schema has {n_patterns} patterns in 'patternProperties'; at most {MAX_PATTERNS} are supported"
+            f"json_schema at #: {n_patterns} patterns in 'patternProperties'; at most {MAX_PATTERNS} are supported"
         )
     from fractions import Fraction
 
@@ -181,8 +181,8 @@ def _check_costs(parts: list[dict[str, Any]]) -> None:
     common = math.lcm(*(int(step * unit) for step in steps))
     if common > MAX_MULTIPLE:
         raise InvalidRequestError(
-            f"json_schema has 'multipleOf' with the least common multiple {common} (in steps of {Fraction(1, unit)}); "
-            f"at most {MAX_MULTIPLE} is supported"
+            f"json_schema at #: 'multipleOf' with the least common multiple {common} (in steps of "
+            f"{Fraction(1, unit)}); at most {MAX_MULTIPLE} is supported"
         )
 
 

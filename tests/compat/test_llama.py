@@ -25,6 +25,7 @@ from llamapipe.compat import (
     LlamaRAMCache,
     options,
 )
+from llamapipe.compat.chats import schema_of
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
 TOOL: dict[str, Any] = {
@@ -278,6 +279,18 @@ class TestChats:
             for given in kinds:
                 answer = llm.create_chat_completion(MESSAGES, max_tokens=200, **given)
                 assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"name", "age"}
+
+    def test_objects_are_closed_as_in_the_original(self) -> None:
+        inner: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}}
+        free = {"type": "object", "properties": {"c": {}}, "additionalProperties": True}
+        properties = {"a": inner, "free": free, "any": {"type": "object"}}
+        schema = {"type": "object", "properties": properties}
+        closed: dict[str, Any] = {**schema, "additionalProperties": False}
+        closed["properties"] = {**properties, "a": {**inner, "additionalProperties": False}}
+        assert LlamaGrammar.from_json_schema(json.dumps(schema)).json_schema == closed
+        assert schema_of({"type": "json_object", "schema": schema}) == closed
+        assert schema_of({"type": "json_schema", "json_schema": {"schema": schema}}) == closed
+        assert schema_of({"type": "json_object"}) == {"type": "object"}
 
     def test_streams_are_the_whole(self, llm: Any) -> None:
         given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 30, "logprobs": True, "top_logprobs": 2}

@@ -17,7 +17,7 @@ from support.random_schemas import SchemaMaker
 
 import llamapipe as lp
 from llamapipe.engine.params import SAMPLER_ORDER
-from llamapipe.errors import DecodeError, InvalidRequestError
+from llamapipe.errors import ConstraintError, DecodeError, InvalidRequestError
 
 MakeEngine = Callable[..., lp.Engine]
 Row = npt.NDArray[np.float32]
@@ -201,6 +201,17 @@ class TestConstraints:
         for ask in (engine.generate, engine.stream, engine.start):
             with pytest.raises(InvalidRequestError, match=re.compile(message, re.DOTALL)):
                 ask(START, lp.SamplingParams(**constraint))
+
+    def test_one_that_turns_out_too_complex_is_a_wrong_request(self, engine: lp.Engine) -> None:
+        """No check before the start finds it; servers answer 400, as the same request would fail again."""
+        params = [
+            wild(regex="(?:.*[aeiou].{1,30}){1,30}", ignore_eos=True, seed=1),
+            wild(max_tokens=4, ignore_eos=True),
+        ]
+        bad, good = engine.generate([START] * 2, params, on_error="return")
+        assert isinstance(bad, ConstraintError)
+        assert "the grammar stopped after" in str(bad) and "too many expressions" in str(bad)
+        assert isinstance(good, lp.Completion) and len(good.token_ids) == 4
 
     def test_what_allows_nothing_fails_alone(self, engine: lp.Engine) -> None:
         """Only digits may be drawn, and only letters are in the grammar."""

@@ -86,6 +86,7 @@ class TestKinds:
             )
         )
         assert (done.n_done, done.n_failed) == (4, 0)
+        assert done.n_cut == sum(result["finish_reason"] == "length" for result in results) >= 1
         expected = [completion.text for completion in talker.generate(["The cat", "A dog"], GREEDY)]
         assert [result["text"] for result in results[:2]] == expected
         assert results[2]["text"] == talker.chat(messages, GREEDY).content
@@ -113,7 +114,7 @@ class TestKinds:
         ]
         assert results[0]["response"]["body"]["choices"][0]["message"]["content"]
         assert "whole answers" in results[3]["error"]["message"]
-        assert (done.n_done, done.n_failed, done.n_tokens) == (5, 4, 6)
+        assert (done.n_done, done.n_failed, done.n_tokens, done.n_cut) == (5, 4, 6, 1)
 
     def test_columns_and_a_template(self, job: Any, talker: lp.Engine) -> None:
         text = 'id,animal,"max_tokens"\n1,cat,many\n2,"a, b",\n3,dog\n'
@@ -785,7 +786,9 @@ def test_ids_that_are_no_json(talker: lp.Engine, tmp_path: Path) -> None:
     ids += [np.int64(7), nested(100_000)]
     records = [{"prompt": "a", "id": one, "max_tokens": 1} for one in ids]
     out = tmp_path / "out.jsonl"
-    assert lp.batch(records, talker, output=out) == BatchSummary(n_done=len(ids), n_tokens=len(ids))
+    assert lp.batch(records, talker, output=out) == BatchSummary(
+        n_done=len(ids), n_tokens=len(ids), n_cut=len(ids)
+    )
     found = [json.loads(line)["id"] for line in out.read_bytes().splitlines()]
     assert found[:7] == [str(ids[0]), "2026-01-02", "1.5", "b'x'", [1, 2], {"1": 2}, "{(1, 2): 3}"]
     assert found[7:] == [7, "list"]

@@ -265,7 +265,7 @@ def test_grammars_do_not_keep_a_vocabulary(tmp_path: Path) -> None:
 
 def test_exactly_one_grammar(demo: lp.Model) -> None:
     for given in ({}, {"regex": "a", "lark": 'start: "a"'}):
-        with pytest.raises(ValueError, match="give one of json_schema, regex and lark"):
+        with pytest.raises(ValueError, match="give one of json_schema, regex, lark and choice"):
             compile_guide(demo, **given)
 
 

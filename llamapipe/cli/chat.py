@@ -25,7 +25,7 @@ from llamapipe.cli.options import (
 from llamapipe.cli.talk.conversation import Conversation
 from llamapipe.cli.talk.reader import line_history
 from llamapipe.cli.talk.session import Session
-from llamapipe.cli.usage.texts import read_stdin, stdin_is_terminal
+from llamapipe.cli.usage.texts import given_text, read_stdin, stdin_is_terminal
 
 _DESCRIPTION = """\
 Hold a conversation with a model, or answer one message. Without -m, use the bundled model. Needs the extra 'chat'.
@@ -87,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     conversation = _begun(args)
-    message = read_stdin().removesuffix("\n") if args.message == "-" else args.message
+    message = args.message
+    if message is not None:
+        message = read_stdin().removesuffix("\n") if message == "-" else given_text(message)
     if message is not None and not message.strip():
         raise UsageError("the message is empty")
     if message is None and sys.stdin is None:

@@ -43,7 +43,6 @@ _COMMANDS = (
 )
 _ELSEWHERE = {  # commands of Ollama and llama-cli
     "/set": "options of the command set parameters (llamapipe chat --help), /system TEXT the system message",
-    "/show": "llamapipe doctor -m FILE describes a model",
     "/read": "llamapipe chat - < FILE reads a message from a file",
 }
 

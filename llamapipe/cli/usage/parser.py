@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import llamapipe as lp
 from llamapipe.cli.usage.hints import about_option
+from llamapipe.cli.usage.texts import names_model
 
 _SHORT = re.compile(r"-[A-Za-z]+")
 _GIVEN_ONCE = ("model", "embeddings", "chat_template")
@@ -55,4 +56,6 @@ class CommandParser(argparse.ArgumentParser):
             command = self.prog.rpartition(" ")[2]
             fields = vars(lp.SamplingParams)["__dataclass_fields__"] if command == "serve" else ()
             message += about_option(wrong, command, self._option_string_actions, fields)
+        elif names_model(unknown[0]) and "-m" in self._option_string_actions:
+            message += "; pass a model with -m"
         self.error(f"{message} (see {self.prog} --help)")

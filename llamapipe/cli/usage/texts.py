@@ -18,12 +18,24 @@ def read_texts(given: list[str], files: list[Path], lines: bool) -> list[str]:
     if not given and not files and not stdin_is_terminal() and (piped := read_stdin()):
         texts = _split(piped, lines)
     for text in given:
-        texts += _split(read_stdin(), lines) if text == "-" else [utf8(os.fsencode(text), "the text")]
+        texts += _split(read_stdin(), lines) if text == "-" else [given_text(text)]
     for file in files:
         texts += _split(read_file(file), lines)
     if not texts:
         raise UsageError("no text given; pass one as an argument, with -f FILE, or - for stdin")
     return texts
+
+
+def given_text(text: str) -> str:
+    """A text of the command line. Raises UsageError if it is not UTF-8, or the name of a model without its -m."""
+    if names_model(text):
+        raise UsageError(f"{text} names a model: pass it with -m")
+    return utf8(os.fsencode(text), "the text")
+
+
+def names_model(text: str) -> bool:
+    """Whether an argument is the name of a model, and surely no text."""
+    return text.lower().endswith(".gguf") and not any(map(str.isspace, text))
 
 
 def stdin_is_terminal() -> bool:

@@ -216,7 +216,7 @@ export class Chat {
     const { messages, ask } = this;
     this.log.querySelectorAll("button.again").forEach((button) => button.remove());
     const options = ask.options();
-    const body = { ...options, messages: [...ask.system(), ...answered(messages)] };
+    const body = { ...options, return_progress: true, messages: [...ask.system(), ...answered(messages)] };
     const message = { role: "assistant", content: "", reasoning: "" };
     messages.push(message);
     const answer = this.showAnswer(message);
@@ -230,6 +230,11 @@ export class Chat {
       try {
         for await (const event of events("v1/chat/completions", body, ask.key(), signal)) {
           usage = event.usage ?? usage;
+          const progress = event.prompt_progress;
+          if (progress && first === null) {
+            const percent = Math.floor(100 * progress.processed / progress.total);
+            answer.facts.textContent = `reading the prompt: ${percent} % of ${progress.total} tokens`;
+          }
           for (const { delta, finish_reason } of event.choices) {
             reason = finish_reason ?? reason;
             const content = delta.content ?? "", reasoning = delta.reasoning_content ?? "";

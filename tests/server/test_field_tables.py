@@ -1,0 +1,87 @@
+"""The tables of fields: the page says what the server does, and every field that clients' libraries know has a fate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from llamapipe.server.errors import ApiError
+from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest
+from llamapipe.server.wire.fields import Only, Unused, fates, unused, without_nulls
+from llamapipe.server.wire.openai import ChatRequest, CompletionRequest
+from llamapipe.server.wire.responses import ResponsesRequest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+from field_tables import PAGE, with_tables
+
+
+class Inner(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    kept: int | None = None
+    aside: Annotated[int | None, Unused(1)] = None
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    a: int = 0
+    inner: Inner | None = None
+    free: dict[str, Any] | None = None
+    store: Annotated[bool | None, Unused(False)] = None
+    only: Annotated[Any, Only(-1, False, instead="give a")] = None
+    never: Annotated[Any, Only(instead="give b")] = None
+
+
+def test_the_page_has_the_tables_of_the_types() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == with_tables(text), "run: python tools/field_tables.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (ChatRequest, chat_create_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+        (ResponsesRequest, response_create_params.ResponseCreateParamsStreaming),
+        (MessagesRequest, message_create_params.MessageCreateParamsStreaming),
+        (MessagesRequest, beta_message_create_params.MessageCreateParamsStreaming),
+        (CountRequest, message_count_tokens_params.MessageCountTokensParams),
+    ],
+    ids=lambda one: f"{one.__module__.split('.')[-2]}.{one.__name__}",
+)
+def test_every_field_of_a_clients_types_has_a_fate(kind: type[msgspec.Struct], params: Any) -> None:
+    known = set(get_type_hints(params)) - {"model"}
+    headers = {"betas", "user_profile_id", "workspace_id"}  # the client sends them as headers
+    assert known - headers <= set(fates(kind))
+
+
+def test_unused_fields_are_named_unless_they_are_neutral() -> None:
+    assert unused(Body(a=1, store=False, only=-1)) == ()
+    assert unused(Body(store=True, inner=Inner(kept=2, aside=3))) == ("store", "inner.aside")
+    assert unused(Body(inner=Inner(aside=1))) == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (Body(only=3), "only is 3; leave it out, or set it to -1 or false: give a"),
+        (Body(only=0), "only is 0; leave it out, or set it to -1 or false: give a"),  # 0 is no false
+        (Body(never=[]), "never is not supported: give b"),
+    ],
+)
+def test_other_values_are_refused(body: Body, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        unused(body)
+    assert (caught.value.message, caught.value.status) == (message, 400)
+    assert caught.value.param == message.partition(" ")[0]
+
+
+def test_nulls_are_left_out_where_the_server_knows_the_type() -> None:
+    given = {"a": None, "x": None, "inner": {"kept": None, "y": None}, "free": {"const": None}}
+    assert without_nulls(given, Body) == {"inner": {}, "free": {"const": None}}

@@ -1,0 +1,114 @@
+"""Write the tables of fields in docs/guides/server.md from the types of requests, the tables that the server uses.
+
+    python tools/field_tables.py
+
+A test fails if the page says something else than the types.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest
+from llamapipe.server.wire.fields import Fate, Only, Unused, fates, inner_types
+from llamapipe.server.wire.openai import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    Streamed,
+)
+from llamapipe.server.wire.responses import ResponsesRequest
+
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "server.md"
+BEGIN, END = "<!-- fields: python tools/field_tables.py -->\n", "<!-- end of fields -->\n"
+_WIDTH = 120
+# The title of each table, its type, and the type whose fields another table has.
+_TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ...] = (
+    ("`/v1/chat/completions` and `/v1/completions`", Streamed, None),
+    ("`/v1/chat/completions` also", ChatRequest, Streamed),
+    ("`/v1/completions` also", CompletionRequest, Streamed),
+    ("`/v1/responses`", ResponsesRequest, None),
+    ("`/v1/messages`", MessagesRequest, None),
+    ("`/v1/embeddings`", EmbeddingRequest, None),
+    ("`/v1/rerank`", RerankRequest, None),
+)
+
+
+def section() -> str:
+    """The tables, as Markdown."""
+    parts = [_table(title, kind, base) for title, kind, base in _TABLES]
+    shared = fates(CountRequest).keys() <= fates(MessagesRequest).keys()
+    assert shared, "count_tokens has a field that messages do not have"
+    return "\n".join(parts)
+
+
+def _table(title: str, kind: type[msgspec.Struct], base: type[msgspec.Struct] | None) -> str:
+    known = set() if base is None else set(fates(base))
+    fields = [(name, fate) for name, fate in _all(kind) if name.partition(".")[0] not in known]
+    lines = [f"#### {title}", ""]
+    lines += _wrapped("Honoured", [f"`{name}`" for name, fate in fields if fate is None])
+    unused = [_with_values(name, fate) for name, fate in fields if isinstance(fate, Unused)]
+    lines += _wrapped("Unused", unused)
+    refused = [(name, fate) for name, fate in fields if isinstance(fate, Only)]
+    plain = [_with_values(name, fate) for name, fate in refused if not fate.instead]
+    lines += _wrapped("Accepted only with these values", plain)
+    if any(fate.instead for _, fate in refused):
+        lines += ["| accepted only with | instead |", "|---|---|"]
+        lines += [
+            f"| {_with_values(name, fate)} | {fate.instead} |" for name, fate in refused if fate.instead
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _all(kind: type[msgspec.Struct], place: str = "") -> Iterator[tuple[str, Fate]]:
+    inner = inner_types(kind)
+    for name, fate in fates(kind).items():
+        if name in inner and fate is None:
+            yield from _all(inner[name], f"{place}{name}.")
+        else:
+            yield f"{place}{name}", fate
+
+
+def _with_values(name: str, fate: Unused | Only) -> str:
+    values = [_written(value) for value in fate.neutral if not isinstance(value, float) or value % 1]
+    if isinstance(fate, Only) and not values:
+        values = ["null"]
+    return f"`{name}` ({', '.join(values)})" if values else f"`{name}`"
+
+
+def _written(value: Any) -> str:
+    return f"`{json.dumps(value)}`"
+
+
+def _wrapped(head: str, names: list[str]) -> list[str]:
+    """A paragraph in lines of the page's width."""
+    if not names:
+        return []
+    lines = [f"{head}:"]
+    for i, name in enumerate(names):
+        word = name + ("," if i < len(names) - 1 else ".")
+        if len(lines[-1]) + 1 + len(word) > _WIDTH:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return [*lines, ""]
+
+
+def with_tables(page: str) -> str:
+    """The page's text with the tables as they are now. Raises ValueError if it has no place for them."""
+    before, _, rest = page.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    if not old:
+        raise ValueError(f"{PAGE.name} must have the lines {BEGIN.strip()} and {END.strip()}")
+    return f"{before}{BEGIN}\n{section()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

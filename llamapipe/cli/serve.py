@@ -146,6 +146,12 @@ def add_parser(
         help="seconds after which a silent stream sends a sign of life; 0: never (default: 5)",
     )
     server.add_argument(
+        "--grammar-timeout",
+        type=float,
+        metavar="S",
+        help="seconds of processor time that a request's schema or grammar may take (default: 10)",
+    )
+    server.add_argument(
         "--strict", action="store_true", help="refuse options that only a hosted service can act on"
     )
     server.add_argument("--no-page", action="store_true", help="do not serve the page at /")

@@ -79,7 +79,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         try:
             params = sampling_params(request)
             if takes_long(prompt, params):  # compiling a constraint would block the event loop
-                await asyncio.to_thread(engine.check_params, params)
+                await engine._long_work.run(engine.check_params, params)
             stream = engine.astream(prompt, params)
         except _DEAD as error:
             raise EngineShutdown(str(error)) from error

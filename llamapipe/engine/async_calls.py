@@ -12,7 +12,7 @@ from llamapipe.engine.calls import EngineCalls
 from llamapipe.engine.delivery.mailbox import AsyncMailbox
 from llamapipe.engine.frontend.call_options import ON, CallOptions, OnError, OnTimeout, call_options
 from llamapipe.engine.frontend.keywords import explains_keywords
-from llamapipe.engine.frontend.long_work import built
+from llamapipe.engine.frontend.long_work import LongWork
 from llamapipe.engine.frontend.pending import Pending
 from llamapipe.engine.frontend.prompt_list import amakes_of, outcome_of
 from llamapipe.engine.frontend.request_builder import Item, Prompt
@@ -25,6 +25,8 @@ from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream
 
 class AsyncEngineCalls(EngineCalls):
     """The part of ``Engine`` with the calls for asyncio. Any thread with an event loop."""
+
+    _long_work: LongWork
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
@@ -88,7 +90,7 @@ class AsyncEngineCalls(EngineCalls):
         """``generate`` for asyncio. Cancelling the task cancels its requests; raises as ``generate`` does."""
         self._engine_thread.check_open()
         checked = check_choice("on_error", on_error, ON)
-        items, single = await built(self._request_builder.items, prompt, params, checked)
+        items, single = await self._long_work.built(self._request_builder.items, prompt, params, checked)
         options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
         makes = self._request_builder.completions(items)
         return outcome_of(items, await self._submission.acollect(makes, options), single)
@@ -153,7 +155,7 @@ class AsyncEngineCalls(EngineCalls):
     ) -> AsyncGenerator[tuple[int, Any], None]:
         options = call_options(timeout, True, on_error, "raise", names_prompts=True)
         pending = Pending[Completion](options)
-        makes = amakes_of(self._request_builder, prompts, params, pending)
+        makes = amakes_of(self._request_builder, prompts, params, pending, self._long_work)
         results = self._submission.aiterate(makes, n_ahead, pending)
         async with aclosing(makes), aclosing(results):
             async for index, result in results:

@@ -218,9 +218,7 @@ class ChatCalls(AsyncEngineCalls):
         options = call_options(timeout, block, operation="chat")
         build = partial(self._chat_builder.items, messages, params, asked)
         if is_long_chat(messages, params, asked):
-            import asyncio
-
-            items, single = await asyncio.to_thread(build)
+            items, single = await self._long_work.run(build)
         else:
             items, single = build()
         options = replace(options, names_prompts=not single)
@@ -261,7 +259,10 @@ class ChatCalls(AsyncEngineCalls):
         options = call_options(timeout, block, operation="chat")
         build = partial(self._chat_builder.item, messages, params, asked)
         open_stream = partial(self._open_astream, options=options)
-        return AsyncChatStream(build if is_long_chat(messages, params, asked) else build(), open_stream)
+        return AsyncChatStream(
+            partial(self._long_work.run, build) if is_long_chat(messages, params, asked) else build(),
+            open_stream,
+        )
 
 
 def _answers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from llamapipe.engine.chat_results import ChatDelta
@@ -65,7 +65,7 @@ class AsyncChatStream(Owner):
     """
 
     def __init__(
-        self, item: ChatItem | Callable[[], ChatItem], open_stream: Callable[[Item], AsyncStream]
+        self, item: ChatItem | Callable[[], Awaitable[ChatItem]], open_stream: Callable[[Item], AsyncStream]
     ) -> None:
         self.n_prompt_tokens = 0
         self._build = item if callable(item) else None
@@ -109,9 +109,7 @@ class AsyncChatStream(Owner):
 
     async def _built(self) -> None:
         if self._build is not None and not self._closed:
-            import asyncio
-
-            item = await asyncio.to_thread(self._build)
+            item = await self._build()
             if not self._closed:
                 self._open(item)
 

@@ -16,6 +16,7 @@ from llamapipe.arguments import check_choice, check_flag, check_float, check_int
 from llamapipe.engine.cache import cache_of
 from llamapipe.engine.chat_calls import ChatCalls
 from llamapipe.engine.frontend.chat_builder import ChatBuilder
+from llamapipe.engine.frontend.long_work import LongWork
 from llamapipe.engine.frontend.observer import RequestObserver
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.frontend.request_builder import RequestBuilder
@@ -214,6 +215,7 @@ class Engine(ChatCalls, Owner):
             executor = StepExecutor(pipeline, tuner)
             loop = EngineLoop(scheduler, executor, window_us * 1e-6, self._queue.left)
             loop.kv_events = publisher
+            loop.long_work = self._long_work = LongWork()
             self.kv_events = None if publisher is None else publisher.options
             engine_thread = EngineThread(loop)
             undo.callback(engine_thread.close, drain=False)

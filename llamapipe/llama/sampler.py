@@ -353,6 +353,16 @@ class SamplerChain(Owner):
             return True
         try:
             self.guide.accept(token)
+        except BaseException as e:
+            self.error = _as_exception(e)
+            return False
+        return True
+
+    def advance_guide(self) -> bool:
+        """Computes the mask of the next token; False when it failed, with ``error`` set."""
+        if self.guide is None:
+            return True
+        try:
             self.finished = self.guide.finished
         except BaseException as e:
             self.error = _as_exception(e)

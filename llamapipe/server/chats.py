@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,7 +64,7 @@ class ChatJob:
     async def prompt_tokens(self) -> list[int]:
         """The prompt's tokens, as the engine computes them."""
         options = self._options
-        return await asyncio.to_thread(
+        return await self._call.state.in_thread(
             self._engine.model.chat_prompts.tokenize,
             self._messages,
             options["tools"] if options["tool_choice"] != "none" else None,
@@ -106,7 +105,7 @@ class ChatJob:
         """The error with the field of the request that caused it, if that is known."""
         if self._options["tools"] and str(error).startswith(("json_schema ", "lark ")):
             # All schemas are in one grammar: the tool whose schema cannot be compiled alone is to blame.
-            found = await asyncio.to_thread(self._bad_tool)
+            found = await self._call.state.in_thread(self._bad_tool)
             if found is not None:
                 return found
         return with_field(error, self._constraint or "tools")

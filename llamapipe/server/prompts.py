@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from llamapipe.server.errors import ApiError
@@ -26,7 +25,7 @@ async def tokenized(
     if len(text) < _LONG:
         tokens = vocab.tokenize(text, add_special, parse_special)
     else:
-        tokens = await asyncio.to_thread(vocab.tokenize, text, add_special, parse_special)
+        tokens = await state.in_thread(vocab.tokenize, text, add_special, parse_special)
     return tokens[1:] if vocab.bos is not None and tokens[:2] == [vocab.bos] * 2 else tokens
 
 

@@ -37,6 +37,8 @@ class ServerSettings:
     - ``body_timeout_s``: seconds in which a request's body must arrive; slower ones are answered 408.
     - ``ping_s``: a stream that has nothing to send for this many seconds sends a sign of life: a comment, or
       Anthropic's event ``ping``. 0: never.
+    - ``grammar_timeout_s``: seconds of processor time that the constraint of a prompt may take, compiled and followed;
+      then its request fails. None: 30, the default of ``SamplingParams``.
     - ``strict``: refuse options that only a hosted service can act on. Otherwise they are accepted, and the answer's
       header ``x-llamapipe-unused`` names them.
     - ``page``: serve the page at ``/``.
@@ -56,6 +58,7 @@ class ServerSettings:
     timeout_s: float | None = None
     body_timeout_s: float = 60.0
     ping_s: float = 5.0
+    grammar_timeout_s: float | None = 10.0
     strict: bool = False
     page: bool = True
 
@@ -76,6 +79,8 @@ class ServerSettings:
         check_int("retry_after_s", self.retry_after_s, 0, 86_400)
         if self.timeout_s is not None:
             check_float("timeout_s", self.timeout_s, 0.001, 1e6)
+        if self.grammar_timeout_s is not None:
+            check_float("grammar_timeout_s", self.grammar_timeout_s, 0.001, 1e9)
         check_float("body_timeout_s", self.body_timeout_s, 0.001, 1e6)
         check_float("ping_s", self.ping_s, 0.0, 1e6)
         check_flag("strict", self.strict)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -43,6 +43,7 @@ class ServerState:
         self.engine = engine
         self.embedder = embedder
         self.settings = settings
+        self.in_thread = engine._long_work.run  # for what would hold up the event loop; fair to clients
         self.worker: Worker | None = None
         self.bound_to: str | None = None
         self.timeline = Timeline(engine)
@@ -87,9 +88,9 @@ class ServerState:
     def _tenant(self, call: Call, key: bytes | None) -> Tenant:
         """The client: its key if there are several, with a prefix cache for each; else its address."""
         if key is not None and len(self._keys) > 1:
-            return Tenant(key, key.hex())
+            return Tenant(key, key.hex(), self.settings.grammar_timeout_s)
         address: Sequence[Any] | None = call.scope.get("client")
-        return Tenant(address[0] if address else None)
+        return Tenant(address[0] if address else "no address", None, self.settings.grammar_timeout_s)
 
     def _check_key(self, call: Call) -> bytes | None:
         """The digest of the client's key; None if no key is needed. Raises ApiError."""
@@ -122,12 +123,14 @@ class ServerState:
     ) -> list[int]:
         """The tokens of a conversation, computed in a worker thread. Raises ApiError 400 for reserved arguments."""
         check_template_args(template_args)
-        return await asyncio.to_thread(
-            self.engine.model.tokenize_chat,
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **template_args,
+        return await self.in_thread(
+            partial(
+                self.engine.model.tokenize_chat,
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **template_args,
+            )
         )
 
     def check_model(self, name: str | None) -> str:

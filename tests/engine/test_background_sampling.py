@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,9 @@ import pytest
 from support.control import PATIENCE_S, Worker, wait_until
 
 import llamapipe as lp
-from llamapipe.engine.sampling.threads import SAMPLING_THREAD_NAME, SamplingThreads
+from llamapipe.engine.frontend.long_work import LongWork
+from llamapipe.engine.frontend.tenant import Tenant, tenant
+from llamapipe.engine.sampling.threads import SAMPLING_THREAD_NAME, SamplingThreads, on_slowed_thread
 from llamapipe.errors import DecodeError, InvalidRequestError
 
 pytestmark = pytest.mark.native
@@ -95,6 +99,62 @@ def test_preempted_while_it_waits(demo: lp.Model) -> None:
         engine.check_integrity()
         gate.opened.set()
         assert slow.result().token_ids == expected
+
+
+def test_its_slot_is_lent(demo: lp.Model) -> None:
+    """A request whose token is late waits without a slot, and returns when its token has come."""
+    with lp.Engine(demo, n_ctx=256, n_seq_max=1) as engine:
+        expected = engine.generate(START, greedy()).token_ids
+        gates = [Gate(3) for _ in range(3)]
+        slow = [Worker(engine.generate, START, greedy(logits_processors=[gate])) for gate in gates]
+        for gate in gates:  # each gets the slot of the one before
+            assert gate.reached.wait(PATIENCE_S)
+        assert engine.generate([5, 6, 7], greedy()).finish_reason == "length"
+        assert engine.stats().n_preempted == 3
+        engine.check_integrity()
+        for gate in gates:
+            gate.opened.set()
+        assert all(worker.result().token_ids == expected for worker in slow)
+
+
+def test_a_slot_that_nobody_wants_is_kept(demo: lp.Model) -> None:
+    with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
+        sleepy = greedy(logits_processors=[lambda row: time.sleep(0.07)], max_tokens=3)
+        engine.generate([START] * 2, sleepy)
+        assert engine.stats().n_preempted == 0
+
+
+def test_the_time_of_a_tenant_is_limited(demo: lp.Model) -> None:
+    params = lp.SamplingParams(regex=r"(\p{L}{1,40} ){100,199}", max_tokens=None, grammar_timeout=None)
+    with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
+        token = tenant.set(Tenant(grammar_timeout=0.001))
+        try:
+            with pytest.raises(DecodeError, match=r"grammar_timeout is 0\.001 s"):
+                engine.generate(START, params)
+        finally:
+            tenant.reset(token)
+
+
+def test_long_work_of_one_client_does_not_keep_others_out() -> None:
+    async def main() -> None:
+        work, opened = LongWork(), threading.Event()
+
+        async def ask(share: str, function: Callable[[], object]) -> object:
+            tenant.set(Tenant(share))
+            return await work.run(function)
+
+        long = [asyncio.create_task(ask("long", lambda: opened.wait(PATIENCE_S))) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(ask("other", lambda: tenant.get().share), PATIENCE_S) == "other"
+        for task in long[10:]:
+            task.cancel()
+        opened.set()
+        assert await asyncio.gather(*long[:10]) == [True] * 10
+        with pytest.raises(ZeroDivisionError):
+            await ask("other", lambda: 1 / 0)
+        work.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("drain", [True, False])
@@ -226,6 +286,53 @@ class TestThreads:
         assert sorted(ran) == list(range(100))
         threads.run(lambda: ran.append(-1))
         assert ran[-1] == -1
+
+    def test_shares_take_turns_and_none_has_all_threads(self) -> None:
+        threads, gate, other = SamplingThreads(12), threading.Event(), threading.Event()
+        n_running = 0
+
+        def wait() -> None:
+            nonlocal n_running
+            n_running += 1
+            assert gate.wait(PATIENCE_S)
+            n_running -= 1
+
+        for _ in range(30):
+            threads.run(wait, "many")
+        threads.run(other.set, "other")
+
+        def relieved() -> bool:
+            threads.relieve()
+            return other.is_set()
+
+        wait_until(relieved)
+        assert n_running <= 4
+        gate.set()
+        threads.close()
+        assert n_running == 0 and "n_jobs=0" in repr(threads)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
+    def test_a_long_job_gets_a_lower_priority(self) -> None:
+        threads, gate = SamplingThreads(2), threading.Event()
+        slowed: list[bool] = []
+
+        def job() -> None:
+            assert gate.wait(PATIENCE_S)
+            slowed.append(on_slowed_thread())
+
+        threads.run(job)
+
+        def is_slowed() -> bool:
+            threads.relieve()
+            return any(thread.is_slowed for thread in threads._threads)
+
+        wait_until(is_slowed)
+        gate.set()
+        wait_until(lambda: not threads._threads)
+        threads.run(job)
+        threads.run(job, is_python=True)
+        threads.close()
+        assert slowed == [True, False, False]
 
     def test_no_more_threads_than_allowed(self) -> None:
         threads, gate = SamplingThreads(3), threading.Event()

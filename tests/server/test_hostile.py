@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -215,6 +216,41 @@ def test_slow_bodies_do_not_keep_others_out(server: serve, client: httpx.Client,
             answer = b"".join(iter(partial(slow.recv, 4096), b""))
             assert answer.startswith(b"HTTP/1.1 408 ") and b"within 0.5 seconds" in answer
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+SLOW = "start: s\ns: " + " | ".join(" ".join("s" * n) for n in range(2, 9)) + " | /[a-z %s]/"
+
+
+def test_slow_grammars_do_not_keep_others_out(demo: lp.Model) -> None:
+    """20 requests with a grammar whose masks take longer and longer, and four slots. Each has 0.3 s for it."""
+    settings = ServerSettings(api_keys=("attacker", "other"), grammar_timeout_s=0.3)
+    with lp.Engine(demo, n_ctx=512, n_seq_max=4) as engine, serve(engine, settings=settings) as server:
+        limits = httpx.Limits(max_connections=50)
+
+        async def main() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=180, limits=limits) as client:
+
+                def ask(key: str, **body: Any) -> Awaitable[httpx.Response]:
+                    headers = {"authorization": f"Bearer {key}"}
+                    return client.post("/v1/completions", json={"prompt": "Once", **body}, headers=headers)
+
+                slow = [
+                    asyncio.ensure_future(ask("attacker", max_tokens=400, lark=SLOW % chr(65 + i % 20)))
+                    for i in range(20)
+                ]
+                first, *_ = await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+                for _ in range(3):
+                    answer = await ask("other", max_tokens=20, ignore_eos=True)
+                    assert answer.status_code == 200
+                assert sum(not task.done() for task in slow) > 5
+                for task in slow:
+                    if not task.done():
+                        task.cancel()
+                return [task.result() for task in first]
+
+        refused = asyncio.run(main())
+        assert all(answer.status_code == 400 for answer in refused)
+        assert "grammar_timeout is 0.3 s" in refused[0].text
 
 
 def test_choices_of_a_stream_end_with_its_client(client: httpx.Client, engine: lp.Engine) -> None:

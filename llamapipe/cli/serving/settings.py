@@ -25,7 +25,11 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "strict": args.strict,
         "page": not args.no_page,
     }
-    seconds = {"body_timeout_s": args.body_timeout, "ping_s": args.ping}
+    seconds = {
+        "body_timeout_s": args.body_timeout,
+        "ping_s": args.ping,
+        "grammar_timeout_s": args.grammar_timeout,
+    }
     values |= {name: given for name, given in seconds.items() if given is not None}
     for name in ("max_requests", "max_n", "max_body_bytes"):
         if getattr(args, name) is not None:

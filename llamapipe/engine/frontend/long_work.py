@@ -3,21 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import suppress
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from llamapipe.engine.frontend.tenant import tenant
 from llamapipe.engine.params import CONSTRAINTS
+from llamapipe.engine.sampling.threads import SamplingThreads
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 _LONG = 8192  # characters
+_N_THREADS = 8
+_LOOK_S = 0.02  # between two looks at jobs that take long
 
 
-async def built(build: Callable[..., T], values: Any, params: Any, *others: Any) -> T:
-    """``build(values, params, *others)``, in a thread if it may take long."""
-    if not takes_long(values, params):
-        return build(values, params, *others)
-    import asyncio
+class LongWork:
+    """Threads of one engine for the work of event loops, fair to shares. Any thread.
 
-    return await asyncio.to_thread(build, values, params, *others)
+    The default executor of asyncio has few threads, in the order of calls: a client with long schemas would keep all
+    others from it.
+    """
+
+    def __init__(self) -> None:
+        self._threads = SamplingThreads(_N_THREADS)
+
+    def __repr__(self) -> str:
+        return f"<LongWork {self._threads!r}>"
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """``function(*arguments)`` in a thread, with the context variables of this task."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        context = copy_context()
+
+        def job() -> None:
+            if future.cancelled():
+                return
+            result, error = None, None
+            try:
+                result = context.run(function, *arguments)
+            except BaseException as e:
+                error = e
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_settle, future, result, error)
+
+        self._threads.run(job, tenant.get().share, is_python=True)
+        try:
+            while not (await asyncio.wait([future], timeout=_LOOK_S))[0]:
+                self._threads.relieve()
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def built(self, build: Callable[..., T], values: Any, params: Any, *others: Any) -> T:
+        """``build(values, params, *others)``, in a thread if it may take long."""
+        if not takes_long(values, params):
+            return build(values, params, *others)
+        return await self.run(build, values, params, *others)
+
+    def close(self) -> None:
+        """Ends the threads after their jobs. Later work is done at once."""
+        self._threads.close()
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def takes_long(values: Any, params: Any) -> bool:

@@ -8,7 +8,7 @@ from itertools import repeat
 from typing import Any, TypeVar
 
 from llamapipe.engine.delivery.mailbox import Mailbox
-from llamapipe.engine.frontend.long_work import built
+from llamapipe.engine.frontend.long_work import LongWork
 from llamapipe.engine.frontend.pending import Pending
 from llamapipe.engine.frontend.request_builder import Item, Make, Prompt, RequestBuilder
 from llamapipe.engine.params import SamplingParams
@@ -53,6 +53,7 @@ async def amakes_of(
     prompts: Iterable[Prompt] | AsyncIterable[Prompt],
     params: SamplingParams | Iterable[SamplingParams] | None,
     pending: Pending[Completion],
+    long_work: LongWork,
 ) -> AsyncGenerator[Make, None]:
     """``makes_of`` for asyncio; long prompts are tokenized in a thread."""
     each = None if params is None or isinstance(params, SamplingParams) else iter(params)
@@ -61,7 +62,9 @@ async def amakes_of(
         its_params = params if each is None else next(each, None)
         if each is not None and its_params is None:
             raise ValueError(f"params has {index} items, and there are more prompts")
-        item = await built(builder.item_or_error, prompt, its_params, index, pending.options.on_error)
+        item = await long_work.built(
+            builder.item_or_error, prompt, its_params, index, pending.options.on_error
+        )
         if isinstance(item, Exception):
             pending.ready.append((index, item))
             yield no_requests

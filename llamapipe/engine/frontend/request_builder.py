@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from time import thread_time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 
 from llamapipe.arguments import check_tokens, from_column
@@ -17,8 +18,9 @@ from llamapipe.engine.delivery.sink import (
     Sink,
     TokenSink,
 )
-from llamapipe.engine.frontend.tenant import cache_key, tenant
+from llamapipe.engine.frontend.tenant import cache_key, grammar_limit, tenant
 from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.sampling.background import GrammarBudget
 from llamapipe.engine.sampling.factory import SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets
 from llamapipe.engine.scheduler.request import UNLIMITED, Request
@@ -45,12 +47,14 @@ _MOST_BYTES = 8  # tokens whose bytes may end with half a character
 class Item(NamedTuple):
     """A checked prompt: its tokens, the factory of its samplers, and the pieces its answer's text is made of.
 
-    ``piece``: the bytes of a token; None: the vocabulary's, in which control tokens have no text.
+    ``piece``: the bytes of a token; None: the vocabulary's, in which control tokens have no text. ``budget``: the time
+    for the constraint, of which compiling it has taken some.
     """
 
     tokens: list[int]
     sampler_factory: SamplerFactory
     piece: Piece | None = None
+    budget: GrammarBudget | None = None
 
 
 class RequestBuilder:
@@ -70,7 +74,20 @@ class RequestBuilder:
         """Looks params up in the vocabulary and compiles their constraint. Raises as ``item`` does."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
-        self._factories.sampler_factory(params)
+        self._compiled(params)
+
+    def _compiled(self, params: SamplingParams) -> tuple[SamplerFactory, GrammarBudget | None]:
+        """The factory for params, and what is left for their constraint. Raises as ``item`` does, DecodeError."""
+        began_s = thread_time()
+        factory = self._factories.sampler_factory(params)
+        if not factory.is_constrained:
+            return factory, None
+        budget = GrammarBudget(grammar_limit(params.grammar_timeout))
+        budget.spent_s = thread_time() - began_s
+        error = budget.error()
+        if error is not None:
+            raise error
+        return factory, budget
 
     def items(self, prompt: Any, params: Any, on_error: str = "raise") -> tuple[list[Item | Exception], bool]:
         """Each prompt with its params, and whether a single prompt was given.
@@ -134,7 +151,8 @@ class RequestBuilder:
             raise InvalidRequestError("the prompt is empty; give at least one token")
         if len(tokens) >= self.n_ctx:
             self._refuse_ids(len(tokens))
-        return Item(tokens, self._factories.sampler_factory(params))
+        factory, budget = self._compiled(params)
+        return Item(tokens, factory, budget=budget)
 
     def _refuse_long_text(self, prompt: str) -> None:
         """Refuses a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
@@ -188,7 +206,7 @@ class RequestBuilder:
 
     def completion(self, item: Item, mailbox: Mailbox, index: int) -> list[Request]:
         """The ``n`` requests of one item, answered together with ``(index, Completion)``."""
-        tokens, sampler_factory, piece = item
+        tokens, sampler_factory, piece, budget = item
         piece = piece or self._model.vocab.piece
         params = sampler_factory.params
         seed = choose_seed(params)
@@ -196,7 +214,9 @@ class RequestBuilder:
         choices = Choices(mailbox, index, params.n, targets)
         requests: list[Request] = []
         for i in range(params.n):
-            request = self._request(Item(tokens.copy(), sampler_factory), UNLIMITED, resumable=False)
+            request = self._request(
+                Item(tokens.copy(), sampler_factory, budget=budget), UNLIMITED, resumable=False
+            )
             request.seed = (seed + i) % 2**64
             request.caller = mailbox
             request.sink = CompletionSink(choices, piece, tuple(params.stop or ()), request.seed, i)
@@ -276,7 +296,7 @@ class RequestBuilder:
         return request
 
     def _request(self, item: Item, token_budget: int, resumable: bool) -> Request:
-        tokens, sampler_factory, _ = item
+        tokens, sampler_factory, _, budget = item
         params = sampler_factory.params
         stop_tokens = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -289,6 +309,7 @@ class RequestBuilder:
         request.share = tenant.get().share
         request.cache_key = cache_key(params.cache_salt)
         request.seed = choose_seed(params)
+        request.grammar_budget = budget
         return request
 
 

@@ -15,15 +15,23 @@ class Tenant(NamedTuple):
     """One client, or several that count as one.
 
     ``share``: requests of different shares take turns, however many each has. ``cache``: names its own prefix cache;
-    None: the common one.
+    None: the common one. ``grammar_timeout``: seconds of processor time that the constraint of a request may take, also
+    where its params allow more; None: no such limit.
     """
 
     share: Hashable = None
     cache: str | None = None
+    grammar_timeout: float | None = None
 
 
 NOBODY = Tenant()
 tenant: ContextVar[Tenant] = ContextVar("tenant", default=NOBODY)
+
+
+def grammar_limit(timeout: float | None) -> float | None:
+    """The time for a constraint whose params allow ``timeout``."""
+    most = tenant.get().grammar_timeout
+    return timeout if most is None else most if timeout is None else min(timeout, most)
 
 
 def cache_key(salt: str | None) -> Hashable:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
 
-from llamapipe.engine.sampling.threads import SamplingThreads
+from llamapipe.engine.sampling.threads import SamplingThreads, on_slowed_thread
 from llamapipe.errors import ConstraintError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.llama.sampler import SamplerChain
 
@@ -25,10 +25,30 @@ Job = Callable[[], object]
 PutToken = Callable[["BackgroundSampler", int, int], object]
 
 
+class GrammarBudget:
+    """The processor time that the constraint of one prompt may take, compiled and followed. ``limit_s`` None: any."""
+
+    __slots__ = ("limit_s", "spent_s")
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        self.spent_s = 0.0
+
+    def error(self) -> ConstraintError | None:
+        """Why the request must end; None while time is left."""
+        if self.limit_s is None or self.spent_s <= self.limit_s:
+            return None
+        return ConstraintError(
+            f"the request's constraint has taken {self.spent_s:.1f} s of processor time; grammar_timeout is "
+            f"{self.limit_s:g} s: simplify the constraint, or raise grammar_timeout"
+        )
+
+
 class BackgroundSampler:
     """Makes and uses a ``SamplerChain`` in ``SamplingThreads``. Methods are for the engine thread.
 
-    ``build``: makes the chain. ``timeout_s``: processor time that its jobs may take in all; None: no limit.
+    ``build``: makes the chain. ``budget``: of its jobs' processor time, perhaps with other samplers; None: no limit.
+    ``share``, ``is_python``: of its jobs, see SamplingThreads.
 
     While a step is computed, the mask for its row is: the token before it is all that a mask needs. If the mask is
     ready, the row is drawn from as any other (``is_ready``). If it is not, or a processor wants the row, ``draw``
@@ -40,14 +60,21 @@ class BackgroundSampler:
 
     is_native = False
 
-    def __init__(self, build: Callable[[], SamplerChain], timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        build: Callable[[], SamplerChain],
+        budget: GrammarBudget | None,
+        share: Hashable = None,
+        is_python: bool = True,
+    ) -> None:
         self.finished = False
         self.error: Exception | None = None
         self.draw_s = 0.0
         self.n_draws = 0
         self._chain: SamplerChain | None = None
-        self._timeout_s = timeout_s
-        self._spent_s = 0.0
+        self._budget = budget
+        self._share = share
+        self._is_python = is_python
         self._threads: SamplingThreads | None = None
         self._jobs: deque[Job] = deque()
         self._turn = threading.Lock()  # held by the thread that runs the jobs; never waited for
@@ -64,36 +91,39 @@ class BackgroundSampler:
         """Begins with the jobs so far. Later calls do nothing."""
         if self._threads is None:
             self._threads = threads
-            threads.run(self._run_jobs)
+            threads.run(self._run_jobs, self._share, self._is_python)
 
-    def _add(self, job: Job) -> None:
-        self._n_added += 1
-        self._jobs.append(job)
+    def _add(self, *jobs: Job) -> None:
+        self._n_added += len(jobs)
+        self._jobs.extend(jobs)
         if self._threads is not None:
-            self._threads.run(self._run_jobs)
+            self._threads.run(self._run_jobs, self._share, self._is_python)
 
     def _run_jobs(self) -> None:
-        """Runs jobs until there are none, unless another thread does. That one looks again after it let go."""
+        """Runs jobs until there are none, unless another thread does. That one looks again after it let go.
+
+        A mask is computed without the interpreter's lock, a token accepted with it, for 30 ms in bad grammars. So what
+        follows a long mask is left to a thread whose priority was not lowered: others wait for that lock.
+        """
         while self._jobs and self._turn.acquire(blocking=False):
+            is_slowed = False
             try:
-                while self._jobs:
+                while self._jobs and not is_slowed:
                     began_s = thread_time()
                     try:
                         self._jobs.popleft()()
                     except BaseException as e:  # a job's own handling missed it: this request fails, no other
                         self._fail(e)
-                    self._spent_s += thread_time() - began_s
-                    self._check_time()
+                    if self._budget is not None:
+                        self._budget.spent_s += thread_time() - began_s
+                        self.error = self.error or self._budget.error()
                     self._n_done += 1
+                    is_slowed = on_slowed_thread()
             finally:
                 self._turn.release()
-
-    def _check_time(self) -> None:
-        if self._timeout_s is not None and self._spent_s > self._timeout_s and self.error is None:
-            self.error = ConstraintError(
-                f"the request's constraint has taken {self._spent_s:.1f} s of processor time; grammar_timeout is "
-                f"{self._timeout_s:g} s: simplify the constraint, or raise grammar_timeout"
-            )
+            if is_slowed and self._threads is not None:
+                self._threads.run(self._run_jobs, self._share, self._is_python)
+                return
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, Exception):
@@ -129,7 +159,7 @@ class BackgroundSampler:
 
     def took(self, token: int) -> None:
         """The token was drawn from a native row. Begins with the next mask."""
-        self._add(lambda: self._advance(token))
+        self._add(lambda: self._accept(token), self._advance)
 
     def draw(self, row: npt.NDArray[np.float32], drawn: PutToken) -> int:
         """Begins to draw from a row of the caller's, after the jobs so far. Returns the number of the draw.
@@ -183,11 +213,19 @@ class BackgroundSampler:
         if chain is not None and chain.guide is not None:
             self.finished = chain.finished = chain.guide.finished
 
-    def _advance(self, token: int) -> None:
+    def _accept(self, token: int) -> None:
         chain = self._chain
         if self._closing or self.error is not None or chain is None:
             return
-        if chain.tell_guide(token):
+        if not chain.tell_guide(token):
+            self.error = chain.error
+
+    def _advance(self) -> None:
+        """Computes the mask after an accepted token."""
+        chain = self._chain
+        if self._closing or self.error is not None or chain is None:
+            return
+        if chain.advance_guide():
             self.finished = chain.finished
         else:
             self.error = chain.error
@@ -203,9 +241,11 @@ class BackgroundSampler:
             if token == NoToken.SAMPLER_FAILED:
                 self.error = chain.error
         self.draw_s = perf_counter() - began_s
-        drawn(self, number, token)
         if token >= 0 and chain is not None and chain.guide is not None:
-            self._advance(token)
+            # Before the next draw, which the engine thread adds once it has this token.
+            self._n_done -= 2
+            self._jobs.extendleft((self._advance, lambda: self._accept(token)))
+        drawn(self, number, token)
 
     def _close_chain(self) -> None:
         chain, self._chain = self._chain, None

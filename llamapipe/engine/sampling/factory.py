@@ -10,7 +10,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
-from llamapipe.engine.sampling.background import BackgroundSampler
+from llamapipe.engine.sampling.background import BackgroundSampler, GrammarBudget
 from llamapipe.engine.scheduler.request import Request, Sampler
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.sampler import Guide, SamplerChain, takes_tokens
@@ -141,10 +141,11 @@ class SamplerFactory:
     @property
     def is_slow(self) -> bool:
         """Whether a sampler may take long: for a constraint, or for logits processors."""
-        return self._is_constrained or bool(self.params.logits_processors)
+        return self.is_constrained or bool(self.params.logits_processors)
 
     @property
-    def _is_constrained(self) -> bool:
+    def is_constrained(self) -> bool:
+        """Whether the text must match a format."""
         return self._guide is not None or self.params.grammar is not None
 
     def make(self, request: Request) -> Sampler:
@@ -155,7 +156,9 @@ class SamplerFactory:
         if not self.is_slow:
             return self.make_chain(request)
         build = partial(self._build, request.seed, *self._accepted(request))
-        return BackgroundSampler(build, self.params.grammar_timeout if self._is_constrained else None)
+        budget = request.grammar_budget if self.is_constrained else None
+        assert budget is None or isinstance(budget, GrammarBudget)
+        return BackgroundSampler(build, budget, request.share, bool(self.params.logits_processors))
 
     def make_chain(self, request: Request) -> SamplerChain:
         """The same as a chain of this thread. Raises ValueError or DecodeError if the constraint refuses tokens."""
@@ -192,7 +195,7 @@ class SamplerFactory:
 
         Copies: other threads may read them.
         """
-        generated = request.whole[request.n_prompt :] if self._is_constrained else []
+        generated = request.whole[request.n_prompt :] if self.is_constrained else []
         tokens = list(request.whole) if any(map(takes_tokens, self.params.logits_processors)) else []
         return self.history(request.tokens), generated, tokens
 

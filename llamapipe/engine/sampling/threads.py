@@ -1,97 +1,200 @@
-"""Threads for what may take long for one request: compiling a constraint, its masks, logits processors."""
+"""Threads for what may take long for one request: compiling a constraint, its masks, logits processors.
+
+Jobs are fair to shares (see ``Tenant``): the shares take turns, and a named one has at most four threads at a time, so
+that no client can use up the threads, or the cores that compute steps. A long job leaves its place to others: on Linux
+its thread gets a lower priority, and ends with the job, as a priority cannot be raised again.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
 from queue import SimpleQueue
 from time import perf_counter
 
 from llamapipe.host.cores import usable_cores
+from llamapipe.locks import Lock
 
 SAMPLING_THREAD_NAME = "llamapipe-sampling"
 _MOST_AT_FIRST = 4
+_MOST_OF_SHARE = 4
 _LONG_S = 0.01  # a job that runs longer may leave its core to another thread's
+_SLOW_S = 0.1  # a job that runs longer gets a thread of lower priority; schemas usually take less
+_NICE = 10  # about a tenth of the time of a thread that computes steps, where they need all cores
+Job = Callable[[], object]
+
+
+class _Share:
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.jobs: deque[tuple[Job, bool]] = deque()
+        self.n_running = 0
 
 
 class SamplingThreads:
-    """Threads that run jobs in the order of ``run``; as many as there are cores, but at most four.
+    """Threads that run jobs; as many as there are cores, but at most four.
 
     While all of them have been busy for 10 ms, ``relieve`` starts another one, up to ``n_max``: a job that hangs must
-    not stop those of other requests. The threads start with the first jobs and end with ``close``. Methods are for one
-    thread, the engine's.
+    not stop those of other requests. The threads start with the first jobs and end with ``close``. Any thread.
     """
 
     def __init__(self, n_max: int) -> None:
         self._n_first = max(min(usable_cores(), _MOST_AT_FIRST, n_max), 1)
         self._n_max = n_max
-        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._lock = Lock()  # of what follows; held for microseconds
+        self._shares: OrderedDict[Hashable, _Share] = OrderedDict()  # in the order of their turns
         self._threads: list[_Thread] = []
         self._closed = False
+        self._wakes: SimpleQueue[bool] = (
+            SimpleQueue()
+        )  # True for each job that might run now, False to end a thread
 
     def __repr__(self) -> str:
-        return f"<SamplingThreads n={len(self._threads)} n_jobs={self._jobs.qsize()}>"
+        n_jobs = sum(len(share.jobs) for share in list(self._shares.values()))
+        return f"<SamplingThreads n={len(self._threads)} n_jobs={n_jobs}>"
 
-    def run(self, job: Callable[[], object]) -> None:
-        """Has a thread call ``job``, which must not raise. After ``close``, calls it at once."""
-        if self._closed:
-            job()
-            return
-        self._jobs.put(job)
-        if len(self._threads) < self._n_first and all(thread.began_s is not None for thread in self._threads):
-            self._start()
+    def run(self, job: Job, share: Hashable = None, is_python: bool = False) -> None:
+        """Has a thread call ``job``, which must not raise. After ``close``, calls it at once.
+
+        ``is_python``: it holds the interpreter's lock, so its thread keeps its priority.
+        """
+        with self._lock:
+            if not self._closed:
+                found = self._shares.get(share)
+                if found is None:
+                    found = _Share(self._n_max if share is None else _MOST_OF_SHARE)
+                    self._shares[share] = found
+                found.jobs.append((job, is_python))
+                threads = [thread for thread in self._threads if not thread.is_slowed]
+                if len(threads) < self._n_first and all(thread.began_s is not None for thread in threads):
+                    self._start()
+                if not self._closed:
+                    self._wakes.put(True)
+                return
+        job()
 
     def relieve(self) -> None:
-        """Starts another thread if jobs wait and every thread has been busy with its job for long."""
-        if self._jobs.empty() or len(self._threads) >= self._n_max:
+        """Lowers the priority of long jobs. Starts another thread if jobs wait and all threads are busy for long."""
+        if not self._shares:
             return
-        latest_s = perf_counter() - _LONG_S
-        if all(thread.began_s is not None and thread.began_s < latest_s for thread in self._threads):
-            self._start()
+        now_s = perf_counter()
+        with self._lock:
+            for thread in self._threads:
+                if thread.began_s is not None and now_s - thread.began_s > _SLOW_S:
+                    thread.slow_down()
+            if (
+                not self._closed
+                and len(self._threads) < self._n_max
+                and any(share.jobs and share.n_running < share.most for share in self._shares.values())
+                and all(t.began_s is not None and now_s - t.began_s > _LONG_S for t in self._threads)
+            ):
+                self._start()
+
+    def take(self) -> tuple[Job, Hashable, bool] | None:
+        """The next job, with its share; None if every share with jobs has its threads. For the threads."""
+        with self._lock:
+            for name, share in self._shares.items():
+                if share.jobs and share.n_running < share.most:
+                    job, is_python = share.jobs.popleft()
+                    share.n_running += 1
+                    self._shares.move_to_end(name)
+                    return job, name, is_python
+        return None
+
+    def done(self, name: Hashable, thread: _Thread) -> bool:
+        """Notes the end of a job. False if its thread is to end. For the threads."""
+        with self._lock:
+            thread.began_s = None
+            share = self._shares[name]
+            share.n_running -= 1
+            if share.jobs:
+                self._wakes.put(True)
+            elif not share.n_running:
+                del self._shares[name]
+            if not thread.is_slowed:
+                return True
+            if thread in self._threads:
+                self._threads.remove(thread)
+            n_quick = sum(not other.is_slowed for other in self._threads)
+            if self._shares and not self._closed and n_quick < self._n_first:
+                self._start()
+            return False
 
     def _start(self) -> None:
-        thread = _Thread(self._jobs)
+        thread = _Thread(self, self._wakes)
         try:
             thread.start()
         except RuntimeError:  # the system refuses another thread
             if not self._threads:
                 self._closed = True  # so that jobs run at all
-                while not self._jobs.empty():
-                    job = self._jobs.get()
-                    if job is not None:
-                        job()
+                self._run_rest()
             return
         self._threads.append(thread)
 
+    def _run_rest(self) -> None:
+        """Runs the jobs that are left in this thread."""
+        for share in list(self._shares.values()):
+            while share.jobs:
+                share.jobs.popleft()[0]()
+
     def close(self) -> None:
         """Ends the threads after the jobs that wait, and waits for them. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            threads = list(self._threads)
+        for _ in threads:
+            self._wakes.put(False)
+        for thread in threads:
             thread.join()
-        while not self._jobs.empty():  # added by other jobs meanwhile
-            job = self._jobs.get()
-            if job is not None:
-                job()
+        self._run_rest()
+
+
+def on_slowed_thread() -> bool:
+    """Whether the priority of this thread was lowered."""
+    thread = threading.current_thread()
+    return isinstance(thread, _Thread) and thread.is_slowed
 
 
 class _Thread(threading.Thread):
-    """``began_s``: when it began the job that it runs, of ``perf_counter``; None: it waits for one."""
+    """``began_s``: when it began the job that it runs, of ``perf_counter``; None: it waits for one.
 
-    def __init__(self, jobs: SimpleQueue[Callable[[], object] | None]) -> None:
+    ``is_slowed``: its priority was lowered.
+    """
+
+    def __init__(self, pool: SamplingThreads, wakes: SimpleQueue[bool]) -> None:
         super().__init__(name=SAMPLING_THREAD_NAME, daemon=True)
-        self._jobs = jobs
+        self._pool = pool
+        self._wakes = wakes
+        self._is_python = False
         self.began_s: float | None = perf_counter()
+        self.is_slowed = False
 
     def run(self) -> None:
-        """Runs jobs until None comes."""
+        """Runs jobs until False comes, or until it was slowed down."""
         while True:
             self.began_s = None
-            job = self._jobs.get()
-            self.began_s = perf_counter()
-            if job is None:
+            if not self._wakes.get():
                 return
+            self.began_s = perf_counter()
+            taken = self._pool.take()
+            if taken is None:
+                continue
+            job, share, self._is_python = taken
             job()
+            if not self._pool.done(share, self):
+                return
+
+    def slow_down(self) -> None:
+        """Lowers the priority of the thread, where threads have one."""
+        if self.is_slowed or self._is_python or self.native_id is None or sys.platform != "linux":
+            return
+        try:
+            os.setpriority(os.PRIO_PROCESS, self.native_id, _NICE)
+            self.is_slowed = True
+        except OSError:  # it has ended, or the system forbids it
+            pass

@@ -125,6 +125,7 @@ class Request:
         "dropped",
         "error",
         "finish_reason",
+        "grammar_budget",
         "is_drawing",
         "keeps_cells",
         "last_logprob",
@@ -180,6 +181,7 @@ class Request:
         self.resumable = resumable
         self.sink: ResultSink = _Discard() if sink is None else sink
         self.sampler_factory: SamplerFactory | None = None  # None: nothing is generated
+        self.grammar_budget: object = None  # what its constraint may take, for the sampler factory
         self.seed = 0
         self.sampler: Sampler | None = None  # made with the first slot
         self.uses_cache = True  # whether it begins with cells of other requests, and leaves its own to them
@@ -227,6 +229,7 @@ class Request:
         child = Request([], self.max_tokens, self.stop_tokens, self.n_total, self.resumable)
         child.n_total = self.n_total
         child.sampler_factory = self.sampler_factory
+        child.grammar_budget = self.grammar_budget
         child.uses_cache = self.uses_cache
         child.cache_key = self.cache_key
         child.share = self.share

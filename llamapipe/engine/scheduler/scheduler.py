@@ -219,6 +219,16 @@ class Scheduler:
         else:
             self._waiting.add_ready(request)
 
+    def lend(self, request: Request) -> bool:
+        """Gives the slot of a request whose token is late to one that waits. The request returns with its token.
+
+        Returns whether there is such a slot and somebody to lend it to.
+        """
+        if self.cache.n_free >= self._waiting.n_queued or request not in self._running.drawing:
+            return False
+        self.preempt(request)
+        return True
+
     # ---- steps
     def plan(self) -> BatchPlan | None:
         """The plan of the next step. None if nothing can be computed now."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 from llamapipe.engine.results import EngineStats
@@ -36,6 +36,16 @@ _MAX_SKIPPED_WINDOWS = 7
 _MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of others arrive
 _LATER = int(NoToken.LATER)  # looked at in every step
 _LOOK_S = 0.02  # between two looks at draws that other threads make
+_LEND_S = (
+    0.05  # after which a late draw's slot is lent; saving and loading its cells takes a few milliseconds
+)
+
+
+class Closable(Protocol):
+    """What ends with the loop."""
+
+    def close(self) -> None:
+        """Ends it."""
 
 
 class EngineLoop:
@@ -43,7 +53,8 @@ class EngineLoop:
 
     ``inbox``: the commands of other threads. ``dispatcher``: wakes the callers that wait for results. ``in_flight``:
     the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet.
-    ``trace``: records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds.
+    ``trace``: records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds. ``long_work``:
+    threads for callers' work, which end with the loop.
 
     ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with
     the requests that do not wait for a slot any longer.
@@ -64,6 +75,7 @@ class EngineLoop:
         self.open: dict[Request, None] = {}
         self.trace: StepTrace = NoTrace()
         self.kv_events: Publisher | None = None
+        self.long_work: Closable | None = None
         self._scheduler = scheduler
         self._executor = executor
         self._left_queue = left_queue
@@ -139,6 +151,13 @@ class EngineLoop:
                 self._undelivered.append((request, token))
         self._settle()
         self._deliver()
+
+    def _relieve(self) -> bool:
+        """Looks after draws that take long: others get threads and slots. Returns whether a slot came free."""
+        self._executor.relieve()
+        if not self._scheduler.n_queued:
+            return False
+        return sum(map(self._scheduler.lend, self._late.late_by(_LEND_S))) > 0
 
     def _settle(self) -> None:
         if self._scheduler.unsettled:
@@ -238,7 +257,14 @@ class EngineLoop:
             self._serve_errors(e)
         finally:
             self.closed = True
-            for owner in (self.dispatcher, self._cells, self.in_flight, self._executor, self.kv_events):
+            for owner in (
+                self.dispatcher,
+                self._cells,
+                self.in_flight,
+                self._executor,
+                self.kv_events,
+                self.long_work,
+            ):
                 if owner is not None:
                     owner.close()
 
@@ -314,7 +340,8 @@ class EngineLoop:
                 inbox.run_next(_LOOK_S)
                 break
             except Empty:
-                self._executor.relieve()
+                if self._relieve():
+                    return
         else:
             inbox.run_next()
         if inbox.single_caller or self._window_s <= 0 or not scheduler.has_work:
@@ -390,7 +417,7 @@ class EngineLoop:
         self._undelivered += scheduler.commit(plan, sampled)
         self._settle()
         if self._late:
-            executor.relieve()
+            self._relieve()
         for request, *_ in plan.scored:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self.open:
                 self._finished(request)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 AnySampler = SamplerChain | BackgroundSampler
+_MORE_THREADS = 8  # for samplers, if threads hang
 
 
 class Saved(Protocol):
@@ -179,7 +180,9 @@ class StepExecutor:
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
         self._handle = pipeline.handle  # what calls go to
         self._wakes: LaunchWakeList | None = None
-        self._background = BackgroundDraws(SamplingThreads(context.n_seq_max + 1))
+        # Requests whose slots are lent draw too.
+        self.threads = SamplingThreads(2 * context.n_seq_max + _MORE_THREADS)
+        self._background = BackgroundDraws(self.threads)
         self._launched_s = 0.0
         self._n_vocab = context.model.n_vocab
 
@@ -416,7 +419,7 @@ class StepExecutor:
 
     def relieve(self) -> None:
         """Starts another thread if draws hang."""
-        self._background.threads.relieve()
+        self.threads.relieve()
 
     def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
         """What output entries of a step say of tokens; see ``Executor.score``."""
@@ -488,7 +491,7 @@ class StepExecutor:
 
     def close(self) -> None:
         """Waits for samplers that still draw. Frees pipeline and context."""
-        self._background.threads.close()
+        self.threads.close()
         if self.tuner is not None:
             self.tuner.close()
         self.pipeline.close()

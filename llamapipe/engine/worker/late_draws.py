@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from time import perf_counter
 from typing import Any
 
 from llamapipe.engine.scheduler.batch_plan import BatchPlan
@@ -18,7 +19,8 @@ class LateDraws:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[Any, tuple[Request, int]] = {}  # by sampler, with the number of the draw
+        # By sampler, with the number of the draw, and when it began. The oldest first.
+        self._requests: dict[Any, tuple[Request, int, float]] = {}
 
     def __repr__(self) -> str:
         return f"<LateDraws n={len(self._requests)}>"
@@ -30,7 +32,7 @@ class LateDraws:
         """Adds the requests of a step whose tokens will be drawn later."""
         for request, token in zip(plan.requests, sampled, strict=True):
             if token == NoToken.LATER and request.batch_plan is plan and request.sampler is not None:
-                self._requests[request.sampler] = request, request.sampler.n_draws
+                self._requests[request.sampler] = request, request.sampler.n_draws, perf_counter()
 
     def settle(self, requests: Sequence[Request], executor: Executor) -> None:
         """Asks the samplers of requests that have generated their last token whether the text is complete."""
@@ -38,13 +40,18 @@ class LateDraws:
             sampler = request.sampler
             executor.settle(sampler)
             if sampler is not None:
-                self._requests[sampler] = request, sampler.n_draws
+                self._requests[sampler] = request, sampler.n_draws, perf_counter()
+
+    def late_by(self, seconds: float) -> list[Request]:
+        """The requests that have waited for so long for their tokens, the longest first."""
+        latest_s = perf_counter() - seconds
+        return [request for request, _, began_s in self._requests.values() if began_s <= latest_s]
 
     def take(self, executor: Executor, open_requests: Container[Request]) -> list[tuple[Request, int]]:
         """The requests whose tokens have arrived, with these."""
         arrived = []
         for sampler, number, token in executor.take_drawn():
-            request, wanted = self._requests.get(sampler, (None, 0))
+            request, wanted, _ = self._requests.get(sampler, (None, 0, 0.0))
             if request is None or number != wanted:
                 continue
             del self._requests[sampler]

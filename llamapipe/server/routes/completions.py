@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -11,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from llamapipe.engine.engine import Engine
 from llamapipe.engine.frontend.long_work import takes_long
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Choice, Completion, Delta, TokenLogprob
@@ -21,6 +19,7 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.events import DONE, SUBMITTED, ChunkWriter, Progress, error_event, merged
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import n_prompts, prompts_of, total_choices
+from llamapipe.server.state import ServerState
 from llamapipe.server.wire.constraints import with_field
 from llamapipe.server.wire.logprobs import CompletionLogprobs, check_top, prompt_logprobs
 from llamapipe.server.wire.openai import CompletionRequest, token_limit
@@ -111,7 +110,7 @@ class _Job:
         total_choices(call.state, n_prompts(request.prompt) * best_of)
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
         constraint = request.constraint()
-        await _check(call.state.engine, params, "" if constraint is None else constraint.field)
+        await _check(call.state, params, "" if constraint is None else constraint.field)
         prompts = await prompts_of(
             call.state,
             request.prompt,
@@ -306,14 +305,15 @@ class _Job:
                     return
 
 
-async def _check(engine: Engine, params: SamplingParams, field: str) -> None:
+async def _check(state: ServerState, params: SamplingParams, field: str) -> None:
     """Checks params for the engine's model before any prompt is. Raises ApiError 400, which names the field.
 
     ``field``: what holds the constraint, if one is given.
     """
+    engine = state.engine
     try:
         if takes_long((), params):  # a constraint is compiled now, and the result is kept
-            await asyncio.to_thread(engine.check_params, params)
+            await state.in_thread(engine.check_params, params)
         else:
             engine.check_params(params)
     except InvalidRequestError as e:

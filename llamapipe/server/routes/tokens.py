@@ -6,7 +6,7 @@ or ``messages``, ``count``).
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -95,13 +95,14 @@ async def apply_template(call: Call) -> None:
     call.state.check_model(request.model)
     args = request.chat_template_kwargs or {}
     check_template_args(args)
-    prompt = await asyncio.to_thread(
+    render = partial(
         call.state.engine.model.render_chat,
         request.messages,
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt,
         **args,
     )
+    prompt = await call.state.in_thread(render)
     await call.answer_json({"prompt": prompt})
 
 

@@ -222,7 +222,7 @@ class Scheduler:
     def lend(self, request: Request) -> bool:
         """Gives the slot of a request whose token is late to one that waits. The request returns with its token.
 
-        Returns whether there is such a slot and somebody to lend it to.
+        Returns whether there is such a slot and a request to lend it to.
         """
         if self.cache.n_free >= self._waiting.n_queued or request not in self._running.drawing:
             return False

@@ -131,6 +131,24 @@ def add_parser(
         "--max-body-bytes", type=int, metavar="N", help="largest request body (default: 16777216)"
     )
     server.add_argument(
+        "--max-bodies-bytes",
+        type=int,
+        metavar="N",
+        help="all bodies that are being read; more are answered 503 (default: 67108864)",
+    )
+    server.add_argument(
+        "--max-connections-per-address",
+        type=int,
+        metavar="N",
+        help="connections of one address; the next one takes the place of an idle one; 0: any number (default: 1024)",
+    )
+    server.add_argument(
+        "--head-timeout",
+        type=float,
+        metavar="S",
+        help="seconds in which a request's head must arrive (default: 10)",
+    )
+    server.add_argument(
         "--timeout", type=float, metavar="S", help="seconds a request may take (default: no limit)"
     )
     server.add_argument(

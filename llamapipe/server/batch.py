@@ -37,6 +37,7 @@ class BatchRequests:
             embedding_names=tuple(embedding_names),
             max_requests=_NO_LIMIT,
             max_body_bytes=_NO_LIMIT,
+            max_bodies_bytes=2**62,
             page=False,
         )
         self._application = app(engine, settings, embedder)

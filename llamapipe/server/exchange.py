@@ -19,6 +19,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from llamapipe.server.bodies import Held
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
 from llamapipe.server.events import PING, error_event
 from llamapipe.server.wire.fields import unused, without_nulls
@@ -50,7 +51,8 @@ class HungUpError(Exception):
 class Call:
     """One HTTP request, used by one task. ``state``: the server's state, shared by all requests.
 
-    ``raw``: the body. ``id``: from the header ``x-request-id``, or random.
+    ``raw``: the body, until it is decoded. ``has_body``: whether all of it has arrived, or there is none.
+    ``id``: from the header ``x-request-id``, or random.
     ``unused``: options that were accepted but have no effect.
     ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics; None: not known.
     ``first_token_at``: when the first token arrived, by ``perf_counter``. ``intervals_s``: seconds between the tokens
@@ -68,6 +70,12 @@ class Call:
         self.started_at = perf_counter()
         self.status = 0
         self.raw = b""
+        self.has_body = not (
+            scope["method"] in ("POST", "PUT", "PATCH")
+            or b"transfer-encoding" in self.headers
+            or self.headers.get(b"content-length", b"0") != b"0"
+        )
+        self._held: Held | None = None
         self.unused: tuple[str, ...] = ()
         self.n_prompt_tokens: int | None = 0
         self.n_completion_tokens: int | None = 0
@@ -132,17 +140,29 @@ class Call:
     async def body(self) -> bytes:
         """The whole body.
 
-        Raises ApiError 413 over the limit, 408 if it does not arrive in time, HungUpError if the client disconnects.
+        Raises ApiError 413 over the limit, 408 if it does not arrive in time, 503 if all bodies together are too large,
+        HungUpError if the client disconnects.
         """
+        if self.has_body:
+            return b""
         timeout_s = self.state.settings.body_timeout_s
+        reading = asyncio.ensure_future(self._read_body())
+        client = self.scope.get("client")
+        self._held = self.state.bodies.hold(client[0] if client else "", reading.cancel)
         try:
-            return await asyncio.wait_for(self._read_body(), timeout_s)
-        except asyncio.TimeoutError:
+            done, _ = await asyncio.wait([reading], timeout=timeout_s)
+        finally:
+            if not reading.done():
+                reading.cancel()
+        if not done:
             raise ApiError(
                 408,
                 f"the body did not arrive within {timeout_s:g} seconds, the limit of this server",
                 code="timeout",
-            ) from None
+            )
+        if reading.cancelled():
+            raise self.state.bodies.error()
+        return reading.result()
 
     async def _read_body(self) -> bytes:
         limit = self.state.settings.max_body_bytes
@@ -161,7 +181,16 @@ class Call:
                 raise self._too_large(n, limit)
             parts.append(part)
             if not message.get("more_body", False):
+                self.has_body = True
                 return b"".join(parts)
+            if self._held is not None:
+                self._held.grow(n)
+
+    def drop_body(self) -> None:
+        """Frees the body's memory."""
+        self.raw = b""
+        if self._held is not None:
+            self._held.release()
 
     def _too_large(self, n: int, limit: int) -> ApiError:
         return ApiError(413, f"the body has at least {n} bytes; the limit of this server is {limit}")
@@ -171,11 +200,13 @@ class Call:
 
         Raises ApiError 400, which names the field.
         """
+        raw = self.raw
+        self.drop_body()
         try:
             try:
-                request = decoder.decode(self.raw)
+                request = decoder.decode(raw)
             except msgspec.ValidationError:  # a null may stand where the type has none, and in unknown fields
-                given = without_nulls(msgspec.json.decode(self.raw), decoder.type)
+                given = without_nulls(msgspec.json.decode(raw), decoder.type)
                 request = msgspec.convert(given, decoder.type)
         except msgspec.ValidationError as e:
             raise mismatch(str(e), decoder.type) from None
@@ -254,7 +285,7 @@ class Call:
         if self.status:
             return
         headers = [_JSON, *more]
-        if error.status == 408:  # the rest of the body may still come; it is no request
+        if not self.has_body:  # the rest of it may still come; it is no request
             headers.append((b"connection", b"close"))
         if error.status in BUSY:
             headers.append((b"retry-after", str(self.state.settings.retry_after_s).encode()))
@@ -357,7 +388,9 @@ class Endpoint:
         scope["route_path"] = self.path
         call = Call(state, scope, receive, send, self.dialect)
         try:
-            with state.admitted(call, self.counted):
+            key = state.check(call) if self.counted else None
+            call.raw = await call.body()
+            with state.admitted(call, self.counted, key):  # it counts from here: slow bodies keep nobody out
                 await self._run(call)
         except HungUpError:
             call.status = call.status or 499
@@ -367,11 +400,11 @@ class Endpoint:
         except Exception as e:
             await self._failed(call, e)
         finally:
+            call.drop_body()
             state.finished(call)
 
     async def _run(self, call: Call) -> None:
         """Runs the handler, and cancels it if the client disconnects."""
-        call.raw = await call.body()
         tasks = [asyncio.ensure_future(self.handler(call)), asyncio.ensure_future(call.hung_up())]
         work, gone = tasks
         try:

@@ -16,16 +16,18 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.server.application import app
+from llamapipe.server.connections import Connection, Connections
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 from llamapipe.server.workers.worker import Worker
 
 BACKLOG = 2048  # connections that the system holds until they are accepted
+_ACCEPT_AT_ONCE = 64  # connections that are accepted before the first of them is looked at
 _RETIRE_IDLE_S = 5  # a retiring worker waits this long for a request on a connection
 
 
@@ -33,6 +35,13 @@ class _Uvicorn(uvicorn.Server):
     """Tells the application about a signal at once: uvicorn itself does so only after the last answer."""
 
     state: ServerState
+    limits: Connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets more connections wait in the system than are accepted at once: each of these needs a descriptor."""
+        await super().startup(sockets=sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """Starts draining; a second signal ends the server without waiting."""
@@ -41,17 +50,6 @@ class _Uvicorn(uvicorn.Server):
             self.force_exit = True
         else:
             self.should_exit = True
-
-
-class _Connection(HttpToolsProtocol):
-    """A connection that tells its end."""
-
-    ended: Callable[[], None]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop, once."""
-        super().connection_lost(exc)
-        self.ended()
 
 
 class _WorkerUvicorn(_Uvicorn):
@@ -91,8 +89,8 @@ class _WorkerUvicorn(_Uvicorn):
         _keep_until_done(self._connect(sock, ended), self._connecting)
 
     async def _connect(self, sock: socket.socket, ended: Callable[[], None]) -> None:
-        def protocol() -> _Connection:
-            made = _Connection(self.config, self.server_state, self.lifespan.state)
+        def protocol() -> Connection:
+            made = Connection(self.config, self.server_state, self.lifespan.state, limits=self.limits)
             made.ended = ended
             return made
 
@@ -122,10 +120,10 @@ class _WorkerUvicorn(_Uvicorn):
             await asyncio.sleep(0.05)
         self.stop(cancel=False)
 
-    def _open(self) -> list[_Connection]:
-        return [one for one in self.server_state.connections if isinstance(one, _Connection)]
+    def _open(self) -> list[Connection]:
+        return [one for one in self.server_state.connections if isinstance(one, Connection)]
 
-    def _close_idle(self, before: Mapping[_Connection, object]) -> None:
+    def _close_idle(self, before: Mapping[Connection, object]) -> None:
         for connection in self._open():
             cycle: RequestResponseCycle | None = connection.cycle  # None before the first request
             if before.get(connection) is cycle and (cycle is None or cycle.response_complete):
@@ -183,21 +181,23 @@ def _server(
     headers: list[tuple[str, str]] | None = None,
 ) -> S:
     application = app(engine, settings, embedder)
+    state: ServerState = application.state.llamapipe
+    limits = Connections(state.settings.max_connections_per_address, state.settings.head_timeout_s)
     config = uvicorn.Config(
         application,
         headers=headers,
-        http="httptools",
+        http=partial(Connection, limits=limits),  # type: ignore[arg-type]
         loop="asyncio",
         lifespan="off",  # handle_exit() and close() set ``draining`` instead
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=BACKLOG,
+        backlog=_ACCEPT_AT_ONCE,
         timeout_keep_alive=75,
         ws="none",  # there is no such route, and a connection must not change its protocol
     )
     server = kind(config)
-    server.state = application.state.llamapipe
+    server.state, server.limits = state, limits
     return server
 
 

@@ -30,10 +30,16 @@ class ServerSettings:
       loopback answers 403 to names that are not this machine's; on other addresses every name is allowed while this is
       empty.
     - ``max_body_bytes``: largest request body; larger ones are answered 413.
+    - ``max_bodies_bytes``: all bodies that are being read, beyond the first 64 KiB of each; then the largest one of the
+      client that sends most is answered 503.
     - ``max_requests``: requests served at once, including those in the engine's queue; further ones are answered 429.
+      A request counts when its body has arrived.
+    - ``max_connections_per_address``: connections of one client; the next one takes the place of its oldest one without
+      a running request. Clients behind one proxy have one address. 0: no limit.
     - ``max_n``: maximum number of choices of one request, over all its prompts.
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
     - ``timeout_s``: seconds a request may take; longer ones are answered 504. None: no limit.
+    - ``head_timeout_s``: seconds in which the head of a request must arrive; slower ones are answered 408.
     - ``body_timeout_s``: seconds in which a request's body must arrive; slower ones are answered 408.
     - ``ping_s``: a stream that has nothing to send for this many seconds sends a sign of life: a comment, or
       Anthropic's event ``ping``. 0: never.
@@ -52,10 +58,13 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     allow_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
+    max_bodies_bytes: int = 64 * 2**20
     max_requests: int = 1024
+    max_connections_per_address: int = 1024
     max_n: int = 128
     retry_after_s: int = 1
     timeout_s: float | None = None
+    head_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     ping_s: float = 5.0
     grammar_timeout_s: float | None = 10.0
@@ -74,6 +83,8 @@ class ServerSettings:
             if not _HOST.fullmatch(host):
                 raise ValueError(f"allow_hosts: {host!r} is no host; write a name without a scheme, or '*'")
         check_int("max_body_bytes", self.max_body_bytes, 1, 2**31 - 1)
+        check_int("max_bodies_bytes", self.max_bodies_bytes, 1, 2**62)
+        check_int("max_connections_per_address", self.max_connections_per_address, 0, 2**31 - 1)
         check_int("max_requests", self.max_requests, 1, 2**31 - 1)
         check_int("max_n", self.max_n, 1, 10_000)
         check_int("retry_after_s", self.retry_after_s, 0, 86_400)
@@ -81,6 +92,7 @@ class ServerSettings:
             check_float("timeout_s", self.timeout_s, 0.001, 1e6)
         if self.grammar_timeout_s is not None:
             check_float("grammar_timeout_s", self.grammar_timeout_s, 0.001, 1e9)
+        check_float("head_timeout_s", self.head_timeout_s, 0.001, 1e6)
         check_float("body_timeout_s", self.body_timeout_s, 0.001, 1e6)
         check_float("ping_s", self.ping_s, 0.0, 1e6)
         check_flag("strict", self.strict)

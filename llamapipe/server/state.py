@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from llamapipe.engine.frontend.tenant import Tenant, tenant
+from llamapipe.server.bodies import BodyBudget
 from llamapipe.server.errors import ApiError
 from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
@@ -47,6 +48,7 @@ class ServerState:
         self.worker: Worker | None = None
         self.bound_to: str | None = None
         self.timeline = Timeline(engine)
+        self.bodies = BodyBudget(settings.max_bodies_bytes)
         self.model_names = settings.model_names or (engine.model.path.stem,)
         self.metrics = Metrics(engine, self.model_names[0])
         self.embedding_names = settings.embedding_names
@@ -60,23 +62,30 @@ class ServerState:
     def __repr__(self) -> str:
         return f"<ServerState n_requests={self.n_requests}{' draining' if self.draining else ''}>"
 
+    def check(self, call: Call) -> bytes | None:
+        """Checks a request before its body is read. Returns the digest of its key, None without keys."""
+        key = self._check_key(call)
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        self._check_room()
+        return key
+
+    def _check_room(self) -> None:
+        if self.n_requests >= self.settings.max_requests:
+            raise ApiError(
+                429,
+                f"{self.n_requests} requests are being served, which is the limit of this server; try again later",
+                code="too_many_requests",
+            )
+
     @contextmanager
-    def admitted(self, call: Call, counted: bool) -> Iterator[None]:
-        """Checks the key and the limits for one request, and counts it while it is served. Raises ApiError.
+    def admitted(self, call: Call, counted: bool, key: bytes | None) -> Iterator[None]:
+        """Counts a request, whose body has arrived, while it is served. Raises ApiError if there are too many.
 
         Whatever is asked of the engine meanwhile is asked for this client: see ``Tenant``.
         """
-        key = None
         if counted:
-            key = self._check_key(call)
-            if self.draining:
-                raise ApiError(503, "the server is shutting down", code="shutting_down")
-            if self.n_requests >= self.settings.max_requests:
-                raise ApiError(
-                    429,
-                    f"{self.n_requests} requests are being served, which is the limit of this server; try again later",
-                    code="too_many_requests",
-                )
+            self._check_room()
         self.n_requests += counted
         token = tenant.set(self._tenant(call, key))
         try:

@@ -202,7 +202,7 @@ def test_a_path_cannot_write_lines_into_the_log(
 
 
 def test_slow_bodies_do_not_keep_others_out(server: serve, client: httpx.Client, engine: lp.Engine) -> None:
-    """As many as may be served at once: they are answered 408, and the next one is served."""
+    """As many as may be served at once: others are served meanwhile, and they are answered 408."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
     with ExitStack() as stack:
         sockets = [
@@ -210,8 +210,7 @@ def test_slow_bodies_do_not_keep_others_out(server: serve, client: httpx.Client,
         ]
         for slow in sockets:
             slow.sendall(head)
-        wait_until(lambda: server._server.state.n_requests == 4)
-        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 429
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         for slow in sockets:
             answer = b"".join(iter(partial(slow.recv, 4096), b""))
             assert answer.startswith(b"HTTP/1.1 408 ") and b"within 0.5 seconds" in answer

@@ -105,7 +105,10 @@ class TestTheLog:
             with socket.create_connection((server.host, server.port), PATIENCE_S) as client:
                 client.sendall(head + body)
                 if stream:
-                    assert client.recv(100).startswith(b"HTTP/1.1 200")
+                    said = client.recv(1000)
+                    assert said.startswith(b"HTTP/1.1 200")
+                    while b"data: " not in said:
+                        said += client.recv(1000)
                 else:
                     wait_until(lambda: engine.stats().n_completion_tokens > 3)
             wait_until(lambda: [one for one in caplog.records if one.name == "llamapipe.server"])

@@ -26,12 +26,19 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "page": not args.no_page,
     }
     seconds = {
+        "head_timeout_s": args.head_timeout,
         "body_timeout_s": args.body_timeout,
         "ping_s": args.ping,
         "grammar_timeout_s": args.grammar_timeout,
     }
     values |= {name: given for name, given in seconds.items() if given is not None}
-    for name in ("max_requests", "max_n", "max_body_bytes"):
+    for name in (
+        "max_requests",
+        "max_n",
+        "max_body_bytes",
+        "max_bodies_bytes",
+        "max_connections_per_address",
+    ):
         if getattr(args, name) is not None:
             values[name] = getattr(args, name)
     return values

@@ -1,0 +1,394 @@
+"""Connections: what a client may do before its request is complete, and how many connections there may be.
+
+uvicorn's protocol over llhttp reads requests and writes answers. It trusts its clients, so this module adds:
+
+- limits of a request's head: bytes, fields and time, whatever the connection did before;
+- answers in HTTP/1.1 to clients that offer HTTP/2 (``Upgrade: h2c``), and without chunks to clients of HTTP/1.0;
+- an end that a client sees: a refused client that still sends would lose the answer if the connection were closed;
+- a place for a newcomer: when there are too many connections, the oldest one without a running request is closed.
+  So a client that opens many and says nothing keeps out neither others nor a health check.
+
+On the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from llamapipe.server.errors import BUSY, ApiError, dialect_of
+
+MAX_HEAD_BYTES = 64 * 2**10
+MAX_FIELDS = 200
+_PIECE = 2**16  # bytes that the parser gets at once, so that limits hold within them
+_LINGER_S = 2.0  # how long a client that was refused may go on sending
+_LINGER_BYTES = 64 * 2**20
+_SPARE_DESCRIPTORS = 128  # for connections that are accepted before others are closed, files, and the engine
+_MOST_CONNECTIONS = 16384
+_CHUNK_BYTES = 16  # of framing are allowed for each byte of data: chunks may have one byte and an extension
+_log = logging.getLogger("llamapipe.server")
+_REASONS = {
+    400: b"Bad Request",
+    405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+
+
+class Connections:
+    """All connections of a server, by address.
+
+    ``per_address``: most connections of one address, 0: any number. ``head_timeout_s``: seconds in which a request's
+    head must arrive. ``at_most``: most connections in all; None: as many as there are descriptors, less some to spare.
+    """
+
+    def __init__(self, per_address: int, head_timeout_s: float, at_most: int | None = None) -> None:
+        self.head_timeout_s = head_timeout_s
+        self.at_most = _descriptors() if at_most is None else at_most
+        self._per_address = per_address
+        self._all: dict[Connection, None] = {}  # in order of arrival
+        self._of: dict[str, dict[Connection, None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Connections n={len(self._all)} at_most={self.at_most}>"
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self._all)
+
+    def add(self, connection: Connection) -> bool:
+        """Takes in a connection, in place of another one if need be. False if all others have running requests."""
+        same = self._of.get(connection.address, {})
+        if connection.address and self._per_address and len(same) >= self._per_address:
+            has_room = _close_one(same)
+        elif len(self._all) >= self.at_most:
+            # Of the address with the most connections: who has few keeps them.
+            most = max(self._of.values(), key=len)
+            has_room = _close_one(most) or _close_one(self._all)
+        else:
+            has_room = True
+        if has_room:
+            self._all[connection] = None
+            self._of.setdefault(connection.address, {})[connection] = None
+        return has_room
+
+    def remove(self, connection: Connection) -> None:
+        """Forgets a connection; it may be unknown."""
+        self._all.pop(connection, None)
+        same = self._of.get(connection.address, {})
+        same.pop(connection, None)
+        if not same:
+            self._of.pop(connection.address, None)
+
+
+def _close_one(connections: dict[Connection, None]) -> bool:
+    for one in connections:
+        if not one.has_request:
+            one.give_way()
+            return True
+    return False
+
+
+def _descriptors() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    try:
+        n_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:  # not on Linux
+        n_open = 64
+    return max(min(limit - n_open - _SPARE_DESCRIPTORS, _MOST_CONNECTIONS), 16)
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. ``ended``: called once, when it is closed. ``address``: of the client, empty if it has none."""
+
+    ended: Callable[[], None] | None = None
+    address = ""
+
+    def __init__(self, *args: Any, limits: Connections, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._is_in_head = True  # also before the first byte of one
+        self._has_begun = False  # whether a byte of the head has come
+        self._n_head = self._n_fields = 0  # bytes and fields of the head that were parsed
+        self._n_unfinished = 0  # bytes that came for a head without its end
+        self._n_framing = 0  # bytes of a body's chunks that are not data
+        self._n_discarded = 0
+        self._is_upgrade = False
+        self._is_ending = self._is_lingering = False  # reads no further request; reads only what is discarded
+        self._refusal: ApiError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Connection {self.address}>"
+
+    @property
+    def has_request(self) -> bool:
+        """Whether a complete request is being answered."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None:
+            return False
+        return not (cycle.response_complete or cycle.more_body) or len(self.pipeline) > 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by the event loop, once."""
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        if self._limits.add(self):
+            self._wait(self._limits.head_timeout_s, self._head_is_late)
+        else:
+            self._refuse(ApiError(503, "there are too many connections; try again later"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop, once."""
+        self._limits.remove(self)
+        self._stop_waiting()
+        super().connection_lost(exc)
+        if self.ended is not None:
+            self.ended()
+
+    def give_way(self) -> None:
+        """Closes a connection without a running request, for a new one. What its client does not read is dropped."""
+        self._limits.remove(self)
+        self._is_ending = True
+        self.transport.abort()
+
+    # ---- reading
+    def data_received(self, data: bytes) -> None:
+        """Gives data to the parser, until a limit is passed."""
+        if self._is_ending:
+            self._n_discarded += len(data)
+            if self._n_discarded > _LINGER_BYTES:
+                self.transport.abort()
+            return
+        if len(data) <= _PIECE:
+            self._feed(data)
+            return
+        for begin in range(0, len(data), _PIECE):
+            self._feed(data[begin : begin + _PIECE])
+
+    def _feed(self, data: bytes) -> None:
+        if self._is_ending or self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        if self._is_in_head:
+            self._n_unfinished += len(data)
+            if self._timer is None:
+                self._wait(self._limits.head_timeout_s, self._head_is_late)
+        else:
+            self._n_framing += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._refuse(self._reason(error))
+        except httptools.HttpParserUpgrade as upgrade:
+            self._parse_without_upgrade(data[upgrade.args[0] :])
+        else:
+            if self._is_in_head and self._n_unfinished > MAX_HEAD_BYTES:
+                self._refuse(_too_large())
+            elif self._n_framing > MAX_HEAD_BYTES:
+                self._refuse(ApiError(400, "the chunks of the body have more framing than data"))
+            elif (
+                self._has_begun and self._is_in_head and self._timer is None
+            ):  # after a request that is complete
+                self._wait(self._limits.head_timeout_s, self._head_is_late)
+
+    def _reason(self, error: httptools.HttpParserError) -> ApiError:
+        """Why the parser stopped: one of our limits, or what it says."""
+        return ApiError(400, f"this is no HTTP request: {error}") if self._refusal is None else self._refusal
+
+    def _parse_without_upgrade(self, rest: bytes) -> None:
+        """Parses a request again that offered another protocol: HTTP/1.1 is the answer (RFC 9110, 7.8).
+
+        llhttp leaves what follows the head to the other protocol. It is the body.
+        """
+        parts = [self.scope["method"].encode(), b" ", self.url, b" HTTP/1.1\r\n"]
+        for name, value in self.headers:
+            if name not in (b"upgrade", b"http2-settings"):
+                parts += [name, b": ", value, b"\r\n"]
+        self._is_upgrade = False
+        self.parser = httptools.HttpRequestParser(self)
+        with suppress(AttributeError):  # older than 0.6.3
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._is_in_head = True
+        self._feed(b"".join([*parts, b"\r\n"]))
+        if rest:
+            self._feed(rest)
+
+    def on_message_begin(self) -> None:
+        """Called by the parser."""
+        super().on_message_begin()
+        self._is_in_head = self._has_begun = True
+        self._n_head = self._n_fields = self._n_unfinished = self._n_framing = 0
+
+    def on_url(self, url: bytes) -> None:
+        """Called by the parser, with a part of the URL."""
+        super().on_url(url)
+        self._n_head += len(url)
+        self._check_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser, also for fields that follow a body in chunks."""
+        super().on_header(name, value)
+        self._n_fields += 1
+        self._n_head += len(name) + len(value) + 4
+        self._check_head()
+
+    def _check_head(self) -> None:
+        if self._n_fields > MAX_FIELDS or self._n_head > MAX_HEAD_BYTES:
+            self._refusal = _too_large()
+            raise self._refusal  # the parser stops
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        version = self.parser.get_http_version()
+        names = [name for name, _ in self.headers]
+        if version not in ("1.0", "1.1"):
+            self._refusal = ApiError(400, f"this server speaks HTTP/1.1, not HTTP/{version}")
+        elif version == "1.1" and b"host" not in names:
+            self._refusal = ApiError(400, "a request of HTTP/1.1 needs a Host header")
+        elif b"transfer-encoding" in names and b"content-length" in names:
+            self._refusal = ApiError(400, "Content-Length and Transfer-Encoding are both given")
+        elif self.parser.get_method() == b"CONNECT":
+            self._refusal = ApiError(405, "CONNECT: Method Not Allowed")
+        if self._refusal is not None:
+            raise self._refusal
+        if self.parser.should_upgrade():
+            self._is_upgrade = True
+            self.scope["method"] = self.parser.get_method().decode("ascii")
+            return
+        self._stop_waiting()
+        self._is_in_head = False
+        super().on_headers_complete()
+        cycle = self.cycle
+        cycle.transport = _Answering(self.transport, self._answer_is_last)  # type: ignore[assignment]
+        if version == "1.0":
+            cycle.__class__ = _OldCycle
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser, with a part of the body."""
+        self._n_framing = max(self._n_framing - _CHUNK_BYTES * len(body), 0)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        if self._is_upgrade:
+            return
+        self._is_in_head, self._has_begun = True, False
+        self._n_unfinished = 0
+        super().on_message_complete()
+
+    # ---- ending
+    def _head_is_late(self) -> None:
+        self._timer = None
+        if self._has_begun or self.has_request:
+            limit_s = self._limits.head_timeout_s
+            self._refuse(ApiError(408, f"the head of a request must arrive within {limit_s:g} seconds"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers a request that is none, after those before it, and ends the connection."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and self.has_request:
+            cycle.keep_alive = False  # the answer is the last one; then `_answer_is_last` is called
+            return
+        began = False
+        if cycle is not None and not cycle.response_complete:  # its body has ended in the middle
+            began = cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if not began:
+            url = getattr(self, "url", b"").decode("latin-1")
+            body = msgspec.json.encode(error.body(dialect_of(url)))
+            head = [
+                b"HTTP/1.1 %d %b" % (error.status, _REASONS.get(error.status, b"Error")),
+                b"content-type: application/json",
+                b"content-length: %d" % len(body),
+                b"connection: close",
+            ]
+            if error.status in BUSY:
+                head.append(b"retry-after: 1")
+            self.transport.write(b"\r\n".join([*head, b"", body]))
+        _log.info("a connection of %s ends: %d %s", self.address or "a client", error.status, error.message)
+        self._linger()
+
+    def on_response_complete(self) -> None:
+        """Called when an answer was sent."""
+        if self._is_lingering:
+            return
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._linger()
+
+    def _answer_is_last(self) -> None:
+        if self.cycle.more_body or self._is_ending:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Says that nothing more comes, and reads on for a while: to close at once would discard the answer."""
+        self._is_ending = self._is_lingering = True
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        with suppress(OSError, NotImplementedError):
+            self.transport.write_eof()
+        self._wait(_LINGER_S, self.transport.abort)
+
+    def _wait(self, seconds: float, then: Callable[[], None]) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(seconds, then)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Answering:
+    """The transport for an answer, which may not end the connection while its client still sends."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class _OldCycle(RequestResponseCycle):
+    """Answers a client of HTTP/1.0, which knows no chunks: an answer without a length ends with the connection."""
+
+    _ends_with_connection = False
+
+    async def send(self, message: Any) -> None:
+        """Sends a part of the answer."""
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+                self._ends_with_connection = True
+                self.chunked_encoding = False
+        elif self._ends_with_connection:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        431,
+        f"the head of a request may have {MAX_HEAD_BYTES} bytes and {MAX_FIELDS} fields; this one has more",
+    )

@@ -1,0 +1,367 @@
+"""Attacks on the server's connections: each one gets an answer or its end, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import httpx
+import pytest
+from support.control import PATIENCE_S, wait_until
+
+import llamapipe as lp
+from llamapipe.server import ServerSettings, serve
+from llamapipe.server.bodies import BodyBudget
+
+KEY = "secret"
+BODY = json.dumps({"prompt": "Once", "max_tokens": 2, "temperature": 0}).encode()
+
+
+@pytest.fixture(scope="module")
+def engine(demo: lp.Model) -> Iterator[lp.Engine]:
+    with lp.Engine(demo, n_ctx=512, n_seq_max=4) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: lp.Engine) -> Iterator[serve]:
+    """With a key, which no attack has, and short times."""
+    settings = ServerSettings(api_keys=(KEY,), head_timeout_s=1.0, body_timeout_s=1.0, max_requests=4)
+    with serve(engine, settings=settings) as server:
+        yield server
+
+
+def connected(server: serve) -> socket.socket:
+    return socket.create_connection((server.host, server.port), PATIENCE_S)
+
+
+def read(client: socket.socket) -> bytes:
+    """What the server says until it ends the connection."""
+    said = b""
+    with suppress(ConnectionError):
+        while part := client.recv(65536):
+            said += part
+    return said
+
+
+def answer(server: serve, data: bytes) -> bytes:
+    with connected(server) as client:
+        with suppress(ConnectionError):
+            client.sendall(data)
+        return read(client)
+
+
+def post(version: str = "1.1", *fields: str, body: bytes = BODY, path: str = "/v1/completions") -> bytes:
+    length = (
+        []
+        if any("Length" in field or "Transfer" in field for field in fields)
+        else [f"Content-Length: {len(body)}"]
+    )
+    lines = [
+        f"POST {path} HTTP/{version}",
+        "Host: localhost",
+        f"Authorization: Bearer {KEY}",
+        *length,
+        *fields,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def is_healthy(server: serve) -> bool:
+    return httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
+
+
+def test_a_head_without_end(server: serve) -> None:
+    """It is refused at 64 KiB, before a key could be checked, and its client still reads why."""
+    with connected(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: ")
+        with suppress(ConnectionError):
+            for _ in range(1600):
+                client.sendall(b"a" * 65536)
+        assert read(client).startswith(b"HTTP/1.1 431 ")
+    assert is_healthy(server)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 65536 + b"\r\n\r\n",
+        b"GET /health?" + b"a" * 65536 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\r\n" * 40_000,
+    ],
+    ids=["fields", "a field", "a path", "line ends"],
+)
+def test_a_head_too_large(server: serve, head: bytes) -> None:
+    said = answer(server, head)
+    assert said.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_head_just_small_enough(server: serve) -> None:
+    fields = b"".join(b"a%d: %b\r\n" % (i, b"b" * 300) for i in range(197))
+    said = answer(
+        server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + fields + b"\r\n"
+    )
+    assert said.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["new", "used"]
+)
+def test_unfinished_heads(server: serve, first: bytes) -> None:
+    """Each one has its time, whatever the connection did before; /health answers meanwhile."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connected(server)) for _ in range(100)]
+        for client in clients:
+            client.sendall(first + b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nA")
+        assert is_healthy(server)
+        for client in clients:
+            assert b"HTTP/1.1 408 " in read(client)
+
+
+def test_a_connection_without_a_request_is_closed(server: serve) -> None:
+    with connected(server) as client:
+        assert read(client) == b""
+
+
+def test_a_head_that_comes_byte_by_byte(server: serve) -> None:
+    """Its time does not begin again with each byte."""
+    with connected(server) as client:
+        client.settimeout(0.05)
+        said = b""
+        with suppress(ConnectionError):
+            for _ in range(1000):
+                client.sendall(b"G")
+                with suppress(TimeoutError):
+                    said += client.recv(1000)
+                if said:
+                    break
+        assert said == b"" or said[:12] in (b"HTTP/1.1 408", b"HTTP/1.1 400")
+
+
+def test_slow_bodies(server: serve) -> None:
+    """Far more than requests may be served: others are served meanwhile."""
+    head = post("1.1", "Content-Length: 100", body=b"{")
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connected(server)) for _ in range(200)]
+        for client in clients:
+            client.sendall(head)
+        assert answer(server, post("1.1", "Connection: close")).startswith(b"HTTP/1.1 200 ")
+        assert is_healthy(server)
+        for client in clients:
+            assert read(client).startswith(b"HTTP/1.1 408 ")
+
+
+def test_many_large_bodies(engine: lp.Engine) -> None:
+    """The largest one is refused, small ones pass, and the memory is free again."""
+    settings = ServerSettings(max_bodies_bytes=2**20, max_body_bytes=2**24)
+    with serve(engine, settings=settings) as server, ExitStack() as stack:
+        clients = [stack.enter_context(connected(server)) for _ in range(4)]
+        for client in clients:
+            client.sendall(post("1.1", f"Content-Length: {2**23}", body=b" " * 500_000))
+        refused = [stack.enter_context(connected(server))]
+        refused[0].sendall(post("1.1", f"Content-Length: {2**23}", body=b" " * 1_200_000))
+        said = read(refused[0])
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in said
+        assert answer(server, post("1.1", "Connection: close")).startswith(b"HTTP/1.1 200 ")
+        for client in clients:
+            client.close()
+        wait_until(lambda: "0 of" in repr(server._server.state.bodies))
+
+
+def test_the_client_with_most_bytes_is_refused() -> None:
+    refused: list[str] = []
+
+    def hold(client: str) -> Any:
+        return budget.hold(client, lambda: refused.append(client))
+
+    budget = BodyBudget(1_000_000)
+    few = hold("few")
+    few.grow(600_000)
+    many = [hold("many") for _ in range(20)]
+    for one in many:
+        one.grow(100_000)
+    assert set(refused) == {"many"} or refused[0] == "few"
+    hold("other").grow(60_000)
+    for one in (few, *many):
+        one.release()
+        one.release()
+    assert repr(budget) == "<BodyBudget 0 of 1000000 bytes>"
+
+
+def test_a_refused_client_reads_why(server: serve) -> None:
+    """It goes on sending; a connection that is closed at once would lose the answer."""
+    large = b" " * 2**23
+    for fields, status in ((("Content-Length: 99999999",), b"413"), ((), b"401")):
+        data = post("1.1", *fields, body=large)
+        if status == b"401":
+            data = data.replace(KEY.encode(), b"wrong", 1)
+        said = answer(server, data)
+        assert said.startswith(b"HTTP/1.1 " + status)
+        assert b"connection: close" in said
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.2"])
+def test_another_protocol_is_offered(server: serve, protocol: str, is_split: bool) -> None:
+    """As Java's HttpClient and ``curl --http2`` do: the answer is in HTTP/1.1, and the body counts."""
+    offer = (
+        f"Upgrade: {protocol}",
+        "Connection: Upgrade, HTTP2-Settings",
+        "HTTP2-Settings: AAEAAEAAAAIAAAAA",
+    )
+    head, _, body = post("1.1", *offer).partition(b"\r\n\r\n")
+    last = post("1.1", "Connection: close")
+    with connected(server) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if is_split:
+            client.sendall(head + b"\r\n\r\n")
+            client.sendall(body[:5])
+            client.sendall(body[5:] + last)
+        else:
+            client.sendall(head + b"\r\n\r\n" + body + last)
+        said = read(client)
+    assert said.count(b"HTTP/1.1 200 ") == 2
+    assert said.count(b'"text_completion"') == 2
+
+
+def test_a_client_of_http_1_0(server: serve) -> None:
+    """No chunks, and the connection ends with the answer."""
+    streamed = json.dumps({"prompt": "Once", "max_tokens": 2, "stream": True}).encode()
+    for body in (BODY, streamed):
+        said = answer(server, post("1.0", "Connection: keep-alive", body=body))
+        head, _, text = said.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" in head
+        assert b"transfer-encoding" not in head
+        assert text.startswith(b"data: {" if body is streamed else b"{")
+        assert text.endswith(b"data: [DONE]\n\n" if body is streamed else b"}")
+
+
+def test_several_requests_at_once(server: serve) -> None:
+    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    assert answer(server, get * 20 + last).count(b"HTTP/1.1 200 ") == 21
+    said = answer(server, get + b"GET /health HTTP/1.1\r\n\r\n")
+    assert (said.count(b"HTTP/1.1 200 "), said.count(b"HTTP/1.1 400 ")) in ((1, 1), (1, 0))
+
+
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        post(
+            "1.1",
+            "Content-Length: 4",
+            CHUNKED,
+            body=b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        ),
+        post("1.1", CHUNKED, "Content-Length: 4", body=b"0\r\n\r\n"),
+        post("1.1", "Content-Length: 4", "Content-Length: 5", body=b"hello"),
+        post("1.1", "Content-Length: +5", body=b"hello"),
+        post("1.1", "Transfer-Encoding: xchunked", body=b"0\r\n\r\n"),
+        post("1.1", "Transfer-Encoding: chunked, identity", body=b"0\r\n\r\n"),
+        post("1.1", CHUNKED, body=b"zz\r\nhello\r\n0\r\n\r\n"),
+        post("1.1", CHUNKED, body=b"-1\r\nhello\r\n0\r\n\r\n"),
+        post("1.1", CHUNKED, body=b"fffffffffffffffff\r\nhello\r\n0\r\n\r\n"),
+        post("1.1", CHUNKED, body=b"5\r\nhelloworld\r\n0\r\n\r\n"),
+        post(
+            "1.1", CHUNKED, body=b"".join(b"1;%b\r\n \r\n" % (b"a" * 4000) for _ in range(60)) + b"0\r\n\r\n"
+        ),
+        post("1.1", CHUNKED, body=b"0\r\n" + b"a: b\r\n" * 300 + b"\r\n"),
+        post("1.1", CHUNKED, body=b"0\r\na: " + b"b" * 300_000),
+        post("1.1", "Content-Length : 5", body=b"hello"),
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: b\0c\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: b\r\n c\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
+        b"GET /health HTTP/3.0\r\nHost: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET http://[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+    ids=range(22),
+)
+def test_what_is_no_request(server: serve, engine: lp.Engine, data: bytes) -> None:
+    """One refusal, and nothing after it is taken for another request."""
+    n_before = engine.stats().n_prompt_tokens
+    said = answer(server, data)
+    assert said.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
+    assert said.count(b"\r\ncontent-length: ") == 1
+    assert engine.stats().n_prompt_tokens == n_before
+
+
+def test_a_tunnel(server: serve) -> None:
+    said = answer(server, b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example:443\r\n\r\n")
+    assert said[9:12] in (b"400", b"405")
+
+
+def test_connections_of_one_address(engine: lp.Engine) -> None:
+    """The oldest one without a running request gives way, and one with a request does not."""
+    settings = ServerSettings(max_connections_per_address=4)
+    with serve(engine, settings=settings) as server, ExitStack() as stack:
+        body = json.dumps({"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+        stream = stack.enter_context(connected(server))
+        stream.sendall(post("1.1", "Connection: close", body=body))
+        assert stream.recv(100).startswith(b"HTTP/1.1 200 ")
+        idle = [stack.enter_context(connected(server)) for _ in range(40)]
+        assert is_healthy(server)
+        assert read(idle[0]) == b""
+        assert b"data: [DONE]" in read(stream)
+        assert len(server._server.limits) <= 4
+
+
+def test_connections_that_all_have_requests(engine: lp.Engine) -> None:
+    settings = ServerSettings(max_connections_per_address=2)
+    with serve(engine, settings=settings) as server, ExitStack() as stack:
+        body = json.dumps({"prompt": "Once", "max_tokens": 480, "ignore_eos": True, "stream": True}).encode()
+        for _ in range(2):
+            stream = stack.enter_context(connected(server))
+            stream.sendall(post("1.1", body=body))
+            assert stream.recv(100).startswith(b"HTTP/1.1 200 ")
+        said = answer(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in said
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("few_descriptors")
+def test_descriptors_are_spared(engine: lp.Engine) -> None:
+    """Connections give way before there are none left; this process has both ends of each."""
+    with serve(engine) as server, ExitStack() as stack:
+        assert server._server.limits.at_most < 300
+        server._server.limits.at_most = 20
+        for _ in range(100):
+            stack.enter_context(connected(server))
+        assert is_healthy(server)
+        assert answer(server, post("1.1", "Connection: close")).startswith(b"HTTP/1.1 200 ")
+        assert len(server._server.limits) <= 20
+
+
+def test_a_hang_up_ends_the_request(server: serve, engine: lp.Engine) -> None:
+    body = json.dumps({"prompt": "Once", "max_tokens": 480, "ignore_eos": True}).encode()
+    ends: list[Callable[[socket.socket], None]] = [
+        lambda client: client.close(),
+        lambda client: client.shutdown(socket.SHUT_RDWR),
+    ]
+    for end in ends:
+        with connected(server) as client:
+            client.sendall(post("1.1", body=body))
+            wait_until(lambda: engine.stats().n_active == 1)
+            end(client)
+            wait_until(lambda: engine.stats().n_active == 0)

@@ -168,11 +168,8 @@ class _Compiler:
 
     def _compile(self, kind: str, text: str, whitespace: str) -> GuideFactory:
         if kind == "json_schema":
-            schema = rewritten(schema_object(text))
-            grammar = SchemaGrammar(schema, whitespace)
-            start = self._matcher(
-                _grammar(grammar.text()) if grammar.is_needed else _json_grammar(schema, whitespace)
-            )
+            grammar, lark = _written(schema_object(text), whitespace)
+            start = self._matcher(_json_grammar(grammar.root, whitespace) if lark is None else _grammar(lark))
             if start.is_error():
                 raise InvalidRequestError(self._schema_error(grammar, message_of(start)))
         elif kind == "choice":
@@ -279,6 +276,15 @@ def _grammar(lark: str, others: Mapping[str, str] = MappingProxyType({})) -> str
     return json.dumps({"grammars": [{"lark_grammar": lark + _NO_FORCING}, *named]})
 
 
+def _written(schema: dict[str, Any], whitespace: str) -> tuple[SchemaGrammar, str | None]:
+    """A checked schema, rewritten; and the Lark of a schema that llguidance's compiler does not follow exactly."""
+    try:
+        grammar = SchemaGrammar(rewritten(schema), whitespace)
+        return grammar, grammar.text() if grammar.is_needed else None
+    except RecursionError:
+        raise InvalidRequestError("json_schema at #: it is nested too deeply") from None
+
+
 def _with_rewritten_schemas(lark: str) -> tuple[str, dict[str, str]]:
     """A Lark grammar whose schemas, those of ``with_options``, are rewritten; and the grammars of the hard ones."""
     parts: list[str] = []
@@ -294,14 +300,13 @@ def _with_rewritten_schemas(lark: str) -> tuple[str, dict[str, str]]:
         whitespace = whitespace_of(schema)
         if whitespace is None:
             continue
-        plain = rewritten(without_options(schema) or {})
-        grammar = SchemaGrammar(plain, whitespace)
-        if grammar.is_needed:
+        grammar, own = _written(without_options(schema) or {}, whitespace)
+        if own is not None:
             name = f"json_{len(others)}"
-            others[name] = grammar.text()
+            others[name] = own
             element = f"@{name}"
         else:
-            element = f"%json {json.dumps(with_options(plain, whitespace))}"
+            element = f"%json {json.dumps(with_options(grammar.root, whitespace))}"
         parts += [lark[at : found.start()], element]
         at = end
     return "".join([*parts, lark[at:]]), others

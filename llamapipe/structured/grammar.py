@@ -23,6 +23,7 @@ from llamapipe.structured.schema import SPACE, subschemas, with_options
 
 _EXACT = 2**53  # every integer up to this one is a double of its own
 _MOST_DIGITS = 400
+_MOST_ONE_OF = 200  # each is compared with each
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -193,6 +194,10 @@ class SchemaGrammar:
 
     def _options(self, pointer: str, keyword: str, node: Node) -> str:
         options = node[keyword]
+        if keyword == "oneOf" and len(options) > _MOST_ONE_OF:
+            self._fail(
+                pointer, keyword, f"it has {len(options)} schemas; at most {_MOST_ONE_OF} are supported here"
+            )
         if keyword == "oneOf":
             for i, one in enumerate(options):
                 for other in options[i + 1 :]:
@@ -273,7 +278,9 @@ class SchemaGrammar:
         body = without_look_around(node["pattern"])
         if body is None:
             self._fail(
-                pointer, "pattern", f"look-around in {node['pattern']!r} is supported at the top level only"
+                pointer,
+                "pattern",
+                f"look-around in {node['pattern'][:200]!r} is not supported: only look-ahead outside repetitions",
             )
         least, most = node.get("minLength", 0), node.get("maxLength")
         if least or most is not None:

@@ -9,10 +9,14 @@ LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 
 def without_look_around(pattern: str) -> str | None:
     """A pattern with ``(?=`` and ``(?!`` between its top-level parts, in Lark; None if they stand elsewhere."""
+    if len(pattern) > _MOST_CHARS:
+        return None
     options = [_sequence(option, '""') for option in _split(pattern)]
     return None if None in options else " | ".join(f"({option})" for option in options)
 
 
+_MOST_CHARS = 2000
+_MOST_LARK_CHARS = 50_000  # what follows a group is written once for each of its options
 _ATOM = re.compile(
     r"(?P<look>\(\?<?[=!])|(?P<group>\((?:\?:|\?P?<\w+>)?)|"
     r"(?:\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\\[()])(?:[*+?]|\{[0-9,]+\})?\??",
@@ -96,6 +100,8 @@ def _sequence(pattern: str, after: str, is_start: bool = True, is_inner: bool = 
             # "^a(b|c$)" allows more text after "ab". That is hardly meant (pydantic 2.12 writes such patterns of
             # Decimal), so only texts that end there are generated.
             options, tail = [one.removesuffix("$") for one in options], '""'
+        if len(tail) * len(options) > _MOST_LARK_CHARS:
+            return None
         if kind == "group":
             inner_options = [_sequence(one, tail, False, True) for one in options]
         elif kind in ("(?=", "(?!"):

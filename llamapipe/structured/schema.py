@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llamapipe.errors import InvalidRequestError
@@ -140,7 +140,60 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         waiting += reversed(inner)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, (dict, bool))
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and float(value).is_integer()
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_schemas(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_schema, value))
+
+
+def _is_schema_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_schema, value.values()))
+
+
+_SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("properties", "patternProperties"), (_is_schema_map, "an object of schemas")),
+    **dict.fromkeys(
+        ("$defs", "definitions"), (lambda value: isinstance(value, dict), "an object of schemas")
+    ),
+    **dict.fromkeys(("anyOf", "allOf", "oneOf", "prefixItems"), (_is_schemas, "a list of schemas")),
+    **dict.fromkeys(("additionalProperties", "propertyNames"), (_is_schema, "a schema")),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        (_is_count, "a count"),
+    ),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), (_is_number, "a number")),
+    **dict.fromkeys(
+        ("exclusiveMinimum", "exclusiveMaximum"), (lambda v: _is_number(v) or isinstance(v, bool), "a number")
+    ),
+    **dict.fromkeys(("pattern", "format", "$ref"), (lambda value: isinstance(value, str), "a text")),
+    "items": (lambda value: _is_schema(value) or _is_schemas(value), "a schema"),
+    "required": (_is_names, "a list of names"),
+    "enum": (lambda value: isinstance(value, list), "a list"),
+    "type": (lambda value: isinstance(value, str) or _is_names(value), "a name or a list of names"),
+}
+
+
 def _refuse(pointer: str, part: dict[str, Any]) -> None:
+    for keyword, value in part.items():
+        is_right, what = _SHAPES.get(keyword, (None, ""))
+        if is_right is not None and not is_right(value):
+            raise InvalidRequestError(
+                f"json_schema at {pointer}: {keyword!r} is {repr(value)[:100]}; it must be {what}"
+            )
     old = [key for key in _DRAFT_3 if key in part]
     if old:
         raise InvalidRequestError(
@@ -184,10 +237,6 @@ def _check_costs(parts: list[dict[str, Any]]) -> None:
             f"json_schema at #: 'multipleOf' with the least common multiple {common} (in steps of "
             f"{Fraction(1, unit)}); at most {MAX_MULTIPLE} is supported"
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:

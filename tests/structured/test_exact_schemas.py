@@ -141,12 +141,13 @@ PARTS: list[tuple[Any, list[str], list[str]]] = [
     (
         {
             "type": "object",
-            "propertyNames": {"pattern": "^x"},
-            "properties": {"xq": {"type": "null"}, "y": True},
+            "propertyNames": {"maxLength": 2},
+            "properties": {"xq": {"type": "null"}, "xyz": True},
         },
         ['{"xq":null,"xa":1}', "{}"],
-        ['{"y":1}', '{"c":1}', '{"xq":1}'],
+        ['{"xyz":1}', '{"abc":1}', '{"xq":1}'],
     ),
+    ({"type": "object", "propertyNames": {"pattern": "^x"}}, ['{"xq":null,"xa":1}', "{}"], ['{"y":1}']),
     ({"type": "object", "propertyNames": {"maxLength": 1}}, ['{"a":1}'], ['{"ab":1}']),
     ({"type": "object", "propertyNames": {"format": "date"}}, ['{"2024-02-29":1}'], ['{"2023-02-29":1}']),
     # What says nothing.

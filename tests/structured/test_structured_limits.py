@@ -34,6 +34,16 @@ HOSTILE: list[dict[str, object]] = [
     {"json_schema": {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}},
     {"json_schema": {"type": "object", "patternProperties": {f"^a{i}x": {} for i in range(2000)}}},
     {"json_schema": {"allOf": [{"anyOf": [{"required": [f"{a}{i}"]} for a in "ab"]} for i in range(24)]}},
+    {"json_schema": '{"items":' * 300 + f'{{"const":{2**60}}}' + "}" * 300},
+    {"json_schema": {"anyOf": [{"type": "integer", "minimum": 10**399 + i} for i in range(280)]}},
+    {"json_schema": {"oneOf": [{"const": 2**60 + i} for i in range(5000)]}},
+    {"json_schema": {"pattern": "^" + "(?:a|(?=b)b)" * 160 + "$"}},
+    {"json_schema": {"pattern": "^" + "(" * 900 + "(?=a)" + ")" * 900}},
+    {"json_schema": {"pattern": "(?=" + "[" * 100_000}},
+    {"json_schema": {"propertyNames": {"pattern": "(a+)+$"}, "properties": {"a" * 50 + "b": {}}}},
+    {"json_schema": {"type": "array", "uniqueItems": True, "items": {"enum": list(range(63))}}},
+    {"json_schema": {"enum": [[2**60 + i] for i in range(6000)]}},
+    {"choice": ["a" * i + "b" for i in range(1, 500)]},
     {"json_schema": '{"items":' * 10_000 + "true" + "}" * 10_000},
 ]
 

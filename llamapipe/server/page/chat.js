@@ -4,7 +4,7 @@ import { events } from "./api.js";
 import { Markdown, appendText, made } from "./markdown.js";
 import { store, stored } from "./store.js";
 
-const NAME = "conversation";
+const NAME = "conversation";  // in the store
 
 // The messages that are sent: those that were answered, and the last one.
 function answered(messages) {
@@ -16,6 +16,10 @@ function answered(messages) {
 // Whether an entry of the store is a message as this page writes it.
 function isMessage(one) {
   return (one?.role === "user" || one?.role === "assistant") && typeof one.content === "string";
+}
+
+function duration(ms) {
+  return ms < 10_000 ? `${Math.round(ms)} ms` : `${Math.round(ms / 1000)} s`;
 }
 
 // An answer on the page. Text is shown once a frame; if that takes long, less often.
@@ -258,8 +262,9 @@ export class Chat {
     if (usage && first !== null) {
       const seconds = (performance.now() - first) / 1000;
       facts.push(`${n} ${n === 1 ? "token" : "tokens"}`);
-      if (seconds > 0 && n > 1) facts.push(`${Math.round(n / seconds)} tokens/s`);
-      facts.push(`first after ${Math.round(first - began)} ms`);
+      const rate = n / seconds;
+      if (seconds > 0 && n > 1) facts.push(`${rate.toFixed(rate < 9.95 ? 1 : 0)} tokens/s`);
+      facts.push(`first after ${duration(first - began)}`);
     }
     if (reason === "length") {
       const isLimit = n === options.max_tokens;

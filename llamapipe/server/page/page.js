@@ -157,7 +157,8 @@ async function sideBySide(prompt, n) {
           const one = cells[choice.index];
           if (one.first === null) timeline.ttft = now - began;
           one.first ??= now;
-          if (choice.text) appendText(one.text, choice.text);
+          const text = one.text.hasChildNodes() ? choice.text : choice.text.trimStart();
+          if (text) appendText(one.text, text);
           one.facts.textContent = `stream ${choice.index + 1} · first after ${Math.round(one.first - began)} ms`
             + (choice.finish_reason ? ` · ${choice.finish_reason}` : "");
         }

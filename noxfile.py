@@ -347,6 +347,21 @@ def storm(session: nox.Session) -> None:
 
 
 @nox.session
+def exits(session: nox.Session) -> None:
+    """End programs at 200 random instants of each call, with a real vocabulary where the index has the model."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    _install(session, "backend=cpu")
+    found = subprocess.run(
+        [sys.executable, str(HERE / "tools" / "real_models.py"), "qwen-0.5b"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    session.env.update(LLAMAPIPE_EXITS="200", LLAMAPIPE_EXIT_MODELS=found.stdout.strip())
+    _pytest(session, "-s", default=["tests/process/test_exits.py"])
+
+
+@nox.session
 def wheel(session: nox.Session) -> None:
     """Build wheels for every CPU of this kind and try them with every Python on PATH; ``-- --backend vulkan``, too."""
     folder = HERE / "wheelhouse"

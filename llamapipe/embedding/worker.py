@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from llamapipe.engine.worker.thread_tuner import ThreadTuner
 from llamapipe.errors import EngineClosedError
+from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.locks import Lock
 
@@ -68,6 +69,7 @@ class Worker:
         self._closing = False
         self._drain = True
         self._thread = threading.Thread(target=self._run, name="llamapipe-embedder", daemon=True)
+        close_at_exit(self)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -84,6 +86,7 @@ class Worker:
             raise EngineClosedError("the embedder was made in another process; make one after the fork")
         with self._submitting:
             if self._closing:
+                end_thread_at_exit()
                 raise EngineClosedError("the embedder is closed")
             self._inbox.put(call)
 
@@ -111,6 +114,7 @@ class Worker:
             if self._tuner is not None:
                 self._tuner.close()
             self._context.close()
+            forget(self)
 
     def _next(self) -> bool:
         """Computes a batch, or waits for one. False when the thread must end."""

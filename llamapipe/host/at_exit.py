@@ -1,13 +1,19 @@
-"""Closes open engines and pipelines when the interpreter exits.
+"""The end of the interpreter: waits for native work of other threads, then closes what owns a thread.
 
-A thread that is still inside native code at that point would crash the process. Closing does not drain: the program has
-ended, so queued work is cancelled.
+Up to Python 3.13, a daemon thread that asks for the interpreter's lock once it is being finalized is ended where it
+stands (``pthread_exit``). That unwinds the frames it is in, and those of C++ or Rust abort the process or crash it. So
+work whose native frames ask for the lock themselves (a callback, llguidance) is done ``with awaited_at_exit()``. A
+thread of ours that is still inside native code would crash the process as well; owners of threads register with
+``close_at_exit``. Closing does not drain: the program has ended, so queued work is cancelled.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from llamapipe.locks import Lock
@@ -22,16 +28,18 @@ class Closable(Protocol):
 
 _lock = Lock()
 _open: set[Closable] = set()
+_working: dict[threading.Event, float | None] = {}  # how long the exit waits for each; None: no limit
 _registered = False
+_exiting = False
 
 
 def close_at_exit(item: Closable) -> None:
-    """Registers ``item`` to be closed, without draining, when the interpreter exits. Any thread."""
-    global _registered
+    """Registers ``item`` to be closed, without draining, when the interpreter exits. Any thread.
+
+    Raises SystemExit on any thread but the main one if the interpreter exits already.
+    """
     with _lock:
-        if not _registered:
-            atexit.register(_close_all)
-            _registered = True
+        _begin()
         _open.add(item)
 
 
@@ -41,16 +49,59 @@ def forget(item: Closable) -> None:
         _open.discard(item)
 
 
-def _renew_lock() -> None:
+@contextmanager
+def awaited_at_exit(at_most_s: float | None = None) -> Iterator[None]:
+    """Native work that the interpreter's exit waits for, at most so long. Any thread.
+
+    Raises SystemExit on any thread but the main one if the interpreter exits already: the thread ends silently, as
+    daemon threads do then.
+    """
+    if threading.current_thread() is threading.main_thread():  # the exit comes after what it does
+        yield
+        return
+    ended = threading.Event()
+    try:
+        with _lock:
+            _begin()
+            _working[ended] = at_most_s
+        yield
+    finally:
+        ended.set()
+        with _lock:
+            _working.pop(ended, None)
+
+
+def end_thread_at_exit() -> None:
+    """Raises SystemExit on any thread but the main one if the interpreter exits; otherwise does nothing."""
+    if _exiting and threading.current_thread() is not threading.main_thread():
+        raise SystemExit
+
+
+def _begin() -> None:
+    global _registered
+    end_thread_at_exit()
+    if not _registered:
+        atexit.register(_at_exit)
+        _registered = True
+
+
+def _forget_others() -> None:
     global _lock
     _lock = Lock()
+    _working.clear()
 
 
 # Another thread may hold the lock at the fork. It does not exist in the child, so the lock would stay held there.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+    os.register_at_fork(after_in_child=_forget_others)
 
 
-def _close_all() -> None:
-    for item in list(_open):
-        item.close(False)
+def _at_exit() -> None:
+    global _exiting
+    with ExitStack() as rest:  # Ctrl-C ends one wait, not all
+        with _lock:
+            _exiting = True
+            for item in _open:
+                rest.callback(item.close, False)
+            for ended, at_most_s in _working.items():
+                rest.callback(ended.wait, at_most_s)

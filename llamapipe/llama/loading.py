@@ -6,7 +6,6 @@ False; ``load`` raises it once llama.cpp has stopped.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from llamapipe.errors import ModelLoadError
-from llamapipe.locks import Lock
+from llamapipe.host.at_exit import awaited_at_exit, end_thread_at_exit
 from llamapipe.native.load import drain_log, last_error
 
 Progress = Callable[[float], object]
 
 _EXIT_WAIT_S = 10.0  # a load stops at its next tensor, far sooner unless a progress function never returns
 _current = threading.local()  # .load: the load running on this thread
-_lock = Lock()
-_running: set[_Load] = set()
-_exiting = False
 _callback: Any = None
 
 
@@ -32,8 +28,6 @@ class _Load:
     def __init__(self, progress: Progress | None) -> None:
         self.progress = progress
         self.error: BaseException | None = None
-        self.ended = threading.Event()
-        self.pid = os.getpid()
 
 
 def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any:
@@ -50,9 +44,9 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any
     _current.load = this = _Load(progress)
     handle = ffi.NULL
     try:
-        _begin(this)
         drain_log(module)
-        handle = lib.lp_model_load(os.fsencode(path), params)
+        with awaited_at_exit(_EXIT_WAIT_S):
+            handle = lib.lp_model_load(os.fsencode(path), params)
         problems = drain_log(module)
         if this.error is not None:
             raise this.error
@@ -66,7 +60,6 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any
     finally:
         this.error = None  # its traceback refers to this frame
         _current.load = outer
-        _end(this)
     return handle
 
 
@@ -94,43 +87,18 @@ def mapping_guard(module: Any, path: Path, files: Sequence[Path] = ()) -> Iterat
         raise failure
 
 
-def _begin(this: _Load) -> None:
-    with _lock:
-        if _exiting and threading.current_thread() is not threading.main_thread():
-            raise SystemExit
-        _running.add(this)
-
-
-def _end(this: _Load) -> None:
-    with _lock:
-        _running.discard(this)
-    this.ended.set()
-
-
-def _stop_all() -> None:
-    global _exiting
-    with _lock:
-        _exiting = True
-        mine = [other for other in _running if other.pid == os.getpid()]
-    for other in mine:
-        other.ended.wait(_EXIT_WAIT_S)
-
-
 def _progress_callback(module: Any) -> Any:
     """The C function that llama.cpp calls during a load; the first call connects it to Python."""
     global _callback
-    with _lock:
-        if _callback is None:
-            atexit.register(_stop_all)
-            define = module.ffi.def_extern(name="lp_on_progress", error=False, onerror=_failed)
-            _callback = define(_on_progress)
+    if _callback is None:
+        define = module.ffi.def_extern(name="lp_on_progress", error=False, onerror=_failed)
+        _callback = define(_on_progress)
     return module.lib.lp_on_progress
 
 
 def _on_progress(fraction: float, user_data: Any) -> bool:
     this: _Load = _current.load
-    if _exiting and threading.current_thread() is not threading.main_thread():
-        raise SystemExit
+    end_thread_at_exit()
     if this.progress is not None:
         this.progress(fraction)
     return True

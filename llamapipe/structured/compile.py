@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llamapipe.errors import DecodeError, InvalidRequestError
+from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.llama.model import Model
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
@@ -187,7 +188,7 @@ class _Compiler:
                 raise InvalidRequestError(self._error(kind, text, message_of(start)))
         factory = GuideFactory(start, self._tokenizer)
         # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here and not in a request.
-        with factory.new() as guide:
+        with awaited_at_exit(), factory.new() as guide:
             try:
                 guide.prepare()
             except DecodeError as e:
@@ -202,7 +203,8 @@ class _Compiler:
     def _matcher(self, grammar: str) -> Any:
         library = llguidance("a grammar")
         limits = library.LLParserLimits(verbose_errors=False)
-        return library.LLMatcher(self._tokenizer.native, grammar, log_level=0, limits=limits)
+        with awaited_at_exit():
+            return library.LLMatcher(self._tokenizer.native, grammar, log_level=0, limits=limits)
 
     def _error(self, kind: str, text: str, message: str) -> str:
         """The error message of a regular expression or a Lark grammar.
@@ -266,7 +268,8 @@ def _bare_json_grammar(schema: dict[str, Any]) -> str:
 
 
 def _regex_grammar(text: str) -> str:
-    written = json.loads(llguidance("regex").LLMatcher.grammar_from_regex(text))
+    with awaited_at_exit():
+        written = json.loads(llguidance("regex").LLMatcher.grammar_from_regex(text))
     return _grammar(written["grammars"][0]["lark_grammar"])
 
 

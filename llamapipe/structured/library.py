@@ -9,6 +9,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from llamapipe.host.at_exit import awaited_at_exit
+
 
 def llguidance(field: str) -> Any:
     """The llguidance module. Any thread.
@@ -19,6 +21,7 @@ def llguidance(field: str) -> Any:
     if found is not None:
         return found
     try:
-        return import_module("llguidance")
+        with awaited_at_exit():
+            return import_module("llguidance")
     except ImportError:
         raise ImportError(f'{field} needs llguidance: pip install "llamapipe[structured]"') from None

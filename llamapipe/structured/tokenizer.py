@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.llama.vocab import Vocab
 from llamapipe.structured.library import llguidance
 
@@ -35,7 +36,8 @@ class GrammarTokenizer:
         tokens, special = token_bytes(vocab)
         end = vocab.n_vocab
         source = _Source([*tokens, b"<end>"], [*special, end], end, vocab)
-        self.native: Any = library.LLTokenizer(library.TokenizerWrapper(source))
+        with awaited_at_exit():
+            self.native: Any = library.LLTokenizer(library.TokenizerWrapper(source))
         self.eog = _bits(self.n_words, np.fromiter(vocab.eog_tokens, np.int64, len(vocab.eog_tokens)))
         self.not_eog = _bits(self.n_words, np.arange(vocab.n_vocab)) & ~self.eog
         self.eog.flags.writeable = self.not_eog.flags.writeable = False

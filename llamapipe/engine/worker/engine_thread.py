@@ -19,7 +19,7 @@ from llamapipe.engine.sampling.threads import SAMPLING_THREAD_NAME
 from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.errors import EngineClosedError
-from llamapipe.host.at_exit import close_at_exit, forget
+from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.kv_events.options import EVENTS_THREAD_NAME
 from llamapipe.locks import Lock
 
@@ -104,6 +104,7 @@ class EngineThread:
         self.check_process()
         self._check_thread()
         if self._closing:
+            end_thread_at_exit()
             raise EngineClosedError("the engine is closed; make another")
 
     def _check_thread(self) -> None:

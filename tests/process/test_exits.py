@@ -1,0 +1,75 @@
+"""Programs that end while another thread is in the middle of a call: never by a signal, and they never hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.bert_model import bert_model
+from support.gguf_models import tiny_model
+from support.run_script import environment, run_script
+
+import llamapipe as lp
+
+PROGRAM = Path(__file__).resolve().parent.parent / "support" / "exits.py"
+# Those whose first grammar reads the vocabulary: with one of 152,000 tokens, which takes long enough to be hit.
+_GRAMMARS = ("schema, checked", "schema, async", "lark")
+
+
+def sweep(n: int, model: Path, embedding_model: Path, *names: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", PROGRAM, str(n), "1", model, embedding_model, *names],
+        env=environment(),
+        cwd=model.parent,
+        capture_output=True,
+        text=True,
+        timeout=None if "LLAMAPIPE_EXITS" in os.environ else 240,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks for each run")
+def test_at_random_instants(tmp_path: Path) -> None:
+    """``nox -s exits`` tries 200 instants of each call, real vocabularies included."""
+    pytest.importorskip("llguidance")
+    pytest.importorskip("starlette")
+    n = int(os.environ.get("LLAMAPIPE_EXITS", "10"))
+    embedding_model, _ = bert_model(tmp_path / "bert.gguf")
+    sweep(n, lp.demo_model_path(), embedding_model)
+    real = [Path(path) for path in os.environ.get("LLAMAPIPE_EXIT_MODELS", "").split(os.pathsep) if path]
+    for path in [tiny_model(tmp_path / "tiny.gguf", "qwen2"), *real]:
+        sweep(n, path, embedding_model, *_GRAMMARS)
+
+
+def test_while_a_daemon_thread_compiles_a_grammar(tiny: lp.Model) -> None:
+    """The thread must not ask for the interpreter's lock inside llguidance when the interpreter is gone."""
+    pytest.importorskip("llguidance")
+    program = """
+import atexit, threading
+import llamapipe as lp
+from llamapipe.structured.compile import compile_guide
+
+GRAMMAR = "start: " + " | ".join(f'"{i:x}" w' for i in range(2500)) + "\\nw: /[a-z]{3,60}/"
+
+def watch(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "_matcher":
+        compiling.set()
+
+def work():
+    compile_guide(model, lark=GRAMMAR)
+    compiled.set()
+
+model = lp.Model(sys.argv[1])
+compiling, compiled = threading.Event(), threading.Event()
+threading.setprofile(watch)
+threading.Thread(target=work, daemon=True).start()
+compiling.wait()
+"""
+    run_script(program, tiny.path)
+    run_script(program + "atexit.register(lambda: say(compiled.is_set()))\n", tiny.path)

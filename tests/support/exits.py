@@ -1,0 +1,285 @@
+"""Ends a program at random instants of a call on another thread: the process must end without a signal.
+
+    python exits.py N_INSTANTS SEED MODEL EMBEDDING_MODEL [CALL ...]
+
+A daemon thread makes the call; the main thread lets it run for a random part of the time that it takes, then ends. One
+process imports the package and is forked for each run, before anything native is loaded, so a run takes no longer than
+the call. Prints the number of runs; any signal, hang or exit code other than 0 is told and ends this with code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]
+
+import numpy as np  # noqa: E402
+
+import llamapipe as lp  # noqa: E402
+from llamapipe.llama import Batch, Context  # noqa: E402
+
+_HANG_S = 60
+_TIMED = 3
+_AT_ONCE = os.cpu_count() or 1
+_WORDS = lp.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+_TURNS = [{"role": "user", "content": "What is the weather in Rome?"}]
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": "^[a-z]{3,9}$"}, "n": {"type": "integer"}},
+}
+_LONG = "The quick brown fox jumps over the lazy dog; \u00e9t\u00e9 \ud55c\uad6d\uc5b4. " * 4000
+
+
+# With a place for tools, so that any model may be given some.
+_TEMPLATE = """\
+{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for one in messages %}<|im_start|>{{ one.role }}
+{{ one.content or "" }}{% for call in one.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def weather(city: str) -> str:
+    """Tells the weather."""
+    return city
+
+
+def _with(**options: Any) -> lp.SamplingParams:
+    return lp.SamplingParams(max_tokens=12, **options)
+
+
+async def _astream(engine: lp.Engine) -> None:
+    async for _ in engine.astream("Once", _WORDS):
+        pass
+
+
+def _processed(tokens: Any, logits: Any) -> None:
+    logits[np.argsort(logits)[:-3]] = -np.inf
+
+
+def _fork_and_restore(engine: lp.Engine) -> None:
+    generation = engine.start("Once", _WORDS)
+    generation.next()
+    forked = generation.fork()
+    forked.next()
+    engine.restore(generation.snapshot(), _WORDS).next()
+
+
+def _chat_stream(engine: lp.Engine) -> None:
+    for _ in engine.stream_chat(_TURNS, _WORDS):
+        pass
+
+
+def _batch(engine: lp.Engine) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        lp.batch([f"Once {i}" for i in range(8)], engine, _WORDS, output=Path(folder) / "out.jsonl")
+
+
+def _served(engine: lp.Engine) -> None:
+    import json
+    import urllib.request
+
+    from llamapipe.server import serve
+
+    server = serve(engine)
+    body = {"messages": _TURNS, "max_tokens": 8, "response_format": {"type": "json_object"}}
+    asked = urllib.request.Request(
+        f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=_HANG_S) as answer:
+        answer.read()
+    server.close()
+
+
+def _decoded(model: lp.Model) -> None:
+    with Context(model, n_ctx=512) as context:
+        context.decode(Batch.of_tokens(range(5, 300)))
+
+
+def _piped(model: lp.Model) -> None:
+    with lp.Pipeline(model, n_ctx=512) as pipeline:
+        pipeline.submit(Batch.of_tokens(range(5, 300))).logits()
+
+
+def _opened(model: lp.Model) -> None:
+    with lp.Engine(model, n_ctx=256, n_seq_max=4) as engine:
+        engine.generate("Once", _WORDS)
+
+
+def _embedder(path: str) -> None:
+    with lp.Embedder(path) as embedder:
+        embedder.embed(["a fox", "an owl"] * 20)
+
+
+def _compat(path: str) -> None:
+    from llamapipe.compat import Llama
+
+    llama = Llama(path, n_ctx=256, verbose=False)
+    llama("Once", max_tokens=8)
+    llama.close()
+
+
+# What is called with an engine, with a model, and with the path of a model.
+ENGINE: dict[str, Callable[[lp.Engine], object]] = {
+    "generate": lambda e: e.generate(["Once", "Twice", "Thrice"], _WORDS),
+    "generate long": lambda e: e.generate("abc " * 200, _WORDS),
+    "agenerate": lambda e: asyncio.run(e.agenerate(["Once", "Twice"], _WORDS)),
+    "stream": lambda e: list(e.stream("Once", _WORDS)),
+    "astream": lambda e: asyncio.run(_astream(e)),
+    "iter_completed": lambda e: list(e.iter_completed(["Once", "Twice"], _WORDS)),
+    "start": lambda e: list(e.start("Once", _WORDS)),
+    "fork, snapshot, restore": _fork_and_restore,
+    "cache_prefix": lambda e: e.cache_prefix("abc " * 100).release(),
+    "score": lambda e: e.score("Once upon", [" a", " the", " time"]),
+    "perplexity": lambda e: e.perplexity("abc " * 100),
+    "logprobs": lambda e: e.generate("Once", _with(logprobs=5)),
+    "schema": lambda e: e.generate("Once", _with(json_schema=_SCHEMA)),
+    "schema, checked": lambda e: e.check_params(_with(json_schema=_SCHEMA)),
+    "schema, async": lambda e: asyncio.run(e.agenerate("Once", _with(json_schema=_SCHEMA))),
+    "schema, refused": lambda e: _refused(e, json_schema={"type": "object", "properties": {"a": {"type": "x"}}}),
+    "regex": lambda e: e.generate("Once", _with(regex=r"[a-z]{3,40}@[a-z]+\.(com|org)")),
+    "lark": lambda e: e.generate("Once", _with(lark='start: word+\nword: /[a-z]+/ " "')),
+    "grammar": lambda e: e.generate("Once", _with(grammar='root ::= [a-z]+ " " root | "."')),
+    "processor": lambda e: e.generate("Once", _with(logits_processors=[_processed])),
+    "chat": lambda e: e.chat(_TURNS, _WORDS),
+    "achat": lambda e: asyncio.run(e.achat(_TURNS, _WORDS)),
+    "stream_chat": _chat_stream,
+    "chat, tools": lambda e: e.chat(_TURNS, _WORDS, tools=[weather]),
+    "chat, a required tool": lambda e: e.chat(_TURNS, _WORDS, tools=[weather], tool_choice="required"),
+    "batch": _batch,
+    "serve": _served,
+    "close": lambda e: e.close(),
+}
+MODEL: dict[str, Callable[[lp.Model], object]] = {
+    "tokenize": lambda m: m.vocab.detokenize(m.vocab.tokenize(_LONG)),
+    "render_chat": lambda m: m.tokenize_chat([*_TURNS, {"role": "assistant", "content": _LONG}]),
+    "Engine": _opened,
+    "Context": _decoded,
+    "Pipeline": _piped,
+}
+PATH: dict[str, Callable[[str], object]] = {
+    "Model": lambda path: lp.Model(path).close(),
+    "Model, read": lambda path: lp.Model(path, use_mmap=False).close(),
+    "Llama": _compat,
+}
+EMBEDDING: dict[str, Callable[[str], object]] = {"Embedder": _embedder}
+NAMES = [*ENGINE, *MODEL, *PATH, *EMBEDDING]
+
+
+def _refused(engine: lp.Engine, **options: Any) -> None:
+    try:
+        engine.check_params(_with(**options))
+    except ValueError:
+        pass
+
+
+def _prepared(name: str, path: str, embedding_path: str) -> Callable[[], object]:
+    """The call, with what it needs made on this thread."""
+    if name in PATH:
+        return lambda: PATH[name](path)
+    if name in EMBEDDING:
+        return lambda: EMBEDDING[name](embedding_path)
+    model = lp.Model(path, chat_template=_TEMPLATE)
+    if name in MODEL:
+        return lambda: MODEL[name](model)
+    engine = lp.Engine(model, n_ctx=512, n_cells=1024, n_seq_max=4, n_threads=1)
+    _held.append(engine)
+    return lambda: ENGINE[name](engine)
+
+
+_held: list[object] = []  # until the interpreter clears its modules
+
+
+def _make(call: Callable[[], object], begun: threading.Event, ended: threading.Event) -> None:
+    begun.set()
+    try:
+        call()
+    except lp.errors.EngineClosedError:
+        pass  # the interpreter ends
+    ended.set()
+
+
+def _duration_s(name: str, path: str, embedding_path: str) -> float:
+    """How long the call takes in a process of its own: the median of some."""
+    found = []
+    for _ in range(_TIMED):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            call = _prepared(name, path, embedding_path)
+            began_s = time.perf_counter()
+            call()
+            os.write(write, str(time.perf_counter() - began_s).encode())
+            os._exit(0)
+        os.close(write)
+        with open(read) as pipe:
+            text = pipe.read()
+        os.waitpid(pid, 0)
+        if not text:
+            raise SystemExit(f"{name} fails by itself")
+        found.append(float(text))
+    return sorted(found)[_TIMED // 2]
+
+
+def _begin(name: str, path: str, embedding_path: str, delay_s: float) -> None:
+    """In the child: starts the call, waits, and returns to the end of the program."""
+    faulthandler.enable()
+    signal.alarm(_HANG_S)
+    call = _prepared(name, path, embedding_path)
+    begun, ended = threading.Event(), threading.Event()
+    threading.Thread(target=_make, args=(call, begun, ended), daemon=True).start()
+    begun.wait()
+    time.sleep(delay_s)
+
+
+def main(n: int, seed: int, path: str, embedding_path: str, *names: str) -> int:
+    """Returns the exit code; 0 in the children, whose ends are the subject."""
+    rng = random.Random(seed)
+    running: dict[int, str] = {}
+    n_runs, failed = 0, []
+
+    def wait_for_one() -> None:
+        pid, status = os.wait()
+        what = running.pop(pid)
+        if status:
+            failed.append(f"{what}: {os.waitstatus_to_exitcode(status)}")
+
+    for name in names or NAMES:
+        duration_s = _duration_s(name, path, embedding_path)
+        began_s, n_failed = time.perf_counter(), len(failed)
+        for _ in range(n):
+            delay_s = rng.random() * duration_s * 1.1
+            pid = os.fork()
+            if pid == 0:
+                _begin(name, path, embedding_path, delay_s)
+                return 0
+            running[pid] = f"{name} after {delay_s * 1e3:.1f} ms"
+            n_runs += 1
+            while len(running) >= _AT_ONCE:
+                wait_for_one()
+        while running:
+            wait_for_one()
+        took_s, n_new = time.perf_counter() - began_s, len(failed) - n_failed
+        print(f"{name}: {duration_s * 1e3:.0f} ms, {n} instants in {took_s:.1f} s, {n_new} failed", flush=True)
+    print(n_runs, "exits")
+    print(*failed, sep="\n", flush=True)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

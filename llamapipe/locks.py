@@ -1,4 +1,4 @@
-"""The lock that all modules use. Ctrl-C does not leave it locked."""
+"""The lock that all modules use, which Ctrl-C does not leave locked; and what refuses a second call at a time."""
 
 from __future__ import annotations
 
@@ -25,3 +25,57 @@ class Lock(_thread.RLock):  # type: ignore[misc]  # final for type checkers only
             except RuntimeError:  # interrupted while it waited
                 pass
             raise
+
+
+class OneCall(Lock):  # type: ignore[misc]  # as above
+    """For ``with`` in the methods of an object for one thread: a second call meanwhile raises instead of waiting.
+
+    ``what`` names the object in the message of the RuntimeError. The second call may come from another thread, or from
+    a signal handler of the same one.
+    """
+
+    __slots__ = ("_what",)
+
+    def __new__(cls, what: str) -> OneCall:  # noqa: ARG004
+        """An RLock takes no arguments."""
+        return super().__new__(cls)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> bool:  # type: ignore[override]  # without arguments
+        try:
+            free = not self._is_owned() and self.acquire(False)  # type: ignore[attr-defined]
+        except BaseException:
+            try:  # noqa: SIM105  # as above
+                self.release()
+            except RuntimeError:
+                pass
+            raise
+        if not free:
+            raise RuntimeError(_IN_USE.format(self._what, "thread"))
+        return True
+
+
+class OneTask:
+    """The same for the coroutines of an object for one task; for one event loop."""
+
+    __slots__ = ("_running", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._running = False
+
+    def __enter__(self) -> None:
+        if self._running:
+            raise RuntimeError(_IN_USE.format(self._what, "task"))
+        self._running = True
+
+    def __exit__(self, *_: object) -> None:
+        self._running = False
+
+
+_IN_USE = (
+    "another call of this {0} is running; a {0} is for one {1} at a time: give each its own, or make one call after "
+    "the other"
+)

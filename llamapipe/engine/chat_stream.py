@@ -10,6 +10,7 @@ from llamapipe.engine.delivery.delta_parser import DeltaParser
 from llamapipe.engine.frontend.chat_builder import ChatItem
 from llamapipe.engine.frontend.request_builder import Item
 from llamapipe.engine.stream import AsyncStream, PromptProgress, Stream
+from llamapipe.locks import OneCall, OneTask
 from llamapipe.native.owner import Owner
 
 
@@ -22,6 +23,7 @@ class ChatStream(Owner):
     def __init__(self, stream: Stream, parser: DeltaParser) -> None:
         self._stream = stream
         self._parser = parser
+        self._one_call = OneCall("stream")
         self.n_prompt_tokens = parser.n_prompt_tokens
 
     def __repr__(self) -> str:
@@ -36,10 +38,11 @@ class ChatStream(Owner):
         return self
 
     def __next__(self) -> ChatDelta:
-        while True:
-            delta = self._parser.read(next(self._stream))
-            if delta is not None:
-                return delta
+        with self._one_call:
+            while True:
+                delta = self._parser.read(next(self._stream))
+                if delta is not None:
+                    return delta
 
     def cancel(self) -> None:
         """Ends the request within a step; the stream then ends too. Any thread."""
@@ -73,6 +76,7 @@ class AsyncChatStream(Owner):
         self._stream: AsyncStream | None = None
         self._parser: DeltaParser | None = None
         self._closed = False
+        self._one_task = OneTask("stream")
         if not callable(item):
             self._open(item)
 
@@ -114,6 +118,10 @@ class AsyncChatStream(Owner):
                 self._open(item)
 
     async def __anext__(self) -> ChatDelta:
+        with self._one_task:
+            return await self._next()
+
+    async def _next(self) -> ChatDelta:
         if self._build is not None:
             await self._built()
         if self._stream is None or self._parser is None:

@@ -15,15 +15,16 @@ from llamapipe.engine.results import FinishReason, Token
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
 from llamapipe.errors import InvalidRequestError
+from llamapipe.locks import OneCall
 from llamapipe.native.owner import Owner
 
 
 class Generation(Owner):
     """A sequence that is continued by ``next``; nothing is computed ahead of a call.
 
-    For one thread at a time, except ``cancel``. Between calls the sequence keeps its slot and cells until another
-    request needs them. The cells are then saved in host memory, or computed again without room there. Close it, or use
-    ``with``, when done.
+    For one thread at a time, except ``cancel`` and ``close``: a call while another one runs raises RuntimeError.
+    Between calls the sequence keeps its slot and cells until another request needs them. The cells are then saved in
+    host memory, or computed again without room there. Close it, or use ``with``, when done.
     """
 
     engine: object = None  # kept alive by its generations
@@ -46,6 +47,7 @@ class Generation(Owner):
         self._tokens = list(request.tokens)
         self._n_forks = self._n_dropped = 0
         self._changed = False  # trimmed or lengthened since the last token
+        self._one_call = OneCall("generation")
 
     def __repr__(self) -> str:
         return f"<Generation n_tokens={self.n_tokens} {self.finish_reason or 'open'}>"
@@ -64,6 +66,10 @@ class Generation(Owner):
 
         Blocks until the token is sampled. Raises the error of a failed request, EngineClosedError after ``fork()``.
         """
+        with self._one_call:
+            return self._next()
+
+    def _next(self) -> Token | None:
         request = self._request
         if request.error is not None:
             raise request.error
@@ -111,7 +117,10 @@ class Generation(Owner):
         ``max_tokens`` and stop strings count from here. Raises ValueError outside ``[1, n_tokens]``,
         InvalidRequestError when the generation was cancelled or failed, or would fill the context.
         """
-        n = check_int("n_keep", n_keep, 1, len(self._tokens))
+        with self._one_call:
+            self._trim(check_int("n_keep", n_keep, 1, len(self._tokens)))
+
+    def _trim(self, n: int) -> None:
         self._check_open()
         if n >= self._n_ctx:
             raise InvalidRequestError(
@@ -131,6 +140,10 @@ class Generation(Owner):
         InvalidRequestError when they do not fit in the context or the generation was cancelled.
         """
         ids = check_tokens("tokens", tokens, self._n_vocab)
+        with self._one_call:
+            self._append(ids)
+
+    def _append(self, ids: list[int]) -> None:
         self._check_open()
         if len(self._tokens) + len(ids) >= self._n_ctx:
             raise InvalidRequestError(
@@ -152,6 +165,10 @@ class Generation(Owner):
         generation was cancelled or failed, TypeError or ValueError for a bad seed.
         """
         given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
+        with self._one_call:
+            return self._fork(given)
+
+    def _fork(self, given: int | None) -> Generation:
         self._check_open()
         parent = self._request
         sink = parent.sink
@@ -179,6 +196,10 @@ class Generation(Owner):
         Waits for the running step. Raises InvalidRequestError when the generation was cancelled or failed, OSError when
         the model's file cannot be read.
         """
+        with self._one_call:
+            return self._snapshot()
+
+    def _snapshot(self) -> bytes:
         self._check_open()
         taken = self._engine_thread.ask(partial(self._engine_thread.loop.snapshot, self._request))
         return pack(Snapshot(*taken), self._layout())

@@ -14,6 +14,7 @@ from llamapipe.engine.frontend.observer import ObservedRequest
 from llamapipe.engine.results import Delta
 from llamapipe.engine.scheduler.request import Request, State
 from llamapipe.engine.worker.engine_thread import EngineThread
+from llamapipe.locks import OneCall, OneTask
 from llamapipe.native.owner import Owner
 
 _RUNNING = State.RUNNING  # read once a token: a global is faster than a class attribute
@@ -122,8 +123,8 @@ class _Reader(Owner):
 class Stream(_Reader):
     """An iterator over a request's deltas; closing or dropping it cancels the request.
 
-    For one thread at a time. A slow reader pauses only its own sequence. Iterating raises the error of the request, and
-    TimeoutError when its timeout passed.
+    For one thread at a time: ``next`` while another one waits raises RuntimeError. A slow reader pauses only its own
+    sequence. Iterating raises the error of the request, and TimeoutError when its timeout passed.
     """
 
     def __init__(
@@ -131,11 +132,16 @@ class Stream(_Reader):
     ) -> None:
         super().__init__(engine_thread, request, deadline)
         self._mailbox = mailbox
+        self._one_call = OneCall("stream")
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Delta:
+        with self._one_call:
+            return self._next()
+
+    def _next(self) -> Delta:
         if self._done:
             raise StopIteration
         if self._engine_thread.forked:
@@ -170,7 +176,7 @@ class AsyncStream(_Reader):
     """An asynchronous iterator over a request's deltas.
 
     Closing or dropping it, or cancelling the task that waits for it, cancels the request. For one task at a time, of
-    one event loop. Raises as ``Stream`` does.
+    one event loop: a second task that asks for the next delta meanwhile gets RuntimeError. Raises as ``Stream`` does.
     """
 
     def __init__(
@@ -185,6 +191,7 @@ class AsyncStream(_Reader):
         self._make: Callable[[], tuple[Request, AsyncMailbox]] | None = make
         self._submit = submit
         self._done = True  # nothing to cancel before it is started
+        self._one_task = OneTask("stream")
 
     def __repr__(self) -> str:
         return "<AsyncStream not started>" if self._make is not None else super().__repr__()
@@ -193,6 +200,10 @@ class AsyncStream(_Reader):
         return self
 
     async def __anext__(self) -> Delta:
+        with self._one_task:
+            return await self._next_delta()
+
+    async def _next_delta(self) -> Delta:
         if self._make is None and self._done:
             raise StopAsyncIteration
         if self._engine_thread.forked:

@@ -98,10 +98,11 @@ if hasattr(os, "register_at_fork"):
 
 def _at_exit() -> None:
     global _exiting
+    with _lock:
+        _exiting = True
+        owners, working = list(_open), list(_working.items())
     with ExitStack() as rest:  # Ctrl-C ends one wait, not all
-        with _lock:
-            _exiting = True
-            for item in _open:
-                rest.callback(item.close, False)
-            for ended, at_most_s in _working.items():
-                rest.callback(ended.wait, at_most_s)
+        for item in owners:
+            rest.callback(item.close, False)
+        for ended, at_most_s in working:
+            rest.callback(ended.wait, at_most_s)

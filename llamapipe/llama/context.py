@@ -19,6 +19,7 @@ from llamapipe.errors import (
     EngineClosedError,
     InvalidRequestError,
 )
+from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
@@ -193,7 +194,8 @@ class Context(Owner):
         """The native context, with a ring for its output rows if one is wanted and rows can be staged."""
         ffi, lib = self._native.ffi, self._native.lib
         n_rows = max(n_ring_slots, 0) * self.n_outputs_max
-        new = lib.lp_context_new(self.model.handle, params, _POLL, n_rows, self.graph_sampling)
+        with awaited_at_exit():
+            new = lib.lp_context_new(self.model.handle, params, _POLL, n_rows, self.graph_sampling)
         if new == ffi.NULL:
             return new
         self._llama = lib.lp_context_llama(new)
@@ -232,13 +234,14 @@ class Context(Owner):
         self.claim()
         self._check(batch)
         ffi = self._native.ffi
-        code = self.decode_arrays(
-            len(batch),
-            ffi.from_buffer("int32_t[]", batch.tokens),
-            ffi.from_buffer("int32_t[]", batch.positions),
-            ffi.from_buffer("int32_t[]", batch.seq_ids),
-            ffi.from_buffer("int8_t[]", batch.outputs),
-        )
+        with awaited_at_exit():
+            code = self.decode_arrays(
+                len(batch),
+                ffi.from_buffer("int32_t[]", batch.tokens),
+                ffi.from_buffer("int32_t[]", batch.positions),
+                ffi.from_buffer("int32_t[]", batch.seq_ids),
+                ffi.from_buffer("int8_t[]", batch.outputs),
+            )
         if code == 1:
             raise ContextFullError(
                 f"no KV cells are left for {len(batch)} tokens; remove sequences or use a larger n_ctx"

@@ -14,6 +14,7 @@ import numpy as np
 
 from llamapipe.arguments import check_choice, check_int
 from llamapipe.errors import BackendError, InvalidRequestError
+from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
@@ -82,7 +83,8 @@ class EmbeddingContext(Owner):
         model.adopt(self, "an Embedder")
         try:
             drain_log(self._native)
-            self._handle = lib.lp_context_new(handle, params, _POLL, 0, False) or None
+            with awaited_at_exit():
+                self._handle = lib.lp_context_new(handle, params, _POLL, 0, False) or None
             if self._handle is None:
                 reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)
                 raise BackendError(

@@ -6,18 +6,21 @@ A vocabulary belongs to its model and is freed with it. Ids and text are checked
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple, SupportsIndex
 
 from llamapipe.arguments import check_flag, check_int, check_tokens
 from llamapipe.chat.control_text import SpecialToken
 from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.native.load import last_error, native
 from llamapipe.native.owner import Owner
 
 _CHUNK = 512  # pieces fetched per native call
 _INT32_MIN = -(2**31)
 _MAX_TEXT_BYTES = 2**30
+_LONG_BYTES = 2**12  # take so long that the interpreter's exit should wait
 
 
 class FimTokens(NamedTuple):
@@ -137,12 +140,13 @@ class Vocab(Owner):
             raise ValueError(f"text has {len(data)} bytes; the limit is {_MAX_TEXT_BYTES}: split it")
         ffi, lib = self._native.ffi, self._native.lib
         n_max = len(data) + 8
-        ids = ffi.new("int32_t[]", n_max)
-        n = lib.lp_tokenize(self.handle, data, len(data), ids, n_max, with_special, parse)
-        if _INT32_MIN < n < 0:
-            n_max = -n
+        with awaited_at_exit() if len(data) > _LONG_BYTES else nullcontext():
             ids = ffi.new("int32_t[]", n_max)
             n = lib.lp_tokenize(self.handle, data, len(data), ids, n_max, with_special, parse)
+            if _INT32_MIN < n < 0:
+                n_max = -n
+                ids = ffi.new("int32_t[]", n_max)
+                n = lib.lp_tokenize(self.handle, data, len(data), ids, n_max, with_special, parse)
         if n < 0:
             reason = last_error(self._native)
             if "bad_alloc" in reason:

@@ -29,7 +29,7 @@ def sweep(n: int, model: Path, embedding_model: Path, *names: str) -> None:
         timeout=None if "LLAMAPIPE_EXITS" in os.environ else 240,
         check=False,
     )
-    print(done.stdout)
+    sys.stdout.write(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _HANG_S = 60
 _TIMED = 3
 _AT_ONCE = os.cpu_count() or 1
 _WORDS = lp.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+_FEW = lp.SamplingParams(max_tokens=3)
 _TURNS = [{"role": "user", "content": "What is the weather in Rome?"}]
 _SCHEMA = {
     "type": "object",
@@ -113,7 +115,7 @@ def _decoded(model: lp.Model) -> None:
 
 def _piped(model: lp.Model) -> None:
     with lp.Pipeline(model, n_ctx=512) as pipeline:
-        pipeline.submit(Batch.of_tokens(range(5, 300))).logits()
+        pipeline.submit(Batch.of_tokens(range(5, 300))).wait()
 
 
 def _opened(model: lp.Model) -> None:
@@ -151,7 +153,9 @@ ENGINE: dict[str, Callable[[lp.Engine], object]] = {
     "schema": lambda e: e.generate("Once", _with(json_schema=_SCHEMA)),
     "schema, checked": lambda e: e.check_params(_with(json_schema=_SCHEMA)),
     "schema, async": lambda e: asyncio.run(e.agenerate("Once", _with(json_schema=_SCHEMA))),
-    "schema, refused": lambda e: _refused(e, json_schema={"type": "object", "properties": {"a": {"type": "x"}}}),
+    "schema, refused": lambda e: _refused(
+        e, json_schema={"type": "object", "properties": {"a": {"type": "x"}}}
+    ),
     "regex": lambda e: e.generate("Once", _with(regex=r"[a-z]{3,40}@[a-z]+\.(com|org)")),
     "lark": lambda e: e.generate("Once", _with(lark='start: word+\nword: /[a-z]+/ " "')),
     "grammar": lambda e: e.generate("Once", _with(grammar='root ::= [a-z]+ " " root | "."')),
@@ -159,8 +163,8 @@ ENGINE: dict[str, Callable[[lp.Engine], object]] = {
     "chat": lambda e: e.chat(_TURNS, _WORDS),
     "achat": lambda e: asyncio.run(e.achat(_TURNS, _WORDS)),
     "stream_chat": _chat_stream,
-    "chat, tools": lambda e: e.chat(_TURNS, _WORDS, tools=[weather]),
-    "chat, a required tool": lambda e: e.chat(_TURNS, _WORDS, tools=[weather], tool_choice="required"),
+    "chat, tools": lambda e: e.chat(_TURNS, _FEW, tools=[weather]),
+    "chat, a required tool": lambda e: e.chat(_TURNS, _FEW, tools=[weather], tool_choice="required"),
     "batch": _batch,
     "serve": _served,
     "close": lambda e: e.close(),
@@ -182,10 +186,8 @@ NAMES = [*ENGINE, *MODEL, *PATH, *EMBEDDING]
 
 
 def _refused(engine: lp.Engine, **options: Any) -> None:
-    try:
+    with suppress(ValueError):
         engine.check_params(_with(**options))
-    except ValueError:
-        pass
 
 
 def _prepared(name: str, path: str, embedding_path: str) -> Callable[[], object]:
@@ -205,13 +207,10 @@ def _prepared(name: str, path: str, embedding_path: str) -> Callable[[], object]
 _held: list[object] = []  # until the interpreter clears its modules
 
 
-def _make(call: Callable[[], object], begun: threading.Event, ended: threading.Event) -> None:
+def _make(call: Callable[[], object], begun: threading.Event) -> None:
     begun.set()
-    try:
+    with suppress(lp.errors.EngineClosedError):  # the interpreter ends
         call()
-    except lp.errors.EngineClosedError:
-        pass  # the interpreter ends
-    ended.set()
 
 
 def _duration_s(name: str, path: str, embedding_path: str) -> float:
@@ -241,10 +240,15 @@ def _begin(name: str, path: str, embedding_path: str, delay_s: float) -> None:
     faulthandler.enable()
     signal.alarm(_HANG_S)
     call = _prepared(name, path, embedding_path)
-    begun, ended = threading.Event(), threading.Event()
-    threading.Thread(target=_make, args=(call, begun, ended), daemon=True).start()
+    begun = threading.Event()
+    threading.Thread(target=_make, args=(call, begun), daemon=True).start()
     begun.wait()
     time.sleep(delay_s)
+
+
+def _say(*lines: str) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.flush()  # or a child writes it again
 
 
 def main(n: int, seed: int, path: str, embedding_path: str, *names: str) -> int:
@@ -275,9 +279,8 @@ def main(n: int, seed: int, path: str, embedding_path: str, *names: str) -> int:
         while running:
             wait_for_one()
         took_s, n_new = time.perf_counter() - began_s, len(failed) - n_failed
-        print(f"{name}: {duration_s * 1e3:.0f} ms, {n} instants in {took_s:.1f} s, {n_new} failed", flush=True)
-    print(n_runs, "exits")
-    print(*failed, sep="\n", flush=True)
+        _say(f"{name}: {duration_s * 1e3:.0f} ms, {n} instants in {took_s:.1f} s, {n_new} failed")
+    _say(f"{n_runs} exits", *failed)
     return bool(failed)
 
 

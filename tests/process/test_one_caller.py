@@ -1,0 +1,159 @@
+"""Objects for one thread or task at a time: a second call is refused at once, and the first one is not disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import llamapipe as lp
+
+MakeEngine = Callable[..., lp.Engine]
+PARAMS = lp.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+IN_USE = "another call of this {} is running"
+
+
+class Held:
+    """A logits processor that keeps a token back until it is let go."""
+
+    def __init__(self) -> None:
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def __call__(self, tokens: Any, logits: Any) -> None:
+        self.reached.set()
+        assert self.let_go.wait(60)
+
+
+@contextmanager
+def waiting(call: Callable[[lp.SamplingParams], Callable[[], object]]) -> Iterator[list[Any]]:
+    """A thread is in the middle of the call; afterwards the list has what it returned or raised."""
+    held = Held()
+    made = call(lp.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logits_processors=[held]))
+    got: list[Any] = []
+
+    def work() -> None:
+        try:
+            got.append(made())
+        except BaseException as error:
+            got.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert held.reached.wait(60)
+        yield got
+    finally:
+        held.let_go.set()
+        thread.join()
+
+
+class TestGeneration:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda g: g.next(),
+            next,
+            lambda g: g.trim(1),
+            lambda g: g.append([5]),
+            lambda g: g.fork(),
+            lambda g: g.snapshot(),
+        ],
+        ids=["next", "iteration", "trim", "append", "fork", "snapshot"],
+    )
+    def test_second_calls_are_refused(
+        self, make_engine: MakeEngine, call: Callable[[lp.Generation], object]
+    ) -> None:
+        engine = make_engine()
+        made: list[lp.Generation] = []
+
+        def start(params: lp.SamplingParams) -> Callable[[], object]:
+            made.append(engine.start("a", params))
+            return made[0].next
+
+        with waiting(start) as got, pytest.raises(RuntimeError, match=IN_USE.format("generation")):
+            call(made[0])
+        assert got[0].id == made[0].token_ids[-1]
+        call(made[0])  # now it may
+        made[0].close()
+
+    @pytest.mark.parametrize("end", ["cancel", "close"])
+    def test_another_thread_may_end_it(self, make_engine: MakeEngine, end: str) -> None:
+        engine = make_engine()
+        made: list[lp.Generation] = []
+
+        def start(params: lp.SamplingParams) -> Callable[[], object]:
+            made.append(engine.start("a", params))
+            return made[0].next
+
+        with waiting(start) as got:
+            getattr(made[0], end)()
+        assert got[0] is None or isinstance(got[0], lp.Token)  # cancelled before or after it was sampled
+        assert made[0].next() is None
+        assert made[0].finish_reason == "cancelled"
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
+    def test_a_signal_handler_of_the_same_thread(self, make_engine: MakeEngine) -> None:
+        """It would take the token that the interrupted call waits for."""
+        engine = make_engine()
+        refused: list[str] = []
+
+        def handle(number: int, frame: object) -> None:
+            try:
+                generation.next()
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        def ask(tokens: Any, logits: Any) -> None:
+            if not refused:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
+
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            params = lp.SamplingParams(
+                max_tokens=4, temperature=0.0, logits_processors=[ask], ignore_eos=True
+            )
+            with engine.start("a", params) as generation:
+                tokens = [token.id for token in generation]
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert len(tokens) == 4
+        assert refused
+        assert IN_USE.format("generation") in refused[0]
+
+
+@pytest.mark.parametrize("kind", ["stream", "stream_chat"])
+def test_streams(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
+    engine = make_engine(demo)
+    made: list[Any] = []
+
+    def start(params: lp.SamplingParams) -> Callable[[], object]:
+        given: Any = "a" if kind == "stream" else [{"role": "user", "content": "a"}]
+        made.append(getattr(engine, kind)(given, params))
+        return lambda: next(made[0])
+
+    with waiting(start) as got, pytest.raises(RuntimeError, match=IN_USE.format("stream")):
+        next(made[0])
+    assert isinstance(got[0], (lp.Delta, lp.ChatDelta))
+    assert list(made[0])[-1].finish_reason == "length"  # the refused call has not cancelled it
+
+
+@pytest.mark.parametrize("kind", ["astream", "astream_chat"])
+def test_async_streams(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
+    engine = make_engine(demo)
+    given: Any = "a" if kind == "astream" else [{"role": "user", "content": "a"}]
+
+    async def main() -> None:
+        stream: Any = getattr(engine, kind)(given, PARAMS)
+        first, second = await asyncio.gather(*[anext(stream) for _ in range(2)], return_exceptions=True)
+        assert isinstance(first, (lp.Delta, lp.ChatDelta)), first
+        assert isinstance(second, RuntimeError), second
+        assert IN_USE.format("stream") in str(second)
+        assert [delta async for delta in stream][-1].finish_reason == "length"
+
+    asyncio.run(main())

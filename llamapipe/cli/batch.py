@@ -26,10 +26,10 @@ from llamapipe.cli.options import (
     model_path,
 )
 from llamapipe.cli.terminal import Terminal
-from llamapipe.jobs.answers import Answerer, AnswerRequest
+from llamapipe.jobs.answers import Answerer, AnswerRequest, check_template
 from llamapipe.jobs.batch import AHEAD
 from llamapipe.jobs.output import is_complete, lines_of, open_output
-from llamapipe.jobs.records import STDIN, count_records, format_of, read_records
+from llamapipe.jobs.records import STDIN, check_columns, count_records, format_of, read_records
 from llamapipe.jobs.run import BatchSummary, run_job
 
 _DESCRIPTION = """\
@@ -44,6 +44,8 @@ examples:
   llamapipe batch -m model.gguf reviews.csv -o labels.jsonl --template "Positive or negative? {text}" --temperature 0
   llamapipe batch -m model.gguf requests.jsonl -o responses.jsonl"""
 _EVERY_S = 0.5  # the line of progress
+_EVERY_S_IN_LOGS = 60.0
+_MOST_REASONS = 3
 
 
 def add_parser(
@@ -114,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
         params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))
         format_of(args.input)
         lines = lines_of(args.output)
+        columns = [] if args.template is None else check_template(args.template)
+        check_columns(args.input, [*columns, *args.keep])
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
     if args.retry_failed and lines != args.output:
@@ -150,15 +154,19 @@ def run(args: argparse.Namespace) -> int:
             args.output.unlink(missing_ok=True)
         results.begin(answerer.settings(), retry_failed=args.retry_failed)
         shown = _Shown(n_records, can_retry=lines == args.output)
-        summary = run_job(
-            read_records(args.input),
-            answerer,
-            results,
-            n_ahead=AHEAD * engine.n_seq_max,
-            ordered=not args.unordered,
-            slow=args.input == STDIN,
-            on_progress=shown.show,
-        )
+        try:
+            summary = run_job(
+                read_records(args.input),
+                answerer,
+                results,
+                n_ahead=AHEAD * engine.n_seq_max,
+                ordered=not args.unordered,
+                slow=args.input == STDIN,
+                on_progress=shown.show,
+            )
+        except KeyboardInterrupt:
+            shown.stopped(args.output)
+            raise
         shown.end(summary)
     return 1 if summary.n_failed + summary.n_skipped_failed else 0
 
@@ -193,22 +201,39 @@ class _Shown:
         self._can_retry = can_retry
         self._terminal = Terminal(sys.stderr)
         self._began_s = self._next_s = time.perf_counter()
+        self._n_done = 0
+        if not self._terminal.redraws:
+            self._next_s += _EVERY_S_IN_LOGS
 
     def show(self, progress: BatchSummary) -> None:
-        """Shows what was done, twice a second, on a terminal."""
+        """Shows what was done: twice a second on a terminal, once a minute elsewhere."""
         now_s = time.perf_counter()
-        if not self._terminal.redraws or now_s < self._next_s:
+        self._n_done = progress.n_done + progress.n_skipped
+        if now_s < self._next_s:
             return
-        self._next_s = now_s + _EVERY_S
+        self._next_s = now_s + (_EVERY_S if self._terminal.redraws else _EVERY_S_IN_LOGS)
         seconds = max(now_s - self._began_s, 1e-9)
-        n = progress.n_done + progress.n_skipped
+        n = self._n_done
         line = f"{n:,}" if self._n_records is None else f"{n:,} of {self._n_records:,}"
         line += f", {progress.n_tokens / seconds:,.0f} tokens/s"
         if self._n_records is not None:
-            left_s = (self._n_records - n) * seconds / max(progress.n_done, 1)
+            left_s = max(self._n_records - n, 0) * seconds / max(progress.n_done, 1)
             line += f", {_duration(left_s)} left"
         line += f", {progress.n_failed:,} failed" if progress.n_failed else ""
-        self._terminal.write(f"\r\x1b[2K{line}")
+        if self._terminal.redraws:
+            self._terminal.write(f"\r\x1b[2K{line}")
+        else:
+            self._terminal.line(line)
+
+    def stopped(self, output: Path) -> None:
+        """Says, after Ctrl-C, how the job is continued."""
+        if self._terminal.redraws:
+            self._terminal.write("\r\x1b[2K")
+        of = "" if self._n_records is None else f" of {self._n_records:,}"
+        self._terminal.line(
+            f"stopped after {self._n_done:,}{of} records; {output} keeps their results: "
+            "the same command continues with the others"
+        )
 
     def end(self, progress: BatchSummary) -> None:
         """Says what the job did."""
@@ -227,6 +252,8 @@ class _Shown:
             retry = " (--retry-failed answers them again)" if self._can_retry else ""
             parts.append(f"{progress.n_skipped_failed:,} of them failed{retry}")
         self._terminal.line(", ".join(parts))
+        for reason, n in progress.reasons.most_common(_MOST_REASONS):
+            self._terminal.line(f"{n:,} failed: {reason}")
 
 
 def _duration(seconds: float) -> str:

@@ -35,6 +35,16 @@ class Answer:
     n_tokens: int = 0
     failed: bool = False
 
+    @property
+    def reason(self) -> str:
+        """Why it failed: the message of its error, or of the response to a request."""
+        error = self.result.get("error")
+        if error is None and isinstance(response := self.result.get("response"), dict):
+            body = response.get("body")
+            error = body.get("error") if isinstance(body, dict) else None
+        message = error.get("message") if isinstance(error, dict) else error
+        return str(message or "no reason was given")
+
 
 AnswerRequest = Callable[[Record], Awaitable[Answer]]
 
@@ -46,7 +56,10 @@ class Answerer:
     ``str.format`` does; then the columns are not read as options. ``system``: a system message; prompts become
     conversations. ``chat``: prompts are messages of a user. ``keep``: names of columns that are copied to the result.
     ``requests``: called once, for the first record in OpenAI's batch format, returns what answers these. Raises
-    ValueError for a bad template and for a column with the name of a result's field, TypeError.
+    ValueError for a bad template, for params that the engine refuses, and for a column with the name of a result's
+    field, TypeError.
+
+    ``columns``: those that the template and ``keep`` name.
     """
 
     def __init__(
@@ -72,8 +85,8 @@ class Answerer:
         self._template, self._system, self._chat = template, system, chat or system is not None
         self._open_requests = requests
         self._answer_request: AnswerRequest | None = None
-        if template is not None:
-            check_template(template)
+        self.columns = [*([] if template is None else check_template(template)), *names]
+        engine.check_params(params)  # a schema that cannot be compiled would fail every record
 
     def __repr__(self) -> str:
         return f"<Answerer template={self._template!r} chat={self._chat}>"
@@ -201,8 +214,8 @@ def _token_id(key: object) -> object:
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
 
 
-def check_template(template: str) -> None:
-    """Raises ValueError if a template has anything but names of columns."""
+def check_template(template: str) -> list[str]:
+    """The columns that a template names. Raises ValueError if it has anything but names of columns."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -211,6 +224,7 @@ def check_template(template: str) -> None:
         # Only names: attributes and positions of a column's value are no columns.
         if name is not None and (not name or not set(name).isdisjoint(".[]") or name.isdigit()):
             raise ValueError(f"the template has {{{name}}}; write the name of a column, and {{{{ for a brace")
+    return [name for _, name, _, _ in parts if name is not None]
 
 
 def filled(template: str, columns: Mapping[str, Any]) -> str:

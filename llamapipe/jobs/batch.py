@@ -13,7 +13,7 @@ from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
 from llamapipe.jobs.answers import Answerer
 from llamapipe.jobs.output import lines_of, open_output
-from llamapipe.jobs.records import Record, count_records, read_records, records_of
+from llamapipe.jobs.records import Record, check_columns, count_records, read_records, records_of
 from llamapipe.jobs.run import BatchSummary, answers, run_job
 
 # What is in flight for each slot: enough that none waits for a record while results are taken.
@@ -123,6 +123,7 @@ def batch(
         path = Path(records)
         if output is not None and Path(output).exists() and path.exists() and path.samefile(output):
             raise ValueError(f"records and output are the same file, {path}")
+        check_columns(path, [*answerer.columns])
         found, total = read_records(path), count_records(path) if progress else None
     else:
         found, total = records_of(records), len(records) if isinstance(records, Sized) else None

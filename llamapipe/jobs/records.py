@@ -8,9 +8,10 @@ import json
 import operator
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from math import isinf
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -22,6 +23,7 @@ STDIN: Final = Path("-")
 # Longer lines are refused one by one: a file without line ends would otherwise be read into memory whole.
 MAX_LINE_BYTES: Final = 64 * 2**20
 _CHUNK_BYTES: Final = 2**20
+_N_LOOKED_AT: Final = 100
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,21 @@ class Record:
     def names(self) -> dict[str, object]:
         """Its ``id`` and ``custom_id`` as a line of results holds them: a date, for example, as text."""
         return {name: as_json(self.fields[name]) for name in ("id", "custom_id") if name in self.fields}
+
+
+def check_columns(path: Path, names: Collection[str]) -> None:
+    """Raises ValueError if a column is in none of a file's first records; standard input is not looked at.
+
+    The records of JSON lines may differ, so one that has it is enough.
+    """
+    if path == STDIN or not names:
+        return
+    seen: dict[str, None] = {}
+    for record in islice(read_records(path), _N_LOOKED_AT):
+        seen |= dict.fromkeys(record.fields)
+    missing = [name for name in names if name not in seen]
+    if seen and missing:
+        raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(map(repr, seen))}")
 
 
 def column(fields: Mapping[str, Any], name: str) -> Any:
@@ -159,19 +176,23 @@ def records_of(items: Iterable[object]) -> Iterator[Record]:
 
 
 def count_records(path: Path) -> int | None:
-    """About how many records a file has: its lines, for JSON lines and CSV. None for standard input."""
+    """About how many records a file has: its lines, for JSON lines. None for standard input, and for a bad CSV file."""
     kind = format_of(path)
     if path == STDIN:
         return None
     if kind == "parquet":
         return tables.count_parquet(path)
+    if kind == "csv":
+        try:
+            return sum(1 for _ in _csv_records(path))
+        except ValueError:  # told when its records are read
+            return None
     n, last = 0, b"\n"
     with _opened(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             n += chunk.count(b"\n")
             last = chunk
-    n += not last.endswith(b"\n")
-    return max(n - 1, 0) if kind == "csv" else n
+    return n + (not last.endswith(b"\n"))
 
 
 def _json_records(path: Path) -> Iterator[Record]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any
@@ -13,6 +15,10 @@ from llamapipe.jobs.answers import Answer, Answerer
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import ResultFile
 from llamapipe.jobs.slow_records import SlowRecords
+
+_NUMBER = re.compile(r"\d+")
+_MOST_REASONS = 20
+_OTHERS = "other reasons"
 
 
 @dataclass
@@ -23,6 +29,7 @@ class BatchSummary:
     - ``n_skipped``: records whose results were there already, ``n_skipped_failed`` of them with an error.
     - ``n_cut``: records answered whose text ``max_tokens`` or the context cut; JSON is incomplete then.
     - ``n_tokens``: generated tokens.
+    - ``reasons``: why records failed, and how many for each; messages that differ in their numbers count as one.
     """
 
     n_done: int = 0
@@ -31,6 +38,22 @@ class BatchSummary:
     n_skipped_failed: int = 0
     n_tokens: int = 0
     n_cut: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    _kinds: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def add(self, answer: Answer) -> None:
+        """Counts an answer."""
+        self.n_done += 1
+        self.n_failed += answer.failed
+        self.n_tokens += answer.n_tokens
+        self.n_cut += _was_cut(answer.result)
+        if answer.failed:
+            reason = answer.reason
+            kind = _NUMBER.sub("0", reason)
+            if kind in self._kinds or len(self._kinds) < _MOST_REASONS:
+                self.reasons[self._kinds.setdefault(kind, reason)] += 1
+            else:
+                self.reasons[_OTHERS] += 1
 
 
 def answers(
@@ -96,10 +119,7 @@ def run_job(
         _left(records, results, summary), answerer, n_ahead=n_ahead, ordered=ordered, slow=slow
     ):
         results.write(record.index, record.digest, answer.result)
-        summary.n_done += 1
-        summary.n_failed += answer.failed
-        summary.n_cut += _was_cut(answer.result)
-        summary.n_tokens += answer.n_tokens
+        summary.add(answer)
         if on_progress is not None:
             on_progress(summary)
     return summary

@@ -210,7 +210,7 @@ class TestKinds:
         _, results = job(gzip.compress(text), name)
         assert len(results) == 2
         assert not any("error" in one for one in results)
-        assert count_records(tmp_path / name) == (3 if ending == "csv.gz" else 2)
+        assert count_records(tmp_path / name) == 2
         with pytest.raises(ValueError, match=r"damaged or not a gzip file"):
             job(gzip.compress(text)[:-9], name)
         with pytest.raises(ValueError, match=r"damaged or not a gzip file"):
@@ -824,3 +824,93 @@ def test_biases_of_a_line(job: Callable[..., Any], talker: lp.Engine) -> None:
     line = {"prompt": "Once", "logit_bias": {str(token): 100.0}, "max_tokens": 2}
     _, results = job(json.dumps(line))
     assert results[0]["text"] == " the the"
+
+
+class TestBeforeTheFirstRecord:
+    """What would fail every record is refused at once, and writes no result."""
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("in.jsonl", lines({"a": "x", "id": 1}, {"b": "y"})),
+            ("in.csv", "a,b\nx,y\n"),
+        ],
+    )
+    def test_columns(self, talker: lp.Engine, tmp_path: Path, name: str, text: str) -> None:
+        given, out = tmp_path / name, tmp_path / "out.jsonl"
+        given.write_text(text)
+        with pytest.raises(ValueError, match=r"in\.\w+ has no column 'c'; it has 'a'"):
+            lp.batch(given, talker, GREEDY, output=out, template="{a} {c}")
+        with pytest.raises(ValueError, match="has no column 'd'"):
+            lp.batch(given, talker, GREEDY, output=out, template="{a}", keep=["d"])
+        assert not out.exists()
+        done = lp.batch(given, talker, GREEDY, output=out, template="{b}")  # some records have it
+        assert done.n_done - done.n_failed == 1
+
+    def test_params(self, talker: lp.Engine) -> None:
+        schema = {"type": "object", "properties": {"a": {"type": "x"}}}
+        with pytest.raises(ValueError, match="json_schema"):
+            lp.batch(["a"], talker, lp.SamplingParams(json_schema=schema))
+
+    def test_the_command_needs_no_model_for_it(self, tmp_path: Path) -> None:
+        (tmp_path / "in.jsonl").write_text(lines({"text": "a"}))
+        with batch(tmp_path, "--template", "{txt}", "--model", str(tmp_path / "in.jsonl")) as process:
+            _, said = process.communicate()
+        assert process.returncode == 2
+        assert "has no column 'txt'; it has 'text'" in said
+        assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_records_of_csv_with_line_ends_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text('a,b\n1,"two\nlines ""x\n"""\n\n3,5" pipe\n')
+    assert count_records(path) == len(list(read_records(path))) == 2
+    path.write_bytes(b"a\n\xff\n")
+    assert count_records(path) is None
+
+
+def test_reasons_of_failures(job: Any) -> None:
+    """Messages that differ in their numbers only are one reason."""
+    done, _ = job(lines("a", {"prompt": "b" * 3000}, {"prompt": "b" * 4000}, {"other": 1}))
+    assert done.n_failed == 3
+    ((first, n_first), (second, n_second)) = done.reasons.most_common()
+    assert (n_first, n_second) == (2, 1)
+    assert "n_ctx" in first
+    assert "'other' is not an option" in second or "a prompt or messages" in second
+
+
+def test_the_command_tells_reasons_and_how_to_continue(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(lines("a", {"prompt": "b", "temperature": -1}))
+    with batch(tmp_path) as process:
+        _, said = process.communicate()
+    assert process.returncode == 1
+    assert "1 failed: temperature" in said
+    (tmp_path / "in.jsonl").write_text(lines(*({"prompt": f"Tale {i}"} for i in range(3000))))
+    out = tmp_path / "out.jsonl"
+    out.unlink()
+    with batch(tmp_path) as process:
+        while process.poll() is None and (not out.exists() or not out.stat().st_size):
+            pass
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+    assert process.returncode == 130, said
+    assert "of 3,000 records" in said
+    assert "the same command continues" in said
+
+
+def test_a_line_of_progress_a_minute_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from llamapipe.cli import batch as command_module
+
+    now_s = [0.0]
+    monkeypatch.setattr(command_module.time, "perf_counter", lambda: now_s[0])
+    shown = command_module._Shown(1000, can_retry=True)
+    summary = BatchSummary()
+    for i in range(1, 151):
+        now_s[0], summary.n_done, summary.n_tokens = float(i), i, 10 * i
+        shown.show(summary)
+    assert capsys.readouterr().err.splitlines() == [
+        "60 of 1,000, 10 tokens/s, 15:40 left",
+        "120 of 1,000, 10 tokens/s, 14:40 left",
+    ]

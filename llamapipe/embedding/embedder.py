@@ -128,7 +128,8 @@ class Embedder(Owner):
         array for one text. ``normalize``: divide each vector by its length. ``truncate``: cut texts that are too long
         instead of refusing them. ``progress``: show a progress bar (needs tqdm).
 
-        Raises TypeError, InvalidRequestError for empty texts, texts that are too long and rerankers, EngineClosedError.
+        Raises TypeError, InvalidRequestError for texts without a token, texts that are too long and rerankers,
+        EngineClosedError.
         """
         single, tokens = self._checked(texts, truncate)
         bar = progress_bar(check_flag("progress", progress), len(tokens))
@@ -256,8 +257,6 @@ class Embedder(Owner):
     def _tokens(self, text: Text, index: int | None, truncate: bool) -> list[int]:
         what = "the text" if index is None else f"text {index}"
         if isinstance(text, str):
-            if not text:
-                raise InvalidRequestError(f"{what} is empty")
             tokens = self.model.vocab.tokenize(text)
             n_end = self._n_end
         else:

@@ -176,7 +176,7 @@ class Model(Owner):
 
     def _read_sizes(self) -> None:
         lib = self._native.lib
-        self.vocab = Vocab(lib.llama_model_get_vocab(self._handle))
+        self.vocab = Vocab(lib.llama_model_get_vocab(self._handle), lambda: self.metadata)
         self.n_vocab: int = self.vocab.n_vocab
         self.n_ctx_train: int = lib.llama_model_n_ctx_train(self._handle)
         self.n_embd: int = lib.llama_model_n_embd(self._handle)

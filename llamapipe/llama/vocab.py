@@ -5,8 +5,9 @@ A vocabulary belongs to its model and is freed with it. Ids and text are checked
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -16,10 +17,12 @@ from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.native.load import last_error, native
 from llamapipe.native.owner import Owner
+from llamapipe.text.word_piece import WordPiece
 
 _CHUNK = 512  # pieces fetched per native call
 _INT32_MIN = -(2**31)
 _MAX_TEXT_BYTES = 2**30
+_UNKNOWN_IN_BERT = 100  # where a file does not say it, as in llama.cpp
 _LONG_BYTES = 2**12  # take so long that the interpreter's exit should wait
 
 
@@ -43,11 +46,19 @@ class Vocab(Owner):
     attributes stay.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, metadata: Callable[[], Mapping[str, str]] = dict) -> None:
+        """``metadata``: returns that of the model's file; called here, if the kind of vocabulary asks for it."""
         self._native = native()
         lib = self._native.lib
         self._handle: Any = handle
         self._pieces: dict[int, list[bytes]] = {}  # by token // _CHUNK
+        usual = (lib.LLAMA_VOCAB_TYPE_NONE, lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE)
+        found = {} if lib.llama_vocab_type(handle) in usual else metadata()
+        self._is_bert = found.get("tokenizer.ggml.model") == "bert"
+        self._unknown = int(found.get("tokenizer.ggml.unknown_token_id", _UNKNOWN_IN_BERT))
+        self._lowercase = found.get("tokenizer.ggml.normalizer.lowercase", "true") == "true"
+        strips = found.get("tokenizer.ggml.normalizer.strip_accents")
+        self._strips_accents = self._lowercase if strips is None else strips == "true"
         self.n_vocab: int = lib.llama_vocab_n_tokens(handle)
         self.bos: int | None = self._optional(lib.llama_vocab_bos(handle))
         self.eos: int | None = self._optional(lib.llama_vocab_eos(handle))
@@ -138,6 +149,14 @@ class Vocab(Owner):
             ) from None
         if len(data) > _MAX_TEXT_BYTES:
             raise ValueError(f"text has {len(data)} bytes; the limit is {_MAX_TEXT_BYTES}: split it")
+        if self._is_bert and self._word_piece is not None and not parse:
+            self.handle  # noqa: B018  (raises when the model is closed)
+            before, after = self._around if with_special else ((), ())
+            return [*before, *self._word_piece.tokenize(text), *after]
+        return self._tokenized(data, with_special, parse)
+
+    def _tokenized(self, data: bytes, with_special: bool, parse: bool) -> list[int]:
+        """The tokens that llama.cpp makes."""
         ffi, lib = self._native.ffi, self._native.lib
         n_max = len(data) + 8
         with awaited_at_exit() if len(data) > _LONG_BYTES else nullcontext():
@@ -153,9 +172,30 @@ class Vocab(Owner):
                 raise MemoryError(f"no memory is left to tokenize {len(data)} bytes")
             raise InvalidRequestError(f"the vocabulary cannot express this text ({reason})")
         tokens: list[int] = ffi.unpack(ids, n) if n else []
-        if add_special and self.add_bos and n > 1 and tokens[0] == tokens[1] == self.bos:
+        if with_special and self.add_bos and n > 1 and tokens[0] == tokens[1] == self.bos:
             del tokens[0]
         return tokens
+
+    @cached_property
+    def _word_piece(self) -> WordPiece | None:
+        """The tokenizer of a BERT vocabulary, unless some of its tokens are found in texts before they are split."""
+        lib, handle = self._native.lib, self.handle
+        pieces: dict[str, int] = {}
+        for token in range(self.n_vocab):
+            attr = lib.llama_vocab_get_attr(handle, token)
+            if attr & lib.LLAMA_TOKEN_ATTR_USER_DEFINED:
+                return None
+            if not attr & (lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN):
+                text = self._native.ffi.string(lib.llama_vocab_get_text(handle, token))
+                pieces.setdefault(text.decode(errors="replace"), token)
+        return WordPiece(pieces, self._unknown, self._lowercase, self._strips_accents)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text of a BERT vocabulary."""
+        plain, whole = self._tokenized(b"a", False, False), self._tokenized(b"a", True, False)
+        start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:start], whole[start + len(plain) :]
 
     def least_tokens(self, n_characters: int) -> int:
         """A number of tokens that no text of this many characters falls below, to refuse long ones without tokenizing.

@@ -229,8 +229,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("texts", "error", "message"),
         [
-            ("", InvalidRequestError, "the text is empty"),
-            (["the fox", ""], InvalidRequestError, "text 1 is empty"),
+            (["the fox", []], InvalidRequestError, "text 1 is empty"),
             ([[]], InvalidRequestError, "text 0 is empty"),
             (["the " * 70], InvalidRequestError, r"text 0 has 72 tokens; n_ctx is 64"),
             ([[10**6]], ValueError, "text 0"),
@@ -247,6 +246,11 @@ class TestBadInput:
     ) -> None:
         with pytest.raises(error, match=message):
             encoder.embed(texts)
+
+    def test_no_text_is_as_spaces(self, encoder: lp.Embedder) -> None:
+        """Both are the special tokens only; a list with such a text is computed like any other."""
+        np.testing.assert_array_equal(encoder.embed(""), encoder.embed("  "))
+        np.testing.assert_allclose(encoder.embed(["the fox", ""])[1], encoder.embed(""), atol=1e-5)
 
     def test_long_texts_are_cut_on_demand(self, encoder: lp.Embedder) -> None:
         cut = encoder.embed("the " * 70, truncate=True)

@@ -1,0 +1,122 @@
+"""BERT's tokenizer: llama.cpp's keeps only the first character of a decomposition and drops every mark.
+
+A Hangul syllable would lose its vowel, and Devanagari its vowel signs. This follows the rules of Hugging Face's
+``BertNormalizer``, ``BertPreTokenizer`` and ``WordPiece``, with which such models were trained.
+"""
+
+from __future__ import annotations
+
+import string
+import unicodedata
+from collections.abc import Mapping
+
+_MOST_CHARACTERS = 100  # a longer word is unknown
+_N_CACHED = 2**14
+_BEGIN = "\u2581"  # before pieces that begin a word, in GGUF files
+_CHINESE = (
+    (0x4E00, 0x9FFF),
+    (0x3400, 0x4DBF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B920, 0x2CEAF),
+    (0xF900, 0xFAFF),
+    (0x2F800, 0x2FA1F),
+)
+
+
+class WordPiece:
+    """Splits texts into the longest pieces of a vocabulary, word by word. Any thread.
+
+    ``pieces``: ids by the texts of the file. ``unknown``: the id of a word that has no pieces. ``lowercase``,
+    ``strip_accents``: what is done to a text first.
+    """
+
+    def __init__(self, pieces: Mapping[str, int], unknown: int, lowercase: bool, strip_accents: bool) -> None:
+        self._first = {text[1:]: i for text, i in pieces.items() if text.startswith(_BEGIN)}
+        self._later = {text: i for text, i in pieces.items() if not text.startswith(_BEGIN)}
+        self._longest = max(map(len, pieces), default=0)
+        self._unknown = unknown
+        self._lowercase, self._strips = lowercase, strip_accents
+        self._spaced = _Spaced()
+        self._split = _Split(strip_accents)
+        self._words: dict[str, tuple[int, ...]] = {}
+
+    def __repr__(self) -> str:
+        return f"<WordPiece of {len(self._first) + len(self._later)} pieces>"
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens."""
+        tokens: list[int] = []
+        words = self._words
+        for word in self._normalized(text).split(" "):
+            if word:
+                found = words.get(word)
+                if found is None:
+                    found = self._pieces(word)
+                    if len(words) < _N_CACHED:
+                        words[word] = found
+                tokens += found
+        return tokens
+
+    def _normalized(self, text: str) -> str:
+        text = text.translate(self._spaced)
+        if self._strips:
+            text = unicodedata.normalize("NFD", text)
+        if self._lowercase:
+            text = text.replace(
+                "\u03a3", "\u03c3"
+            ).lower()  # str.lower() knows the sigma at the end of a word
+        return text.translate(self._split)
+
+    def _pieces(self, word: str) -> tuple[int, ...]:
+        if len(word) > _MOST_CHARACTERS:
+            return (self._unknown,)
+        tokens, start, pieces = [], 0, self._first
+        while start < len(word):
+            for end in range(min(len(word), start + self._longest), start, -1):
+                token = pieces.get(word[start:end])
+                if token is not None:
+                    tokens.append(token)
+                    start, pieces = end, self._later
+                    break
+            else:
+                return (self._unknown,)
+        return tuple(tokens)
+
+
+class _Spaced(dict[int, "str | None"]):
+    """For ``str.translate``: control characters go, spaces are one kind, Chinese characters are words."""
+
+    def __missing__(self, code: int) -> str | None:
+        character = chr(code)
+        made: str | None = character
+        if character in "\t\n\r":
+            made = " "
+        elif code in (0, 0xFFFD) or unicodedata.category(character) in ("Cc", "Cf", "Co"):
+            made = None
+        elif character.isspace():
+            made = " "
+        elif any(low <= code <= high for low, high in _CHINESE):
+            made = f" {character} "
+        self[code] = made
+        return made
+
+
+class _Split(dict[int, "str | None"]):
+    """For ``str.translate``: marks without a width go, if wanted, and punctuation is a word."""
+
+    def __init__(self, strips: bool) -> None:
+        super().__init__()
+        self._strips = strips
+
+    def __missing__(self, code: int) -> str | None:
+        character = chr(code)
+        made: str | None = character
+        category = unicodedata.category(character)
+        if category == "Mn" and self._strips:
+            made = None
+        elif category[0] == "P" or character in string.punctuation:
+            made = f" {character} "
+        self[code] = made
+        return made

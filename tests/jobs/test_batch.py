@@ -904,7 +904,7 @@ def test_a_line_of_progress_a_minute_without_a_terminal(
     from llamapipe.cli import batch as command_module
 
     now_s = [0.0]
-    monkeypatch.setattr(command_module.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
     shown = command_module._Shown(1000, can_retry=True)
     summary = BatchSummary()
     for i in range(1, 151):

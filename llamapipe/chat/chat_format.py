@@ -7,16 +7,17 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers, segments
+from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers, Style, segments
 from llamapipe.chat.calls.grammar import Answer, GrammarWriter
 from llamapipe.chat.calls.harmony import REASONING as HARMONY_REASONING
 from llamapipe.chat.calls.harmony import harmony_grammar, is_harmony
 from llamapipe.chat.calls.lark import Literals, SpecialId
 from llamapipe.chat.calls.probe import KNOWN_REASONING, Render, TemplateProbe
+from llamapipe.chat.calls.tagged import TaggedArguments
 from llamapipe.chat.parser import ChatParser
 from llamapipe.chat.tools import Tool
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured.schema import Schema, closed_objects, schema_object
+from llamapipe.structured.schema import Schema, closed_objects, schema_object, subschemas
 
 
 class ChatFormat:
@@ -115,7 +116,7 @@ class ChatFormat:
         if not used and schema is None:
             return None
         answer = Answer(
-            tools=[_Checked(t.name, closed_objects(_checked(t))) for t in used],
+            tools=[_Checked(t.name, _without_notes(closed_objects(_checked(t)))) for t in used],
             required=required,
             parallel=parallel,
             schema=None if schema is None else schema_object(schema),
@@ -127,12 +128,41 @@ class ChatFormat:
             return harmony_grammar(answer, self._literals)
         return GrammarWriter(self.calls, answer, self._literals).write()
 
+    def relaxed(self, tool: Tool, keeps_types: bool = True) -> Tool:
+        """The tool with arguments that are any JSON object, for a schema that no grammar can express.
+
+        ``keeps_types``: of arguments whose text says only with its type whether it is a string.
+        """
+        anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
+        if keeps_types and self.calls is not None and self.calls.style is Style.TAGGED:
+            properties = tool.parameters.get("properties")
+            types = {
+                name: {"type": kind} if isinstance(kind := one.get("type"), str) else {}
+                for name, one in (properties if isinstance(properties, dict) else {}).items()
+                if isinstance(one, dict)
+            }
+            try:
+                TaggedArguments(self.calls, {**anything, "properties": types})
+                anything["properties"] = types
+            except InvalidRequestError:
+                pass
+        return replace(tool, parameters=anything)
+
     def parser(
-        self, tools: Sequence[Tool], choice: str, *, prompt_tail: str, stream_calls: bool = False
+        self,
+        tools: Sequence[Tool],
+        choice: str,
+        *,
+        prompt_tail: str,
+        stream_calls: bool = False,
+        lenient: bool = False,
+        parallel: bool = True,
     ) -> ChatParser:
         """A parser for one answer to a prompt that ends with ``prompt_tail``.
 
         ``stream_calls``: return a call's arguments while they arrive. Use it only if the grammar constrains the answer.
+        ``lenient``: with "auto", an answer that consists of calls as plain JSON is read as these, of several calls only
+        if ``parallel``.
         """
         return ChatParser(
             self.calls,
@@ -142,6 +172,8 @@ class ChatFormat:
             stream_calls=stream_calls,
             required=choice not in ("auto", "none"),
             harmony=self._harmony,
+            lenient=lenient and choice == "auto",
+            parallel=parallel,
         )
 
     def continued_tail(self, prompt_tail: str, messages: Any, is_constrained: bool) -> str:
@@ -178,6 +210,17 @@ def _without_eog(form: CallFormat, ends: Callable[[str], bool]) -> CallFormat:
     if ended:
         return replace(form, call_end=call_end.rstrip(), section_end="", parallel=False)
     return replace(form, section_end=cut(form.section_end)[0].rstrip())
+
+
+_NOTES = ("title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly")
+
+
+def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without annotations, which make up most of the text of many tools. Changes it in place."""
+    for _, part in subschemas(schema):
+        for name in _NOTES:
+            part.pop(name, None)
+    return schema
 
 
 class _Checked:

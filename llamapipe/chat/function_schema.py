@@ -18,15 +18,21 @@ from llamapipe.errors import InvalidRequestError
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _ARRAYS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
 _OBJECTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-# "name: text" of Google's style, "name : type" of numpy's, ":param name: text" of Sphinx's.
+# "name: text" of Google's style, "name : type" of numpy's, ":param name: text" of Sphinx's. Numpy's may have two names.
 _ENTRY = re.compile(
-    r"^\s*(?::param\s+(?:[\w\[\], |]+\s+)?)?\*{0,2}`{0,2}(\w+)`{0,2}\s*(?:\([^)]*\))?\s*:\s*(.*)$"
+    r"^\s*(?P<field>[:@](?:param|parameter|arg|argument|key|keyword)\s+(?:[^:]+\s+)?)?"
+    r"\*{0,2}`{0,2}(?P<names>\w+(?:\s*,\s*\*{0,2}\w+)*)`{0,2}(?P<space>\s*)"
+    r"(?:\((?:[^()]|\([^()]*\))*\))?\s*:(?:\s+(?P<text>.*)|)$"
+)
+_FIELD = re.compile(
+    r"^\s*[:@](param|parameter|arg|argument|key|keyword|type|raises?|except|returns?|rtype|yields?|ytype)\b"
 )
 _SECTION = re.compile(
-    r"^\s*(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?|see also)\s*:?\s*$",
+    r"^\s*((?:other |keyword )?(?:args|arguments|parameters|params)|returns?|yields?|raises|examples?|notes?|see also|"
+    r"attributes|references|warnings?|warns|todo)\s*:?\s*$",
     re.IGNORECASE,
 )
-_OF_ARGUMENTS = {"args", "arguments", "parameters", "params"}
+_OF_ARGUMENTS = re.compile(r"(arg|param)\w*$")
 
 
 def named(function: Callable[..., Any]) -> str:
@@ -37,15 +43,17 @@ def named(function: Callable[..., Any]) -> str:
 
 
 def described(function: Callable[..., Any]) -> str:
-    """The docstring up to its list of arguments."""
+    """The docstring up to its list of arguments, without lines that describe one."""
     if isinstance(function, functools.partial):
         return described(function.func)
-    kept: list[str] = []
-    for line in (inspect.getdoc(function) or "").splitlines():
-        if _SECTION.match(line) or line.lstrip().startswith((":param", ":return", ":raises", ":type")):
-            break
-        kept.append(line)
-    return "\n".join(kept).strip()
+    return _documented(function, _names(function))[0]
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)
+    except (ValueError, TypeError):
+        return set()
 
 
 def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -63,7 +71,7 @@ def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
         hints = typing.get_type_hints(_annotated(function), include_extras=True)
     except (ValueError, TypeError, NameError) as e:
         raise InvalidRequestError(f"the signature of {name} cannot be read: {e}") from None
-    documented = _documented(function, set(signature.parameters))
+    documented = _documented(function, set(signature.parameters))[1]
     writer = _Writer()
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -191,7 +199,7 @@ class _Writer:
             required = [
                 n for n in hints if marks[n] == "Required" or (n in listed and marks[n] != "NotRequired")
             ]
-        documented = _documented(kind, set(hints))
+        documented = _documented(kind, set(hints))[1]
         properties = {}
         for name, hint in hints.items():
             properties[name] = self.schema(hint)
@@ -205,26 +213,46 @@ class _Writer:
         }
 
 
-def _documented(thing: Any, names: set[str]) -> dict[str, str]:
-    """The description of each argument in a docstring, in Google's, numpy's or Sphinx's style."""
+def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
+    """The text of a docstring before its lists, and the description of each argument.
+
+    In Google's, numpy's or Sphinx's style, or in lines such as ``name: text`` without a heading.
+    """
+    text: list[str] = []
     found: dict[str, list[str]] = {}
-    current: str | None = None
-    inside = False
+    current: tuple[str, ...] = ()  # the arguments that an indented line goes on to describe
+    indent = 0  # of the line that named them
+    section: str | None = None
     for line in (inspect.getdoc(thing) or "").splitlines():
-        section = _SECTION.match(line)
-        if section:
-            inside, current = section[1].lower() in _OF_ARGUMENTS, None
+        if heading := _SECTION.match(line):
+            section, current = heading[1].lower(), ()
             continue
         entry = _ENTRY.match(line)
-        if entry and entry[1] in names and (inside or ":param" in line):
-            current = entry[1]
+        at = len(line) - len(line.lstrip())
+        is_listed = section is not None and _OF_ARGUMENTS.match(section) is not None
+        if entry and entry["field"]:
+            section, is_listed = "args", True
+        elif _FIELD.match(line):
+            section, current = "returns", ()
+            continue
+        described = tuple(re.split(r"[\s,*]+", entry["names"])) if entry else ()
+        is_entry = described and names.issuperset(described) and (is_listed or (section is None and at == 0))
+        if entry and is_entry and not (current and at > indent):
+            current, indent = described, at
             # numpy's style has the type here, and the text in the lines that follow
-            is_type = re.match(rf"^\s*{current}\s+:", line) is not None
-            found[current] = [] if is_type else [entry[2]]
-        elif current and line.strip() and line[:1].isspace():
-            found[current].append(line.strip())
+            is_type = (
+                is_listed and not entry["field"] and bool(entry["space"]) and "(" not in line.split(":")[0]
+            )
+            for name in described:
+                found[name] = [] if is_type else [entry["text"] or ""]
+        elif current and line.strip() and at > indent:
+            for name in current:
+                found[name].append(line.strip())
         elif line.strip() and set(line.strip()) != {"-"}:
-            current = None
-    return {
-        name: " ".join(part for part in parts if part).strip() for name, parts in found.items() if any(parts)
-    }
+            current = ()
+            if section is None:
+                text.append(line)
+        elif section is None:
+            text.append(line)
+    described_by_name = {name: " ".join(filter(None, parts)).strip() for name, parts in found.items()}
+    return "\n".join(text).strip(), {name: one for name, one in described_by_name.items() if one}

@@ -11,6 +11,7 @@ from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers
 from llamapipe.chat.calls.call_reader import CallReader
 from llamapipe.chat.calls.grammar import PYTHON_TAG
 from llamapipe.chat.calls.harmony import HarmonyReader
+from llamapipe.chat.calls.lenient import plain_calls
 from llamapipe.chat.calls.reader import Malformed, Reading, TextBuffer, ahead, skip, spaces, until
 from llamapipe.chat.results import ChatMessage, ChatPiece
 
@@ -23,7 +24,10 @@ class ChatParser:
     answer was cut off and a marker began the call, or with ``required``, where the grammar allows nothing but calls.
 
     With ``stream_calls`` the arguments of a call are returned while they arrive, and an incomplete call stays
-    unfinished. Without it, a call is returned when it is complete.
+    unfinished. Without it, a call is returned when it is complete. With ``lenient`` an answer that consists of calls as
+    plain JSON is read as these; see ``plain_calls``. Text that may still become such calls is held back.
+
+    ``ended_in_call``: the text ended within a call of which a part was returned.
     """
 
     def __init__(
@@ -36,8 +40,12 @@ class ChatParser:
         stream_calls: bool = False,
         required: bool = False,
         harmony: bool = False,
+        lenient: bool = False,
+        parallel: bool = True,
     ) -> None:
         """``tools``: the parameters of each tool that may be called. ``reasoning_open``: the prompt ends in reasoning.
+
+        ``parallel``: plain JSON may be several calls.
 
         ``harmony``: the text is in the format of gpt-oss; ``form`` and ``reasoning`` are not used then.
         """
@@ -49,9 +57,16 @@ class ChatParser:
         self._form = form
         self._harmony = HarmonyReader(self._buffer, self._output, tools or {}) if harmony else None
         self._reading = self._answer()
+        self._plain_tools = tuple(tools or ()) if lenient else ()
+        self._parallel = parallel
         self._required = required
         self._finished = False
         next(self._reading)
+
+    @property
+    def ended_in_call(self) -> bool:
+        """See the class."""
+        return self._output.ended_in_call
 
     def feed(self, text: str) -> ChatPiece:
         """Parses the next text; returns the parts that later text cannot change. Raises ValueError after ``finish``."""
@@ -84,7 +99,9 @@ class ChatParser:
             return
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
-        if self._calls is None or self._form is None:
+        if self._plain_tools and self._form is not None and (yield from self._plain_calls(self._form)):
+            pass
+        elif self._calls is None or self._form is None:
             yield from until(self._buffer, (), self._output.content)
         elif self._form.trigger:
             yield from self._content_and_calls(self._calls, self._form)
@@ -104,6 +121,27 @@ class ChatParser:
         yield from spaces(buffer)
         yield from until(buffer, (markers.end,), output.reasoning)
         yield from spaces(buffer)
+
+    def _plain_calls(self, form: CallFormat) -> Reading[bool]:
+        """Reads an answer that consists of calls as plain JSON; otherwise consumes nothing and returns False."""
+        buffer, output = self._buffer, self._output
+        buffer.record()
+        try:
+            yield from spaces(buffer)
+            # What the template's own format begins with is read as such, piece by piece.
+            for marker in (form.trigger,) if form.trigger else ("{", PYTHON_TAG):
+                if (yield from ahead(buffer, marker)):
+                    raise Malformed
+            calls = yield from plain_calls(buffer, self._plain_tools, self._parallel)
+        except Malformed:
+            buffer.unread(buffer.recorded())
+            return False
+        for call in calls:
+            output.begin(call.name, None)
+            output.more(call.arguments)
+            output.end()
+        buffer.recorded()
+        return True
 
     def _content_and_calls(self, calls: CallReader, form: CallFormat) -> Reading[None]:
         buffer, trigger = self._buffer, form.trigger

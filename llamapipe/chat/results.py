@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,20 +14,37 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A complete call of a tool.
+    """A call of a tool.
 
     - ``id``: nine letters and digits, or the model's own id where its format has one.
     - ``arguments``: the decoded JSON object. They match the tool's schema if the answer was constrained.
+    - ``arguments_text``: their text as the model wrote it: JSON, if the call is complete.
+    - ``is_complete``: False if the answer ended within the call, as ``max_tokens`` may end it. ``arguments`` then holds
+      the members that are complete.
     """
 
     id: str
     name: str
     arguments: dict[str, Any]
+    arguments_text: str = field(default="", compare=False, repr=False)
+    is_complete: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.arguments_text and self.is_complete:
+            object.__setattr__(self, "arguments_text", self.arguments_json)
 
     @property
     def arguments_json(self) -> str:
-        """The arguments as JSON text."""
+        """``arguments`` as JSON text."""
         return json.dumps(self.arguments, ensure_ascii=False)
+
+    @classmethod
+    def of(cls, id_: str, name: str, text: str) -> ToolCall:
+        """A call from the text of its arguments, which may be incomplete."""
+        value = _object(text)
+        if value is not None:
+            return cls(id_, name, value, text)
+        return cls(id_, name, _complete_members(text), text, is_complete=False)
 
 
 @dataclass(frozen=True)
@@ -66,8 +84,7 @@ class _Call:
 class ChatMessage:
     """Joins the pieces of one answer. For one thread at a time.
 
-    ``tool_calls`` holds the calls whose arguments are complete. A stream that ended early may leave an unfinished
-    one; ``n_unfinished_calls`` counts them.
+    A stream that ended within a call leaves one that is not complete.
     """
 
     def __init__(self, pieces: Iterable[ChatPiece] = ()) -> None:
@@ -101,14 +118,8 @@ class ChatMessage:
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The complete calls, in the order in which they began."""
-        decoded = ((call, _object("".join(call.arguments))) for call in self._calls)
-        return tuple(ToolCall(call.id, call.name, value) for call, value in decoded if value is not None)
-
-    @property
-    def n_unfinished_calls(self) -> int:
-        """The number of calls that began but whose arguments are incomplete."""
-        return len(self._calls) - len(self.tool_calls)
+        """The calls, in the order in which they began."""
+        return tuple(ToolCall.of(call.id, call.name, "".join(call.arguments)) for call in self._calls)
 
 
 def new_call_id() -> str:
@@ -124,3 +135,20 @@ def _object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _complete_members(text: str) -> dict[str, Any]:
+    """The members of a JSON object that are certainly complete where its text breaks off."""
+    depth, end = 0, 0
+    for found in _TOKEN.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
+        if found[0] == "," and depth == 1:
+            end = found.start()
+    if text.rstrip()[-1:] in ('"', "}", "]"):  # a number at the end may have had more digits
+        whole = _object(text + "}")
+        if whole is not None:
+            return whole
+    return _object(text[:end] + "}") or {}
+
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)|[][{},]', re.DOTALL)

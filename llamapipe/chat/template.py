@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from jinja2.exceptions import TemplateError
 
@@ -31,6 +31,9 @@ from llamapipe.errors import InvalidRequestError
 # Marks the end of a message that is to be continued: the text that the template writes after it is cut off.
 _HERE = "\x02continued here\x03"
 _PROBE = "\x02content\x03"
+_WORD = "Qxshownqx"
+_CALLS = "tool calls"
+_MAX_KINDS = 64  # kinds of messages that are looked at: their number is a caller's choice
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools"})
 
 
@@ -53,6 +56,7 @@ class ChatTemplate:
         self._knows_developer = "developer" in text
         self._takes_parts = self._wants_parts()
         self._takes_null = self._wants_null()
+        self._kinds_seen: set[str] = set()  # of what a template may leave out
 
     def __repr__(self) -> str:
         return f"<ChatTemplate of {len(self.text)} characters>"
@@ -105,6 +109,46 @@ class ChatTemplate:
         if self._strips_bos and text.startswith(self._bos):
             text = text[len(self._bos) :]
         return text
+
+    def newly_dropped(
+        self,
+        messages: object,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_args: Mapping[str, Any],
+    ) -> list[str]:
+        """What the template leaves out of messages that it has accepted, in words: tool calls, messages of a role.
+
+        Each kind is looked at only once, in the first conversation that has it.
+        """
+        found: list[str] = []
+        chat = [dict(one) for one in messages if isinstance(one, Mapping)] if _is_list(messages) else []
+        kinds = {_CALLS for one in chat if one.get("tool_calls")}
+        kinds |= {str(one.get("role")) for one in chat} - {"user", "assistant"}
+        for kind in sorted(kinds - self._kinds_seen):
+            if len(self._kinds_seen) < _MAX_KINDS:
+                self._kinds_seen.add(kind)
+                if not self._shows_kind(kind, chat, tools, template_args):
+                    found.append(kind if kind == _CALLS else f"messages of the role {kind!r}")
+        return found
+
+    def _shows_kind(
+        self,
+        kind: str,
+        chat: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_args: Mapping[str, Any],
+    ) -> bool:
+        def marked(one: Message) -> Message:
+            if kind == _CALLS and one.get("tool_calls"):
+                function = {"name": _WORD, "arguments": {}}
+                calls = [{**call, "function": {**call["function"], **function}} for call in one["tool_calls"]]
+                return {**one, "tool_calls": calls}
+            return {**one, "content": _WORD} if one.get("role") == kind else one
+
+        try:
+            return _WORD in self.render([*map(marked, chat)], tools=tools, template_args=template_args)
+        except InvalidRequestError:  # it wants something else there, so it looks at it
+            return True
 
     def _first_accepted(
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
@@ -174,6 +218,10 @@ class ChatTemplate:
 
 def _stopped(error: LimitError) -> InvalidRequestError:
     return InvalidRequestError(f"the chat template was stopped: {error}")
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _is_name(value: Any) -> bool:

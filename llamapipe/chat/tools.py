@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,9 @@ from typing import Any
 from llamapipe.arguments import did_you_mean
 from llamapipe.chat.function_schema import described, named, parameters_schema
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured.schema import schema_object
+from llamapipe.structured.schema import schema_text
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # Anthropic's API allows 128 characters, OpenAI's 64
 _CHOICES = ("auto", "none", "required")
 _TOOL_KEYS = frozenset({"type", "function"})
 _FUNCTION_KEYS = frozenset({"name", "description", "parameters", "strict"})
@@ -22,23 +23,27 @@ _FUNCTION_KEYS = frozenset({"name", "description", "parameters", "strict"})
 class Tool:
     """A function that the model may call.
 
-    - ``name``: 1 to 64 letters, digits, ``_``, ``-`` and ``.``.
+    - ``name``: 1 to 128 letters, digits, ``_``, ``-`` and ``.``.
     - ``parameters``: the JSON schema of its arguments, which are an object.
+    - ``strict``: the schema must be followed exactly. Otherwise, where the model may also answer with text, a schema
+      that no grammar can express costs the tool this guarantee, and a warning says so: its arguments are then any JSON
+      object.
 
-    Raises InvalidRequestError for other names and for schemas that cannot be followed exactly, TypeError for other
+    Raises InvalidRequestError for other names and for schemas of something else than objects, TypeError for other
     types.
     """
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"a tool's name must be a str, not {type(self.name).__name__}")
         if not _NAME.fullmatch(self.name):
             raise InvalidRequestError(
-                f"{self.name!r} is not a valid tool name: use 1 to 64 letters, digits, '_', '-' and '.'"
+                f"{self.name!r} is not a valid tool name: use 1 to 128 letters, digits, '_', '-' and '.'"
             )
         if self.name in _CHOICES:
             raise InvalidRequestError(f"a tool must not be called {self.name!r}: tool_choice uses that word")
@@ -46,6 +51,8 @@ class Tool:
             raise TypeError(
                 f"tool {self.name!r}: description must be a str, not {type(self.description).__name__}"
             )
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"tool {self.name!r}: strict must be a bool, not {type(self.strict).__name__}")
         object.__setattr__(self, "parameters", _parameters(self.name, self.parameters))
 
     def as_openai(self) -> dict[str, Any]:
@@ -167,6 +174,7 @@ def _from_dict(one: Mapping[str, Any]) -> Tool:
         function["name"],
         "" if description is None else description,
         {"type": "object", "properties": {}} if parameters is None else parameters,
+        False if function.get("strict") is None else function["strict"],
     )
 
 
@@ -174,7 +182,7 @@ def _parameters(name: str, parameters: Any) -> dict[str, Any]:
     if not isinstance(parameters, Mapping):
         raise TypeError(f"tool {name!r}: parameters must be a JSON schema, not {type(parameters).__name__}")
     try:
-        schema = schema_object(parameters)
+        schema: dict[str, Any] = json.loads(schema_text(parameters))
     except InvalidRequestError as e:
         raise InvalidRequestError(f"tool {name!r}: {e}") from None
     if schema.setdefault("type", "object") != "object":

@@ -130,7 +130,7 @@ class ChatCall:
             return done
         first_choice = done.choices[0]
         arguments, reason = _arguments(first_choice.content), first_choice.finish_reason
-        # A call that max_tokens cut off is left out, as it is with a template that writes calls.
+        # A call that max_tokens cut off is left out.
         calls = () if arguments is None else (ToolCall(new_call_id(), self._forced, arguments),)
         forced = replace(
             first_choice,

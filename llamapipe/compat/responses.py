@@ -85,7 +85,7 @@ def chat_choice(choice: ChatChoice) -> dict[str, Any]:
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
-        calls = [call_message(call) for call in choice.tool_calls]
+        calls = [call_message(call, as_written=True) for call in choice.tool_calls]
         message |= {
             "content": choice.content or None,
             "tool_calls": calls,

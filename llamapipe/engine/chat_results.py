@@ -19,9 +19,9 @@ class ChatChoice:
 
     ``content``: the answer's text, ``""`` if there is none. ``reasoning``: what the model wrote before the answer, if
     its template marks that. ``tool_calls``: the calls it asks for. ``finish_reason`` is ``"tool_calls"`` if it ended
-    with calls. ``token_ids``: all generated tokens, markers included, without the one that ended generation.
-    ``logprobs``: one for each of ``token_ids`` if the params ask for them. ``stop_string``: the stop string that ended
-    the answer, if one did.
+    with calls; with ``"length"`` the last call may not be complete. ``token_ids``: all generated tokens, markers
+    included, without the one that ended generation. ``logprobs``: one for each of ``token_ids`` if the params ask for
+    them. ``stop_string``: the stop string that ended the answer, if one did.
     """
 
     index: int
@@ -120,7 +120,11 @@ class ChatDelta(NamedTuple):
     stop_string: str | None = None
 
 
-def call_message(call: ToolCall) -> dict[str, object]:
-    """A tool call as messages hold it, in OpenAI's form."""
-    function = {"name": call.name, "arguments": call.arguments_json}
+def call_message(call: ToolCall, as_written: bool = False) -> dict[str, object]:
+    """A tool call as messages hold it, in OpenAI's form.
+
+    ``as_written``: with the text of the arguments that a stream has, which is not JSON where a call is not complete.
+    """
+    arguments = call.arguments_text if as_written else call.arguments_json
+    function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

@@ -7,7 +7,7 @@ first where tools are given.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from llamapipe.locks import Lock
 
 if TYPE_CHECKING:
     from llamapipe.chat.template import ChatTemplate
+    from llamapipe.chat.tools import ToolDefinition
     from llamapipe.llama.model import Model
 
 _NO_TEMPLATE = "{} has no chat template; give one with chat_template, as text or as a file"
@@ -81,10 +82,51 @@ class ChatPrompts:
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
     ) -> str:
-        """See ``Model.render_chat``."""
+        """See ``Model.render_chat``. ``tools``: in OpenAI's form."""
+        template = self._for(tools)
+        text = template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_args=template_args
+        )
+        self._warn_of_dropped(template, messages, tools, template_args)
+        return text
+
+    def render_probe(
+        self,
+        messages: object,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> str:
+        """``render`` for a look at the template: without warnings."""
         return self._for(tools).render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, template_args=template_args
         )
+
+    @staticmethod
+    def definitions(tools: Iterable[ToolDefinition] | None) -> list[dict[str, Any]] | None:
+        """Tools of a caller in OpenAI's form. Raises as ``check_tools`` does."""
+        if tools is None:
+            return None
+        from llamapipe.chat.tools import check_tools
+
+        return [tool.as_openai() for tool in check_tools(tools)] or None
+
+    def _warn_of_dropped(
+        self,
+        template: ChatTemplate,
+        messages: object,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_args: Mapping[str, Any],
+    ) -> None:
+        """Logs a warning, once for a template, about what it leaves out of the messages."""
+        for what in template.newly_dropped(messages, tools, template_args):
+            logging.getLogger("llamapipe").warning(
+                "the chat template of %s leaves out %s: the model does not see them; use a model whose template "
+                "has a place for them, or give a chat_template",
+                self._model.path.name,
+                what,
+            )
 
     def tokenize(
         self,
@@ -104,7 +146,8 @@ class ChatPrompts:
             mark = unused_mark([messages, tools, template_args])
         except RecursionError:
             raise InvalidRequestError("messages, tools or template_args are nested too deeply") from None
-        text = self._for(tools).render(
+        template = self._for(tools)
+        text = template.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -112,6 +155,7 @@ class ChatPrompts:
             template_args=template_args,
             change_text=lambda given: controls.marked(given, mark),
         )
+        self._warn_of_dropped(template, messages, tools, template_args)
         if n_ctx is not None and len(text) >= n_ctx and (n_least := vocab.least_tokens(len(text))) >= n_ctx:
             raise InvalidRequestError(
                 f"the conversation has {len(text)} characters, at least {n_least} tokens; n_ctx is {n_ctx} and "

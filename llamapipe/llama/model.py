@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from llamapipe.arguments import (
     check_choice,
@@ -30,6 +30,7 @@ from llamapipe.native.load import native
 from llamapipe.native.owner import Owner
 
 if TYPE_CHECKING:
+    from llamapipe.chat.tools import ToolDefinition
     from llamapipe.gguf.check import GgufInfo
     from llamapipe.llama.chat_prompts import ChatPrompts
     from llamapipe.rpc.connections import Workers
@@ -55,7 +56,8 @@ def demo_model_path() -> Path:
 
 # The options of ``Model``, for error messages.
 MODEL_OPTIONS = frozenset(
-    "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template rpc".split()
+    "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template rpc "
+    "tool_calls".split()
 )
 
 
@@ -69,6 +71,8 @@ class Model(Owner):
     ``chat_template``: used instead of the file's own: Jinja source, or the path of a file that holds it. ``rpc``:
     addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers, too, before those of
     ``devices``; connections are neither authenticated nor encrypted, and a worker's end ends this process.
+    ``tool_calls``: with ``"lenient"``, an answer that consists of calls of tools as plain JSON is read as these; with
+    ``"strict"``, only what the chat template marks as a call.
 
     Sizes are attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
     ``n_swa``: tokens that a layer with a sliding window attends to, 0 without such layers. ``is_recurrent``: the model
@@ -100,6 +104,7 @@ class Model(Owner):
         vocab_only: bool = False,
         chat_template: str | os.PathLike[str] | None = None,
         rpc: Sequence[str] | None = None,
+        tool_calls: Literal["lenient", "strict"] = "lenient",
     ) -> None:
         self._handle: Any = None
         self._workers: Workers | None = None
@@ -117,6 +122,7 @@ class Model(Owner):
         gpu = check_int("main_gpu", main_gpu, 0, 1023)
         mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
         self.vocab_only = check_flag("vocab_only", vocab_only)
+        self.tool_calls = check_choice("tool_calls", tool_calls, ("lenient", "strict"))
         self._given_template = None if chat_template is None else template_text(chat_template)
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
@@ -312,13 +318,13 @@ class Model(Owner):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Iterable[ToolDefinition] | None = None,
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> str:
         """The text of a conversation as the model's chat template writes it, without a BOS that tokenizing adds.
 
-        ``messages``: dicts with ``role`` and ``content``. ``tools``: JSON schemas of functions, in OpenAI's form.
+        ``messages``: dicts with ``role`` and ``content``. ``tools``: as for ``Engine.chat``.
         ``add_generation_prompt``: end where an answer begins. ``template_args``: further variables of the template,
         such as ``enable_thinking``. To generate, use ``Engine.chat``, or ``tokenize_chat``: this text does
         not show which control tokens the template wrote, and which a message contains.
@@ -326,13 +332,14 @@ class Model(Owner):
         Any thread. Raises TypeError and InvalidRequestError for bad messages, where the template refuses them, and for
         a model without a template; ImportError without the extra ``chat``.
         """
-        return self.chat_prompts.render(messages, tools, add_generation_prompt, template_args)
+        prompts = self.chat_prompts
+        return prompts.render(messages, prompts.definitions(tools), add_generation_prompt, template_args)
 
     def tokenize_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Iterable[ToolDefinition] | None = None,
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> list[int]:
@@ -340,7 +347,8 @@ class Model(Owner):
 
         Arguments and exceptions as for ``render_chat``.
         """
-        return self.chat_prompts.tokenize(messages, tools, add_generation_prompt, template_args)
+        prompts = self.chat_prompts
+        return prompts.tokenize(messages, prompts.definitions(tools), add_generation_prompt, template_args)
 
     def save_tokenizer(self, folder: str | os.PathLike[str]) -> Path:
         """Writes tokenizer files to a folder, for programs that tokenize themselves. Returns the folder.

@@ -56,18 +56,18 @@ class ChatJob:
         try:
             done = await self._call.whole(answer)
         except InvalidRequestError as e:
-            raise await self._explained(e) from None
+            raise self._explained(e) from None
         if self.is_empty:
             done = replace(done, choices=tuple(map(_emptied, done.choices)))
         return done
 
     async def prompt_tokens(self) -> list[int]:
         """The prompt's tokens, as the engine computes them."""
-        options = self._options
+        options, prompts = self._options, self._engine.model.chat_prompts
         return await self._call.state.in_thread(
-            self._engine.model.chat_prompts.tokenize,
+            prompts.tokenize,
             self._messages,
-            options["tools"] if options["tool_choice"] != "none" else None,
+            prompts.definitions(options["tools"]) if options["tool_choice"] != "none" else None,
             True,
             options["template_args"] or {},
             options["continue_last"],
@@ -99,25 +99,11 @@ class ChatJob:
                         return
                     yield delta
         except InvalidRequestError as e:
-            raise await self._explained(e) from None
+            raise self._explained(e) from None
 
-    async def _explained(self, error: InvalidRequestError) -> Exception:
+    def _explained(self, error: InvalidRequestError) -> Exception:
         """The error with the field of the request that caused it, if that is known."""
-        if self._options["tools"] and str(error).startswith(("json_schema ", "lark ")):
-            # All schemas are in one grammar: the tool whose schema cannot be compiled alone is to blame.
-            found = await self._call.state.in_thread(self._bad_tool)
-            if found is not None:
-                return found
         return with_field(error, self._constraint or "tools")
-
-    def _bad_tool(self) -> Exception | None:
-        for tool in self._options["tools"]:
-            function = tool["function"]
-            try:
-                self._engine.check_params(SamplingParams(json_schema=function.get("parameters")))
-            except InvalidRequestError as e:
-                return with_field(e, f"tools: the parameters of {function['name']!r}")
-        return None
 
 
 def _emptied(choice: ChatChoice) -> ChatChoice:

@@ -11,7 +11,7 @@ import logging
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -101,10 +101,23 @@ def compile_guide(
         text = json.dumps([_checked(kind, one) for one in source])
     else:
         text = _checked(kind, source)
-    if len(text) > MAX_CHARS[kind]:
-        raise InvalidRequestError(f"{kind} has {len(text)} characters; the limit is {MAX_CHARS[kind]}")
+    _check_length(kind, text)
     compiler = _compiler(model.vocab if isinstance(model, Model) else model, kind)
     return compiler.factory(kind, text, json_whitespace if kind == "json_schema" else "")
+
+
+def _check_length(kind: str, text: str) -> None:
+    """Raises InvalidRequestError for a text over its limit.
+
+    The grammar of a chat with tools holds their schemas, for which the limit of schemas is meant.
+    """
+    lengths = {kind: len(text)}
+    if kind == "lark" and len(text) > MAX_CHARS[kind]:
+        n_schemas = sum(end - start for start, end, _, _ in _schemas_in(text))
+        lengths = {kind: len(text) - n_schemas, "json_schema": n_schemas}
+    for name, n in lengths.items():
+        if n > MAX_CHARS[name]:
+            raise InvalidRequestError(f"{name} has {n} characters; the limit is {MAX_CHARS[name]}")
 
 
 def prepare_vocabulary(vocab: Vocab) -> None:
@@ -293,6 +306,22 @@ def _with_rewritten_schemas(lark: str) -> tuple[str, dict[str, str]]:
     parts: list[str] = []
     others: dict[str, str] = {}
     at = 0
+    for start, end, schema, whitespace in _schemas_in(lark):
+        grammar, own = _written(schema, whitespace)
+        if own is not None:
+            name = f"json_{len(others)}"
+            others[name] = own
+            element = f"@{name}"
+        else:
+            element = f"%json {json.dumps(with_options(grammar.root, whitespace))}"
+        parts += [lark[at:start], element]
+        at = end
+    return "".join([*parts, lark[at:]]), others
+
+
+def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:
+    """The elements of a Lark grammar that ``with_options`` made: start, end, schema and kind of spaces."""
+    at = 0
     for found in re.finditer(r"%json (?=\{)", lark):
         if found.start() < at:
             continue  # inside a schema
@@ -301,18 +330,9 @@ def _with_rewritten_schemas(lark: str) -> tuple[str, dict[str, str]]:
         except ValueError:
             continue
         whitespace = whitespace_of(schema)
-        if whitespace is None:
-            continue
-        grammar, own = _written(without_options(schema) or {}, whitespace)
-        if own is not None:
-            name = f"json_{len(others)}"
-            others[name] = own
-            element = f"@{name}"
-        else:
-            element = f"%json {json.dumps(with_options(grammar.root, whitespace))}"
-        parts += [lark[at : found.start()], element]
-        at = end
-    return "".join([*parts, lark[at:]]), others
+        if whitespace is not None:
+            at = end
+            yield found.start(), end, without_options(schema) or {}, whitespace
 
 
 def _without_ours(message: str, kind: str) -> str:

@@ -88,3 +88,81 @@ def test_an_annotation_that_does_not_exist() -> None:
 
     with pytest.raises(InvalidRequestError, match="annotations of Broken cannot be read"):
         check_tools([f])
+
+
+def plain(city: str, days: int = 1) -> None:
+    """The weather of a city.
+
+    city: its name.
+    days: how many days,
+        today included.
+    """
+
+
+def google(city: str, days: int = 1) -> None:
+    """The weather: of a city.
+
+    Note that: this is text.
+
+    Args:
+        city (str): Its name.
+            days: are no part of it.
+        days (Optional[int (or so)], optional): How many
+            days.
+
+    Returns:
+        city: nothing.
+    """
+
+
+def numpy_style(city: str, days: int, x: float, y: float) -> None:
+    """The weather of a city.
+
+    Parameters
+    ----------
+    city : str
+        Its name.
+
+        In English.
+    days : int, optional
+        How many.
+    x, y : float
+        Where.
+
+    Returns
+    -------
+    days : int
+        Nothing.
+    """
+
+
+def sphinx(city: str, days: int) -> None:
+    """The weather of a city.
+
+    :param str city: Its name
+        in English.
+    :type city: str
+    :param days: How many.
+    :returns: city: nothing.
+    """
+
+
+@pytest.mark.parametrize(
+    ("function", "description", "expected"),
+    [
+        (plain, "The weather of a city.", ["its name.", "how many days, today included."]),
+        (
+            google,
+            "The weather: of a city.\n\nNote that: this is text.",
+            ["Its name. days: are no part of it.", "How many days."],
+        ),
+        (numpy_style, "The weather of a city.", ["Its name. In English.", "How many.", "Where.", "Where."]),
+        (sphinx, "The weather of a city.", ["Its name in English.", "How many."]),
+    ],
+)
+def test_lines_about_arguments_are_their_descriptions(
+    function: Any, description: str, expected: list[str]
+) -> None:
+    (tool,) = check_tools([function])
+    assert tool.description == description
+    assert [one["description"] for one in tool.parameters["properties"].values()] == expected

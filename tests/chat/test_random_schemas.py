@@ -102,6 +102,6 @@ def check(form: ChatFormat, tools: tuple[Tool, ...], choice: str, tail: str, tex
         jsonschema.validate(call.arguments, {tool.name: tool.parameters for tool in tools}[call.name])
     parser = form.parser(tools, choice, prompt_tail=tail, stream_calls=True)
     streamed = ChatMessage([*map(parser.feed, text), parser.finish()])
-    assert streamed.n_unfinished_calls == 0 and streamed.content == ""
+    assert all(call.is_complete for call in streamed.tool_calls) and streamed.content == ""
     calls = [(call.name, call.arguments) for call in answer.tool_calls]
     assert [(call.name, call.arguments) for call in streamed.tool_calls] == calls

@@ -39,6 +39,7 @@ def accepts(parameters: dict[str, Any], **arguments: str) -> bool:
         ({"$ref": "#/$defs/any"}, "x", None),
         ({"$ref": "#/$defs/either/anyOf/1"}, "7", "x"),
         ({"type": "string", "format": "date"}, "2026-11-23", "x"),
+        ({"type": "string", "format": "path"}, "a/b", None),
     ],
 )
 def test_schemas_that_are_followed(schema: dict[str, Any], good: str, bad: str | None) -> None:
@@ -60,8 +61,10 @@ def test_arguments_without_names_follow_their_schema() -> None:
 @pytest.mark.parametrize(
     ("parameters", "match"),
     [
-        (of({"a": {"type": "string", "format": "email"}}), "format 'email'"),
-        (of({"a": {"type": "string", "not": {"const": "x"}}}), "'not' cannot be enforced"),
+        (
+            of({"a": {"type": "string", "not": {"const": "x"}}}),
+            "'not' cannot be enforced .* at #/properties/a",
+        ),
         (of({"a": False}), "allows no value"),
         (of({"a": {"$ref": "#/$defs/none"}}), "no schema at the reference '#/"),
         (of({"a": {"type": "string"}}, minProperties=1), "'minProperties' at the top"),

@@ -161,6 +161,54 @@ class TestTools:
             )
             assert [call.name for call in single.tool_calls] == ["get_weather"]
 
+    def test_calls_as_plain_json(self, tmp_path: Path) -> None:
+        """An answer that consists of calls is read as these; `tool_calls="strict"` reads the template's form only."""
+        said = '```json\n{\n  "name": "get_weather",\n  "arguments": {"city": "Paris"}\n}\n```'
+        path = scripted_model(tmp_path / "said.gguf", said, (), template(FAMILIES["Hermes"].template).text)
+        given: dict[str, Any] = {"template_args": {"enable_thinking": False}}
+        with lp.Model(path) as model, lp.Engine(model, n_ctx=8192, n_seq_max=2) as engine:
+            answer = engine.chat(HELLO, GREEDY, tools=TOOLS, **given)
+            parts = list(engine.stream_chat(HELLO, GREEDY, tools=TOOLS, **given))
+            for one in (answer, joined(parts)):
+                assert [(call.name, call.arguments) for call in one.tool_calls] == [("get_weather", PARIS)]
+                assert one.content == ""
+            assert answer.finish_reason == parts[-1].finish_reason == "tool_calls"
+            assert sum(bool(part.tool_calls) for part in parts) == 1
+            texts: list[dict[str, Any]] = [
+                {},
+                {"tools": TOOLS, "tool_choice": "none"},
+                {
+                    "tools": TOOLS,
+                    "params": lp.SamplingParams(temperature=0, max_tokens=None, regex="(?s:.*)"),
+                },
+                {"tools": TOOLS[1:]},
+            ]
+            for more in texts:
+                answer = engine.chat(HELLO, **{"params": GREEDY, **given, **more})
+                assert (answer.content, answer.tool_calls, answer.finish_reason) == (said, (), "stop")
+        with lp.Model(path, tool_calls="strict") as model, lp.Engine(model, n_ctx=8192) as engine:
+            answer = engine.chat(HELLO, GREEDY, tools=TOOLS, **given)
+            assert (answer.content, answer.tool_calls, answer.finish_reason) == (said, (), "stop")
+        with pytest.raises(ValueError, match="'lenient', 'strict'"):
+            lp.Model(path, tool_calls="loose")  # type: ignore[arg-type]
+
+    def test_arguments_are_streamed(self, tmp_path: Path) -> None:
+        family = FAMILIES["Hermes"]
+        with speaking(tmp_path, family.full, (), template(family.template).text) as engine:
+            given: dict[str, Any] = {"tools": TOOLS, "template_args": {"enable_thinking": False}}
+            (call,) = engine.chat(HELLO, GREEDY, **given).tool_calls
+            pieces = [p for part in engine.stream_chat(HELLO, GREEDY, **given) for p in part.tool_calls]
+            assert len(pieces) > 5 and "".join(piece.arguments for piece in pieces) == call.arguments_text
+            # A stop string within the arguments ends the answer there.
+            params = lp.SamplingParams(temperature=0, max_tokens=None, stop='"unit"')
+            answer = engine.chat(HELLO, params, **given)
+            parts = list(engine.stream_chat(HELLO, params, **given))
+            for one in (answer, joined(parts)):
+                (call,) = one.tool_calls
+                assert (call.arguments, call.is_complete) == ({"city": FULL["city"]}, False)
+            assert answer.finish_reason == parts[-1].finish_reason == "stop"
+            assert json.loads(answer.message["tool_calls"][0]["function"]["arguments"]) == call.arguments
+
     def test_python_functions_are_tools(self, tmp_path: Path) -> None:
         def get_weather(city: str, days: int = 1) -> str:
             """The weather of a city."""
@@ -216,16 +264,37 @@ class TestTools:
             assert joined(parts).content == answer.content
             assert any(part.reasoning for part in parts[:-1])
 
-    def test_an_open_call_at_the_limit_is_no_call(self, tmp_path: Path) -> None:
-        family = FAMILIES["Hermes"]
-        with speaking(tmp_path, family.full, (), template(family.template).text) as engine:
-            answer = engine.chat(
-                HELLO,
-                lp.SamplingParams(temperature=0, max_tokens=12),
-                tools=TOOLS,
-                template_args={"enable_thinking": False},
-            )
-            assert (answer.tool_calls, answer.finish_reason) == ((), "length")
+    @pytest.mark.parametrize("choice", ["auto", "required", "get_weather"])
+    @pytest.mark.parametrize(
+        "name", ["Hermes", "Llama", "Mistral args", "DeepSeek V3", "Qwen3-Coder", "gpt-oss"]
+    )
+    def test_the_limit_within_a_call_leaves_a_part_of_it(
+        self, tmp_path: Path, name: str, choice: str
+    ) -> None:
+        with speaking_family(tmp_path, name, FAMILIES[name].full) as engine:
+            options: Any = {
+                "tools": TOOLS,
+                "tool_choice": choice,
+                "template_args": {"enable_thinking": False},
+            }
+            whole = engine.chat(HELLO, GREEDY, **options)
+            text = whole.tool_calls[0].arguments_text
+            members = [dict(list(FULL.items())[:n]) for n in range(len(FULL) + 1)]
+            parts_of_calls = 0
+            for n in range(1, whole.n_completion_tokens, 3):
+                params = lp.SamplingParams(temperature=0, max_tokens=n)
+                answer = engine.chat(HELLO, params, **options)
+                streamed = joined(parts := list(engine.stream_chat(HELLO, params, **options)))
+                assert answer.finish_reason == parts[-1].finish_reason == "length"
+                assert (answer.content, answer.reasoning) == (streamed.content, streamed.reasoning)
+                assert [c.arguments_text for c in answer.tool_calls] == [
+                    c.arguments_text for c in streamed.tool_calls
+                ]
+                for call in answer.tool_calls:
+                    assert call.name == "get_weather" and text.startswith(call.arguments_text)
+                    assert call.arguments in members and call.is_complete == (call.arguments_text == text)
+                    parts_of_calls += not call.is_complete
+            assert parts_of_calls > 0
 
 
 class Person(pydantic.BaseModel):

@@ -116,11 +116,19 @@ def test_a_schema_of_a_tool_is_named_by_its_tool(tmp_path: Path) -> None:
         serve(engine) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
-        for more in ({}, {"tool_choice": "required"}, response_format(SCHEMA)):
-            tools = [function("good", SCHEMA), function("bad", BAD)]
+        bad = function("bad", BAD)
+        strict = {"type": "function", "function": {**bad["function"], "strict": True}}
+        for tool, more in (
+            (bad, {"tool_choice": "required"}),
+            (strict, {}),
+            (strict, response_format(SCHEMA)),
+        ):
+            tools = [function("good", SCHEMA), tool]
             error = client.post(path, json={**body, "tools": tools, **more}).json()["error"]
-            assert error["message"] == f"tools: the parameters of 'bad': the JSON schema {PLACE}"
+            assert error["message"] == f"tool 'bad': the JSON schema {PLACE}"
             assert error["param"] == "tools"
+        for more in ({}, response_format(SCHEMA)):  # the tool stays
+            assert client.post(path, json={**body, "tools": [bad], **more}).status_code == 200
         given = {"tools": [function("good", SCHEMA)], **response_format(BAD)}
         error = client.post(path, json={**body, **given}).json()["error"]
         assert error["message"] == f"response_format: the JSON schema {PLACE}"

@@ -26,6 +26,7 @@ class AnswerOutput:
         self._begun = False  # a part of a call was returned, and the call is not complete
         self._n_calls = 0
         self._held: list[ToolCallDelta] = []  # of the call that is being read
+        self.ended_in_call = False  # the text ended within a call of which a part was returned
         self.drops_incomplete = (
             False  # a call that the end of the text cuts off is dropped, else it is content
         )
@@ -113,10 +114,17 @@ class AnswerOutput:
         if self._begun:  # it stays unfinished
             self._begun = False
             self._n_calls += 1
-            if self._buffer.ended:  # it is incomplete, and its last piece is useless
-                self._buffer.recorded()
+            if self._buffer.ended:
+                self.ended_in_call = True
+                self._drop()
                 return
         self._held = []
-        text = self._buffer.recorded()
-        if not (self.drops_incomplete and self._buffer.ended):
-            self.content(text)
+        if self.drops_incomplete and self._buffer.ended:
+            self._drop()
+        else:
+            self.content(self._buffer.recorded())
+
+    def _drop(self) -> None:
+        """Drops what was read of an incomplete call, and the rest of the text, which belongs to it."""
+        self._buffer.recorded()
+        self._buffer.take(len(self._buffer.rest))

@@ -104,7 +104,7 @@ class CallReader:
                 else:
                     arguments = yield from _held_object(buffer)
             else:
-                value = yield from json_value(buffer, _ignore)
+                value = yield from json_value(buffer)
                 if role == "name":
                     name = self._known(value)
                 elif role == "id" and isinstance(value, (str, int)):
@@ -152,6 +152,8 @@ class CallReader:
             self._output.more(f"{separator}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
             separator = ", "
             yield from spaces(buffer)
+        if buffer.ended and form.call_end.strip() and form.key_start.startswith(buffer.rest):
+            raise Malformed  # another argument might have followed
         self._output.more("{}" if separator == "{" else "}")
 
     def _known(self, name: object) -> str:
@@ -160,11 +162,8 @@ class CallReader:
         return name
 
 
-def _ignore(text: str) -> None: ...
-
-
 def _string(buffer: TextBuffer) -> Reading[str]:
-    value = yield from json_value(buffer, _ignore)
+    value = yield from json_value(buffer)
     if not isinstance(value, str):
         raise Malformed
     return value
@@ -172,7 +171,7 @@ def _string(buffer: TextBuffer) -> Reading[str]:
 
 def _held_object(buffer: TextBuffer) -> Reading[str]:
     """A JSON object, or a string that holds the text of one."""
-    value = yield from json_value(buffer, _ignore)
+    value = yield from json_value(buffer)
     if isinstance(value, str):
         try:
             value = json.loads(value)

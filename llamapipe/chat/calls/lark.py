@@ -62,8 +62,8 @@ class Rules:
     def __init__(self, literals: Literals) -> None:
         self._literals = literals
         self._lines: list[str] = []
-        self._n_lazy = 0
-        self._n_terminals = 0
+        self._lazy: dict[str, str] = {}  # names by body: equal ones, as of many arguments, are one rule
+        self._terminals: dict[str, str] = {}
 
     def add(self, name: str, body: str) -> str:
         """Adds a rule, or a terminal if its name is in capitals; returns the name."""
@@ -72,14 +72,16 @@ class Rules:
 
     def terminal(self, body: str) -> str:
         """Adds a terminal; returns its name."""
-        self._n_terminals += 1
-        return self.add(f"TEXT_{self._n_terminals}", body)
+        if body not in self._terminals:
+            self._terminals[body] = self.add(f"TEXT_{len(self._terminals) + 1}", body)
+        return self._terminals[body]
 
     def lazy(self, body: str) -> str:
         """Adds a rule whose text ends where it first matches; returns its name."""
-        self._n_lazy += 1
-        self._lines.append(f"lazy_{self._n_lazy}[lazy]: {body}")
-        return f"lazy_{self._n_lazy}"
+        if body not in self._lazy:
+            self._lazy[body] = f"lazy_{len(self._lazy) + 1}"
+            self._lines.append(f"{self._lazy[body]}[lazy]: {body}")
+        return self._lazy[body]
 
     def up_to(self, marker: str, text: str = f"/{ANY}/") -> str:
         """The elements that match text up to and including the first ``marker``."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
+from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -47,6 +48,10 @@ class TextBuffer:
         if self._recorded is not None:
             self._recorded.append(found)
         return found
+
+    def unread(self, text: str) -> None:
+        """Puts consumed text back before the rest."""
+        self.text, self.at = text + self.rest, 0
 
     def record(self, start: str = "") -> None:
         """Starts recording consumed text."""
@@ -150,72 +155,185 @@ def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
         yield
 
 
-def json_value(buffer: TextBuffer, show: Callable[[str], None]) -> Reading[Any]:
-    """Consumes one JSON object, array or string, and passes its text to ``show`` as it arrives.
+def one_of(buffer: TextBuffer, texts: Iterable[str]) -> Reading[str]:
+    """Consumes one of ``texts``, none of which begins another one. Raises Malformed as soon as none can follow."""
+    while True:
+        rest = buffer.rest
+        for text in texts:
+            if rest.startswith(text):
+                return buffer.take(len(text))
+        if buffer.ended or not any(text.startswith(rest) for text in texts):
+            raise Malformed
+        yield
 
-    Returns the decoded value. Values of other types are passed on when they are complete. Raises Malformed at text that
-    is not JSON.
+
+def _ignore(_: str) -> None: ...
+
+
+def json_value(buffer: TextBuffer, show: Callable[[str], None] = _ignore) -> Reading[Any]:
+    """Consumes one JSON value, and passes the text of an object, an array or a string to ``show`` as it arrives.
+
+    Returns the decoded value. Values of other types are passed on when they are complete. Raises Malformed at the first
+    character that cannot be a part of JSON.
     """
-    if not (yield from _any(buffer)):
+    if not (yield from some(buffer)):
         raise Malformed
-    scanner = _JsonScanner(buffer.rest[0])
+    is_open = buffer.rest[0] in '{["'
+    scanner = _JsonScanner()
     text = ""
     while True:
-        n = scanner.scan(buffer.rest)
-        piece = buffer.take(n)
+        piece = buffer.take(scanner.scan(buffer.rest))
         text += piece
+        if scanner.failed:
+            raise Malformed
         if scanner.done or buffer.ended:
             break
-        if piece and scanner.is_open:
+        if piece and is_open:
             show(piece)
         yield
-    if not scanner.done and scanner.is_open:
+    if not scanner.done and is_open:
         raise Malformed
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise Malformed from None
-    show(piece if scanner.is_open else text)
+    show(piece if is_open else text)
     return value
 
 
-def _any(buffer: TextBuffer) -> Reading[bool]:
+def some(buffer: TextBuffer) -> Reading[bool]:
+    """Waits for text; False if it has ended."""
     while not buffer.rest and not buffer.ended:
         yield
     return bool(buffer.rest)
 
 
-class _JsonScanner:
-    """Finds the end of a JSON value: brackets are counted outside strings."""
+class _Expect(Enum):
+    """What the next character of JSON belongs to."""
 
-    def __init__(self, first: str) -> None:
-        self.is_open = first in '{["'
-        self.done = False
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
+    VALUE = auto()
+    FIRST_ITEM = auto()  # or the end of the array
+    KEY = auto()
+    FIRST_KEY = auto()  # or the end of the object
+    COLON = auto()
+    NEXT = auto()  # a comma, or the end of the object or array
+    STRING = auto()  # the rest of a string
+    ESCAPE = auto()
+    NUMBER = auto()
+    LITERAL = auto()
+
+
+class _JsonScanner:
+    """Follows the syntax of one JSON value, to its end or to the first character that cannot be a part of it."""
+
+    def __init__(self) -> None:
+        self.done = self.failed = False
+        self._expect = _Expect.VALUE
+        self._stack: list[str] = []  # the open brackets
+        self._is_key = False
+        self._token = ""  # of an escape, a number or a literal
 
     def scan(self, text: str) -> int:
-        """How many characters of the text belong to the value."""
-        for at, character in enumerate(text):
-            if not self.is_open:
-                if character in ",]} \t\r\n<[":
-                    self.done = True
-                    return at
-            elif self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._in_string = False
+        """How many characters of the text belong to the value. Sets ``failed`` if another one had to follow."""
+        at = 0
+        while at < len(text) and not self.done:
+            if self._expect is _Expect.STRING:
+                found = _PLAIN.match(text, at)
+                at = found.end() if found else at
+                if at == len(text):
+                    break
+            elif self._expect is _Expect.NUMBER and text[at] not in _OF_NUMBER:
+                if not _NUMBER.fullmatch(self._token):
+                    self.failed = True
+                    break
+                self._end_value()  # and this character belongs to what follows
+                continue
+            if not self._accepts(text[at]):
+                self.failed = True
+                break
+            at += 1
+        return at
+
+    def _accepts(self, character: str) -> bool:
+        """Takes one character; False if it cannot follow."""
+        expect = self._expect
+        if expect is _Expect.STRING:
+            if character == "\\":
+                self._expect, self._token = _Expect.ESCAPE, ""
             elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-            if self.is_open and not self._in_string and self._depth <= 0:
-                self.done = True
-                return at + 1
-        return len(text)
+                self._end_string()
+            else:
+                return False  # a control character
+            return True
+        if expect in (_Expect.ESCAPE, _Expect.NUMBER, _Expect.LITERAL):
+            self._token += character
+            return self._accepts_token()
+        if character in _SPACES:
+            return True
+        if expect in (_Expect.VALUE, _Expect.FIRST_ITEM):
+            return self._begins_value(character, expect is _Expect.FIRST_ITEM)
+        if expect in (_Expect.KEY, _Expect.FIRST_KEY):
+            if character == '"':
+                self._expect, self._is_key = _Expect.STRING, True
+                return True
+            return expect is _Expect.FIRST_KEY and self._closes(character)
+        if expect is _Expect.COLON:
+            self._expect = _Expect.VALUE
+            return character == ":"
+        if character == ",":
+            self._expect = _Expect.KEY if self._stack[-1] == "{" else _Expect.VALUE
+            return True
+        return self._closes(character)
+
+    def _accepts_token(self) -> bool:
+        token = self._token
+        if self._expect is _Expect.ESCAPE:
+            if token[0] in '"\\/bfnrt' or len(token) == 5:
+                self._expect = _Expect.STRING
+            return token[0] in '"\\/bfnrt' or _ESCAPE.fullmatch(token) is not None
+        if self._expect is _Expect.NUMBER:
+            return len(token) <= _MAX_NUMBER and _START_OF_NUMBER.fullmatch(token) is not None
+        if token in _LITERALS:
+            self._end_value()
+            return True
+        return any(literal.startswith(token) for literal in _LITERALS)
+
+    def _begins_value(self, character: str, may_close: bool) -> bool:
+        if character in "{[":
+            self._stack.append(character)
+            self._expect = _Expect.FIRST_KEY if character == "{" else _Expect.FIRST_ITEM
+        elif character == '"':
+            self._expect, self._is_key = _Expect.STRING, False
+        elif character in "-0123456789":
+            self._expect, self._token = _Expect.NUMBER, character
+        elif character in "tfn":
+            self._expect, self._token = _Expect.LITERAL, character
+        else:
+            return may_close and self._closes(character)
+        return True
+
+    def _closes(self, character: str) -> bool:
+        if character != {"{": "}", "[": "]"}[self._stack[-1]]:
+            return False
+        self._stack.pop()
+        self._end_value()
+        return True
+
+    def _end_string(self) -> None:
+        if self._is_key:
+            self._expect = _Expect.COLON
+        else:
+            self._end_value()
+
+    def _end_value(self) -> None:
+        self._expect = _Expect.NEXT
+        self.done = not self._stack
+
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_ESCAPE = re.compile(r"u[0-9a-fA-F]{0,4}")
+_OF_NUMBER = frozenset("+-.0123456789eE")
+_START_OF_NUMBER = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:(?<=[0-9])[eE][+-]?[0-9]*)?)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_MAX_NUMBER = 4300  # characters: Python's limit for integers
+_LITERALS = ("true", "false", "null")

@@ -1,7 +1,7 @@
 """Arguments that are each written between markers, as in ``<parameter=city>Paris</parameter>``.
 
 A string is written as it is, any other value as JSON. If a schema allows both, a value is read as a string, except
-that ``null`` is read as null if the schema allows it.
+that ``null`` is read as null if the schema allows it. The formats in ``_FORMATS`` are enforced; others are annotations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FORMATS = {
 _SHARED = ("$defs", "definitions")
 _NOTES = frozenset(
     {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
-     "readOnly", "writeOnly", "strict"}
+     "readOnly", "writeOnly", "strict", "contentEncoding", "contentMediaType", "contentSchema"}
 )  # fmt: skip
 _OF_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties"}
 _OF_STRING = _NOTES | {
@@ -86,12 +86,8 @@ class TaggedArguments:
             wrong = [key for key in one if key not in _OF_STRING]
             if wrong and "string" in self._types(one) and ("type" in one or len(one.keys() - _NOTES) > 0):
                 raise InvalidRequestError(
-                    f"argument {name!r}: {wrong[0]!r} cannot be enforced for a string in this model's calls"
-                )
-            form = one.get("format")
-            if form is not None and form not in _FORMATS and "string" in self._types(one):
-                raise InvalidRequestError(
-                    f"argument {name!r}: the format {form!r} is not supported; there is {', '.join(_FORMATS)}"
+                    f"argument {name!r}: {wrong[0]!r} cannot be enforced for a string in this model's calls, at "
+                    f"#/properties/{name.replace('~', '~0').replace('/', '~1')}"
                 )
 
     def _resolved(self, schema: Any) -> dict[str, Any]:

@@ -38,11 +38,11 @@ class DeltaParser:
         piece = parser.feed(delta.text)
         content, reasoning, tool_calls = piece.content, piece.reasoning, piece.tool_calls
         if reason is not None:
-            last = parser.finish(cut_off=reason == "length")
+            last = parser.finish(cut_off=reason != "stop")
             content, reasoning = content + last.content, reasoning + last.reasoning
             tool_calls += last.tool_calls
         self._called = self._called or bool(tool_calls)
-        if reason == "stop" and self._called:
+        if reason == "stop" and self._called and not parser.ended_in_call:
             reason = "tool_calls"
         if not (content or reasoning or tool_calls) and reason is None:
             self._token_ids += delta.token_ids

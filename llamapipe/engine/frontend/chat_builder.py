@@ -15,6 +15,7 @@ from llamapipe.arguments import check_choice, check_flag, from_column
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatFinishReason
 from llamapipe.engine.delivery.delta_parser import DeltaParser
 from llamapipe.engine.frontend.request_builder import Item, RequestBuilder, named
+from llamapipe.engine.frontend.tool_schemas import ToolSchemas
 from llamapipe.engine.params import CONSTRAINTS, SamplingParams
 from llamapipe.engine.results import Choice, Completion
 from llamapipe.errors import InvalidRequestError
@@ -72,9 +73,9 @@ class ChatItem(NamedTuple):
             from llamapipe.chat.results import ChatMessage
 
             parser = self.new_parser()
-            message = ChatMessage((parser.feed(choice.text), parser.finish(cut_off=reason == "length")))
+            message = ChatMessage((parser.feed(choice.text), parser.finish(cut_off=reason != "stop")))
             content, reasoning, tool_calls = message.content, message.reasoning, message.tool_calls
-            if tool_calls and reason == "stop":
+            if tool_calls and reason == "stop" and not parser.ended_in_call:
                 reason = "tool_calls"
         return ChatChoice(
             choice.index,
@@ -97,6 +98,7 @@ class ChatBuilder:
         self._request_builder = request_builder
         self._lock = Lock()
         self._format: ChatFormat | None = None
+        self._tool_schemas = ToolSchemas(request_builder)
 
     def __repr__(self) -> str:
         return f"<ChatBuilder of {self._model!r}>"
@@ -165,16 +167,26 @@ class ChatBuilder:
             params = replace(params, json_schema=_answer_schema(options.response_format))
         chat_format = self.chat_format()
         tail = self._model.vocab.detokenize(tokens[-_TAIL_TOKENS:], unparse_special=True)
-        active = allowed if choice != "none" else ()
+        active: Sequence[Tool] = allowed if choice != "none" else ()
         if options.continue_last:
             tail = chat_format.continued_tail(tail, messages, bool(active) or params.json_schema is not None)
-        params = self._constrained(chat_format, params, active, choice, parallel, tail)
-        item = self._request_builder.item(tokens, params)
+        constrained, active = self._constrained(chat_format, params, active, choice, parallel, tail)
+        item = self._request_builder.item(tokens, constrained)
         if not active and chat_format.reasoning is None:
             return ChatItem(item, None)  # control tokens have no text
 
+        # Only where nothing but the tools limits the answer, the text is free, and may be a call as plain JSON.
+        is_free = all(getattr(params, name) is None for name in CONSTRAINTS) and not options.continue_last
+
         def new_parser() -> ChatParser:
-            return chat_format.parser(active, choice, prompt_tail=tail)
+            return chat_format.parser(
+                active,
+                choice,
+                prompt_tail=tail,
+                stream_calls=constrained is not params,
+                lenient=is_free and self._model.tool_calls == "lenient",
+                parallel=parallel,
+            )
 
         return ChatItem(item._replace(piece=self._model.vocab.written_piece), new_parser)
 
@@ -186,7 +198,7 @@ class ChatBuilder:
             with self._lock:
                 if self._format is None:
                     self._format = ChatFormat.of(
-                        self._model.render_chat, self._special_id, self._model.vocab.is_eog
+                        self._model.chat_prompts.render_probe, self._special_id, self._model.vocab.is_eog
                     )
         return self._format
 
@@ -206,8 +218,8 @@ class ChatBuilder:
         choice: str,
         parallel: bool,
         tail: str,
-    ) -> SamplingParams:
-        """The params with the grammar that tool calls need."""
+    ) -> tuple[SamplingParams, Sequence[Tool]]:
+        """The params with the grammar that tool calls need, and the tools with the schemas that are in it."""
         if tools and not chat_format.supports_tools:
             raise InvalidRequestError(
                 "tools are given, but the model's chat template has no place for them; "
@@ -219,12 +231,27 @@ class ChatBuilder:
                 raise InvalidRequestError(
                     f"{given} is given, and tool_choice forces a call; give one of them"
                 )
-            return params
+            return params, tools
         schema: str | None = params.json_schema  # type: ignore[assignment]  # text, once it was checked
-        lark = chat_format.grammar(
-            tools, choice, parallel, prompt_tail=tail, schema=schema, whitespace=params.json_whitespace
-        )
-        return params if lark is None else replace(params, json_schema=None, lark=lark)
+
+        def compiled(tools: Sequence[Tool]) -> SamplingParams:
+            lark = chat_format.grammar(
+                tools,
+                choice,
+                parallel,
+                prompt_tail=tail,
+                schema=schema,
+                whitespace=params.json_whitespace,
+            )
+            if lark is None:
+                return params
+            made = replace(params, json_schema=None, lark=lark)
+            self._request_builder.check_params(made)
+            return made
+
+        if not tools:
+            return compiled(tools), tools
+        return self._tool_schemas.followed(chat_format, tools, choice, compiled)
 
 
 def _answer_schema(given: Any) -> Any:

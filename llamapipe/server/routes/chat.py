@@ -159,7 +159,9 @@ class _Answer:
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:
             message["content"] = choice.content or None
-            message["tool_calls"] = [self._tool_call(call_message(call)) for call in choice.tool_calls]
+            message["tool_calls"] = [
+                self._tool_call(call_message(call, as_written=True)) for call in choice.tool_calls
+            ]
         made = {
             "index": choice.index,
             "message": message,

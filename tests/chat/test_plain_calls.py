@@ -1,0 +1,183 @@
+"""Calls written as plain JSON, without the markers of the template: read where the answer consists of nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from support.chat_families import FAMILIES, FULL, HERMES, PARIS, TOOLS
+from support.chat_templates import ByteVocabulary, renderer
+
+from llamapipe.chat.chat_format import ChatFormat
+from llamapipe.chat.parser import ChatParser
+from llamapipe.chat.results import ChatMessage
+from llamapipe.chat.tools import Tool
+
+WEATHER = f'{{"name": "get_weather", "arguments": {json.dumps(FULL, ensure_ascii=False)}}}'
+NOW = '{"name": "now", "arguments": {}}'
+INDENTED = json.dumps({"name": "get_weather", "arguments": FULL}, indent=2)
+WITH_MARKERS = '{"name": "get_weather", "arguments": {"city": "<tool_call> ``` </tool_call>"}}'
+CALLS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
+    "bare": (WEATHER, [("get_weather", FULL)]),
+    "spaces": (f"\n {WEATHER} \n", [("get_weather", FULL)]),
+    "indented": (INDENTED, [("get_weather", FULL)]),
+    "fence": (f"```json\n{INDENTED}\n```", [("get_weather", FULL)]),
+    "fence without a language": (f"```\n{WEATHER}\n```\n", [("get_weather", FULL)]),
+    "fence in one line": (f"``` {NOW} ```", [("now", {})]),
+    "fence that is not closed": (f"```json\n{WEATHER}\n", [("get_weather", FULL)]),
+    "list": (f"[{WEATHER}, {NOW}]", [("get_weather", FULL), ("now", {})]),
+    "list of one": (f"[\n{NOW}\n]", [("now", {})]),
+    "list in a fence": (f"```json\n[\n  {WEATHER},\n  {NOW}\n]\n```", [("get_weather", FULL), ("now", {})]),
+    "one after the other": (f"{WEATHER}\n{NOW}", [("get_weather", FULL), ("now", {})]),
+    "arguments first": ('{"arguments": {"city": "Paris"}, "name": "get_weather"}', [("get_weather", PARIS)]),
+    "parameters": ('{"name": "get_weather", "parameters": {"city": "Paris"}}', [("get_weather", PARIS)]),
+    "arguments as text": (
+        json.dumps({"name": "get_weather", "arguments": json.dumps(PARIS)}),
+        [("get_weather", PARIS)],
+    ),
+    "id": (f'{{"id": "1", {NOW[1:]}', [("now", {})]),
+    "markers in a string": (WITH_MARKERS, [("get_weather", {"city": "<tool_call> ``` </tool_call>"})]),
+}
+# No calls, and the start of each that might still have become one.
+TEXTS = {
+    "other object": ('{"title": "get_weather"}', '{"'),
+    "other name": ('{"name": "get_weathers", "arguments": {}}', '{"name": "get_weather'),
+    "start of a name": ('{"name": "get_weath", "arguments": {}}', '{"name": "get_weath'),
+    "other key": (f'{{"role": "x", {NOW[1:]}', '{"'),
+    "no arguments": ('{"name": "now"}', '{"name": "now"'),
+    "arguments twice": ('{"arguments": {}, "parameters": {}, "name": "now"}', '{"arguments": {}, "'),
+    "arguments in a list": ('{"name": "now", "arguments": []}', '{"name": "now", "arguments": '),
+    "bad JSON": ('{"name": "now", "arguments": {x}}', '{"name": "now", "arguments": {'),
+    "text after it": (f"{NOW} is what I call.", f"{NOW} "),
+    "text before it": (f"I call {NOW}", ""),
+    "text after a fence": (f"```json\n{NOW}\n```\nThis calls it.", f"```json\n{NOW}\n```\n"),
+    "two fences": (f"```\n{NOW}\n```\n```\n{NOW}\n```", f"```\n{NOW}\n```\n"),
+    "Python": ("```python\nnow()\n```", "```python\n"),
+    "inline code": ("`now()`", "`"),
+    "numbers": ("[1, 2]", "["),
+    "empty list": ("[]", "["),
+    "list with something else": (f"[{NOW}, 1]", f"[{NOW}, "),
+    "trailing comma": (f"[{NOW},]", f"[{NOW},"),
+    "cut off": (WEATHER[:-1], WEATHER[:-1]),
+    "list that is cut off": (f"[{NOW}", f"[{NOW}"),
+}
+MARKED = ("Hermes", "Mistral list", "Mistral args", "DeepSeek V3.1", "Qwen3-Coder", "GLM")
+
+
+@lru_cache
+def form_of(name: str) -> ChatFormat:
+    family = FAMILIES[name]
+    return ChatFormat.of(renderer(family.template), ByteVocabulary(family.specials).special_id)
+
+
+def parser_of(name: str, lenient: bool = True, **options: Any) -> ChatParser:
+    given = {"prompt_tail": FAMILIES[name].tail, "stream_calls": True, "lenient": lenient, **options}
+    return form_of(name).parser(TOOLS, given.pop("choice", "auto"), **given)
+
+
+def cuts(text: str) -> Iterator[list[str]]:
+    """The text whole, by characters, cut once at every place, and in random parts."""
+    yield [text]
+    yield list(text)
+    for at in range(1, len(text)):
+        yield [text[:at], text[at:]]
+    for seed in range(20):
+        picked = random.Random(seed)
+        at_all = sorted(picked.sample(range(len(text) + 1), min(len(text), 5)))
+        yield [text[a:b] for a, b in zip([0, *at_all], [*at_all, len(text)], strict=True)]
+
+
+def parse(name: str, text: str, **options: Any) -> ChatMessage:
+    """The answer; the same for every cut."""
+    found = []
+    for parts in cuts(text):
+        parser = parser_of(name, **options)
+        answer = ChatMessage([*map(parser.feed, parts), parser.finish()])
+        found.append((answer.content, answer.reasoning, calls_of(answer)))
+        assert found[-1] == found[0], parts
+    return answer
+
+
+def calls_of(answer: ChatMessage) -> list[tuple[str, dict[str, Any]]]:
+    return [(call.name, call.arguments) for call in answer.tool_calls]
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls(case: str) -> None:
+    text, calls = CALLS[case]
+    answer = parse("Hermes", text)
+    assert (calls_of(answer), answer.content) == (calls, "")
+    assert len({call.id for call in answer.tool_calls}) == len(calls)
+    assert [json.loads(call.arguments_text) for call in answer.tool_calls] == [one for _, one in calls]
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_text_is_held_back_only_while_it_may_become_a_call(case: str) -> None:
+    text, held = TEXTS[case]
+    answer = parse("Hermes", text)
+    assert (answer.content, answer.tool_calls) == (text, ())
+    parser = parser_of("Hermes")
+    shown = ""
+    for i, character in enumerate(text):
+        shown += parser.feed(character).content
+        assert shown == ("" if i < len(held) else text[: i + 1].rstrip()), (i, shown)
+
+
+@pytest.mark.parametrize("case", [*CALLS, *TEXTS])
+def test_strict_reads_none_of_them(case: str) -> None:
+    text = (CALLS | TEXTS)[case][0]
+    if "<tool_call>" not in text:
+        answer = parse("Hermes", text, lenient=False)
+        assert (answer.content, answer.tool_calls) == (text, ())
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_every_family_with_markers(name: str) -> None:
+    for text, calls in (CALLS["fence"], CALLS["list"]):
+        assert calls_of(parse(name, text)) == calls
+    family = FAMILIES[name]
+    assert calls_of(parse(name, family.full)) == [("get_weather", FULL)]
+    assert calls_of(parse(name, f"{NOW}\n{family.paris}")) == [("get_weather", PARIS)]
+    for text in (family.unknown, *family.broken):
+        assert parse(name, text, stream_calls=False).content == text
+
+
+def test_a_family_whose_calls_are_plain_json() -> None:
+    """Its own form is streamed; a list and a fence are read, too."""
+    for case in ("fence", "list", "fence without a language"):
+        assert calls_of(parse("Llama", CALLS[case][0])) == CALLS[case][1]
+    parser = parser_of("Llama")
+    assert sum(bool(parser.feed(c).tool_calls) for c in FAMILIES["Llama"].full) > 10
+
+
+def test_one_call_where_several_are_not_allowed() -> None:
+    for case in ("list", "one after the other", "list in a fence"):
+        text = CALLS[case][0]
+        answer = parse("Hermes", text, parallel=False)
+        assert (answer.content, answer.tool_calls) == (text, ())
+    assert calls_of(parse("Hermes", CALLS["list of one"][0], parallel=False)) == [("now", {})]
+
+
+def test_after_reasoning() -> None:
+    answer = parse("Hermes", f"<think>\nHm.\n</think>\n\n{CALLS['fence'][0]}")
+    assert (answer.reasoning, answer.content, calls_of(answer)) == ("Hm.", "", [("get_weather", FULL)])
+
+
+@pytest.mark.parametrize("choice", ["none", "required", "now"])
+def test_other_choices_read_none(choice: str) -> None:
+    parser = parser_of("Hermes", choice=choice)
+    assert parser.feed(NOW).tool_calls == parser.finish().tool_calls == ()
+
+
+def test_names_with_dots_and_of_one_that_begins_another() -> None:
+    tools = (Tool("fs.read"), Tool("fs.read_all"), Tool("fs"))
+    form = form_of("Hermes")
+    for tool in tools:
+        parser = form.parser(tools, "auto", prompt_tail=HERMES.tail, lenient=True)
+        text = f'{{"name": "{tool.name}", "arguments": {{}}}}'
+        answer = ChatMessage([*map(parser.feed, text), parser.finish()])
+        assert [call.name for call in answer.tool_calls] == [tool.name]

@@ -1,0 +1,193 @@
+"""Tools whose schemas no grammar can express, prompts that leave messages out, and tools of render_chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chat_families import FAMILIES
+from support.chat_templates import source_of
+from support.mcp_tools import MCP_TOOLS
+from support.scripted_model import scripted_model
+
+import llamapipe as lp
+from llamapipe.chat.tools import check_tools
+from llamapipe.errors import InvalidRequestError
+
+HELLO = [{"role": "user", "content": "Hello"}]
+GREEDY = lp.SamplingParams(temperature=0, max_tokens=200)
+ARGS: dict[str, Any] = {"enable_thinking": False}
+BAD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer"},
+        "a": {"type": "object", "unevaluatedProperties": False},
+        "city": {"type": "string"},
+    },
+    "required": ["n"],
+}
+PLACE = r"tool 'bad': the JSON schema .*at #/properties/a.*unevaluatedProperties"
+GOOD: dict[str, Any] = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
+# Of MCP_TOOLS, those that lose their guarantee, and the keyword that is named.
+REFUSED = {
+    "create_issue": "not",
+    "puppeteer_click": "if",
+    "sequential_thinking": "dependentRequired",
+    "search_nodes": "contains",
+    "send_mail": "oneOf",
+    "run_container": "unevaluatedProperties",
+}
+
+
+def function(name: str, parameters: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+@pytest.fixture(params=["Hermes", "Qwen3-Coder"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[lp.Engine]:
+    """The model calls the tool `bad` with arguments that its schema does not allow."""
+    family = FAMILIES[request.param]
+    said = family.paris.replace("get_weather", "bad")
+    path = scripted_model(tmp_path / "said.gguf", said, family.specials, source_of(family.template))
+    with lp.Model(path) as model, lp.Engine(model, n_ctx=16384, n_seq_max=1) as engine:
+        yield engine
+
+
+def test_such_a_tool_stays_and_a_warning_names_it_once(
+    engine: lp.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools = [function("good", GOOD), function("bad", BAD)]
+    options: list[dict[str, Any]] = [{}, {"response_format": GOOD}, {}]
+    for more in options:
+        answer = engine.chat(HELLO, GREEDY, tools=tools, template_args=ARGS, **more)
+        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("bad", {"city": "Paris"})]
+    warned = [one.getMessage() for one in caplog.records if "tool 'bad'" in one.getMessage()]
+    assert len(warned) == 1 and "any JSON object" in warned[0]
+    assert all(word in warned[0] for word in ("tool 'bad'", "#/properties/a", "unevaluatedProperties"))
+
+
+@pytest.mark.parametrize(
+    ("choice", "strict"), [("required", False), ("bad", False), ("auto", True), ("required", True)]
+)
+def test_an_error_names_it_where_it_must_be_followed(engine: lp.Engine, choice: str, strict: bool) -> None:
+    tools = [function("good", GOOD), function("bad", BAD, strict=strict)]
+    with pytest.raises(InvalidRequestError, match=PLACE) as caught:
+        engine.chat(HELLO, GREEDY, tools=tools, tool_choice=choice, template_args=ARGS)
+    assert len(str(caught.value)) < 400 and "start:" not in str(caught.value)
+
+
+def test_another_tool_can_be_forced(engine: lp.Engine) -> None:
+    tools = [function("good", GOOD), function("bad", BAD)]
+    answer = engine.chat(HELLO, GREEDY, tools=tools, tool_choice="good", template_args=ARGS)
+    assert [call.name for call in answer.tool_calls] == ["good"]
+
+
+def test_schemas_as_servers_that_speak_mcp_send_them(
+    engine: lp.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools = [*MCP_TOOLS, function("bad", {"type": "object", "properties": {"city": {"type": "string"}}})]
+    answer = engine.chat(HELLO, GREEDY, tools=tools, template_args=ARGS)
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("bad", {"city": "Paris"})]
+    warned = [one.getMessage() for one in caplog.records if one.getMessage().startswith("tool ")]
+    assert len(warned) == len(REFUSED)
+    for (name, keyword), message in zip(REFUSED.items(), warned, strict=True):
+        assert f"tool {name!r}" in message and keyword in message and " at #" in message
+    with pytest.raises(InvalidRequestError, match=r"tool 'create_issue': .* at #.*not"):
+        engine.chat(HELLO, GREEDY, tools=tools, tool_choice="create_issue", template_args=ARGS)
+
+
+def test_many_tools(engine: lp.Engine) -> None:
+    """Their schemas are longer than a grammar may be that a caller writes."""
+    names = {f"option_{i}": {"type": "string", "description": "What it means. " * 20} for i in range(9)}
+    tools = [function(f"tool_{i}", {"type": "object", "properties": names}) for i in range(60)]
+    tools.append(function("bad", {"type": "object", "properties": {"city": {"type": "string"}}}))
+    constrained, _ = engine._chat_builder._constrained(
+        engine._chat_builder.chat_format(), GREEDY, check_tools(tools), "auto", True, ""
+    )
+    assert constrained.lark is not None and len(constrained.lark) < 80_000
+
+
+def test_strict_is_checked() -> None:
+    with pytest.raises(TypeError, match="strict must be a bool, not str"):
+        check_tools([function("f", GOOD, strict="yes")])
+    assert [
+        tool.strict
+        for tool in check_tools([function("f", GOOD, strict=None), function("g", GOOD, strict=True)])
+    ] == [
+        False,
+        True,
+    ]
+
+
+CALL = {"id": "call00001", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+
+
+class TestWhatTemplatesLeaveOut:
+    PLAIN = (
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.role }}: {{ m.content }}\n"
+        "{% endif %}{% endfor %}"
+    )
+
+    def warnings(self, caplog: pytest.LogCaptureFixture) -> list[str]:
+        return [one.getMessage() for one in caplog.records if "leaves out" in one.getMessage()]
+
+    def test_a_warning_names_them_once(self, demo: lp.Model, caplog: pytest.LogCaptureFixture) -> None:
+        history: list[Any] = [
+            {"role": "system", "content": "Be brief."},
+            *HELLO,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "noon"},
+            {"role": "critic", "content": "Well."},
+        ]
+        with lp.Model(demo.path, chat_template=self.PLAIN) as model, lp.Engine(model, n_ctx=512) as engine:
+            engine.chat(HELLO, lp.SamplingParams(max_tokens=1))
+            assert self.warnings(caplog) == []
+            for _ in range(2):
+                engine.chat(history, lp.SamplingParams(max_tokens=1))
+                model.render_chat(history)
+        found = self.warnings(caplog)
+        assert len(found) == 4
+        for word in ("tool calls", "'system'", "'tool'", "'critic'"):
+            assert sum(word in one for one in found) == 1
+
+    @pytest.mark.parametrize("name", ["Hermes", "Llama", "Mistral list", "DeepSeek V3", "GLM", "gpt-oss"])
+    def test_no_warning_where_they_are_shown(
+        self, demo: lp.Model, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        history: list[Any] = [
+            *HELLO,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "name": "now", "content": "noon"},
+        ]
+        with lp.Model(demo.path, chat_template=source_of(FAMILIES[name].template)) as model:
+            model.render_chat([{"role": "system", "content": "Be brief."}, *HELLO])
+            model.render_chat(history, tools=[function("now", GOOD)])
+            with lp.Engine(model, n_ctx=64) as engine:
+                assert engine.supports_tools
+        assert self.warnings(caplog) == []
+
+
+def test_render_chat_takes_the_tools_of_chat(engine: lp.Engine) -> None:
+    def bad(city: str) -> str:
+        """Looks at a city.
+
+        city: its name.
+        """
+        return city
+
+    text = engine.model.render_chat(HELLO, tools=[bad], **ARGS)
+    assert "Looks at a city." in text and "its name." in text
+    tokens = engine.model.tokenize_chat(HELLO, tools=[bad], **ARGS)
+    assert engine.chat(HELLO, GREEDY, tools=[bad], template_args=ARGS).n_prompt_tokens == len(tokens)
+    (tool,) = check_tools([bad])
+    for given in (
+        tool,
+        tool.as_openai(),
+        {**tool.as_openai(), "function": {**tool.as_openai()["function"], "strict": True}},
+    ):
+        assert engine.model.render_chat(HELLO, tools=[given], **ARGS) == text
+    assert engine.model.render_chat(HELLO, tools=[], **ARGS) == engine.model.render_chat(HELLO, **ARGS)
+    with pytest.raises(TypeError, match=r"tools\[0\] must be a function, a dict or a Tool, not int"):
+        engine.model.render_chat(HELLO, tools=[3])  # type: ignore[list-item]

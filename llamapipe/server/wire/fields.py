@@ -13,9 +13,10 @@ it is null. ``docs/guides/server.md`` has the same tables; a test compares them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -83,17 +84,27 @@ def unused(request: msgspec.Struct) -> tuple[str, ...]:
     return tuple(_unused(request, ""))
 
 
+@cache
+def _plan(
+    kind: type[msgspec.Struct],
+) -> tuple[list[tuple[str, Unused | Only]], Callable[[Any], Any], list[str]]:
+    """The fields of a type that are not honoured, what reads them all at once, and those with fields of their own."""
+    marked = [(name, fate) for name, fate in fates(kind).items() if fate is not None]
+    names = [name for name, _ in marked]
+    # One name stands twice because attrgetter gives no tuple for one.
+    read = attrgetter(*names, names[0]) if names else lambda _: ()
+    return marked, read, list(inner_types(kind))
+
+
 def _unused(request: msgspec.Struct, place: str) -> Iterator[str]:
-    for name, fate in fates(type(request)).items():
-        if fate is None:
-            continue
-        value = getattr(request, name)
+    marked, read, inner = _plan(type(request))
+    for (name, fate), value in zip(marked, read(request), strict=False):
         if value is None or any(value == one and type(value) is type(one) for one in fate.neutral):
             continue
         if isinstance(fate, Only):
             raise ApiError(400, f"{place}{name} {_refusal(value, fate)}", f"{place}{name}")
         yield f"{place}{name}"
-    for name in inner_types(type(request)):
+    for name in inner:
         value = getattr(request, name)
         if isinstance(value, msgspec.Struct):
             yield from _unused(value, f"{place}{name}.")

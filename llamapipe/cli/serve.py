@@ -170,7 +170,9 @@ def add_parser(
         help="seconds of processor time that a request's schema or grammar may take (default: 10)",
     )
     server.add_argument(
-        "--strict", action="store_true", help="refuse options that only a hosted service can act on"
+        "--strict",
+        action="store_true",
+        help="refuse fields without effect, such as store; otherwise the header x-llamapipe-unused names them",
     )
     server.add_argument("--no-page", action="store_true", help="do not serve the page at /")
     server.add_argument(

@@ -275,4 +275,5 @@ def _answers(
 
 def is_long_chat(messages: Any, params: Any, asked: ChatOptions) -> bool:
     """Whether rendering a conversation, and compiling its grammar, would block an event loop."""
-    return asked.tools is not None or asked.response_format is not None or takes_long(messages, params)
+    is_plain = asked.tools is None and asked.response_format is None and asked.truncation == "error"
+    return not is_plain or takes_long(messages, params)

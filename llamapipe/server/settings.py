@@ -45,8 +45,8 @@ class ServerSettings:
       Anthropic's event ``ping``. 0: never.
     - ``grammar_timeout_s``: seconds of processor time that the constraint of a prompt may take, compiled and followed;
       then its request fails. None: 30, the default of ``SamplingParams``.
-    - ``strict``: refuse options that only a hosted service can act on. Otherwise they are accepted, and the answer's
-      header ``x-llamapipe-unused`` names them.
+    - ``strict``: refuse fields of a request that have no effect here, such as ``store``, and hosted tools. Otherwise
+      they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
     - ``page``: serve the page at ``/``.
 
     Raises TypeError or ValueError naming the field.

@@ -36,7 +36,7 @@ proxy = subprocess.Popen(
 )
 base = f"http://127.0.0.1:{port}"
 try:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while True:
         try:
             if httpx.get(f"{base}/health/liveliness").status_code == 200:

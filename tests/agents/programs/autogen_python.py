@@ -17,10 +17,10 @@ class City(BaseModel):
     country: str
 
 
-async def multiply(a: int, b: int) -> int:
+async def multiply(a: int, b: int) -> str:
     """Multiply two integers."""
     called.append((a, b))
-    return a * b
+    return f"{a} times {b} is {a * b}. Tell the user."
 
 
 async def main() -> None:

@@ -13,7 +13,7 @@ called: list[tuple[int, int]] = []
 def multiply(a: int, b: int) -> str:
     """Multiply two integers."""
     called.append((a, b))
-    return str(a * b)
+    return f"{a} times {b} is {a * b}. Tell the user."
 
 
 llm = LLM(model=f"openai/{MODEL}", base_url=f"{URL}/v1", api_key="none", temperature=0, max_tokens=150)

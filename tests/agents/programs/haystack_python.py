@@ -28,7 +28,7 @@ def generator(**settings: object) -> OpenAIChatGenerator:
 
 def multiply(a: int, b: int) -> str:
     """Multiply two integers."""
-    return str(a * b)
+    return f"{a} times {b} is {a * b}. Tell the user."
 
 
 assert generator(max_completion_tokens=12).run([ChatMessage.from_user("Name one colour.")])["replies"][0].text

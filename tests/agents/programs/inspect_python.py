@@ -15,7 +15,7 @@ called: list[tuple[int, int]] = []
 
 @tool
 def multiply():  # type: ignore[no-untyped-def]
-    async def execute(a: int, b: int) -> int:
+    async def execute(a: int, b: int) -> str:
         """Multiply two integers.
 
         Args:
@@ -23,7 +23,7 @@ def multiply():  # type: ignore[no-untyped-def]
             b: The second integer.
         """
         called.append((a, b))
-        return a * b
+        return f"{a} times {b} is {a * b}. Tell the user."
 
     return execute
 

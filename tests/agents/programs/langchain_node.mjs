@@ -7,7 +7,7 @@ import { z } from "zod";
 
 const { AGENT_URL, AGENT_MODEL: model } = process.env;
 const configuration = { baseURL: `${AGENT_URL}/v1` };
-const multiply = tool(({ a, b }) => String(a * b), {
+const multiply = tool(({ a, b }) => `${a} times ${b} is ${a * b}. Tell the user.`, {
   name: "multiply", description: "Multiply two integers.", schema: z.object({ a: z.number().int(), b: z.number().int() }),
 });
 for (const useResponsesApi of [false, true]) {

@@ -43,7 +43,11 @@ assert llm("-m", "local", "-o", "max_tokens", "12", "Name one colour.").strip()
 assert llm("-m", "local", "--no-stream", "-o", "max_tokens", "12", "Name one colour.").strip()
 city = llm("-m", "local", "--schema", "name, country", "-o", "max_tokens", "60", "Paris: name and country.")
 assert "France" in json.loads(city)["country"], city
-program = "def multiply(a: int, b: int) -> int:\n    'Multiply two integers.'\n    return a * b\n"
+program = """\
+def multiply(a: int, b: int) -> str:
+    "Multiply two integers."
+    return f"{a} times {b} is {a * b}. Tell the user."
+"""
 options = ("-o", "temperature", "0", "-o", "max_tokens", "100")
 said = llm(
     "-m", "local", "--functions", program, "--td", *options, "What is 12 times 34? Use the tool multiply."

@@ -22,10 +22,10 @@ called: list[tuple[int, int]] = []
 
 
 @function_tool
-def multiply(a: int, b: int) -> int:
+def multiply(a: int, b: int) -> str:
     """Multiply two integers."""
     called.append((a, b))
-    return a * b
+    return f"{a} times {b} is {a * b}. Tell the user."
 
 
 class City(BaseModel):

@@ -31,10 +31,10 @@ async def main() -> None:
         agent = Agent(model, model_settings=SETTINGS, instructions="Use the tool to multiply.")
 
         @agent.tool_plain
-        def multiply(a: int, b: int, called: list = called) -> int:
+        def multiply(a: int, b: int, called: list = called) -> str:
             """Multiply two integers."""
             called.append((a, b))
-            return a * b
+            return f"{a} times {b} is {a * b}. Tell the user."
 
         result = await agent.run("What is 12 times 34?")
         assert called, (name, result.output)

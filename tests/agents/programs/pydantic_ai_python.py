@@ -17,6 +17,7 @@ MODELS = {
     "responses": OpenAIResponsesModel(MODEL, provider=OPENAI),
     "anthropic": AnthropicModel(MODEL, provider=AnthropicProvider(base_url=URL, api_key="none")),
 }
+called: list[tuple[int, int]] = []
 SETTINGS = {"max_tokens": 120, "temperature": 0.0}
 
 
@@ -27,11 +28,11 @@ class City(BaseModel):
 
 async def main() -> None:
     for name, model in MODELS.items():
-        called = []
+        called.clear()
         agent = Agent(model, model_settings=SETTINGS, instructions="Use the tool to multiply.")
 
         @agent.tool_plain
-        def multiply(a: int, b: int, called: list = called) -> str:
+        def multiply(a: int, b: int) -> str:
             """Multiply two integers."""
             called.append((a, b))
             return f"{a} times {b} is {a * b}. Tell the user."

@@ -50,7 +50,8 @@ class Client:
     """A client's program, and what it needs.
 
     ``packages`` are pinned; ``kind`` is what installs them: ``pip``, ``npm``, or ``java`` (nothing). ``calls``: the
-    program talks with a scripted model that calls these tools, one a turn, instead of a real one.
+    program talks with a scripted model that calls these tools, one a turn, instead of a real one. What a small real
+    model says after it got a tool's result is not checked: it may call the tool once more.
     """
 
     name: str

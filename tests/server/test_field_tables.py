@@ -19,6 +19,7 @@ from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest
 from llamapipe.server.wire.fields import Only, Unused, fates, unused, without_nulls
 from llamapipe.server.wire.openai import ChatRequest, CompletionRequest
 from llamapipe.server.wire.responses import ResponsesRequest
+from llamapipe.server.wire.tools import custom_input
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from field_tables import PAGE, with_tables
@@ -85,3 +86,19 @@ def test_other_values_are_refused(body: Body, message: str) -> None:
 def test_nulls_are_left_out_where_the_server_knows_the_type() -> None:
     given = {"a": None, "x": None, "inner": {"kept": None, "y": None}, "free": {"const": None}}
     assert without_nulls(given, Body) == {"inner": {}, "free": {"const": None}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\nb"}', "a\nb"),
+        ('{"input": "a\\nb', "a\nb"),
+        ('{"input": "a\\', "a"),
+        ('{"input": "a\\u00', "a"),
+        ('{"input": "', ""),
+        ('{"inp', ""),
+        ("", ""),
+    ],
+)
+def test_the_text_of_a_custom_tool_also_where_the_call_was_cut(arguments: str, text: str) -> None:
+    assert custom_input(arguments) == text

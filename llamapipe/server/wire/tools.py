@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ _KEYS = {
     "custom": {"name", "description", "format"},
 }
 _UNUSED_KEYS = ("output_schema", "defer_loading", "allowed_callers", "async", "cache_control")
+_INPUT_BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_LONGEST_ESCAPE = 6  # characters, such as \u00e9
 _MOST_CHARACTERS = 64  # of a tool's name
 _INPUT = {
     "type": "object",
@@ -274,12 +277,27 @@ def _chosen(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> list[str]:
 
 # ---- calls
 def custom_input(arguments: str) -> str:
-    """The text for a custom tool, from the arguments that the model wrote. Arguments that were cut stay as they are."""
+    """The text for a custom tool, from the arguments that the model wrote; its beginning, if they were cut."""
     try:
         text = json.loads(arguments)["input"]
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
+        return _beginning(arguments)
+    except (KeyError, TypeError):
         return arguments
     return text if isinstance(text, str) else arguments
+
+
+def _beginning(arguments: str) -> str:
+    begun = _INPUT_BEGUN.match(arguments)
+    if begun is None:
+        return ""
+    rest = arguments[begun.end() :]
+    for n in range(min(len(rest), _LONGEST_ESCAPE) + 1):  # the cut may be inside of an escape
+        try:
+            return str(json.loads(f'"{rest[: len(rest) - n]}"'))
+        except ValueError:
+            continue
+    return ""
 
 
 def custom_arguments(text: str) -> str:

@@ -77,7 +77,9 @@ def test_paths_named_in_the_text_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_tests_named_in_the_text_exist(page: Path) -> None:
-    for path, name in set(re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text(encoding="utf-8"))):
+    for path, name in set(
+        re.findall(r"(tests/[\w/]+\.py)::(?:\w+::)?(\w+)", page.read_text(encoding="utf-8"))
+    ):
         assert re.search(rf"\bdef {name}\(", (ROOT / path).read_text(encoding="utf-8")), f"{path}::{name}"
 
 

@@ -46,8 +46,6 @@ N_CACHED = 128
 # grammar, so that it shifts no position in an error message.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _MAX_TRIED = 300
-_BAD_SCHEMA = re.compile(r"at (\d+)\((\d+)\): failed to compile JSON schema: ")
-_QUOTED_LINE = re.compile(r"\n +\d+ \| ")
 
 
 class GuideFactory:
@@ -193,12 +191,25 @@ class _Compiler:
         elif kind == "regex":
             start = self._matcher(_regex_grammar(text))
             if start.is_error():
-                raise InvalidRequestError(self._error(kind, text, message_of(start)))
+                raise InvalidRequestError(
+                    f"regex cannot be compiled: {_without_ours(message_of(start), kind)}"
+                )
         else:
-            text, others = _with_rewritten_schemas(text)
+            text, schemas = _with_rewritten_schemas(text)
+            others = {f"json_{i}": lark for i, (_, lark) in enumerate(schemas) if lark is not None}
             start = self._matcher(_grammar(text, others))
             if start.is_error():
-                raise InvalidRequestError(self._error(kind, text, message_of(start)))
+                # The answers of a chat follow a Lark grammar that we wrote around the caller's schemas. An error about
+                # a schema there is told as one about a schema, and quotes none of our lines.
+                for grammar, lark in schemas:
+                    alone = self._matcher(
+                        _json_grammar(grammar.root, "compact") if lark is None else _grammar(lark)
+                    )
+                    if alone.is_error():
+                        raise InvalidRequestError(self._schema_error(grammar, message_of(alone)))
+                raise InvalidRequestError(
+                    f"lark cannot be compiled: {_without_ours(message_of(start), kind)}"
+                )
         factory = GuideFactory(start, self._tokenizer)
         # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here and not in a request.
         with awaited_at_exit(), factory.new() as guide:
@@ -219,20 +230,6 @@ class _Compiler:
         with awaited_at_exit():
             return library.LLMatcher(self._tokenizer.native, grammar, log_level=0, limits=limits)
 
-    def _error(self, kind: str, text: str, message: str) -> str:
-        """The error message of a regular expression or a Lark grammar.
-
-        The answers of a chat follow a Lark grammar that we wrote around the caller's schemas. An error about a schema
-        there is told as one about a schema, and quotes none of our lines.
-        """
-        found = _BAD_SCHEMA.match(message) if kind == "lark" else None
-        schema = None if found is None else _schema_at(text, int(found[1]), int(found[2]))
-        if found is not None and schema is not None:
-            return self._schema_error(
-                SchemaGrammar(schema, "compact"), _QUOTED_LINE.split(message[found.end() :])[0]
-            )
-        return f"{kind} cannot be compiled: {_without_ours(message, kind)}"
-
     def _schema_error(self, grammar: SchemaGrammar, message: str) -> str:
         """The error message with a JSON pointer. llguidance names no place, so each subschema is compiled alone."""
         schema = grammar.root
@@ -240,6 +237,8 @@ class _Compiler:
             key: schema[key] for key in ("$schema", "$id", "$defs", "definitions") if key in schema
         }
         found = ""
+        if grammar.is_needed:  # the rest of the message quotes our lines
+            message = message.split("\n", maxsplit=1)[0]
         for n, (pointer, part) in enumerate(subschemas(schema)):
             if n == _MAX_TRIED:
                 break
@@ -253,16 +252,6 @@ class _Compiler:
         elif "schema is false" in message:
             message = f"'false' allows no value: {message}"
         return f"json_schema cannot be compiled at {found or '#'}: {_without_ours(message, 'json_schema')}"
-
-
-def _schema_at(lark: str, line: int, column: int) -> dict[str, Any] | None:
-    """The schema at a place of a Lark grammar, if ``with_options`` made it; otherwise None."""
-    element = lark.split("\n")[line - 1][column - 1 :]
-    try:
-        schema, _ = json.JSONDecoder().raw_decode(element.removeprefix("%json "))
-    except ValueError:
-        return None
-    return without_options(schema) if isinstance(schema, dict) else None
 
 
 def _choice_grammar(texts: list[str]) -> str:
@@ -301,22 +290,21 @@ def _written(schema: dict[str, Any], whitespace: str) -> tuple[SchemaGrammar, st
         raise InvalidRequestError("json_schema at #: it is nested too deeply") from None
 
 
-def _with_rewritten_schemas(lark: str) -> tuple[str, dict[str, str]]:
-    """A Lark grammar whose schemas, those of ``with_options``, are rewritten; and the grammars of the hard ones."""
+def _with_rewritten_schemas(lark: str) -> tuple[str, list[tuple[SchemaGrammar, str | None]]]:
+    """A Lark grammar whose schemas, those of ``with_options``, are rewritten; and what was written for each of them.
+
+    The grammar refers to the Lark of the i-th schema, if there is one, as ``@json_i``.
+    """
     parts: list[str] = []
-    others: dict[str, str] = {}
+    schemas: list[tuple[SchemaGrammar, str | None]] = []
     at = 0
     for start, end, schema, whitespace in _schemas_in(lark):
         grammar, own = _written(schema, whitespace)
-        if own is not None:
-            name = f"json_{len(others)}"
-            others[name] = own
-            element = f"@{name}"
-        else:
-            element = f"%json {json.dumps(with_options(grammar.root, whitespace))}"
-        parts += [lark[at:start], element]
+        plain = f"%json {json.dumps(with_options(grammar.root, whitespace))}"
+        parts += [lark[at:start], plain if own is None else f"@json_{len(schemas)}"]
+        schemas.append((grammar, own))
         at = end
-    return "".join([*parts, lark[at:]]), others
+    return "".join([*parts, lark[at:]]), schemas
 
 
 def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:

@@ -13,6 +13,7 @@ import pytest
 from support.guided import accepts
 
 import llamapipe as lp
+from llamapipe.chat.calls.lark import json_value
 from llamapipe.compat.formats import FUNCTION_CALLING
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.compile import compile_guide
@@ -343,6 +344,17 @@ def test_unique_items_that_cannot_be_told_apart_are_warned_of(
 def test_what_cannot_be_written_is_refused(demo: lp.Model, schema: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         compile_guide(demo, json_schema=schema)
+
+
+def test_errors_beside_what_is_written_here_have_their_place(demo: lp.Model) -> None:
+    """The same in an answer's schema, and in one inside the grammar of a chat."""
+    schema = {"type": "object", "properties": {"n": {"const": LARGE}, "b": {"items": {"not": {}}}}}
+    inside = f"start: FREE | {json_value({'type': 'string'})} | {json_value(schema)}\nFREE: /x*/"
+    for given in ({"json_schema": schema}, {"lark": inside}):
+        with pytest.raises(InvalidRequestError) as caught:
+            compile_guide(demo, **given)
+        expected = 'json_schema cannot be compiled at #/properties/b/items: Unimplemented keys: ["not"]'
+        assert str(caught.value) == expected
 
 
 def test_arguments_of_tools_are_exact(demo: lp.Model) -> None:

@@ -7,9 +7,11 @@ limit.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import wraps
 from inspect import iscoroutinefunction
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
@@ -18,6 +20,20 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 _BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """``path`` as a Path, with ``~`` as a shell has it; a file whose name begins with ``~`` stays itself.
+
+    Raises TypeError for other types, ValueError if there is no home folder to take.
+    """
+    found = Path(os.fsdecode(path))
+    if not str(found).startswith("~") or found.exists():
+        return found
+    try:
+        return found.expanduser()
+    except RuntimeError as e:
+        raise ValueError(f"{found}: {e}; write the whole path") from None
 
 
 def check_int(name: str, value: SupportsIndex, low: int, high: int) -> int:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import llamapipe as lp
+from llamapipe.arguments import path_of
 from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
@@ -64,12 +65,12 @@ def add_parser(
     )
     parser.add_argument(
         "input",
-        type=Path,
+        type=path_of,
         metavar="IN",
         help="a file of records: .jsonl, .csv (both also with .gz) or .parquet; - for JSON lines on standard input",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="OUT", required=True, help="results: .jsonl, .csv or .parquet"
+        "-o", "--output", type=path_of, metavar="OUT", required=True, help="results: .jsonl, .csv or .parquet"
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(

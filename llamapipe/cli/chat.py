@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import llamapipe as lp
+from llamapipe.arguments import path_of
 from llamapipe.cli.loading import open_engine, open_model, template_problem
 from llamapipe.cli.options import (
     ENGINE,
@@ -63,7 +63,9 @@ def add_parser(
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--load", type=Path, metavar="FILE", help="continue a conversation saved with /save")
+    parser.add_argument(
+        "--load", type=path_of, metavar="FILE", help="continue a conversation saved with /save"
+    )
     parser.add_argument(
         "--chat-template",
         type=template_file,

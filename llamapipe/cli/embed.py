@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llamapipe as lp
+from llamapipe.arguments import path_of
 from llamapipe.cli.loading import open_model
 from llamapipe.cli.options import (
     MODEL,
@@ -56,13 +56,19 @@ def add_parser(
     )
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
-        "-f", "--file", type=Path, action="append", default=[], metavar="FILE", help="read a text from a file"
+        "-f",
+        "--file",
+        type=path_of,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="read a text from a file",
     )
     parser.add_argument(
         "--lines", action="store_true", help="each line of a file or of stdin is a text of its own"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE.npy", help="save float32 (texts, width) for numpy.load"
+        "-o", "--output", type=path_of, metavar="FILE.npy", help="save float32 (texts, width) for numpy.load"
     )
     parser.add_argument("--rerank", metavar="QUERY", help="print the texts by their relevance to this query")
     parser.add_argument("--pooling", metavar="NAME", help="mean, cls or last (default: the model's)")

@@ -9,10 +9,10 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe.arguments import path_of
 from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
@@ -68,7 +68,7 @@ def add_parser(
     parser.add_argument(
         "-f",
         "--file",
-        type=Path,
+        type=path_of,
         action="append",
         default=[],
         metavar="FILE",

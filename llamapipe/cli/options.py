@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe.arguments import path_of
 
 
 class UsageError(Exception):
@@ -87,7 +88,7 @@ def _text_or_file(text: str) -> str:
     if not text.startswith("@"):
         return text
     try:
-        return Path(text[1:]).read_text(encoding="utf-8")
+        return path_of(text[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {e}") from None
 
@@ -112,7 +113,7 @@ def model_path(text: str) -> Path:
             return model_file(*parse(text))
         except ValueError as e:
             raise argparse.ArgumentTypeError(str(e)) from None
-    path = Path(text)
+    path = path_of(text)
     if text == "demo" and not path.is_file():
         return lp.demo_model_path()
     if path.exists():
@@ -131,7 +132,7 @@ def model_path(text: str) -> Path:
 
 def template_file(text: str) -> str:
     """The file that ``--chat-template`` names, or Jinja source. Raises ArgumentTypeError if it is neither."""
-    if "{" not in text and "\n" not in text and not Path(text).is_file():
+    if "{" not in text and "\n" not in text and not path_of(text).is_file():
         raise argparse.ArgumentTypeError(
             f"there is no file {text}; give a Jinja file (llama.cpp's names of templates are unknown here)"
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 import llamapipe as lp
+from llamapipe.arguments import path_of
 from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
@@ -50,7 +50,7 @@ def add_parser(
     parser.add_argument(
         "-f",
         "--file",
-        type=Path,
+        type=path_of,
         action="append",
         default=[],
         metavar="FILE",

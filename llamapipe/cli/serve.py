@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
+from llamapipe.arguments import path_of
 from llamapipe.cli.loading import open_engine, open_model, template_problem
 from llamapipe.cli.options import (
     ENGINE,
@@ -98,7 +98,7 @@ def add_parser(
     )
     server.add_argument(
         "--api-key-file",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         help=f"require an API key from this file, one key per line, or from the variable {KEYS_VARIABLE}",
     )

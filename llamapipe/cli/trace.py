@@ -11,6 +11,7 @@ from statistics import median
 import numpy as np
 
 import llamapipe as lp
+from llamapipe.arguments import path_of
 from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
@@ -60,7 +61,7 @@ def add_parser(
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=path_of,
         action="append",
         metavar="FILE",
         help=".json or .svg (default: both, trace.json and trace.svg)",

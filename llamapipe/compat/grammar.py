@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llamapipe.arguments import path_of
 from llamapipe.structured.schema import closed_objects
 
 
@@ -34,7 +35,7 @@ class LlamaGrammar:
     @classmethod
     def from_file(cls, file: str | Path, verbose: bool = True) -> LlamaGrammar:
         """A grammar in GBNF, from a file. Raises OSError."""
-        return cls.from_string(Path(file).read_text(encoding="utf-8"), verbose)
+        return cls.from_string(path_of(file).read_text(encoding="utf-8"), verbose)
 
     @classmethod
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> LlamaGrammar:

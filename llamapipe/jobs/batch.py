@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
-from pathlib import Path
 from typing import TypedDict, cast, overload
 
-from llamapipe.arguments import check_flag, explains_options, from_column
+from llamapipe.arguments import check_flag, explains_options, from_column, path_of
 from llamapipe.engine.delivery.progress import progress_bar
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
@@ -113,15 +112,16 @@ def batch(
     if not isinstance(engine, Engine):
         raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
     answerer = Answerer(engine, SamplingParams() if params is None else params, template, system, chat, keep)
+    output = None if output is None else path_of(output)
     for name, flag in (("ordered", ordered), ("retry_failed", retry_failed), ("progress", progress)):
         check_flag(name, flag)
     if retry_failed and output is None:
         raise ValueError("retry_failed needs output: without it no results are kept")
-    if retry_failed and lines_of(Path(output)) != Path(output):  # type: ignore[arg-type]  # checked above
+    if retry_failed and lines_of(output) != output:  # type: ignore[arg-type]  # checked above
         raise ValueError("retry_failed needs an output that ends with .jsonl")
     if isinstance(records, os.PathLike):
-        path = Path(records)
-        if output is not None and Path(output).exists() and path.exists() and path.samefile(output):
+        path = path_of(records)
+        if output is not None and output.exists() and path.exists() and path.samefile(output):
             raise ValueError(f"records and output are the same file, {path}")
         check_columns(path, [*answerer.columns])
         found, total = read_records(path), count_records(path) if progress else None
@@ -147,7 +147,7 @@ def batch(
             bar.update()
 
     try:
-        with open_output(Path(output)) as file:
+        with open_output(output) as file:
             file.begin(answerer.settings(), retry_failed=retry_failed)
             return run_job(counted(), answerer, file, n_ahead=n_ahead, ordered=ordered)
     finally:

@@ -19,6 +19,7 @@ from llamapipe.arguments import (
     check_flag,
     check_int,
     explains_options,
+    path_of,
     wrong_option,
 )
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
@@ -112,7 +113,7 @@ class Model(Owner):
         self._lock = Lock()
         self._children: dict[int, str] = {}
         try:
-            self.path = Path(os.fsdecode(path))
+            self.path = path_of(path)
         except TypeError:
             raise TypeError(f"path must be a str or os.PathLike, not {type(path).__name__}") from None
         if progress is not None and not callable(progress):
@@ -366,7 +367,7 @@ class Model(Owner):
         added = [AddedToken(*token) for token in vocab.special_tokens()]
         return write_tokenizer(
             self.path,
-            Path(folder),
+            path_of(folder),
             added,
             first=vocab.bos if vocab.add_bos else None,
             last=vocab.eos if vocab.add_eos else None,
@@ -480,7 +481,7 @@ def template_text(given: str | os.PathLike[str]) -> str:
     if isinstance(given, str) and ("{" in given or "\n" in given):
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return path_of(given).read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise ValueError(f"chat_template: {given} is not UTF-8 text: {e}") from None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from llamapipe.arguments import check_int
+from llamapipe.arguments import check_int, path_of
 from llamapipe.locks import Lock
 from llamapipe.native.load import enum_names
 from llamapipe.pipeline.span import Span
@@ -172,7 +172,7 @@ class Trace:
 
 def check_trace_path(path: str | Path) -> Path:
     """``path`` as a Path. Raises ValueError unless its suffix names a format."""
-    target = Path(path)
+    target = path_of(path)
     if target.suffix not in (".json", ".svg"):
         raise ValueError(f"{target.name!r} must end in .json (for Perfetto) or .svg (a picture)")
     return target

@@ -6,10 +6,9 @@ import argparse
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
-from llamapipe.arguments import check_int
+from llamapipe.arguments import check_int, path_of
 from llamapipe.cli.options import UsageError, number_or_automatic
 from llamapipe.errors import BackendError
 from llamapipe.rpc.addresses import Address, check_host, look_up
@@ -62,7 +61,10 @@ def add_parser(
         help="CPU threads (default, and -1: the cores)",
     )
     parser.add_argument(
-        "--cache", type=Path, metavar="DIR", help="keep large tensors here, so that they are sent only once"
+        "--cache",
+        type=path_of,
+        metavar="DIR",
+        help="keep large tensors here, so that they are sent only once",
     )
     parser.set_defaults(run=run, parser=parser)
 

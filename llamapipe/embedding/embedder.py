@@ -18,6 +18,7 @@ from llamapipe.embedding.worker import Call, Worker
 from llamapipe.engine.delivery.progress import progress_bar
 from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.host.memory import return_freed_memory
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.native.owner import Owner
@@ -314,9 +315,12 @@ class Embedder(Owner):
 
     def close(self, drain: bool = True) -> None:
         """Frees the native memory. ``drain``: finish waiting calls first; otherwise they raise. Any thread."""
+        was_open = not self.closed
         self._worker.close(check_flag("drain", drain))
         if self._owns_model:
             self.model.close()
+        elif was_open:
+            return_freed_memory()
 
     async def aclose(self, drain: bool = True) -> None:
         """``close`` without blocking the event loop."""

@@ -30,7 +30,7 @@ from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.engine.worker.engine_thread import EngineThread
 from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.engine.worker.thread_tuner import tuner_of
-from llamapipe.host.memory import free_memory
+from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events.options import KvEvents
 from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import kv_bytes
@@ -270,6 +270,8 @@ class Engine(ChatCalls, Owner):
             self.trace.save(self._trace_path)
         if self._owns_model:
             self.model.close()
+        elif was_open:
+            return_freed_memory()
 
     async def aclose(self, drain: bool = True) -> None:
         """``close`` without blocking the event loop."""

@@ -45,6 +45,17 @@ def free_memory(meminfo: Path = _MEMINFO, limits: list[Path] | None = None) -> i
     return min(free)
 
 
+def return_freed_memory() -> None:
+    """Gives memory that was freed back to the system, where the C library keeps it for later (glibc). Any thread."""
+    import ctypes  # of use only here, and late
+
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # another C library
+        return
+    trim(0)
+
+
 def _limit_files() -> list[Path]:
     return limit_files("memory", "memory.limit_in_bytes", "memory.max")
 

@@ -34,6 +34,8 @@ CACHE_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_0
                "q4_0": "Q4_0", "q4_1": "Q4_1", "iq4_nl": "IQ4_NL"}  # fmt: skip
 _FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _INT32_MAX = 2**31 - 1
+_COARSE_KEYS = ("q4_0", "q4_1", "iq4_nl")
+_warned: set[str] = set()  # types of keys, once each
 # How long idle compute threads spin for the next graph, 0 to 100: 2 is about ten milliseconds, longer than the pause
 # between two steps and short enough not to be in the way of others.
 _POLL = 2
@@ -133,6 +135,13 @@ class Context(Owner):
         check_choice("type_k", type_k, CACHE_TYPES)
         check_choice("type_v", type_v, CACHE_TYPES)
         check_choice("flash_attn", flash_attn, _FLASH_ATTN)
+        if type_k in _COARSE_KEYS and type_k not in _warned:
+            _warned.add(type_k)
+            logging.getLogger("llamapipe").warning(
+                "type_k is %r: keys of 4 bits make the texts of some models much worse (docs/guides/sizing.md has "
+                "figures); use 'q8_0', or compare perplexities with your model",
+                type_k,
+            )
         if flash_attn == "off" and type_k not in ("f32", "f16", "bf16") and (head_size(model) or 1) % 32:
             # llama.cpp checks this for flash attention only, and aborts without it
             raise ValueError(

@@ -23,6 +23,7 @@ from llamapipe.arguments import (
     wrong_option,
 )
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
+from llamapipe.host.memory import return_freed_memory
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
 from llamapipe.llama.loading import Progress, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
@@ -447,6 +448,7 @@ class Model(Owner):
                 self.vocab.forget()
         self._native.lib.llama_model_free(handle)
         self._close_workers()
+        return_freed_memory()
 
     def _close_workers(self) -> None:
         if self._workers is not None:

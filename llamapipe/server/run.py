@@ -25,6 +25,7 @@ from llamapipe.server.connections import Connection, Connections
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 from llamapipe.server.workers.worker import Worker
+from llamapipe.structured.compile import prepare_vocabulary
 
 BACKLOG = 2048  # connections that the system holds until they are accepted
 _ACCEPT_AT_ONCE = 64  # connections that are accepted before the first of them is looked at
@@ -253,6 +254,9 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         settings: ServerSettings | None = None,
         embedder: Embedder | None = None,
     ) -> None:
+        prepare_vocabulary(
+            engine.model.vocab
+        )  # here, not while the first request with a schema holds up the others
         self._socket = bound_socket(host, port)
         self._server = _server(_Uvicorn, engine, settings, embedder)
         self.host, self.port = self._socket.getsockname()[:2]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
+from support.run_script import run_script
 
 from llamapipe.host.memory import free_memory, memory_limit
 
@@ -75,3 +77,33 @@ def test_this_machine_has_free_memory_within_its_limit() -> None:
     assert free is not None
     assert limit is not None
     assert 0 < free <= limit
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="other C libraries keep less, or cannot be asked"
+)
+def test_freed_memory_is_returned() -> None:
+    """64 MiB in small blocks, of which one stays: glibc keeps the rest until it is asked."""
+    out = run_script(
+        """
+import ctypes
+from llamapipe.host.memory import return_freed_memory
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = [libc.malloc(4096) for _ in range(2**14)]
+for block in blocks:
+    ctypes.memset(block, 1, 4096)
+used = resident()
+for block in blocks[:-1]:
+    libc.free(block)
+freed = resident()
+return_freed_memory()
+say(used - freed < 8, freed - resident() > 48)
+"""
+    )
+    assert out == "True True\n"

@@ -642,3 +642,15 @@ def test_numbers_of_threads_that_cannot_be(context: Context, n_threads: int, n_t
     with pytest.raises(ValueError, match="n_threads"):
         context.set_threads(n_threads, n_threads_batch)
     assert context.n_threads == 1
+
+
+def test_keys_of_4_bits_warn_once(
+    demo: lp.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("llamapipe.llama.context._warned", set())
+    for _ in range(2):
+        Context(demo, n_ctx=64, type_k="q4_0", type_v="q4_0").close()
+        Context(demo, n_ctx=64, type_k="q8_0", type_v="q4_0").close()
+    assert [one.getMessage()[:17] for one in caplog.records if "4 bits" in one.message] == [
+        "type_k is 'q4_0':"
+    ]

@@ -43,7 +43,7 @@ async def main() -> None:
     pieces = [
         one async for one in client.create_stream([UserMessage(content="Name one fruit.", source="user")])
     ]
-    assert len(pieces) > 2
+    assert len(pieces) >= 2  # a chunk of text at least, and the result
     agent = AssistantAgent("calculator", client, tools=[multiply], reflect_on_tool_use=True)
     result = await agent.run(task="What is 12 times 34? Use the tool.")
     assert called, result

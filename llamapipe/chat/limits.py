@@ -7,7 +7,7 @@ every loop, call, filter and operator that creates a value is counted here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -23,6 +23,13 @@ _MAX_ARGUMENT = 10_000  # a width, a precision, a number of columns
 _MAX_BITS = 4096
 _MAX_DIGITS = 1000  # of a text that is converted to a number
 _MAX_INDENT = 100
+_SCAN = 32  # of a format's characters, which are looked at several times
+_ITEM = 8  # bytes of a list's item, in characters
+_SCALAR = 32  # most characters of a number that is no int, of True, None …
+_REPR = 10  # most characters that show one of a text inside a container
+_JSON = 6  # the same in JSON
+_LINE_BREAKS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+_VIEWS = frozenset(map(type, (dict[str, str]().keys(), dict[str, str]().values(), dict[str, str]().items())))
 _CHECK_EVERY = 2**16  # values, between two checks of the time
 _FIELD_WIDTH = re.compile(r"\d{5}|\*|\{[^{}]*\{[^{]")  # too wide, or taken from a value
 _NUMBER = re.compile(r"\d+")
@@ -59,6 +66,31 @@ class Limits:
             raise LimitError(f"the template made more than {MAX_SIZE} characters")
         self.check_time()
 
+    def may_use(self, size: int) -> None:
+        """Raises LimitError if a value of this size would be over the limit, without counting it: it may be smaller."""
+        if self._size + size > MAX_SIZE:
+            raise LimitError(f"the template made more than {MAX_SIZE} characters")
+
+    def visit(self, value: Any) -> None:
+        """Counts the items of a value, or the characters of a text, as iterations: each becomes an object of Python.
+
+        Lazy values are counted as they are read.
+        """
+        if isinstance(value, (str, bytes, list, tuple, Mapping, Set, range)) or type(value) in _VIEWS:
+            self.iterate(len(value))
+
+    def use_text(self, *values: Any) -> None:
+        """Counts the text that shows these values. Python writes up to ten characters for one inside a container."""
+        for value in values:
+            before = self._size
+            self.use_deep(value)
+            if not isinstance(value, str):
+                self.use(_SCALAR)
+                if isinstance(value, int):
+                    self.use(value.bit_length() // 3)
+                elif isinstance(value, (Mapping, list, tuple, set, frozenset)):
+                    self.may_use(_REPR * (self._size - before))
+
     def use_deep(self, *values: Any) -> None:
         """Counts all characters and items in nested values; a value that occurs twice counts twice."""
         n = n_seen = 0
@@ -91,11 +123,11 @@ class Limits:
         """Counts the result of an operator."""
         if operator == "+":
             if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-                self.use(len(left) + len(right))
+                self.use(_size_of(left) + _size_of(right))
         elif operator == "*":
             for value, n in ((left, right), (right, left)):
                 if isinstance(value, (str, list, tuple)) and isinstance(n, int):
-                    self.use(len(value) * max(n, 0))
+                    self.use(_size_of(value) * max(n, 0))
             if isinstance(left, int) and isinstance(right, int):
                 _check_bits(left.bit_length() + right.bit_length())
         elif operator == "**":
@@ -109,12 +141,13 @@ class Limits:
 
     def check_format(self, form: str, values: Iterable[Any]) -> None:
         """Counts the text that a format makes: each of its fields may show each value."""
+        self.may_use(_SCAN * len(form))
         if _FIELD_WIDTH.search(form):
             raise LimitError(f"the format {form[:50]!r} has a field that may be too wide")
         self.use(sum(map(int, _NUMBER.findall(form))))
         n_fields = form.count("%") + form.count("{")
         before = self._size
-        self.use_deep(*values)
+        self.use_text(*values)
         self.use(len(form) + n_fields * (self._size - before + _MAX_ARGUMENT // 100))
 
     def check_replace(self, text: str, old: Any, new: Any) -> None:
@@ -124,7 +157,9 @@ class Limits:
 
     def check_json(self, value: Any, indent: Any) -> None:
         """Counts the JSON of a value, whose lines are indented by the depth."""
+        before = self._size
         self.use_deep(value)
+        self.may_use(_JSON * (self._size - before))
         if indent is None:
             return
         if isinstance(indent, bool) or not isinstance(indent, int) or not 0 <= indent <= _MAX_INDENT:
@@ -149,7 +184,21 @@ class Limits:
     def check_join(self, separator: str, values: list[Any]) -> None:
         """Counts a joined text."""
         self.use(len(separator) * len(values))
-        self.use_deep(*values)
+        self.use_text(*values)
+
+    def check_split(self, text: str, name: str, separator: Any, most: Any) -> None:
+        """Counts the parts into which a method splits a text."""
+        if name == "splitlines":
+            n = sum(map(text.count, _LINE_BREAKS))
+        elif isinstance(separator, str) and separator:
+            n = text.count(separator)
+        else:
+            n = len(text.split(None, MAX_ITERATIONS))
+        self.iterate(min(n, most) if isinstance(most, int) and most >= 0 else n)
+
+
+def _size_of(value: Any) -> int:
+    return len(value) if isinstance(value, str) else _ITEM * len(value)
 
 
 def check_arguments(arguments: Iterable[Any]) -> None:

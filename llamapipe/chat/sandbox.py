@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -29,6 +29,28 @@ _PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 _SORTING = frozenset(
     {"sort", "groupby", "dictsort", "unique", "min", "max"}
 )  # these make lower-case copies of texts
+# These look at each item in Python, or make an object of each character or word.
+_VISITING = _SORTING | {
+    *(
+        "batch",
+        "items",
+        "join",
+        "list",
+        "map",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+    ),
+    *("sum", "title", "urlencode", "wordcount"),
+}
+# Filters and methods whose text may be longer than the given one, and by how much.
+_GROWING = {"escape": 5, "e": 5, "forceescape": 5} | dict.fromkeys(
+    ("upper", "lower", "capitalize", "casefold", "swapcase", "title"), 3
+)
+_SPLITTING = frozenset({"split", "rsplit", "splitlines"})
 # Methods that make huge values from small ones, or bytes, which are not counted.
 _FORBIDDEN = frozenset({"encode", "to_bytes", "from_bytes", "maketrans", "translate", "fromkeys"})
 Test: TypeAlias = "Callable[..., Any]"
@@ -102,7 +124,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 limits.use(sum(widths) * max(1, owner.count("\t")))
             elif name == "replace":
                 limits.check_replace(owner, *(*arguments, None, None)[:2])
+            elif name in _GROWING:
+                limits.may_use(_GROWING[name] * len(owner))
+            elif name in _SPLITTING:
+                given = (*arguments, None, None)
+                limits.check_split(
+                    owner, name, keywords.get("sep", given[0]), keywords.get("maxsplit", given[1])
+                )
             elif name == "join" and arguments:
+                limits.visit(arguments[0])
                 values = list(arguments[0])
                 limits.check_join(owner, values)
                 arguments = (values,)
@@ -126,9 +156,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         current().use_deep(value)
         return value
 
+    def count_slice(self, value: Any) -> Any:
+        """Counts a part of a value, which is a copy."""
+        current().use_made(value)
+        return value
+
+    def count_compared(self, value: Any) -> Any:
+        """Checks the time before a comparison."""
+        current().check_time()
+        return value
+
     def count_concat(self, *values: Any) -> str:
         """The operator ``~``."""
-        current().use_deep(*values)
+        current().use_text(*values)
         return "".join(map(str, values))
 
 
@@ -168,6 +208,17 @@ class _Counting(NodeTransformer):
 
     visit_List = visit_Tuple = visit_Dict = _literal  # noqa: N815
 
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        """Counts slices."""
+        self.generic_visit(node)
+        return self._call("count_slice", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        """Checks the time before comparisons."""
+        self.generic_visit(node)
+        node.expr = self._call("count_compared", [node.expr], node.lineno)
+        return node
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         """Replaces the operator ``~``."""
         self.generic_visit(node)
@@ -184,7 +235,12 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         value, others = arguments[place], arguments[place + 1 :]
         if name in _CHECKED_FILTERS:
             check_arguments((*others, *keywords.values()))
+        if name in _VISITING:
+            limits.visit(value)
+        if name in _GROWING and isinstance(value, str):
+            limits.may_use(_GROWING[name] * len(value))
         if name == "indent" and isinstance(value, str):
+            limits.check_split(value, "splitlines", None, None)
             width = others[0] if others else keywords.get("width", 4)
             limits.use(value.count("\n") * (len(width) if isinstance(width, str) else int(width)))
         elif name == "replace":
@@ -206,7 +262,7 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             if not isinstance(check_start, (int, float)):
                 raise TemplateError("sum: start must be a number")
         elif name == "string":
-            limits.use_deep(value)
+            limits.use_text(value)
         elif name == "tojson":
             limits.check_json(value, others[1] if len(others) > 1 else keywords.get("indent"))
         elif name in ("int", "float"):
@@ -218,9 +274,16 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             limits.use_deep(value)
         result = function(*arguments, **keywords)
         limits.use_made(result)
-        return result
+        return _counted_items(result) if hasattr(result, "__next__") else result
 
     return counted
+
+
+def _counted_items(items: Iterator[Any]) -> Iterator[Any]:
+    """Counts the items of a lazy filter, such as ``map``, as they are read."""
+    for item in items:
+        current().iterate()
+        yield item
 
 
 def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,7 +298,7 @@ def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
 @pass_context
 def _shown(context: Context, value: Any) -> Any:
     """Counts a value before it is written into the text."""
-    current().use_deep(value)
+    current().use_text(value)
     return value
 
 

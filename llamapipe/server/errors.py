@@ -80,10 +80,10 @@ def dialect_of(path: str) -> Dialect:
 def log_unexpected(error: BaseException, what: str) -> None:
     """Logs an exception that may be a defect of the server, with the innermost frames.
 
-    A check of a request raises ``ApiError`` or one of llamapipe's own exceptions. Any other TypeError, ValueError or
-    RecursionError is answered 400, and only the log shows where it came from.
+    A check of a request raises ``ApiError`` or one of llamapipe's own exceptions. Any other TypeError or ValueError is
+    answered 400, and only the log shows where it came from. A RecursionError is no defect: the request is nested.
     """
-    if isinstance(error, (TypeError, ValueError, RecursionError)) and not isinstance(error, LlamapipeError):
+    if isinstance(error, (TypeError, ValueError)) and not isinstance(error, LlamapipeError):
         trace = "".join(traceback.format_exception(error, limit=-_N_FRAMES))
         _log.warning("%s refused\n%s", what, trace.rstrip())
 

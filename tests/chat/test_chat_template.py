@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 import resource
+from contextlib import suppress
+from time import thread_time
 from typing import Any
 
 import pytest
 
+from llamapipe.chat.sandbox import sandbox
 from llamapipe.chat.template import ChatTemplate
 from llamapipe.errors import InvalidRequestError
 
@@ -144,6 +147,23 @@ class TestLimits:
             "{{ (['X' * 30000000] * 100) | unique | list | length }}",
             "{{ ('f' * 4000000) | int(base=16) // 3 }}",
             "{% set ns = namespace(a=1) %}{% for i in range(60) %}{% set ns.a = dict(a=ns.a, b=ns.a) %}{% endfor %}",
+            "{{ ('ab ' * 7000000) | sort }}",
+            "{{ ('ab ' * 7000000) | title }}",
+            "{{ ('ab ' * 7000000) | wordcount }}",
+            "{{ ('ab ' * 7000000) | urlencode }}",
+            "{{ ('ab ' * 7000000).split() | length }}",
+            "{{ ('ab ' * 7000000).split(' ') | length }}",
+            "{{ ('ab\\n' * 7000000).splitlines() | length }}",
+            "{{ '-'.join('ab ' * 7000000) }}",
+            "{{ ('&' * 60000000) | e }}",
+            "{{ ('\\0' * 60000000) | tojson }}",
+            "{{ ['\\0' * 60000000] ~ '' }}",
+            "{{ '%s' % (['\\0' * 30000000],) }}",
+            "{{ [0] * 50000000 }}",
+            "{{ ((([0] * 3000) | map('string') | list) * 3000) | map('upper') | list | length }}",
+            "{% set x = 'a' * 30000000 %}" + "{% set y = x[1:] %}{% set z = y[1:] %}" * 3,
+            "{{ (2 ** 4000 ~ '') * 60000 }}",
+            "{% for i in range(100000) %}{{ 2 ** 4000 }}{% endfor %}",
         ],
     )
     def test_a_template_cannot_use_up_the_machine(self, source: str) -> None:
@@ -151,6 +171,32 @@ class TestLimits:
         with pytest.raises(InvalidRequestError):
             shown(source)
         assert peak_bytes() - before < 400 * 2**20
+
+    @pytest.mark.parametrize("name", sorted(sandbox.filters))
+    def test_no_filter_takes_long_for_a_long_value(self, name: str) -> None:
+        """Of a text or a list, it is refused, fails, or is done at once."""
+        arguments = {
+            "map": "('upper')",
+            "replace": "('a', 'bb')",
+            "join": "('ab')",
+            "batch": "(2)",
+            "slice": "(2)",
+        }
+        for value in ("'aB ' * 7000000", "[[1, 'aB']] * 2000000", "'aB' * 400000"):
+            before, began_s = peak_bytes(), thread_time()
+            with suppress(InvalidRequestError):
+                shown(f"{{{{ ({value}) | {name}{arguments.get(name, '')} | string | length }}}}")
+            assert thread_time() - began_s < 4, (name, value)
+            assert peak_bytes() - before < 500 * 2**20, (name, value)
+
+    @pytest.mark.parametrize("name", [n for n in dir(str) if not n.startswith("_")])
+    def test_no_method_takes_long_for_a_long_text(self, name: str) -> None:
+        for arguments in ("", "'a'", "'a', 'bbb'", "10000", "9999, 'a'"):
+            before, began_s = peak_bytes(), thread_time()
+            with suppress(InvalidRequestError):
+                shown(f"{{{{ (('aB ' * 7000000).{name}({arguments}) ~ '') | length }}}}")
+            assert thread_time() - began_s < 4, (name, arguments)
+            assert peak_bytes() - before < 500 * 2**20, (name, arguments)
 
     def test_what_templates_need_stays_allowed(self) -> None:
         assert shown("{{ {'a': [1]} | tojson(indent=4) }}") == '{\n    "a": [\n        1\n    ]\n}'

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.openai import Prompt
 
 if TYPE_CHECKING:
     from llamapipe.server.state import ServerState
 
+_MOST = 2**20  # characters of a text that may be longer than the context
 _LONG = 4096  # characters; a longer text is tokenized in a thread, to keep the event loop free
 
 
@@ -18,10 +20,19 @@ async def tokenized(
 ) -> list[int]:
     """The tokens of a text, with at most one BOS. Raises ValueError for text that the vocabulary cannot express.
 
+    A text of more than a million characters is refused if it cannot fit the context, before it is
+    tokenized.
+
     Clients of this API render templates themselves. So the text of a control token becomes that token, as on other
     servers.
     """
     vocab = state.engine.model.vocab
+    n_ctx = state.engine.n_ctx
+    if len(text) > _MOST and vocab.least_tokens(len(text)) >= n_ctx:
+        raise InvalidRequestError(
+            f"the text has {len(text)} characters and cannot fit n_ctx, which is {n_ctx}; the limit of this server for "
+            f"longer texts is {_MOST}: split it"
+        )
     if len(text) < _LONG:
         tokens = vocab.tokenize(text, add_special, parse_special)
     else:

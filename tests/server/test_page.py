@@ -6,7 +6,9 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -611,3 +613,65 @@ def test_a_long_answer_is_shown_while_it_arrives(page: Page) -> None:
     answer_with(page, *({"content": piece} for piece in [line[:20], line[20:], "\n"] * 6000))
     say(page, "Hello")
     assert page.locator(".message.assistant .markdown strong").count() == 6000
+
+
+# ---- pages of other sites
+
+
+class OtherSite(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>Cat pictures</title>")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def other_site(browser: Browser) -> Iterator[Page]:
+    """A page of a site whose name leads to this machine, as after DNS rebinding."""
+    site = ThreadingHTTPServer(("127.0.0.1", 0), OtherSite)
+    thread = threading.Thread(target=site.serve_forever)
+    thread.start()
+    rules = "--host-resolver-rules=MAP cats.example 127.0.0.1"
+    other = browser.browser_type.launch(
+        executable_path=shutil.which("chromium") or shutil.which("google-chrome"),
+        args=["--no-sandbox", rules],
+    )
+    try:
+        page = other.new_page()
+        page.goto(f"http://cats.example:{site.server_port}/")
+        assert page.title() == "Cat pictures"
+        yield page
+    finally:
+        other.close()
+        site.shutdown()
+        site.server_close()
+        thread.join()
+
+
+SEND = """async ([url, type, mode]) => {
+    const body = JSON.stringify({model: "demo", prompt: "My secret", max_tokens: 4});
+    try {
+        const answer = await fetch(url, {method: "POST", mode, headers: {"content-type": type}, body});
+        return [answer.type, answer.status];
+    } catch (error) {
+        return ["error", 0];
+    }
+}"""
+
+
+def test_a_page_of_another_site_computes_and_reads_nothing(
+    other_site: Page, engine: lp.Engine, url: str
+) -> None:
+    before = engine.stats().n_prompt_tokens
+    completions = f"{url}/v1/completions"
+    assert other_site.evaluate(SEND, [completions, "text/plain", "no-cors"]) == ["opaque", 0]
+    assert other_site.evaluate(SEND, [completions, "application/json", "cors"]) == ["error", 0]
+    port = url.rpartition(":")[2]
+    answer = other_site.goto(f"http://cats.example:{port}/")
+    assert answer is not None and answer.status == 403
+    assert other_site.evaluate(SEND, ["/v1/completions", "application/json", "cors"]) == ["basic", 403]
+    assert engine.stats().n_prompt_tokens == before

@@ -74,6 +74,13 @@ def add_parser(
         metavar="FILE",
         help="a Jinja file, instead of the model's template",
     )
+    parser.add_argument(
+        "--tool-calls",
+        choices=("lenient", "strict"),
+        default="lenient",
+        help="lenient: an answer of plain JSON that names a given tool is a call, too; strict: only what the template "
+        "marks (default: lenient)",
+    )
     server = parser.add_argument_group("server")
     server.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)"
@@ -235,7 +242,12 @@ def _served(
     args: argparse.Namespace, events: dict[str, Any] | None = None, **placement: Any
 ) -> Iterator[tuple[lp.Engine, lp.Embedder | None]]:
     """The engine and the embedder. ``events``: as from ``_kv_events``; ``placement``: options of both models."""
-    model_options = {"chat_template": args.chat_template, **given(args, MODEL), **placement}
+    model_options = {
+        "chat_template": args.chat_template,
+        "tool_calls": args.tool_calls,
+        **given(args, MODEL),
+        **placement,
+    }
     engine_options = {"max_queue": args.max_queue or 1024, **(events or {}), **given(args, ENGINE)}
     with ExitStack() as stack:
         model = open_model(args.model, model_options, show_progress=args.worker is None)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from support.chat_families import WEATHER
+from support.chat_templates import template
 from support.gguf_models import tiny_model
 from support.run_script import environment
-from support.server_process import COMMAND
+from support.scripted_model import scripted_model
+from support.server_process import COMMAND, ServerProcess
 
 pytest.importorskip("uvicorn")
 
@@ -88,3 +93,15 @@ def test_a_model_without_a_template(workers: tuple[str, ...], tmp_path: Path) ->
     shown, errors = started("-m", model, "--chat-template", tmp_path / "good.j", *workers)
     assert "client.chat.completions.create(" in shown and 'model="tiny"' in shown
     assert "no chat template" not in errors
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("lenient", "tool_calls"), ("strict", "stop")])
+def test_calls_as_plain_json(mode: str, reason: str, tmp_path: Path) -> None:
+    said = json.dumps({"name": "get_weather", "arguments": {"city": "Paris"}})
+    model = scripted_model(tmp_path / "said.gguf", said, (), template("Qwen-Qwen2.5-7B-Instruct").text)
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
+    body = {"messages": [{"role": "user", "content": "Weather in Paris?"}], "tools": [tool]}
+    options = ("-m", str(model), "--n-ctx", "4096", "--tool-calls", mode)
+    with ServerProcess(*options, cwd=tmp_path) as server:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "said", **body}, timeout=120)
+    assert answer.json()["choices"][0]["finish_reason"] == reason

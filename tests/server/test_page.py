@@ -261,6 +261,17 @@ def test_the_conversation_and_the_settings_survive_a_reload(page: Page) -> None:
     page.locator(".empty").wait_for()
 
 
+def test_a_conversation_that_is_longer_than_the_context(page: Page) -> None:
+    """The oldest turns are dropped."""
+    page.locator(".settings summary").click()
+    page.fill("#max-tokens", "4")
+    page.keyboard.press("Escape")
+    for _ in range(3):
+        say(page, "once upon a time " * 50)
+    assert page.locator(".message.assistant .facts", has_text="4 tokens").count() == 3
+    assert page.locator("[role=alert]").count() == 0
+
+
 def test_a_reload_while_an_answer_is_written(page: Page, engine: lp.Engine) -> None:
     page.fill("#message", "Tell me a story about a fox.")
     # The page is reloaded as soon as a part of the answer is shown.

@@ -220,7 +220,8 @@ export class Chat {
     const { messages, ask } = this;
     this.log.querySelectorAll("button.again").forEach((button) => button.remove());
     const options = ask.options();
-    const body = { ...options, return_progress: true, messages: [...ask.system(), ...answered(messages)] };
+    const sent = [...ask.system(), ...answered(messages)];
+    const body = { ...options, truncation: "auto", return_progress: true, messages: sent };
     const message = { role: "assistant", content: "", reasoning: "" };
     messages.push(message);
     const answer = this.showAnswer(message);

@@ -348,7 +348,10 @@ def storm(session: nox.Session) -> None:
 
 @nox.session
 def exits(session: nox.Session) -> None:
-    """End programs at 200 random instants of each call, with a real vocabulary where the index has the model."""
+    """End programs at 200 random instants of each call, with a real vocabulary where the index has the model.
+
+    ``-- 20`` tries 20 instants.
+    """
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")
     found = subprocess.run(
@@ -357,8 +360,9 @@ def exits(session: nox.Session) -> None:
         text=True,
         check=False,
     )
-    session.env.update(LLAMAPIPE_EXITS="200", LLAMAPIPE_EXIT_MODELS=found.stdout.strip())
-    _pytest(session, "-s", default=["tests/process/test_exits.py"])
+    n, *given = session.posargs or ["200"]
+    session.env.update(LLAMAPIPE_EXITS=n, LLAMAPIPE_EXIT_MODELS=found.stdout.strip())
+    _run_pytest(session, "-s", *given, str(HERE / "tests" / "process" / "test_exits.py"))
 
 
 @nox.session

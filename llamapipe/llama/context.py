@@ -41,6 +41,12 @@ _warned: set[str] = set()  # types of keys, once each
 _POLL = 2
 
 
+def state_version() -> int:
+    """llama.cpp's number for the form of a sequence's state; it reads those of other versions without a check."""
+    version: int = native().lib.LLAMA_STATE_SEQ_VERSION
+    return version
+
+
 class Context(Owner):
     """KV cells and compute buffers over a model.
 

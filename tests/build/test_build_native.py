@@ -330,29 +330,38 @@ class TestPinnedArchive:
 
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
+    @pytest.fixture(params=["llama-cpp-python==9.9", "xllamacpp==9.9.1234"])
+    def requirement(self, request: pytest.FixtureRequest) -> str:
+        """Of either kind of archive; only the first tells its commit."""
+        text: str = request.param
+        return text
+
+    def commit(self, requirement: str) -> str:
+        return self.COMMIT if requirement.startswith("llama-cpp-python") else "b1234"
+
     @pytest.fixture
-    def archive(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def archive(self, requirement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        package, version = requirement.replace("-", "_").split("==")
+        vendor = sources.ARCHIVES[requirement.split("==", maxsplit=1)[0]].tree
         backend = (
             "import pathlib\n"
             "def prepare_metadata_for_build_wheel(folder, settings=None):\n"
-            "    info = pathlib.Path(folder, 'llama_cpp_python-9.9.dist-info')\n"
+            f"    info = pathlib.Path(folder, '{package}-{version}.dist-info')\n"
             "    info.mkdir()\n"
-            "    text = 'Metadata-Version: 2.1\\nName: llama_cpp_python\\nVersion: 9.9\\n'\n"
+            f"    text = 'Metadata-Version: 2.1\\nName: {package}\\nVersion: {version}\\n'\n"
             "    info.joinpath('METADATA').write_text(text)\n"
             "    return info.name\n"
         )
         files = {
-            "PKG-INFO": "Metadata-Version: 2.1\nName: llama_cpp_python\nVersion: 9.9\n",
+            "PKG-INFO": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n",
             "pyproject.toml": '[build-system]\nrequires = ["b"]\nbuild-backend = "b"\n',
-            "llama_cpp/__init__.py": "raise RuntimeError\n",
+            f"{package}/__init__.py": "raise RuntimeError\n",
             ".git/modules/vendor/llama.cpp/HEAD": self.COMMIT + "\n",
-            "vendor/llama.cpp/.git": "gitdir: elsewhere\n",
-            "vendor/llama.cpp/docs/big.md": "not needed\n",
+            f"{vendor}.git": "gitdir: elsewhere\n",
+            f"{vendor}docs/big.md": "not needed\n",
         }
         tree = make_tree(tmp_path / "packed")
-        files |= {
-            f"vendor/llama.cpp/{p.relative_to(tree)}": p.read_text() for p in tree.rglob("*") if p.is_file()
-        }
+        files |= {f"{vendor}{p.relative_to(tree)}": p.read_text() for p in tree.rglob("*") if p.is_file()}
         folder = tmp_path / "index"
         folder.mkdir()
         with zipfile.ZipFile(folder / "b-1.0-py3-none-any.whl", "w") as wheel:
@@ -362,23 +371,27 @@ class TestPinnedArchive:
                 "b-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
             )
             wheel.writestr("b-1.0.dist-info/RECORD", "")
-        path = folder / "llama_cpp_python-9.9.tar.gz"
+        path = folder / f"{package}-{version}.tar.gz"
         with tarfile.open(path, "w:gz") as tar:
             for name, text in files.items():
-                member = tarfile.TarInfo(f"llama_cpp_python-9.9/{name}")
+                member = tarfile.TarInfo(f"{package}-{version}/{name}")
                 member.size = len(text.encode())
                 tar.addfile(member, io.BytesIO(text.encode()))
-            link = tarfile.TarInfo("llama_cpp_python-9.9/vendor/llama.cpp/link")
+            link = tarfile.TarInfo(f"{package}-{version}/{vendor}link")
             link.type, link.linkname = tarfile.SYMTYPE, "LICENSE"
             tar.addfile(link)
         monkeypatch.setenv("PIP_NO_INDEX", "1")
         monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
         return path
 
+    def pinned(self, archive: Path) -> str:
+        package, _, version = archive.name.removesuffix(".tar.gz").rpartition("-")
+        return f"{package.replace('_', '-')}=={version}"
+
     def pin(self, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sha256: str = "") -> None:
         sha256 = sha256 or hashlib.sha256(archive.read_bytes()).hexdigest()
         path = tmp_path / "pin.txt"
-        path.write_text(f"# the pin\nllama-cpp-python==9.9 \\\n    --hash=sha256:{sha256}\n")
+        path.write_text(f"# the pin\n{self.pinned(archive)} \\\n    --hash=sha256:{sha256}\n")
         monkeypatch.setattr(sources.read_pin, "__defaults__", (path,))
         monkeypatch.setattr(sources, "CHECKOUT", tmp_path / "none")
 
@@ -387,7 +400,7 @@ class TestPinnedArchive:
     ) -> None:
         self.pin(archive, tmp_path, monkeypatch)
         source = sources.find_source(None, said.append)
-        assert source.commit == self.COMMIT
+        assert source.commit == self.commit(self.pinned(archive))
         assert source.pinned
         found = {str(path.relative_to(source.path)) for path in source.path.rglob("*") if path.is_file()}
         expected = make_tree(tmp_path / "expected")
@@ -406,7 +419,7 @@ class TestPinnedArchive:
         monkeypatch.setenv("_PYPROJECT_HOOKS_BUILD_BACKEND", "native_build.pep517")
         monkeypatch.setenv("_PYPROJECT_HOOKS_BACKEND_PATH", str(ROOT))
         monkeypatch.setenv("_PYPROJECT_HOOKS_BACKEND_PATH_JSON", json.dumps([str(ROOT)]))  # pip 26.3
-        assert sources.find_source(None, said.append).commit == self.COMMIT
+        assert sources.find_source(None, said.append).commit == self.commit(self.pinned(archive))
 
     def test_a_changed_hash_is_refused_with_both_hashes(
         self, archive: Path, tmp_path: Path, cache: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
@@ -434,7 +447,7 @@ def test_an_archive_cannot_write_outside_its_folder(tmp_path: Path) -> None:
     with tarfile.open(path, "w:gz") as tar:
         for name in ("x/vendor/llama.cpp/../../../escaped.txt", "x/vendor/llama.cpp/good.txt"):
             tar.addfile(tarfile.TarInfo(name), io.BytesIO())
-    sources._extract(path, tmp_path / "deep" / "target")
+    sources._extract(path, sources.ARCHIVES["llama-cpp-python"], tmp_path / "deep" / "target")
     files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(files) == ["evil.tar.gz", "good.txt"]
 

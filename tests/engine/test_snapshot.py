@@ -17,6 +17,7 @@ from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
 from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
+from llamapipe.llama.context import state_version
 
 MakeEngine = Callable[..., lp.Engine]
 
@@ -158,7 +159,7 @@ class TestRefused:
         for bad in (None, "text", 5, [1]):
             with pytest.raises(TypeError, match="snapshot must be bytes"):
                 engine.restore(bad)  # type: ignore[arg-type]
-        for short in (b"", b"llpsnap1", snapshot[:50], b"x" * 500, b"X" + snapshot[1:]):
+        for short in (b"", b"llpsnap2", snapshot[:50], b"x" * 500, b"X" + snapshot[1:]):
             with pytest.raises(InvalidRequestError, match="no snapshot of this version"):
                 engine.restore(short)
 
@@ -203,6 +204,15 @@ class TestRefused:
             pytest.raises(InvalidRequestError, match="another model"),
         ):
             other.restore(snapshot)
+
+    def test_of_another_llama_cpp(self, engine: lp.Engine, snapshot: bytes) -> None:
+        """llama.cpp reads a state of another version as if it were its own."""
+        other = bytearray(snapshot[:-16])
+        version = state_version()
+        assert other[24:28] == version.to_bytes(4, "little")
+        other[24] += 1
+        with pytest.raises(InvalidRequestError, match=f"have version {version + 1}, not {version}"):
+            engine.restore(bytes(other) + blake2b(other, digest_size=16).digest())
 
     def test_of_other_types(self, snapshot: bytes, make_engine: MakeEngine) -> None:
         other = make_engine(type_k="f32")

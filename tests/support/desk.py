@@ -155,7 +155,7 @@ class Desk:
         return Generation(self.engine_thread, request, mailbox, N_VOCAB, self.context.n_ctx, self.layout)
 
     def layout(self) -> Layout:
-        return Layout(bytes(16), "f16", "f16", 1)
+        return Layout(bytes(16), 4, "f16", "f16", 1)
 
     def restore(self, snapshot: bytes) -> Generation:
         """As an engine does."""

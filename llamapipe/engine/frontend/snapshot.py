@@ -15,8 +15,8 @@ import numpy as np
 
 from llamapipe.errors import InvalidRequestError
 
-_MAGIC = b"llpsnap1"
-_HEADER = struct.Struct("<8s16s8s8sIIIIQ")
+_MAGIC = b"llpsnap2"
+_HEADER = struct.Struct("<8s16sI8s8sIIIIQ")
 _CHECK_BYTES = 16
 _START = struct.Struct("<IiI")  # of a state: magic, sequence, number of streams
 _U32 = struct.Struct("<I")
@@ -24,9 +24,13 @@ _CELL = np.dtype([("position", "<i4"), ("n_sequences", "<u4"), ("sequence", "<i4
 
 
 class Layout(NamedTuple):
-    """What a snapshot and an engine must have in common. ``n_streams`` may differ where the memory is plain."""
+    """What a snapshot and an engine must have in common. ``n_streams`` may differ where the memory is plain.
+
+    ``state_version`` is llama.cpp's number for the form of a sequence's state, which it does not check itself.
+    """
 
     fingerprint: bytes
+    state_version: int
     type_k: str
     type_v: str
     n_streams: int
@@ -48,6 +52,7 @@ def pack(snapshot: Snapshot, layout: Layout) -> bytes:
     head = _HEADER.pack(
         _MAGIC,
         layout.fingerprint,
+        layout.state_version,
         layout.type_k.encode(),
         layout.type_v.encode(),
         len(snapshot.tokens),
@@ -74,11 +79,18 @@ def unpack(data: bytes, layout: Layout, n_vocab: int) -> Snapshot:
     body = memoryview(data)[:-_CHECK_BYTES]
     if _digest(body) != data[-_CHECK_BYTES:]:
         raise InvalidRequestError("the snapshot is damaged: its checksum does not match; use another copy")
-    _, fingerprint, *types, n_tokens, n_prompt, n_cells, n_streams, n_state = _HEADER.unpack_from(body)
+    _, fingerprint, version, *types, n_tokens, n_prompt, n_cells, n_streams, n_state = _HEADER.unpack_from(
+        body
+    )
     if fingerprint != layout.fingerprint:
         raise InvalidRequestError(
             f"the snapshot is of another model (fingerprint {fingerprint.hex()[:12]}, this model's is "
             f"{layout.fingerprint.hex()[:12]}); restore it with the file that it was made with"
+        )
+    if version != layout.state_version:
+        raise InvalidRequestError(
+            f"the snapshot was made with another llama.cpp, whose states have version {version}, not "
+            f"{layout.state_version}; make it again with this build"
         )
     end = _HEADER.size + 4 * n_tokens
     if len(body) != end + n_state or not 0 < n_prompt <= n_tokens or n_cells > n_tokens:

@@ -1,4 +1,5 @@
 // From llama.h: the declarations that Python uses. Functions that may throw are called through llamapipe's own entries.
+#define LLAMA_STATE_SEQ_VERSION ...
 typedef int32_t llama_pos;
 typedef int32_t llama_token;
 typedef int32_t llama_seq_id;

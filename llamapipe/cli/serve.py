@@ -24,7 +24,7 @@ from llamapipe.cli.options import (
     model_path,
     template_file,
 )
-from llamapipe.cli.serving.settings import KEYS_VARIABLE, settings_fields
+from llamapipe.cli.serving.settings import KEYS_VARIABLE, settings_fields, with_option_name
 from llamapipe.cli.serving.start import announce, check_template, has_template, listening_socket
 from llamapipe.structured.compile import prepare_vocabulary
 
@@ -217,7 +217,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         settings = ServerSettings(**settings_fields(args))
     except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(with_option_name(str(error))) from error
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
     events = _kv_events(args, settings)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from llamapipe.arguments import check_flag, did_you_mean
+from llamapipe.arguments import check_flag, did_you_mean, nearest
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
@@ -142,7 +142,11 @@ class Answerer:
             prompt, options = given.get("prompt"), {k: v for k, v in given.items() if k not in _KEPT}
         messages = given.get("messages") if self._template is None else None
         if (prompt is None) == (messages is None):
-            raise ValueError("a record must have either a prompt or messages, or be made by a template")
+            misspelt = next((key for key in given if nearest(key, ("prompt", "messages"))), None)
+            hint = did_you_mean(misspelt, ("prompt", "messages")) if prompt is None and misspelt else ""
+            raise ValueError(
+                f"a record must have either a prompt or messages, or be made by a template{hint}"
+            )
         if isinstance(prompt, list) and not (prompt and all(type(token) is int for token in prompt)):
             raise TypeError(
                 "prompt must be a text or a list of token ids; give each prompt a record of its own"

@@ -108,7 +108,9 @@ class Call:
         """Records options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
         if names and self.state.settings.strict:
             raise ApiError(
-                400, f"{names[0]} has no effect here, and this server refuses such options", names[0]
+                400,
+                f"{names[0]} has no effect here, and this server runs with --strict; leave the field out",
+                names[0],
             )
         self.unused += names
 

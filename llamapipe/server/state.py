@@ -113,8 +113,13 @@ class ServerState:
         digest = hashlib.sha256(given).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
+            problem = (
+                "the API key is not one of this server's" if given else "this server asks for an API key"
+            )
             raise ApiError(
-                401, "no valid API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+                401,
+                f"{problem}; send the key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
             )
         return digest
 

@@ -21,7 +21,7 @@ from llamapipe.llama.model import Model
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.structured.grammar import SchemaGrammar
-from llamapipe.structured.guide import Guide, message_of
+from llamapipe.structured.guide import DEAD_END, Guide, message_of
 from llamapipe.structured.library import llguidance
 from llamapipe.structured.rewrite import rewritten
 from llamapipe.structured.schema import (
@@ -217,7 +217,8 @@ class _Compiler:
                 guide.prepare()
             except DecodeError as e:
                 place = " at #:" if kind == "json_schema" else ""
-                raise InvalidRequestError(f"{kind}{place} allows no first token: {e}") from None
+                problem = "allows no first token" if DEAD_END in str(e) else "is too large"
+                raise InvalidRequestError(f"{kind}{place} {problem}: {e}") from None
             try:
                 guide.accept_any()
             except DecodeError as e:

@@ -17,7 +17,7 @@ from llamapipe.errors import ConstraintError, DecodeError, EngineClosedError
 from llamapipe.structured.tokenizer import GrammarTokenizer
 
 _MAX_MESSAGE = 2000
-_DEAD_END = (
+DEAD_END = (
     "the output does not match the grammar yet, and no token of the vocabulary can extend it to a match"
 )
 
@@ -77,7 +77,7 @@ class Guide:
         np.bitwise_and(self._words, self._tokenizer.not_eog, out=self._words)
         self._finished = not self._words.any()
         if self._finished and not self._may_end:
-            raise ConstraintError(f"the grammar stopped after {self._n_tokens} tokens: {_DEAD_END}")
+            raise ConstraintError(f"the grammar stopped after {self._n_tokens} tokens: {DEAD_END}")
         if self._may_end:
             np.bitwise_or(self._words, self._tokenizer.eog, out=self._words)
         self._prepared = True
@@ -184,7 +184,7 @@ def message_of(matcher: Any) -> str:
         text = text.partition(mark)[0]
     text = text.strip()
     if text.startswith("NoExtension"):  # llguidance's stop reason, where it has no message
-        return _DEAD_END
+        return DEAD_END
     if len(text) > _MAX_MESSAGE:  # messages quote the grammar's whole line
         text = f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
     return text or "llguidance gives no reason"

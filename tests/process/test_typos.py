@@ -103,6 +103,8 @@ def test_calls(open_engine: Any, call: Callable[[Any], Any], wrong: str, right: 
 def test_a_batch_record(open_engine: Any) -> None:
     (result,) = lp.batch([{"prompt": "a", "max_token": 3}], open_engine)
     assert "'max_token' is not an option of SamplingParams; did you mean max_tokens?" in str(result["error"])
+    (result,) = lp.batch([{"promt": "a"}], open_engine)
+    assert "; did you mean prompt?" in str(result["error"])
 
 
 def test_roles_of_templates_own_are_no_typos(open_engine: Any) -> None:

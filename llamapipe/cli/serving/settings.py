@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,13 @@ from llamapipe.arguments import nearest
 from llamapipe.cli.options import UsageError
 
 KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
+_OPTIONS = {  # fields whose option has another name
+    "model_names": "--alias",
+    "embedding_names": "--embeddings-alias",
+    "api_keys": "--api-key-file",
+    "cors_origins": "--cors",
+    "allow_hosts": "--allow-host",
+}
 
 
 def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -42,6 +50,17 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         if getattr(args, name) is not None:
             values[name] = getattr(args, name)
     return values
+
+
+def with_option_name(message: str) -> str:
+    """A message of ``ServerSettings`` that begins with a field's name, with the option's name in its place."""
+    from llamapipe.server import ServerSettings
+
+    field = re.split(r"\W", message, maxsplit=1)[0]
+    if field not in ServerSettings.__dataclass_fields__:
+        return message
+    option = _OPTIONS.get(field) or "--" + field.removesuffix("_s").replace("_", "-")
+    return option + message[len(field) :]
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:

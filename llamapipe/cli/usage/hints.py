@@ -1,4 +1,4 @@
-"""What to do instead of an option or a command that llama.cpp or Ollama has and llamapipe has not."""
+"""What to do instead of an option or a command that llama.cpp, vLLM or Ollama has and llamapipe has not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HUB = "use -m hf:OWNER/REPO/FILE or -m hf:OWNER/REPO:QUANT"
 _ALWAYS_ON = "it is always on; leave the option out"
 _TLS = "the server speaks plain HTTP; use a proxy for TLS"
 _UNSUPPORTED = "llamapipe does not support it"
-# llama.cpp's options that have another name here.
+# Options of llama.cpp and vLLM that have another name here.
 _RENAMED = {
     "--predict": "--max-tokens",
     "--n-predict": "--max-tokens",
@@ -47,6 +47,13 @@ _RENAMED = {
     "--rerank": "--embeddings",
     "--reranking": "--embeddings",
     "-rpc": "--rpc",
+    # vLLM's
+    "--max-model-len": "--n-ctx",
+    "--max-num-seqs": "--n-seq-max",
+    "--max-num-batched-tokens": "--n-batch",
+    "--served-model-name": "--alias",
+    "--data-parallel-size": "--workers",
+    "--allowed-origins": "--cors",
 }
 # llama.cpp's options without another name, and what to do.
 _REMARKS = {

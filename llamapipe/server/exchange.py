@@ -22,6 +22,7 @@ import msgspec
 from llamapipe.server.bodies import Held
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
 from llamapipe.server.events import PING, error_event
+from llamapipe.server.wire.depth import MAX_DEPTH, is_too_deep
 from llamapipe.server.wire.fields import unused, without_nulls
 from llamapipe.server.wire.mismatch import mismatch
 
@@ -204,6 +205,10 @@ class Call:
         """
         raw = self.raw
         self.drop_body()
+        if is_too_deep(raw):
+            raise ApiError(
+                400, f"the body is nested too deeply: more than {MAX_DEPTH} levels, the limit of this server"
+            )
         try:
             try:
                 request = decoder.decode(raw)
@@ -214,8 +219,6 @@ class Call:
             raise mismatch(str(e), decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
-        except RecursionError:
-            raise ApiError(400, "the body is nested too deeply") from None
         self.note_unused(unused(request))
         return request
 

@@ -17,6 +17,7 @@ from support.control import wait_until
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
+from llamapipe.server.wire.depth import MAX_DEPTH, is_too_deep
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
@@ -171,24 +172,67 @@ def test_a_bad_request_leaves_no_traceback(client: httpx.Client, caplog: pytest.
     assert not [record for record in caplog.records if "refused" in record.message]
 
 
-@pytest.mark.parametrize("field", ["messages", "tools", "response_format", "chat_template_kwargs"])
-def test_a_chat_that_is_nested_deeply(
-    client: httpx.Client, field: str, caplog: pytest.LogCaptureFixture
+USER = '"messages":[{"role":"user","content":"a"}]'
+FUNCTION = '"type":"function","function":{"name":"f","parameters":DEEP}'
+SCHEMA = '"type":"json_schema","json_schema":{"schema":DEEP}'
+NESTED = [  # path, body, the answer to a value within the limit
+    ("/v1/chat/completions", '{"messages":[{"role":"user","content":"a","x":DEEP}],"max_tokens":2}', 200),
+    ("/v1/chat/completions", f'{{{USER},"max_tokens":2,"chat_template_kwargs":{{"x":DEEP}}}}', 200),
+    ("/v1/chat/completions", f'{{{USER},"max_tokens":2,"documents":[DEEP]}}', 200),
+    ("/v1/chat/completions", f'{{{USER},"max_tokens":2,"metadata":DEEP}}', 200),
+    ("/v1/chat/completions", f'{{{USER},"tools":[{{{FUNCTION}}}]}}', 400),
+    ("/v1/chat/completions", f'{{{USER},"response_format":{{{SCHEMA}}}}}', 400),
+    ("/v1/chat/completions", f'{{{USER},"no such":DEEP}}', 400),
+    ("/v1/completions", '{"prompt":DEEP}', 400),
+    ("/v1/completions", '{"prompt":"a","json_schema":DEEP}', 400),
+    ("/v1/responses", '{"input":[{"role":"user","content":"a","x":DEEP}],"max_output_tokens":16}', 200),
+    ("/v1/responses", '{"input":"a","tools":[{"type":"function","name":"f","parameters":DEEP}]}', 400),
+    ("/v1/messages", f'{{"model":"demo",{USER},"max_tokens":2,"chat_template_kwargs":{{"x":DEEP}}}}', 200),
+    ("/v1/messages", f'{{"model":"demo",{USER},"max_tokens":2,"tools":[{{"name":"f","input_schema":DEEP}}]}}', 400),
+    ("/v1/messages/count_tokens", f'{{"model":"demo",{USER},"tools":[{{"name":"f","input_schema":DEEP}}]}}', 200),
+    ("/v1/embeddings", '{"input":DEEP}', 400),
+    ("/v1/rerank", '{"query":"a","documents":[DEEP]}', 400),
+    ("/tokenize", '{"messages":[{"role":"user","content":"a","x":DEEP}]}', 200),
+    ("/detokenize", '{"tokens":[DEEP]}', 400),
+    ("/apply-template", f'{{{USER},"chat_template_kwargs":{{"x":DEEP}}}}', 200),
+]  # fmt: skip
+
+
+def nested(body: str, n: int) -> str:
+    """The body with a value that has so many levels with those around it."""
+    before = body.partition("DEEP")[0]
+    n -= sum(map(before.count, "{[")) - sum(map(before.count, "}]"))
+    return body.replace("DEEP", '{"x":' * n + "1" + "}" * n)
+
+
+@pytest.mark.parametrize(("path", "body", "status"), NESTED)
+def test_a_body_that_is_nested_deeply(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture, path: str, body: str, status: int
 ) -> None:
-    """It is refused or answered, and the server goes on."""
-    deep = '{"type":"object","properties":{"a":' * 400 + "{}" + "}}" * 400
-    values = {
-        "messages": f'[{{"role":"user","content":"a","x":{deep}}}]',
-        "tools": f'[{{"type":"function","function":{{"name":"f","parameters":{deep}}}}}],"tool_choice":"required"',
-        "response_format": f'{{"type":"json_schema","json_schema":{{"name":"a","schema":{deep}}}}}',
-        "chat_template_kwargs": f'{{"x":{deep}}}',
-    }
-    chat = "" if field == "messages" else '"messages":[{"role":"user","content":"a"}],'
-    body = f'{{{chat}"max_tokens":2,"{field}":{values[field]}}}'
+    """Up to 256 levels it is treated like any other, and beyond them refused, before anything is done with it."""
     with caplog.at_level(logging.WARNING):
-        assert client.post("/v1/chat/completions", content=body).status_code in (200, 400)
+        deep = client.post(path, content=nested(body, MAX_DEPTH))
+        assert deep.status_code == status, deep.text
+        assert "levels" not in deep.text
+        for n in (MAX_DEPTH + 1, 10 * MAX_DEPTH, 100_000):
+            answer = client.post(path, content=nested(body, n))
+            assert (answer.status_code, "more than 256 levels" in answer.text) == (400, True)
     assert not [record for record in caplog.records if "Traceback" in record.getMessage() or record.exc_info]
-    assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_the_depth_of_a_body() -> None:
+    """Brackets in strings do not count, and the whole body is looked at."""
+    most = '{"a":[' * 128 + "]}" * 128
+    assert not is_too_deep(most.encode())
+    assert is_too_deep(f"[{most}]".encode())
+    for text in ("[" * 300, '"' + "{" * 300, '\\"' + "[" * 300, "\\", '"', "\u005b" * 300, "]" * 300):
+        written = json.dumps(text)
+        assert not is_too_deep(f"[{written},{written},{most[6:-2]}]".encode())
+        assert is_too_deep(f"[{written},{written},{most}]".encode())
+        for n in (2**20 - 3, 2**20 - 2, 2**20 - 1, 2**21):
+            assert not is_too_deep(f"{' ' * n}[{written},{most[6:-2]}]".encode())
+            assert is_too_deep(f"{' ' * n}[{written},{most}]".encode())
+    assert not is_too_deep(b"[" + b"[]," * 10_000 + b"0]")
 
 
 def test_a_bad_response_request_names_the_field(client: httpx.Client) -> None:

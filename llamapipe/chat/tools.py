@@ -136,7 +136,13 @@ def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple
             'tool_choice must have the form {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", '
             f'"tools": [{{"type": "function", "function": {{"name": …}}}}]}}}}, not {dict(tool_choice)!r}'
         )
-    names = {check_tool_choice(one, tools) for one in listed}
+    by_name = {tool.name: tool for tool in tools}
+    names = set()
+    for one in listed:
+        function = one.get("function") if isinstance(one, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        known = isinstance(name, str) and name in by_name and one.get("type") == "function"
+        names.add(name if known else check_tool_choice(one, tools))
     return mode, tuple(tool for tool in tools if tool.name in names)
 
 

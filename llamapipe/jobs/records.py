@@ -58,11 +58,11 @@ class Record:
 
 
 def check_columns(path: Path, names: Collection[str]) -> None:
-    """Raises ValueError if a column is in none of a file's first records; standard input is not looked at.
+    """Raises ValueError if a column is in none of a file's first records. Pipes can be read only once, and are not.
 
     The records of JSON lines may differ, so one that has it is enough.
     """
-    if path == STDIN or not names:
+    if not names or path == STDIN or path.is_fifo():
         return
     seen: dict[str, None] = {}
     for record in islice(read_records(path), _N_LOOKED_AT):

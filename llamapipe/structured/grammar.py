@@ -24,6 +24,7 @@ from llamapipe.structured.schema import SPACE, subschemas, with_options
 _EXACT = 2**53  # every integer up to this one is a double of its own
 _MOST_DIGITS = 400
 _MOST_ONE_OF = 200  # each is compared with each
+_MOST_PLAIN_CHARS = 2**19  # each part that llguidance's compiler reads has its own copy of the definitions
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -59,6 +60,8 @@ class SchemaGrammar:
         self._parts = dict(subschemas(root))
         self._names: dict[str, str] = {}
         self._lines: list[str] = []
+        self._n_chars = 0  # of what `_plain` wrote
+        self._disjoint: dict[tuple[int, int], bool] = {}  # by the identities of two parts
         self.hard = frozenset(self._find_hard())
 
     @property
@@ -113,12 +116,13 @@ class SchemaGrammar:
         """The rule of a part; written once."""
         if pointer in self._names:
             return self._names[pointer]
+        part = self._parts[pointer]
+        if pointer not in self.hard and part.keys() & _ASSERTIONS == {"$ref"}:
+            found = resolved(self.root, part["$ref"])
+            if found is not None and found[0] in self._parts:
+                return self._rule(found[0])  # so that a definition is written once, however often it is used
         name = self._names[pointer] = f"n{len(self._names)}"
-        body = (
-            self._body(pointer, self._parts[pointer])
-            if pointer in self.hard
-            else self._plain(self._parts[pointer])
-        )
+        body = self._body(pointer, part) if pointer in self.hard else self._plain(pointer, part)
         self._lines.append(f"{name}: {body}")
         return name
 
@@ -143,7 +147,7 @@ class SchemaGrammar:
     def _json(self, node: Node) -> str:
         return f"%json {json.dumps(with_options(node, self._whitespace))}"
 
-    def _plain(self, node: Node) -> str:
+    def _plain(self, pointer: str, node: Node) -> str:
         """A part that llguidance's compiler reads, with the definitions that it refers to."""
         definitions: dict[str, Node] = {}
         waiting: list[Any] = [node]
@@ -163,7 +167,16 @@ class SchemaGrammar:
                 if name in self.root.get(group, {}) and name not in definitions.setdefault(group, {}):
                     definitions[group][name] = self.root[group][name]
                     waiting.append(self.root[group][name])
-        return self._json({**node, **definitions})
+        written = self._json({**node, **definitions})
+        self._n_chars += len(written)
+        if self._n_chars > _MOST_PLAIN_CHARS:
+            self._fail(
+                pointer,
+                "$ref",
+                f"with the definitions that its parts refer to, the schema has over {_MOST_PLAIN_CHARS} characters; "
+                "refer to large definitions less often",
+            )
+        return written
 
     # ---- parts
     def _body(self, pointer: str, node: Node) -> str:
@@ -429,6 +442,13 @@ class SchemaGrammar:
         a, b = target(self.root, one), target(self.root, other)
         if not isinstance(a, dict) or not isinstance(b, dict):
             return a is False or b is False
+        pair = (id(a), id(b))
+        if pair not in self._disjoint:  # else definitions that refer to others twice take exponential time
+            self._disjoint[pair] = False  # while it is not known: recursive parts do not tell them apart
+            self._disjoint[pair] = self._are_disjoint_parts(a, b)
+        return self._disjoint[pair]
+
+    def _are_disjoint_parts(self, a: Node, b: Node) -> bool:
         values, others = listed_values(self.root, a), listed_values(self.root, b)
         if values is not None and others is not None:
             return not {compact(v) for v in values} & {compact(v) for v in others}

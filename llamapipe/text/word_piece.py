@@ -54,7 +54,7 @@ class WordPiece:
                 found = words.get(word)
                 if found is None:
                     found = self._pieces(word)
-                    if len(words) < _N_CACHED:
+                    if len(words) < _N_CACHED and len(word) <= _MOST_CHARACTERS:
                         words[word] = found
                 tokens += found
         return tokens

@@ -15,6 +15,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -846,6 +847,16 @@ class TestBeforeTheFirstRecord:
         assert not out.exists()
         done = lp.batch(given, talker, GREEDY, output=out, template="{b}")  # some records have it
         assert done.n_done - done.n_failed == 1
+
+    @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+    def test_a_named_pipe_is_read_once(self, talker: lp.Engine, tmp_path: Path) -> None:
+        given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        os.mkfifo(given)
+        with ThreadPoolExecutor(1) as pool:
+            writes = pool.submit(given.write_text, lines({"a": "x"}, {"a": "y"}))
+            done = lp.batch(given, talker, GREEDY, output=out, template="{a}")
+            writes.result()
+        assert (done.n_done, done.n_failed) == (2, 0)
 
     def test_params(self, talker: lp.Engine) -> None:
         schema = {"type": "object", "properties": {"a": {"type": "x"}}}

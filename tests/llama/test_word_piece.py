@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 import unicodedata
 from pathlib import Path
 
@@ -98,3 +99,15 @@ def test_a_real_vocabulary(bge: Path) -> None:
             assert vocab.tokenize(text, add_special=special) == vocab.tokenize(
                 text, special, parse_special=True
             )
+
+
+def test_long_words_are_not_kept() -> None:
+    ours = WordPiece({f"{BEGIN}a": 2, "a": 3}, 1, True, True)
+    tracemalloc.start()
+    try:
+        for n in range(100):
+            assert ours.tokenize("a" * (10_000 + n)) == [1]
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 100_000

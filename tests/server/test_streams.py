@@ -194,3 +194,19 @@ def test_progress_of_a_short_prompt(engine: lp.Engine) -> None:
         events = client.post("/v1/chat/completions", json=body).text
         assert events.count("prompt_progress") >= 1
         assert client.post("/v1/chat/completions", json={**body, "stream": False}).status_code == 200
+
+
+def test_the_scores_of_an_echo_leave_no_cells_to_other_salts(engine: lp.Engine) -> None:
+    """A stream computes the prompt for its scores before it generates."""
+    prompt = "A prompt that nobody else may learn from the time that their own ones take: it is one tenant's secret."
+    body = {"prompt": prompt, "max_tokens": 2, "cache_salt": "mine"}
+    scored = {**body, "echo": True, "logprobs": 0, "stream": True}
+
+    def n_cached(salt: str | None) -> int:
+        answer = client.post("/v1/completions", json={**body, "cache_salt": salt}).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with served(engine) as client:
+        assert "token_logprobs" in client.post("/v1/completions", json=scored).text
+        assert n_cached(None) == n_cached("other") == 0
+        assert n_cached("mine") > 16

@@ -368,3 +368,23 @@ def test_arguments_of_tools_are_exact(demo: lp.Model) -> None:
             "Count.", tools=[{"type": "function", "function": function}], tool_choice="required"
         )
     assert [call.arguments["n"] for call in out.tool_calls] == [LARGE + 1]
+
+
+def test_a_definition_that_is_used_often_is_written_once(demo: lp.Model) -> None:
+    """Copies of it beside an exact number would be too large for llguidance."""
+    large = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(400)}}
+    names = [f"p{i}" for i in range(60)]
+    schema = {
+        "type": "object",
+        "properties": {"n": {"const": LARGE}, **{name: {"$ref": "#/$defs/D"} for name in names}},
+        "$defs": {"D": large},
+    }
+    factory = compile_guide(demo, json_schema=schema)
+    assert accepts(demo, factory.new(), f'{{"n":{LARGE},"p1":{{"k3":"x"}},"p59":{{}}}}')
+    assert not accepts(demo, factory.new(), f'{{"n":{LARGE},"p1":{{"k3":4}}}}')
+    for name in names:
+        schema["properties"][name] = {"type": "array", "items": {"$ref": "#/$defs/D"}}  # type: ignore[index]
+    with pytest.raises(
+        InvalidRequestError, match=r"^json_schema at #/properties/p\d+: '\$ref': with the defin"
+    ):
+        compile_guide(demo, json_schema=schema)

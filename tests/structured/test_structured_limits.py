@@ -17,6 +17,25 @@ import llamapipe as lp
 from llamapipe.structured import compile as grammars
 from llamapipe.structured.compile import compile_guide
 
+
+def doubled(n: int) -> dict[str, object]:
+    """Two schemas of objects that may be equal; there are ``2**n`` ways from each to its last part."""
+    parts: dict[str, object] = {
+        "A": {"const": 2**60},
+        f"A{n}": {"type": "object"},
+        f"B{n}": {"type": "object"},
+    }
+    for kind in "AB":
+        for i in range(n):
+            more = {"$ref": f"#/$defs/{kind}{i + 1}"}
+            parts[f"{kind}{i}"] = {
+                "type": "object",
+                "required": ["a", "b"],
+                "properties": {"a": more, "b": more, "c": {"$ref": "#/$defs/A"}},
+            }
+    return {"oneOf": [{"$ref": "#/$defs/A0"}, {"$ref": "#/$defs/B0"}], "$defs": parts}
+
+
 # Each takes under two seconds, compiled and followed for fifty tokens, or is refused; see docs/structured.md.
 HOSTILE: list[dict[str, object]] = [
     {"regex": "((((a{100}){100}){100}){100}){100}"},
@@ -37,6 +56,7 @@ HOSTILE: list[dict[str, object]] = [
     {"json_schema": '{"items":' * 300 + f'{{"const":{2**60}}}' + "}" * 300},
     {"json_schema": {"anyOf": [{"type": "integer", "minimum": 10**399 + i} for i in range(280)]}},
     {"json_schema": {"oneOf": [{"const": 2**60 + i} for i in range(5000)]}},
+    {"json_schema": doubled(60)},
     {"json_schema": {"pattern": "^" + "(?:a|(?=b)b)" * 160 + "$"}},
     {"json_schema": {"pattern": "^" + "(" * 900 + "(?=a)" + ")" * 900}},
     {"json_schema": {"pattern": "(?=" + "[" * 100_000}},

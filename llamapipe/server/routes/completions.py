@@ -279,9 +279,18 @@ class _Job:
         """The log-probabilities of each prompt's tokens, which a stream sends before the first generated token."""
         if self.params.prompt_logprobs is None:
             return None
+        given = self.params
+        # Whose cells these are, and whether others may use them, is the same as for the answer.
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=given.prompt_logprobs,
+            cache=given.cache,
+            cache_salt=given.cache_salt,
+            priority=given.priority,
+        )
         done = await self.call.state.engine.agenerate(
             self.prompts,
-            SamplingParams(max_tokens=1, prompt_logprobs=self.params.prompt_logprobs),
+            params,
             timeout=self.call.state.settings.timeout_s,
             block=False,
         )

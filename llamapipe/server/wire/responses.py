@@ -204,8 +204,9 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
 def _name(place: str, item: Mapping[str, Any], tools: Tools) -> str:
     """The name by which the model knows the tool that an item calls."""
     name, namespace = _string(place, item, "name"), item.get("namespace")
-    for flat, known in tools.names.items():
-        if known == ClientName(name, namespace, known.is_custom):
+    for flat in (name, qualified(name, namespace) if isinstance(namespace, str) else name):
+        known = tools.names.get(flat)
+        if known is not None and known == ClientName(name, namespace, known.is_custom):
             return flat
     return qualified(name, namespace) if isinstance(namespace, str) else name
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -98,11 +99,11 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
             raise ApiError(
                 400, f"{place} has the type {kind!r}; it may be function, custom or namespace{hint}", "tools"
             )
-    plain = [known.name for known, _ in found]
+    n_called = Counter(known.name for known, _ in found)
     names: dict[str, ClientName] = {}
     functions = []
     for known, function in found:
-        name = known.name if plain.count(known.name) == 1 else qualified(known.name, known.namespace)
+        name = known.name if n_called[known.name] == 1 else qualified(known.name, known.namespace)
         if name in names:
             raise ApiError(400, f"tools: there are two tools called {name!r}", "tools")
         names[name] = known
@@ -225,10 +226,11 @@ def _named_choice(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> str 
         listed = inner.get("tools") if isinstance(inner, Mapping) else None
         if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
             raise ApiError(400, "tool_choice: tools must be a list of tools", "tool_choice.tools")
-        allowed: list[str] = []
+        named = _by_name(tools)
+        allowed: dict[str, None] = {}
         for one in listed:
             if _hosted(str(one.get("type"))) is None:
-                allowed += _chosen(one, tools, is_flat)
+                allowed |= dict.fromkeys(_chosen(one, tools, named, is_flat))
         if not allowed:
             if mode == "auto":
                 return "none"
@@ -245,10 +247,23 @@ def _named_choice(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> str 
             f"tool_choice has the type {kind!r}; it may be 'function', 'custom' or 'allowed_tools'",
             "tool_choice.type",
         )
-    return _chosen(given, tools, is_flat)[0]
+    return _chosen(given, tools, _by_name(tools), is_flat)[0]
 
 
-def _chosen(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> list[str]:
+_Named = Mapping[tuple[bool, str], list[str]]
+
+
+def _by_name(tools: Tools) -> _Named:
+    """The functions by the name of a tool (False) and by that of a namespace (True)."""
+    named: dict[tuple[bool, str], list[str]] = defaultdict(list)
+    for flat, known in tools.names.items():
+        named[False, known.name].append(flat)
+        if known.namespace is not None:
+            named[True, known.namespace].append(flat)
+    return dict(named)
+
+
+def _chosen(given: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool) -> list[str]:
     """The functions that an object names; several, if it names a namespace. Raises ApiError 400."""
     kind = given.get("type")
     inner = given if is_flat else given.get(str(kind))
@@ -256,14 +271,10 @@ def _chosen(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> list[str]:
     space = inner.get("namespace") if isinstance(inner, Mapping) else None
     if not isinstance(name, str):
         raise ApiError(400, f"tool_choice: the type {kind!r} needs a name", "tool_choice.name")
-    if kind == "namespace":
-        found = [flat for flat, known in tools.names.items() if known.namespace == name]
-    else:
-        found = [
-            flat
-            for flat, known in tools.names.items()
-            if known.name == name and space in (None, known.namespace)
-        ]
+    is_namespace = kind == "namespace"
+    found = named.get((is_namespace, name), [])
+    if not is_namespace and space is not None:
+        found = [flat for flat in found if tools.names[flat].namespace == space]
     if not found:
         names = [known.name for known in tools.names.values()]
         raise ApiError(

@@ -53,12 +53,15 @@ def kept_messages(
 
 
 def _turns(messages: list[MessageT]) -> list[list[MessageT]]:
-    """The messages in groups, each of which begins with a user's message after one of another role."""
-    begins = [
-        i
-        for i, one in enumerate(messages)
-        if i == 0 or (one.get("role") == "user" and messages[i - 1].get("role") != "user")
-    ]
+    """The messages in groups, each of which begins with a user's message after one of another role.
+
+    What precedes the first one, such as a greeting, belongs to the first turn: templates may refuse to count the tokens
+    of messages without a user's.
+    """
+    users = [i for i, one in enumerate(messages) if one.get("role") == "user"]
+    begins = [i for i in users[1:] if messages[i - 1].get("role") != "user"]
+    if messages:
+        begins.insert(0, 0)
     return [messages[begin:end] for begin, end in zip(begins, [*begins[1:], len(messages)], strict=True)]
 
 

@@ -74,3 +74,16 @@ def test_a_very_long_history_costs_no_more_than_its_end() -> None:
     kept = kept_messages(messages, counts, 300, 10)
     assert n_tokens(kept) <= 290 and kept[-1] == messages[-1]
     assert counted < 60_000
+
+
+def test_a_greeting_belongs_to_the_first_turn() -> None:
+    """Templates may refuse to render messages without a user's."""
+
+    def counted(messages: Sequence[Message]) -> int:
+        assert any(one["role"] == "user" for one in messages)
+        return n_tokens(messages)
+
+    greeting = {"role": "assistant", "content": "g" * 10}
+    messages = [SYSTEM, greeting, *turn("a"), *turn("b"), *turn("c")]
+    assert kept_messages(messages, counted, 60, 1) == [SYSTEM, *turn("b"), *turn("c")]
+    assert kept_messages(messages, counted, 100, 1) == messages

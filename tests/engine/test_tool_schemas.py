@@ -14,7 +14,7 @@ from support.scripted_model import scripted_model
 
 import llamapipe as lp
 from llamapipe.chat.tools import check_tools
-from llamapipe.errors import InvalidRequestError
+from llamapipe.errors import ConstraintError, InvalidRequestError
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY = lp.SamplingParams(temperature=0, max_tokens=200)
@@ -191,3 +191,10 @@ def test_render_chat_takes_the_tools_of_chat(engine: lp.Engine) -> None:
     assert engine.model.render_chat(HELLO, tools=[], **ARGS) == engine.model.render_chat(HELLO, **ARGS)
     with pytest.raises(TypeError, match=r"tools\[0\] must be a function, a dict or a Tool, not int"):
         engine.model.render_chat(HELLO, tools=[3])  # type: ignore[list-item]
+
+
+def test_many_such_tools_have_one_limit_of_time(engine: lp.Engine) -> None:
+    tools = [function(f"f{i}", {**BAD, "title": f"{i}"}) for i in range(60)]
+    params = lp.SamplingParams(max_tokens=4, grammar_timeout=0.02)
+    with pytest.raises(ConstraintError, match=r"grammar_timeout is 0\.02 s"):
+        engine.chat(HELLO, params, tools=tools, template_args=ARGS)

@@ -15,6 +15,7 @@ from llamapipe.arguments import check_choice, check_flag, from_column
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatFinishReason
 from llamapipe.engine.delivery.delta_parser import DeltaParser
 from llamapipe.engine.frontend.request_builder import Item, RequestBuilder, named
+from llamapipe.engine.frontend.tenant import grammar_limit
 from llamapipe.engine.frontend.tool_schemas import ToolSchemas
 from llamapipe.engine.params import CONSTRAINTS, SamplingParams
 from llamapipe.engine.results import Choice, Completion
@@ -251,7 +252,8 @@ class ChatBuilder:
 
         if not tools:
             return compiled(tools), tools
-        return self._tool_schemas.followed(chat_format, tools, choice, compiled)
+        limit_s = grammar_limit(params.grammar_timeout)
+        return self._tool_schemas.followed(chat_format, tools, choice, compiled, limit_s)
 
 
 def _answer_schema(given: Any) -> Any:

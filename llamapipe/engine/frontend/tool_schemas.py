@@ -10,10 +10,12 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from time import thread_time
 from typing import TYPE_CHECKING
 
 from llamapipe.engine.frontend.request_builder import RequestBuilder
 from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.sampling.background import GrammarBudget
 from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import Lock
 
@@ -42,12 +44,27 @@ class ToolSchemas:
         return f"<ToolSchemas of {self._request_builder!r}>"
 
     def followed(
-        self, chat_format: ChatFormat, tools: Sequence[Tool], choice: str, compiled: Compile
+        self,
+        chat_format: ChatFormat,
+        tools: Sequence[Tool],
+        choice: str,
+        compiled: Compile,
+        limit_s: float | None = None,
     ) -> tuple[SamplingParams, Sequence[Tool]]:
         """The params that ``compiled`` makes of the tools, and the tools with the schemas that are in their grammar.
 
-        Raises InvalidRequestError, which names the tool, for a schema that cannot be followed and must be.
+        ``limit_s``: processor time that it may take to find those that cannot be followed.
+
+        Raises InvalidRequestError, which names the tool, for a schema that cannot be followed and must be;
+        ConstraintError over the limit.
         """
+        began_s, budget = thread_time(), GrammarBudget(limit_s)
+
+        def check_time() -> None:
+            budget.spent_s = thread_time() - began_s
+            if (late := budget.error()) is not None:
+                raise late
+
         key = json.dumps([(tool.name, tool.parameters, tool.strict) for tool in tools])
         with self._lock:
             reasons = self._relaxed.get(key, {}) if choice == "auto" else {}
@@ -56,7 +73,11 @@ class ToolSchemas:
         except InvalidRequestError as e:
             error = e
         used = [tool for tool in tools if choice in ("auto", "required", tool.name)]
-        reasons = {tool.name: reason for tool in used if (reason := self._fault(chat_format, tool))}
+        reasons = {}
+        for tool in used:  # each has a time limit of its own; there may be thousands
+            check_time()
+            if reason := self._fault(chat_format, tool):
+                reasons[tool.name] = reason
         for tool in used:
             if tool.name in reasons and (choice != "auto" or tool.strict):
                 raise InvalidRequestError(f"tool {tool.name!r}: {reasons[tool.name]}") from None
@@ -71,6 +92,7 @@ class ToolSchemas:
             attempts.append(reasons | too_large)
             n *= 2
         for reasons in attempts:
+            check_time()
             try:
                 made = self._made(chat_format, tools, reasons, compiled)
             except InvalidRequestError as e:

@@ -135,6 +135,16 @@ def add_parser(
     )
     server.add_argument("--max-n", type=int, metavar="N", help="choices of one request (default: 128)")
     server.add_argument(
+        "--max-messages", type=int, metavar="N", help="messages of one conversation (default: 10000)"
+    )
+    server.add_argument(
+        "--max-text-characters",
+        type=int,
+        metavar="N",
+        help="characters of a text or conversation that cannot fit the context; a longer one is refused before it is "
+        "tokenized (default: 1048576)",
+    )
+    server.add_argument(
         "--max-body-bytes", type=int, metavar="N", help="largest request body (default: 16777216)"
     )
     server.add_argument(

@@ -12,7 +12,7 @@ from llamapipe.engine.frontend.chat_builder import ChatOptions
 from llamapipe.engine.params import SamplingParams
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.exchange import Call
-from llamapipe.server.prompts import total_choices
+from llamapipe.server.prompts import refuse_long_chat, total_choices
 from llamapipe.server.wire.constraints import with_field
 
 
@@ -34,6 +34,8 @@ class ChatJob:
         is_empty: bool = False,
     ) -> None:
         total_choices(call.state, params.n)
+        if options.truncation == "error":
+            refuse_long_chat(call.state, messages)
         self._call = call
         self._engine = call.state.engine
         self._timeout = call.state.settings.timeout_s

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
@@ -11,7 +12,6 @@ from llamapipe.server.wire.openai import Prompt
 if TYPE_CHECKING:
     from llamapipe.server.state import ServerState
 
-_MOST = 2**20  # characters of a text that may be longer than the context
 _LONG = 4096  # characters; a longer text is tokenized in a thread, to keep the event loop free
 
 
@@ -20,24 +20,52 @@ async def tokenized(
 ) -> list[int]:
     """The tokens of a text, with at most one BOS. Raises ValueError for text that the vocabulary cannot express.
 
-    A text of more than a million characters is refused if it cannot fit the context, before it is
-    tokenized.
+    A text of more than ``max_text_characters`` is refused if it cannot fit the context, before it is tokenized.
 
     Clients of this API render templates themselves. So the text of a control token becomes that token, as on other
     servers.
     """
     vocab = state.engine.model.vocab
-    n_ctx = state.engine.n_ctx
-    if len(text) > _MOST and vocab.least_tokens(len(text)) >= n_ctx:
-        raise InvalidRequestError(
-            f"the text has {len(text)} characters and cannot fit n_ctx, which is {n_ctx}; the limit of this server for "
-            f"longer texts is {_MOST}: split it"
-        )
+    refuse_long(state, "text", len(text))
     if len(text) < _LONG:
         tokens = vocab.tokenize(text, add_special, parse_special)
     else:
         tokens = await state.in_thread(vocab.tokenize, text, add_special, parse_special)
     return tokens[1:] if vocab.bos is not None and tokens[:2] == [vocab.bos] * 2 else tokens
+
+
+def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
+    """Raises InvalidRequestError for a text that cannot fit the context, if it is longer than the server allows."""
+    most, n_ctx = state.settings.max_text_characters, state.engine.n_ctx
+    if n_characters > most and state.engine.model.vocab.least_tokens(n_characters) >= n_ctx:
+        raise InvalidRequestError(
+            f"the {what} has {n_characters} characters and cannot fit n_ctx, which is {n_ctx}; the limit of this "
+            f"server for such a one is {most} (--max-text-characters): shorten it"
+        )
+
+
+def refuse_long_chat(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> None:
+    """The same for the contents of a conversation, before it is rendered."""
+    refuse_long(state, "conversation", sum(_n_characters(one.get("content")) for one in messages))
+
+
+def _n_characters(content: object) -> int:
+    """The characters of a message's content: text, or parts with text."""
+    if isinstance(content, list):
+        content = [part.get("text") if isinstance(part, dict) else part for part in content]
+        return sum(len(text) for text in content if isinstance(text, str))
+    return len(content) if isinstance(content, str) else 0
+
+
+def check_n_messages(state: ServerState, given: object, name: str) -> None:
+    """Raises ApiError 400 for a conversation of more messages than the server allows, before any is looked at."""
+    most = state.settings.max_messages
+    if isinstance(given, list) and len(given) > most:
+        raise ApiError(
+            400,
+            f"{name} has {len(given)} items; the limit of this server is {most} (--max-messages): send the last ones",
+            name,
+        )
 
 
 async def prompts_of(
@@ -93,14 +121,14 @@ def _check(state: ServerState, tokens: list[int]) -> None:
     n_vocab, n_ctx = state.engine.model.n_vocab, state.engine.n_ctx
     if not tokens:
         raise ValueError("the prompt is empty; give at least one token")
-    wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
-    if wrong is not None:
-        raise ValueError(f"the token id {wrong} is not in the vocabulary, which has ids 0 to {n_vocab - 1}")
     if len(tokens) >= n_ctx:
         raise ValueError(
             f"the prompt has {len(tokens)} tokens; n_ctx is {n_ctx} and one must stay free: "
             "shorten it, or raise n_ctx"
         )
+    wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
+    if wrong is not None:
+        raise ValueError(f"the token id {wrong} is not in the vocabulary, which has ids 0 to {n_vocab - 1}")
 
 
 async def _text(

@@ -37,6 +37,9 @@ class ServerSettings:
     - ``max_connections_per_address``: connections of one client; the next one takes the place of its oldest one without
       a running request. Clients behind one proxy have one address. 0: no limit.
     - ``max_n``: maximum number of choices of one request, over all its prompts.
+    - ``max_messages``: maximum number of messages of a conversation, or items of a Responses input.
+    - ``max_text_characters``: a text, or the contents of a conversation, may be longer only if it can fit the context;
+      otherwise it is refused before it is rendered or tokenized. Also the maximum number of tokens to detokenize.
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
     - ``timeout_s``: seconds a request may take; longer ones are answered 504. None: no limit.
     - ``head_timeout_s``: seconds in which the head of a request must arrive; slower ones are answered 408.
@@ -62,6 +65,8 @@ class ServerSettings:
     max_requests: int = 1024
     max_connections_per_address: int = 1024
     max_n: int = 128
+    max_messages: int = 10_000
+    max_text_characters: int = 2**20
     retry_after_s: int = 1
     timeout_s: float | None = None
     head_timeout_s: float = 10.0
@@ -87,6 +92,8 @@ class ServerSettings:
         check_int("max_connections_per_address", self.max_connections_per_address, 0, 2**31 - 1)
         check_int("max_requests", self.max_requests, 1, 2**31 - 1)
         check_int("max_n", self.max_n, 1, 10_000)
+        check_int("max_messages", self.max_messages, 1, 2**31 - 1)
+        check_int("max_text_characters", self.max_text_characters, 1, 2**31 - 1)
         check_int("retry_after_s", self.retry_after_s, 0, 86_400)
         if self.timeout_s is not None:
             check_float("timeout_s", self.timeout_s, 0.001, 1e6)

@@ -17,6 +17,7 @@ from llamapipe.engine.frontend.tenant import Tenant, tenant
 from llamapipe.server.bodies import BodyBudget
 from llamapipe.server.errors import ApiError
 from llamapipe.server.metrics import Metrics
+from llamapipe.server.prompts import refuse_long_chat
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.timeline import Timeline
 from llamapipe.server.wire.template_args import check_template_args
@@ -135,8 +136,12 @@ class ServerState:
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
     ) -> list[int]:
-        """The tokens of a conversation, computed in a worker thread. Raises ApiError 400 for reserved arguments."""
+        """The tokens of a conversation, computed in a worker thread.
+
+        Raises ApiError 400 for reserved arguments, InvalidRequestError for a conversation that is too long.
+        """
         check_template_args(template_args)
+        refuse_long_chat(self, messages)
         return await self.in_thread(
             partial(
                 self.engine.model.tokenize_chat,

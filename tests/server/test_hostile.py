@@ -45,6 +45,13 @@ def client(server: serve) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def limited(engine: lp.Engine) -> Iterator[httpx.Client]:
+    settings = ServerSettings(max_messages=20, max_text_characters=150_000, model_names=("demo",))
+    with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
 def function(name: Any, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -158,6 +165,52 @@ def test_a_text_that_is_too_long_is_not_tokenized(client: httpx.Client) -> None:
         answer = client.post(path, json={field: "a" * 15_000_000})
         assert answer.status_code == 400 and "15000000 characters" in answer.text
     assert client.post("/tokenize", json={"content": "a" * 100_000}).status_code == 200
+
+
+MANY = [{"role": "user", "content": "x"}] * 21
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "more"),
+    [
+        ("/v1/chat/completions", "messages", {}),
+        ("/v1/chat/completions", "messages", {"truncation": "auto"}),
+        ("/v1/responses", "input", {}),
+        ("/v1/messages", "messages", {"model": "demo", "max_tokens": 2}),
+        ("/v1/messages/count_tokens", "messages", {"model": "demo"}),
+        ("/tokenize", "messages", {}),
+        ("/apply-template", "messages", {}),
+    ],
+)
+def test_a_conversation_that_is_too_long_is_not_rendered(
+    limited: httpx.Client, path: str, field: str, more: dict[str, Any]
+) -> None:
+    """By the number of its messages, or by their contents if they cannot fit the context."""
+    answer = limited.post(path, json={field: MANY, **more})
+    assert (answer.status_code, "21 items; the limit of this server is 20" in answer.text) == (400, True)
+    long = "a" * 40_000
+    for content in (long, [{"type": "text", "text": long}] if "resp" not in path else long):
+        answer = limited.post(path, json={field: [{"role": "user", "content": content}] * 4, **more})
+        assert answer.status_code == 400
+        said = "160000 characters and cannot fit n_ctx" in answer.text
+        assert said is not bool(more.get("truncation"))
+    assert limited.post(path, json={field: MANY[:20], **more}).status_code == 200
+
+
+def test_texts_up_to_the_limit_are_counted(limited: httpx.Client) -> None:
+    """Longer ones are counted, too, if they can fit the context."""
+    for path, field in (("/tokenize", "content"), ("/tokenize", "prompt"), ("/v1/completions", "prompt")):
+        answer = limited.post(path, json={field: "a" * 150_001})
+        assert (answer.status_code, "150001 characters" in answer.text) == (400, True)
+    assert len(limited.post("/tokenize", json={"content": "a" * 150_000}).json()["tokens"]) > 1000
+    given = {"prompt": "a" * 150_000, "return_token_strs": True}
+    answer = limited.post("/tokenize", json=given).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 1000
+    pieces = limited.post("/tokenize", json={"content": "a" * 150_000, "with_pieces": True}).json()["tokens"]
+    assert "".join(one["piece"] for one in pieces).strip() == "a" * 150_000
+    assert limited.post("/detokenize", json={"tokens": [5] * 150_000}).status_code == 200
+    answer = limited.post("/detokenize", json={"tokens": [5] * 150_001})
+    assert (answer.status_code, "the limit of this server is 150000" in answer.text) == (400, True)
 
 
 def test_tokens_outside_the_vocabulary(client: httpx.Client) -> None:
@@ -327,6 +380,8 @@ def test_choices_of_a_stream_end_with_its_client(client: httpx.Client, engine: l
         {"timeout_s": "1"},
         {"body_timeout_s": -1},
         {"strict": 1},
+        {"max_messages": 0},
+        {"max_text_characters": "many"},
         {"page": None},
         {"api_keys": 5},
         {"api_keys": [" a"]},

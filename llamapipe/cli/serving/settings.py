@@ -43,6 +43,8 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
     for name in (
         "max_requests",
         "max_n",
+        "max_messages",
+        "max_text_characters",
         "max_body_bytes",
         "max_bodies_bytes",
         "max_connections_per_address",

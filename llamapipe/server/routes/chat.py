@@ -17,6 +17,7 @@ from llamapipe.server.chats import ChatJob
 from llamapipe.server.errors import ApiError
 from llamapipe.server.events import DONE, SUBMITTED, ChunkWriter, Progress, error_event, merged
 from llamapipe.server.exchange import Call
+from llamapipe.server.prompts import check_n_messages
 from llamapipe.server.routes.completions import usage
 from llamapipe.server.wire.chat_messages import engine_messages
 from llamapipe.server.wire.logprobs import chat_logprobs, check_top
@@ -48,6 +49,7 @@ async def chat_completions(call: Call) -> None:
 
 def _job(call: Call, request: ChatRequest, tools: Tools) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
+    check_n_messages(call.state, request.messages, "messages")
     vocab = call.state.engine.model.vocab
     limit = token_limit(max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens)
     if request.top_logprobs is not None and not request.logprobs:

@@ -14,6 +14,7 @@ from llamapipe.server.chats import ChatJob
 from llamapipe.server.errors import ApiError
 from llamapipe.server.events import SUBMITTED, error_event, event
 from llamapipe.server.exchange import Call
+from llamapipe.server.prompts import check_n_messages
 from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest, ToolChoice
 from llamapipe.server.wire.anthropic_messages import messages_of
 from llamapipe.server.wire.sampling import Sampling
@@ -48,6 +49,7 @@ async def count_tokens(call: Call) -> None:
     request = call.decode(_COUNT_DECODER)
     call.state.check_model(request.model)
     call.note_unused(request.unused())
+    check_n_messages(call.state, request.messages, "messages")
     tokens = await call.state.tokenize_chat(
         messages_of(request), request.functions(), True, _template_args(request)
     )
@@ -56,6 +58,7 @@ async def count_tokens(call: Call) -> None:
 
 def _job(call: Call, request: MessagesRequest) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
+    check_n_messages(call.state, request.messages, "messages")
     if request.max_tokens < 1:
         raise ApiError(400, f"max_tokens is {request.max_tokens}; it must be 1 or more", "max_tokens")
     sampling = Sampling(**{name: getattr(request, name) for name in _SAMPLING}, stop=request.stop_sequences)

@@ -16,6 +16,7 @@ from llamapipe.server.chats import ChatJob
 from llamapipe.server.errors import ApiError, api_error
 from llamapipe.server.events import event
 from llamapipe.server.exchange import Call
+from llamapipe.server.prompts import check_n_messages
 from llamapipe.server.wire.logprobs import chat_logprobs, check_top
 from llamapipe.server.wire.responses import LOGPROBS, ResponsesRequest, messages_of
 from llamapipe.server.wire.sampling import Sampling
@@ -47,6 +48,7 @@ async def responses(call: Call) -> None:
 
 def _job(call: Call, request: ResponsesRequest, tools: Tools) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
+    check_n_messages(call.state, request.input, "input")
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise ApiError(
             400,

@@ -6,21 +6,27 @@ or ``messages``, ``count``).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
-from llamapipe.server.prompts import tokenized
+from llamapipe.server.prompts import check_n_messages, refuse_long_chat, tokenized
 from llamapipe.server.wire.logprobs import token_text
 from llamapipe.server.wire.template_args import check_template_args
 from llamapipe.server.wire.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
+if TYPE_CHECKING:
+    from llamapipe.server.state import ServerState
+
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 _TEMPLATE = msgspec.json.Decoder(TemplateRequest)
+_MANY = 1024  # tokens; with more of them the event loop is kept free
+T = TypeVar("T")
 
 
 async def tokenize(call: Call) -> None:
@@ -32,13 +38,31 @@ async def tokenize(call: Call) -> None:
     given = [name for name in ("content", "prompt", "messages") if getattr(request, name) is not None]
     if len(given) != 1:
         raise ApiError(400, "give one of content, prompt and messages", given[1] if given else "prompt")
+    check_n_messages(state, request.messages, "messages")
+
+    def pieces(tokens: Sequence[int]) -> bytes:
+        made = [{"id": token, "piece": _piece(vocab.written_piece(token))} for token in tokens]
+        return msgspec.json.encode({"tokens": made})
+
+    def counted(tokens: Sequence[int]) -> bytes:
+        strings = None
+        if request.return_token_strs:
+            strings = [token_text(vocab.written_piece(token)) for token in tokens]
+        return msgspec.json.encode(
+            {
+                "count": len(tokens),
+                "max_model_len": state.engine.n_ctx,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+        )
+
     if request.content is not None:
         tokens = await tokenized(state, request.content, request.add_special, request.parse_special)
         if not request.with_pieces:
             await call.answer_json({"tokens": tokens})
             return
-        pieces = [{"id": token, "piece": _piece(vocab.written_piece(token))} for token in tokens]
-        await call.answer_json({"tokens": pieces})
+        await call.answer(await _made(state, pieces, tokens))
         return
     if request.messages is not None:
         tokens = await state.tokenize_chat(
@@ -47,19 +71,31 @@ async def tokenize(call: Call) -> None:
     else:
         assert request.prompt is not None
         tokens = await tokenized(state, request.prompt, request.add_special_tokens, request.parse_special)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.engine.n_ctx, "tokens": tokens}
-    answer["token_strs"] = (
-        [token_text(vocab.written_piece(token)) for token in tokens] if request.return_token_strs else None
-    )
-    await call.answer_json(answer)
+    await call.answer(await _made(state, counted, tokens))
+
+
+async def _made(state: ServerState, make: Callable[[list[int]], T], tokens: list[int]) -> T:
+    """``make(tokens)``, in a thread if it takes long."""
+    return make(tokens) if len(tokens) < _MANY else await state.in_thread(make, tokens)
 
 
 async def detokenize(call: Call) -> None:
     """``POST /detokenize``."""
     request = call.decode(_DETOKENIZE)
-    call.state.check_model(request.model)
+    state = call.state
+    state.check_model(request.model)
+    most = max(state.settings.max_text_characters, state.engine.n_ctx)
+    if len(request.tokens) > most:
+        raise ApiError(
+            400,
+            f"tokens has {len(request.tokens)} items; the limit of this server is {most} (--max-text-characters): "
+            "split it",
+            "tokens",
+        )
     try:
-        text = call.state.engine.model.vocab.detokenize(request.tokens, unparse_special=True)
+        text = await _made(
+            state, partial(state.engine.model.vocab.detokenize, unparse_special=True), request.tokens
+        )
     except ValueError as e:
         raise ApiError(400, f"tokens: {e}", "tokens") from None
     await call.answer_json({"content": text, "prompt": text})
@@ -95,6 +131,8 @@ async def apply_template(call: Call) -> None:
     call.state.check_model(request.model)
     args = request.chat_template_kwargs or {}
     check_template_args(args)
+    check_n_messages(call.state, request.messages, "messages")
+    refuse_long_chat(call.state, request.messages)
     render = partial(
         call.state.engine.model.render_chat,
         request.messages,

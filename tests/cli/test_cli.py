@@ -122,9 +122,9 @@ class TestUsage:
         assert "did you mean --temperature?" in done.stderr
 
     def test_every_sampling_parameter_has_an_option(self) -> None:
-        """But those whose results the command does not print, and what is a Python function."""
+        """But those whose results the command does not print, a Python function, and what concerns other callers."""
         fields = {field.name for field in dataclasses.fields(lp.SamplingParams)}
-        fields -= {"prompt_logprobs", "logits_processors", "priority", "cache"}
+        fields -= {"prompt_logprobs", "logits_processors", "priority", "cache", "cache_salt"}
         assert {option.name for option in [*TEXTS, *SAMPLING]} == fields
 
 

@@ -18,30 +18,22 @@ from typing import Any, NoReturn
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.look_around import LOOK_AROUND, without_look_around
 from llamapipe.structured.ranges import integer_range, number_bound
-from llamapipe.structured.rewrite import Node, listed_values, resolved, target
+from llamapipe.structured.rewrite import (
+    ASSERTIONS,
+    BOUNDS,
+    OF_TYPE,
+    Node,
+    identity,
+    listed_values,
+    resolved,
+    target,
+)
 from llamapipe.structured.schema import SPACE, subschemas, with_options
 
 _EXACT = 2**53  # every integer up to this one is a double of its own
 _MOST_DIGITS = 400
 _MOST_ONE_OF = 200  # each is compared with each
 _MOST_PLAIN_CHARS = 2**19  # each part that llguidance's compiler reads has its own copy of the definitions
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-_OF_TYPE = {
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "additionalItems"),
-    "object": (
-        "properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties",
-    ),
-    "number": (*_BOUNDS, "multipleOf"),
-    "boolean": (),
-    "null": (),
-}  # fmt: skip
-# What restricts values. All else is an annotation.
-_ASSERTIONS = {
-    "type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains", "minContains",
-    "maxContains", "unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
-    "propertyNames", "$dynamicRef", "$recursiveRef", *(keyword for group in _OF_TYPE.values() for keyword in group),
-}  # fmt: skip
 # A string of JSON whose characters need no escapes; and any, but for names of control characters.
 _PLAIN = r'/[^"\\\x00-\x1F\x7F]*/'
 _NAME = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
@@ -117,7 +109,7 @@ class SchemaGrammar:
         if pointer in self._names:
             return self._names[pointer]
         part = self._parts[pointer]
-        if pointer not in self.hard and part.keys() & _ASSERTIONS == {"$ref"}:
+        if pointer not in self.hard and part.keys() & ASSERTIONS == {"$ref"}:
             found = resolved(self.root, part["$ref"])
             if found is not None and found[0] in self._parts:
                 return self._rule(found[0])  # so that a definition is written once, however often it is used
@@ -180,7 +172,7 @@ class SchemaGrammar:
 
     # ---- parts
     def _body(self, pointer: str, node: Node) -> str:
-        keywords = node.keys() & _ASSERTIONS
+        keywords = node.keys() & ASSERTIONS
         if "$ref" in keywords:
             self._alone(pointer, "$ref", keywords)
             found = resolved(self.root, node["$ref"])
@@ -222,17 +214,17 @@ class SchemaGrammar:
         return " | ".join(one for one in elements if one is not None) or self._nothing(pointer, keyword)
 
     def _typed(self, pointer: str, node: Node, keywords: set[str]) -> str:
-        kinds = node.get("type", list(_OF_TYPE))
+        kinds = node.get("type", list(OF_TYPE))
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-        known = {keyword for kind in ("integer", *kinds) for keyword in _OF_TYPE.get(kind, ())}
-        known |= {"type", *_BOUNDS, "multipleOf", *(k for group in _OF_TYPE.values() for k in group)}
+        known = {keyword for kind in ("integer", *kinds) for keyword in OF_TYPE.get(kind, ())}
+        known |= {"type", *BOUNDS, "multipleOf", *(k for group in OF_TYPE.values() for k in group)}
         for keyword in sorted(keywords - known):
             self._fail(pointer, keyword, f"it is not supported here: {_NOT_COMBINED}")
         options = [self._of_type(pointer, node, kind) for kind in kinds]
         return " | ".join(options)
 
     def _of_type(self, pointer: str, node: Node, kind: str) -> str:
-        if kind == "integer" and any(bound in node for bound in _BOUNDS):
+        if kind == "integer" and any(bound in node for bound in BOUNDS):
             return self._integer(pointer, node)
         if kind == "array":
             return self._array(pointer, node)
@@ -240,12 +232,12 @@ class SchemaGrammar:
             return self._object(pointer, node)
         if kind == "string" and isinstance(node.get("pattern"), str) and LOOK_AROUND.search(node["pattern"]):
             return self._string(pointer, node)
-        if kind == "number" and any(bound in node for bound in _BOUNDS):
+        if kind == "number" and any(bound in node for bound in BOUNDS):
             return self._number(pointer, node)
         group = "number" if kind == "integer" else kind
-        if group not in _OF_TYPE:
+        if group not in OF_TYPE:
             self._fail(pointer, "type", f"{kind!r} is no type")
-        return self._json({"type": kind, **{k: node[k] for k in _OF_TYPE[group] if k in node}})
+        return self._json({"type": kind, **{k: node[k] for k in OF_TYPE[group] if k in node}})
 
     def _integer(self, pointer: str, node: Node) -> str:
         if _fraction(node.get("multipleOf", 1)) != 1:
@@ -277,7 +269,7 @@ class SchemaGrammar:
     def _bounds(self, pointer: str, node: Node) -> list[tuple[str, Fraction]]:
         """The keywords of bounds with their values."""
         bounds = []
-        for name in _BOUNDS:
+        for name in BOUNDS:
             bound = node.get(name)
             if bound is None or bound is False:
                 continue
@@ -301,7 +293,7 @@ class SchemaGrammar:
         return self._terminal(f'"\\"" (({body}) & {_PLAIN}) "\\""')
 
     def _values(self, pointer: str, node: Node, keywords: set[str]) -> str:
-        for keyword in sorted(keywords - {"enum", "const", "type", *_BOUNDS}):
+        for keyword in sorted(keywords - {"enum", "const", "type", *BOUNDS}):
             self._fail(
                 pointer, "enum" if "enum" in node else "const", f"it cannot be combined with {keyword!r} here"
             )
@@ -310,7 +302,7 @@ class SchemaGrammar:
         )
         assert values is not None
         if "const" in node:
-            values = [one for one in values if compact(one) == compact(node["const"])]
+            values = [one for one in values if identity(one) == identity(node["const"])]
         fitting = [one for one in values if _fits(one, node)]
         if not fitting:
             self._nothing(pointer, "enum" if "enum" in node else "const")
@@ -451,7 +443,7 @@ class SchemaGrammar:
     def _are_disjoint_parts(self, a: Node, b: Node) -> bool:
         values, others = listed_values(self.root, a), listed_values(self.root, b)
         if values is not None and others is not None:
-            return not {compact(v) for v in values} & {compact(v) for v in others}
+            return not set(map(identity, values)) & set(map(identity, others))
         kinds, other_kinds = _kinds(a), _kinds(b)
         if kinds and other_kinds and not kinds & other_kinds:
             return True
@@ -498,10 +490,10 @@ def _is_hard(part: Node) -> bool:
 
 def _is_inexact(part: Node) -> bool:
     """Whether llguidance would not follow the bounds exactly."""
-    kinds = part.get("type", list(_OF_TYPE))
+    kinds = part.get("type", list(OF_TYPE))
     if "number" in kinds and _bound_leaks(part):
         return True
-    return ("integer" in kinds or "number" in kinds) and any(_beyond(part.get(bound)) for bound in _BOUNDS)
+    return ("integer" in kinds or "number" in kinds) and any(_beyond(part.get(bound)) for bound in BOUNDS)
 
 
 def _bound_leaks(part: Node) -> bool:
@@ -569,7 +561,7 @@ def _fits(value: Any, node: Node) -> bool:
         return False
     if number is None:
         return True
-    low, above, high, below = (_fraction(node.get(bound)) for bound in _BOUNDS)
+    low, above, high, below = (_fraction(node.get(bound)) for bound in BOUNDS)
     return (
         (low is None or number >= low)
         and (above is None or number > above)

@@ -22,6 +22,23 @@ from llamapipe.structured.schema import subschemas
 _log = logging.getLogger("llamapipe")
 
 Node = dict[str, Any]
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+OF_TYPE = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "additionalItems"),
+    "object": (
+        "properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties",
+    ),
+    "number": (*BOUNDS, "multipleOf"),
+    "boolean": (),
+    "null": (),
+}  # fmt: skip
+# What restricts values. All else is an annotation.
+ASSERTIONS = {
+    "type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains", "minContains",
+    "maxContains", "unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
+    "propertyNames", "$dynamicRef", "$recursiveRef", *(keyword for group in OF_TYPE.values() for keyword in group),
+}  # fmt: skip
 # Keywords that say nothing about a value by themselves.
 _OF_NAMES = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
 _OTHER_ASSERTIONS = {
@@ -36,8 +53,9 @@ def rewritten(schema: Node) -> Node:
     """
     copy: Node = json.loads(json.dumps(schema))
     parts = list(subschemas(copy))
-    for pointer, part in parts:
+    for _, part in parts:
         _simplify(part)
+    for pointer, part in parts:
         _rewrite_unique_items(copy, pointer, part)
     for pointer, part in parts:
         if "propertyNames" in part:
@@ -75,8 +93,36 @@ def target(root: Node, node: Any) -> Any:
     return node
 
 
+def _plain_target(root: Node, node: Any) -> Any:
+    """The same, up to a reference beside which something else restricts the value."""
+    for _ in range(100):
+        if not isinstance(node, dict) or node.keys() & ASSERTIONS != {"$ref"}:
+            return node
+        found = resolved(root, node["$ref"])
+        if found is None:
+            return node
+        node = found[1]
+    return node
+
+
+def identity(value: Any) -> str:
+    """A text that equal values of JSON share: 1 and 1.0 are equal, 1 and true are not."""
+
+    def plain(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {name: plain(inner) for name, inner in one.items()}
+        if isinstance(one, list):
+            return [*map(plain, one)]
+        return int(one) if isinstance(one, float) and one.is_integer() else one
+
+    return json.dumps(plain(value), sort_keys=True)
+
+
 def listed_values(root: Node, node: Any) -> list[Any] | None:
-    """The values that a schema lists by ``enum``, ``const``, ``boolean`` or ``null``; None if it lists none."""
+    """The values that a schema lists by ``enum``, ``const``, ``boolean`` or ``null``; None if it lists none.
+
+    What else it says may exclude some of them.
+    """
     node = target(root, node)
     if not isinstance(node, dict):
         return None
@@ -88,8 +134,19 @@ def listed_values(root: Node, node: Any) -> list[Any] | None:
         values = [False, True] if node["type"] == "boolean" else [None]
     else:
         return None
-    seen = {json.dumps(value, sort_keys=True): value for value in values}
+    seen: dict[str, Any] = {}
+    for value in values:
+        seen.setdefault(identity(value), value)
     return list(seen.values())
+
+
+def _lists_exactly(root: Node, node: Any) -> bool:
+    """Whether the values that a schema allows are those that it lists, less those of other types and beyond bounds."""
+    node = _plain_target(root, node)
+    if not isinstance(node, dict):
+        return False
+    keywords = node.keys() & ASSERTIONS
+    return keywords <= {"enum", "const", "type", *BOUNDS} and not {"enum", "const"} <= keywords
 
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -144,12 +201,13 @@ def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> None:
             f"json_schema at {pointer}: 'uniqueItems' is {unique!r}; it must be a boolean"
         )
     values = listed_values(root, part.get("items"))
-    if values is not None and "prefixItems" not in part and len(values) <= MAX_UNIQUE:
+    is_exact = _lists_exactly(root, part.get("items")) and "prefixItems" not in part
+    if values is not None and is_exact and len(values) <= MAX_UNIQUE:
         return
     del part["uniqueItems"]
     _log.warning(
-        "json_schema at %s: 'uniqueItems' is not enforced: only items of a schema with at most %d values in 'enum' can "
-        "be told apart; look for repeated items in the result",
+        "json_schema at %s: 'uniqueItems' is not enforced: only items of a schema with at most %d values in 'enum', "
+        "and no keyword that excludes some, can be told apart; look for repeated items in the result",
         pointer,
         MAX_UNIQUE,
     )
@@ -159,7 +217,7 @@ MAX_UNIQUE = 63  # values that the parameter of a rule in llguidance can count, 
 
 
 def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
-    names = target(root, part.pop("propertyNames"))
+    names = _plain_target(root, part.pop("propertyNames"))
     if names is True or names == {}:
         return
     if not isinstance(names, dict):
@@ -172,7 +230,9 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
     if names.get("type", "string") != "string" and "string" not in names["type"]:
         names = {"enum": []}
     others = part.get("additionalProperties", True)
-    values = [names["const"]] if "const" in names else names.get("enum")
+    values = names.get("enum")
+    if "const" in names:
+        values = [names["const"]] if values is None or names["const"] in values else []
     patterns = list(_name_patterns(names))
     given = part.get("properties", {})
     listed = [*given, *(name for name in part.get("required", ()) if name not in given)]
@@ -203,7 +263,12 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
         if name not in allowed:
             part["properties"][name] = False
     part["additionalProperties"] = False
-    if values is None and patterns:
+    if values is None and patterns and others is not False:
+        if part["properties"] and others is not True and others != {}:
+            raise InvalidRequestError(
+                f"json_schema at {pointer}: 'propertyNames' is not supported beside both 'properties' and a schema in "
+                "'additionalProperties'"
+            )
         part["patternProperties"] = {_all_of(patterns, pointer): others}
     elif values is None:
         part["additionalProperties"] = others

@@ -388,3 +388,68 @@ def test_a_definition_that_is_used_often_is_written_once(demo: lp.Model) -> None
         InvalidRequestError, match=r"^json_schema at #/properties/p\d+: '\$ref': with the defin"
     ):
         compile_guide(demo, json_schema=schema)
+
+
+P = {"$defs": {"P": {"enum": ["a", "b", "cc"]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (
+            {**P, "type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/P", "enum": ["a", "b"]}},
+            ['["a","b"]'],
+            ['["cc"]'],
+        ),
+        (
+            {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "cc"], "pattern": "^[ab]$"}},
+            ['["a","b"]'],
+            ['["cc"]'],
+        ),
+        (
+            {"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0, True, "1"]}},
+            ['[1,true,"1"]'],
+            ["[1,1.0]", "[1,1]"],
+        ),
+        ({"type": "object", "propertyNames": {"const": "a", "enum": ["b"]}}, ["{}"], ['{"a":1}', '{"b":1}']),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"minLength": 2},
+                "properties": {"a": {}, "bb": {"type": "string"}},
+                "additionalProperties": False,
+            },
+            ['{"bb":"x"}', "{}"],
+            ['{"a":1}', '{"cc":1}', '{"bb":1}'],
+        ),
+    ],
+)
+def test_keywords_beside_listed_values_count(
+    demo: lp.Model, schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    factory = compile_guide(demo, json_schema=schema)
+    assert [text for text in right if not accepts(demo, factory.new(), text)] == []
+    assert [text for text in wrong if accepts(demo, factory.new(), text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({**P, "propertyNames": {"$ref": "#/$defs/P", "maxLength": 1}}, r"#/propertyNames: '\$ref'"),
+        (
+            {
+                "propertyNames": {"minLength": 2},
+                "properties": {"bb": {"type": "string"}},
+                "additionalProperties": {"type": "integer"},
+            },
+            "#: 'propertyNames' is not supported beside both 'properties' and",
+        ),
+        (
+            {"oneOf": [{"const": 1}, {"const": 1.0}, {"const": LARGE}]},
+            "#: 'oneOf': two of its schemas may allow the same value",
+        ),
+    ],
+)
+def test_what_cannot_be_written_beside_names_is_refused(demo: lp.Model, schema: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^json_schema at {message}"):
+        compile_guide(demo, json_schema=schema)

@@ -22,7 +22,7 @@ from llamapipe.engine.frontend.chat_builder import (
     Truncation,
 )
 from llamapipe.engine.frontend.keywords import explains_keywords
-from llamapipe.engine.frontend.long_work import takes_long
+from llamapipe.engine.frontend.long_work import size_of, takes_long
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion
 
@@ -218,7 +218,7 @@ class ChatCalls(AsyncEngineCalls):
         options = call_options(timeout, block, operation="chat")
         build = partial(self._chat_builder.items, messages, params, asked)
         if is_long_chat(messages, params, asked):
-            items, single = await self._long_work.run(build)
+            items, single = await self._long_work.run(build, size=size_of(messages))
         else:
             items, single = build()
         options = replace(options, names_prompts=not single)
@@ -259,10 +259,9 @@ class ChatCalls(AsyncEngineCalls):
         options = call_options(timeout, block, operation="chat")
         build = partial(self._chat_builder.item, messages, params, asked)
         open_stream = partial(self._open_astream, options=options)
-        return AsyncChatStream(
-            partial(self._long_work.run, build) if is_long_chat(messages, params, asked) else build(),
-            open_stream,
-        )
+        if not is_long_chat(messages, params, asked):
+            return AsyncChatStream(build(), open_stream)
+        return AsyncChatStream(partial(self._long_work.run, build, size=size_of(messages)), open_stream)
 
 
 def _answers(

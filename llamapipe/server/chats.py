@@ -9,6 +9,7 @@ from typing import Any
 from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
 from llamapipe.engine.chat_stream import AsyncChatStream
 from llamapipe.engine.frontend.chat_builder import ChatOptions
+from llamapipe.engine.frontend.long_work import size_of
 from llamapipe.engine.params import SamplingParams
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.exchange import Call
@@ -73,6 +74,7 @@ class ChatJob:
             True,
             options["template_args"] or {},
             options["continue_last"],
+            size=size_of(self._messages),
         )
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:

@@ -30,7 +30,7 @@ async def tokenized(
     if len(text) < _LONG:
         tokens = vocab.tokenize(text, add_special, parse_special)
     else:
-        tokens = await state.in_thread(vocab.tokenize, text, add_special, parse_special)
+        tokens = await state.in_thread(vocab.tokenize, text, add_special, parse_special, size=len(text))
     return tokens[1:] if vocab.bos is not None and tokens[:2] == [vocab.bos] * 2 else tokens
 
 

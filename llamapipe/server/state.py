@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from llamapipe.engine.frontend.long_work import size_of
 from llamapipe.engine.frontend.tenant import Tenant, tenant
 from llamapipe.server.bodies import BodyBudget
 from llamapipe.server.errors import ApiError
@@ -149,7 +150,8 @@ class ServerState:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 **template_args,
-            )
+            ),
+            size=size_of(messages),
         )
 
     def check_model(self, name: str | None) -> str:

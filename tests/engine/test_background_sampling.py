@@ -14,7 +14,7 @@ import pytest
 from support.control import PATIENCE_S, Worker, wait_until
 
 import llamapipe as lp
-from llamapipe.engine.frontend.long_work import LongWork
+from llamapipe.engine.frontend.long_work import LongWork, is_long, size_of
 from llamapipe.engine.frontend.tenant import Tenant, tenant
 from llamapipe.engine.sampling.threads import SAMPLING_THREAD_NAME, SamplingThreads, on_slowed_thread
 from llamapipe.errors import DecodeError, InvalidRequestError
@@ -155,6 +155,53 @@ def test_long_work_of_one_client_does_not_keep_others_out() -> None:
         work.close()
 
     asyncio.run(main())
+
+
+def test_large_work_waits_for_room() -> None:
+    """Only large work does, in the order of its shares' turns, and none overtakes what needs more room."""
+    most = 2**24
+
+    async def main() -> None:
+        work, begun, opened = LongWork(), threading.Event(), threading.Event()
+        order: list[str] = []
+
+        async def ask(share: str, name: str, size: int) -> None:
+            tenant.set(Tenant(share))
+            await work.run(lambda: order.append(name), size=size)
+
+        def hold() -> None:
+            begun.set()
+            opened.wait(PATIENCE_S)
+
+        held = asyncio.create_task(work.run(hold, size=most))
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        large = [asyncio.create_task(ask("many", f"many {i}", most)) for i in range(3)]
+        large += [
+            asyncio.create_task(ask("few", "few", most)),
+            asyncio.create_task(ask("other", "other", 2**17)),
+        ]
+        await asyncio.sleep(0)
+        for share in ("many", "few", "other"):
+            await asyncio.wait_for(ask(share, f"small of {share}", 2**10), PATIENCE_S)
+        assert order == ["small of many", "small of few", "small of other"]
+        order.clear()
+        opened.set()
+        await asyncio.gather(held, *large)
+        assert set(order[:3]) == {"many 0", "few", "other"}
+        assert order[3:] == ["many 1", "many 2"]
+        both = threading.Barrier(2)  # together they are not too large
+        await asyncio.gather(*(work.run(both.wait, PATIENCE_S, size=2**21) for _ in range(2)))
+        assert work._threads._size == 0
+        work.close()
+
+    asyncio.run(main())
+
+
+def test_the_size_of_prompts() -> None:
+    assert size_of("a" * 1000) == 1064
+    assert size_of([{"role": "user", "content": "a" * 1000}]) > 1000
+    assert 2**24 < size_of([{"content": "a"}] * 10**6) < 2**25
+    assert is_long("a" * 9000) and not is_long(["a" * 1000] * 8)
 
 
 @pytest.mark.parametrize("drain", [True, False])

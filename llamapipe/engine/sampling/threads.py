@@ -3,6 +3,9 @@
 Jobs are fair to shares (see ``Tenant``): the shares take turns, and a named one has at most four threads at a time, so
 that no client can use up the threads, or the cores that compute steps. A long job leaves its place to others: on Linux
 its thread gets a lower priority, and ends with the job, as a priority cannot be raised again.
+
+Large jobs, which need memory for the texts that they convert, say how large they are. They wait in a line beside that
+of the others, until those that run leave room.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from queue import SimpleQueue
 from time import perf_counter
+from typing import NamedTuple
 
 from llamapipe.host.cores import usable_cores
 from llamapipe.locks import Lock
@@ -23,15 +27,30 @@ _MOST_AT_FIRST = 4
 _MOST_OF_SHARE = 4
 _LONG_S = 0.01  # a job that runs longer may leave its core to another thread's
 _SLOW_S = 0.1  # a job that runs longer gets a thread of lower priority; schemas usually take less
+_MOST_SIZE = 2**22  # of the large jobs that run at a time; a larger one runs without others
 _NICE = 10  # about a tenth of the time of a thread that computes steps, where they need all cores
 Job = Callable[[], object]
 
 
+class _Waiting(NamedTuple):
+    job: Job
+    is_python: bool
+    size: int
+
+
 class _Share:
+    """``was_large``: which of its two lines had the last turn."""
+
     def __init__(self, most: int) -> None:
         self.most = most
-        self.jobs: deque[tuple[Job, bool]] = deque()
+        self.jobs: deque[_Waiting] = deque()
+        self.large: deque[_Waiting] = deque()
+        self.was_large = False
         self.n_running = 0
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self.jobs) + len(self.large)
 
 
 class SamplingThreads:
@@ -46,6 +65,7 @@ class SamplingThreads:
         self._n_max = n_max
         self._lock = Lock()  # of what follows; held for microseconds
         self._shares: OrderedDict[Hashable, _Share] = OrderedDict()  # in the order of their turns
+        self._size = 0  # of the large jobs that run
         self._threads: list[_Thread] = []
         self._closed = False
         self._wakes: SimpleQueue[bool] = (
@@ -53,13 +73,14 @@ class SamplingThreads:
         )  # True for each job that might run now, False to end a thread
 
     def __repr__(self) -> str:
-        n_jobs = sum(len(share.jobs) for share in list(self._shares.values()))
+        n_jobs = sum(share.n_waiting for share in list(self._shares.values()))
         return f"<SamplingThreads n={len(self._threads)} n_jobs={n_jobs}>"
 
-    def run(self, job: Job, share: Hashable = None, is_python: bool = False) -> None:
+    def run(self, job: Job, share: Hashable = None, is_python: bool = False, size: int = 0) -> None:
         """Has a thread call ``job``, which must not raise. After ``close``, calls it at once.
 
-        ``is_python``: it holds the interpreter's lock, so its thread keeps its priority.
+        ``is_python``: it holds the interpreter's lock, so its thread keeps its priority. ``size``: of a large job, in
+        characters; 0: it needs little memory.
         """
         with self._lock:
             if not self._closed:
@@ -67,7 +88,7 @@ class SamplingThreads:
                 if found is None:
                     found = _Share(self._n_max if share is None else _MOST_OF_SHARE)
                     self._shares[share] = found
-                found.jobs.append((job, is_python))
+                (found.large if size else found.jobs).append(_Waiting(job, is_python, size))
                 threads = [thread for thread in self._threads if not thread.is_slowed]
                 if len(threads) < self._n_first and all(thread.began_s is not None for thread in threads):
                     self._start()
@@ -88,32 +109,53 @@ class SamplingThreads:
             if (
                 not self._closed
                 and len(self._threads) < self._n_max
-                and any(share.jobs and share.n_running < share.most for share in self._shares.values())
+                and self._next() is not None
                 and all(t.began_s is not None and now_s - t.began_s > _LONG_S for t in self._threads)
             ):
                 self._start()
 
-    def take(self) -> tuple[Job, Hashable, bool] | None:
-        """The next job, with its share; None if every share with jobs has its threads. For the threads."""
-        with self._lock:
-            for name, share in self._shares.items():
-                if share.jobs and share.n_running < share.most:
-                    job, is_python = share.jobs.popleft()
-                    share.n_running += 1
-                    self._shares.move_to_end(name)
-                    return job, name, is_python
+    def _next(self) -> tuple[Hashable, deque[_Waiting]] | None:
+        """The share whose turn it is, and its line whose turn it is; None if nothing may run now."""
+        has_room = True
+        for name, share in self._shares.items():
+            if share.n_running >= share.most:
+                continue
+            if share.large:  # one that has to wait is not overtaken by those of later shares
+                has_room = has_room and (not self._size or self._size + share.large[0].size <= _MOST_SIZE)
+                if has_room and not (share.was_large and share.jobs):
+                    return name, share.large
+            if share.jobs:
+                return name, share.jobs
         return None
 
-    def done(self, name: Hashable, thread: _Thread) -> bool:
+    def take(self) -> tuple[_Waiting, Hashable] | None:
+        """The next job, with its share; None if every share with jobs has its threads. For the threads."""
+        with self._lock:
+            found = self._next()
+            if found is None:
+                return None
+            name, line = found
+            taken, share = line.popleft(), self._shares[name]
+            share.n_running += 1
+            share.was_large = taken.size > 0
+            self._size += taken.size
+            self._shares.move_to_end(name)
+            return taken, name
+
+    def done(self, name: Hashable, thread: _Thread, size: int) -> bool:
         """Notes the end of a job. False if its thread is to end. For the threads."""
         with self._lock:
             thread.began_s = None
             share = self._shares[name]
             share.n_running -= 1
-            if share.jobs:
-                self._wakes.put(True)
-            elif not share.n_running:
+            self._size -= size
+            n_wakes = min(share.n_waiting, 1)
+            if not share.n_waiting and not share.n_running:
                 del self._shares[name]
+            if size:  # there is room for the large jobs of any share
+                n_wakes = min(sum(one.n_waiting for one in self._shares.values()), len(self._threads))
+            for _ in range(n_wakes):
+                self._wakes.put(True)
             if not thread.is_slowed:
                 return True
             if thread in self._threads:
@@ -137,8 +179,9 @@ class SamplingThreads:
     def _run_rest(self) -> None:
         """Runs the jobs that are left in this thread."""
         for share in list(self._shares.values()):
-            while share.jobs:
-                share.jobs.popleft()[0]()
+            for line in (share.large, share.jobs):
+                while line:
+                    line.popleft().job()
 
     def close(self) -> None:
         """Ends the threads after the jobs that wait, and waits for them. A second call does nothing."""
@@ -184,9 +227,10 @@ class _Thread(threading.Thread):
             taken = self._pool.take()
             if taken is None:
                 continue
-            job, share, self._is_python = taken
-            job()
-            if not self._pool.done(share, self):
+            waiting, share = taken
+            self._is_python = waiting.is_python
+            waiting.job()
+            if not self._pool.done(share, self, waiting.size):
                 return
 
     def slow_down(self) -> None:

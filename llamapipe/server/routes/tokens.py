@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from llamapipe.engine.frontend.long_work import size_of
 from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
 from llamapipe.server.prompts import check_n_messages, refuse_long_chat, tokenized
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 _TEMPLATE = msgspec.json.Decoder(TemplateRequest)
+_SIZE = 8  # of a token, in characters: what its entry in the answer needs
 _MANY = 1024  # tokens; with more of them the event loop is kept free
 T = TypeVar("T")
 
@@ -76,7 +78,9 @@ async def tokenize(call: Call) -> None:
 
 async def _made(state: ServerState, make: Callable[[list[int]], T], tokens: list[int]) -> T:
     """``make(tokens)``, in a thread if it takes long."""
-    return make(tokens) if len(tokens) < _MANY else await state.in_thread(make, tokens)
+    return (
+        make(tokens) if len(tokens) < _MANY else await state.in_thread(make, tokens, size=_SIZE * len(tokens))
+    )
 
 
 async def detokenize(call: Call) -> None:
@@ -140,7 +144,7 @@ async def apply_template(call: Call) -> None:
         add_generation_prompt=request.add_generation_prompt,
         **args,
     )
-    prompt = await call.state.in_thread(render)
+    prompt = await call.state.in_thread(render, size=size_of(request.messages))
     await call.answer_json({"prompt": prompt})
 
 

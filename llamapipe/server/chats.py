@@ -66,16 +66,12 @@ class ChatJob:
 
     async def prompt_tokens(self) -> list[int]:
         """The prompt's tokens, as the engine computes them."""
-        options, prompts = self._options, self._engine.model.chat_prompts
-        return await self._call.state.in_thread(
-            prompts.tokenize,
-            self._messages,
-            prompts.definitions(options["tools"]) if options["tool_choice"] != "none" else None,
-            True,
-            options["template_args"] or {},
-            options["continue_last"],
-            size=size_of(self._messages),
+        build = self._engine._chat_builder.item  # turns may be dropped there
+        options = ChatOptions(**self._options)
+        made = await self._call.state.in_thread(
+            build, self._messages, self._params, options, size=size_of(self._messages)
         )
+        return made.item.tokens
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
         """One stream for each choice. Its first item is None: the request was checked and is in the queue."""

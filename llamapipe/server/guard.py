@@ -14,6 +14,7 @@ Clients that are no browsers send neither of the two headers, and the last two r
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -32,6 +33,10 @@ _APP_SCHEMES = frozenset(
         "chrome-extension", "moz-extension", "safari-web-extension",
     )
 )  # fmt: skip
+# In brackets or not: addresses of IPv6 have colons. No user may stand before the host.
+_AUTHORITY = re.compile(
+    r"\[([0-9a-f:.]+)\](?::[0-9]*)?|([^\s:@/\\\[\]]+)(?::[0-9]*)?|([0-9a-f:.]+)", re.ASCII
+)
 _CONTAINER_HOSTS = frozenset(("host.docker.internal", "host.containers.internal"))
 _METHODS = b"GET, POST, DELETE"
 _PREFLIGHT_S = b"600"  # how long a browser may keep the answer to a preflight request
@@ -99,8 +104,8 @@ class Guard:
             return
         raise ApiError(
             403,
-            f"the host {given!r} is not a name of this server; "
-            f"if it is, for example behind a proxy, allow it with --allow-host {name}",
+            f"the host {given!r} is not a name of this server"
+            + (f"; if it is, for example behind a proxy, allow it with --allow-host {name}" if name else ""),
             code="forbidden_host",
         )
 
@@ -137,7 +142,7 @@ class Guard:
             return True
         try:
             parts = urlsplit(text)
-            name = parts.hostname or ""
+            name = _name(parts.netloc)
         except ValueError:
             return False
         if parts.scheme in _APP_SCHEMES:
@@ -197,13 +202,9 @@ def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:
 
 
 def _name(authority: str) -> str:
-    """The host of ``host:port``, in the form in which hosts are compared."""
-    authority = authority.strip().lower()
-    if authority.startswith("["):
-        return authority[1:].partition("]")[0]
-    if authority.count(":") == 1:
-        authority = authority.partition(":")[0]
-    return authority.removesuffix(".")
+    """The host of ``host:port``, in the form in which hosts are compared; empty for what is neither."""
+    found = _AUTHORITY.fullmatch(authority.strip().lower())
+    return "" if found is None else next(filter(None, found.groups())).removesuffix(".")
 
 
 def _lower(values: list[bytes]) -> list[bytes]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from support.control import wait_until
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
@@ -90,6 +92,7 @@ class TestPaths:
         with caplog.at_level("DEBUG", "llamapipe.server"):
             for path in ("/timeline", "/health", "/metrics", "/v1/models", "/nothing"):
                 client.get(path)
+            wait_until(lambda: len(caplog.records) == 5)  # an answer is logged after it was sent
         levels = {record.getMessage().split()[1]: record.levelname for record in caplog.records}
         assert levels == {
             "/timeline": "DEBUG",
@@ -245,3 +248,19 @@ class TestMessages:
             "20 requests are submitted at once and max_queue is 1: that never fits; "
             "submit fewer at once, or raise max_queue"
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompt_of_a_conversation_that_was_shortened(client: httpx.Client, stream: bool) -> None:
+    """Its tokens are those that were computed."""
+    turns = [{"role": role, "content": "word " * 20} for _ in range(8) for role in ("user", "assistant")]
+    body = {**CHAT, "messages": [*turns, *HELLO], "truncation": "auto", "return_token_ids": True}
+    if stream:
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        lines = client.post("/v1/chat/completions", json={**body, **more}).text.split("\n\n")
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        ids, n = events[0]["choices"][0]["prompt_token_ids"], events[-1]["usage"]["prompt_tokens"]
+    else:
+        answer = client.post("/v1/chat/completions", json=body).json()
+        ids, n = answer["prompt_token_ids"], answer["usage"]["prompt_tokens"]
+    assert len(ids) == n < 256

@@ -39,6 +39,7 @@ class BatchRequests:
             max_body_bytes=_NO_LIMIT,
             max_bodies_bytes=2**62,
             max_messages=_NO_LIMIT,
+            max_text_characters=_NO_LIMIT,
             page=False,
         )
         self._application = app(engine, settings, embedder)

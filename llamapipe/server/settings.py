@@ -39,7 +39,8 @@ class ServerSettings:
     - ``max_n``: maximum number of choices of one request, over all its prompts.
     - ``max_messages``: maximum number of messages of a conversation, or items of a Responses input.
     - ``max_text_characters``: a text, or the contents of a conversation, may be longer only if it can fit the context;
-      otherwise it is refused before it is rendered or tokenized. Also the maximum number of tokens to detokenize.
+      otherwise it is refused before it is rendered or tokenized. Also the most characters of a text to embed or rank,
+      and the most tokens to detokenize.
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
     - ``timeout_s``: seconds a request may take; longer ones are answered 504. None: no limit.
     - ``head_timeout_s``: seconds in which the head of a request must arrive; slower ones are answered 408.

@@ -14,7 +14,7 @@ import pytest
 from support.bert_model import WORDS, bert_model
 
 import llamapipe as lp
-from llamapipe.server import serve
+from llamapipe.server import ServerSettings, serve
 
 TEXTS = [" ".join(WORDS[i:][:4]) for i in range(10)]
 
@@ -35,6 +35,24 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Embedder]:
 def url(engine: lp.Engine, embedder: lp.Embedder) -> Iterator[str]:
     with serve(engine, embedder=embedder) as server:
         yield server.url
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_a_text_that_is_too_long_is_not_tokenized(
+    engine: lp.Engine, embedder: lp.Embedder, truncate: bool
+) -> None:
+    settings = ServerSettings(max_text_characters=3000)
+    with serve(engine, embedder=embedder, settings=settings) as server:
+        long = "a " * 1500 + "a"
+        for given in (long, ["a", long]):
+            answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": given, "truncate": truncate})
+            assert (answer.status_code, "input: a text has 3001 characters" in answer.text) == (400, True)
+        answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": long[:-1], "truncate": truncate})
+        assert (answer.status_code, "3000 characters" in answer.text) == (200 if truncate else 400, False)
+        for query, document, name in ((long, "a", "query"), ("a", long, "documents")):
+            body = {"query": query, "documents": [document], "truncate": truncate}
+            answer = httpx.post(f"{server.url}/v1/rerank", json=body)
+            assert (answer.status_code, f"{name}: a text has 3001" in answer.text) == (400, True)
 
 
 def test_openais_client_gets_the_embedders_vectors(url: str, embedder: lp.Embedder) -> None:

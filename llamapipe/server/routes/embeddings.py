@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from llamapipe.engine.frontend.long_work import size_of
 from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
 from llamapipe.server.wire.openai import EmbeddingRequest, RerankRequest
@@ -34,9 +35,12 @@ async def embeddings(call: Call) -> None:
         )
     if not request.input:
         raise ApiError(400, "input is empty; give at least one text", "input")
+    given: Any = request.input
+    _refuse_long(call, "input", given)
     try:
-        given: Any = request.input
-        tokens = await asyncio.to_thread(embedder.tokens, given, truncate=request.truncate)
+        tokens = await call.state.in_thread(
+            partial(embedder.tokens, truncate=request.truncate), given, size=size_of(given)
+        )
         rows = await embedder.aembed(tokens, normalize=wanted == n)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), "input", _code(e)) from None
@@ -61,6 +65,8 @@ async def rerank(call: Call) -> None:
     request = call.decode(_RERANK)
     embedder, model = call.state.check_embedder(request.model)
     documents = [_text(document, i) for i, document in enumerate(request.documents)]
+    _refuse_long(call, "query", request.query)
+    _refuse_long(call, "documents", documents)
     if request.top_n is not None and request.top_n < 1:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
     try:
@@ -86,6 +92,19 @@ def _text(document: str | dict[str, str], index: int) -> str:
     if text is None or len(document) > 1:
         raise ApiError(400, f"documents.{index} must be text or an object with text", f"documents.{index}")
     return text
+
+
+def _refuse_long(call: Call, name: str, given: Any) -> None:
+    """Raises ApiError 400 for a text that is longer than the server allows, before it is tokenized."""
+    most = call.state.settings.max_text_characters
+    for text in [given] if isinstance(given, str) else given:
+        if isinstance(text, str) and len(text) > most:
+            raise ApiError(
+                400,
+                f"{name}: a text has {len(text)} characters; the limit of this server is {most} "
+                "(--max-text-characters): split it",
+                name,
+            )
 
 
 def _base64(row: npt.NDArray[np.float32]) -> str:

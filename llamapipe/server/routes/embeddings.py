@@ -33,7 +33,7 @@ async def embeddings(call: Call) -> None:
         raise ApiError(
             400, f"this model has pooling {embedder.pooling!r}; it has no single vector for a text", "model"
         )
-    if not request.input:
+    if request.input == []:
         raise ApiError(400, "input is empty; give at least one text", "input")
     given: Any = request.input
     _refuse_long(call, "input", given)

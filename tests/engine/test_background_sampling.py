@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -191,7 +192,7 @@ def test_large_work_waits_for_room() -> None:
         assert order[3:] == ["many 1", "many 2"]
         both = threading.Barrier(2)  # together they are not too large
         await asyncio.gather(*(work.run(both.wait, PATIENCE_S, size=2**21) for _ in range(2)))
-        assert work._threads._size == 0
+        wait_until(lambda: work._threads._size == 0)  # a job is told of before its thread notes its end
         work.close()
 
     asyncio.run(main())
@@ -392,3 +393,34 @@ class TestThreads:
         gate.set()
         threads.close()
         assert n == 3
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    n_timers = 0
+
+    def call_at(self, *arguments: Any, **options: Any) -> asyncio.TimerHandle:  # type: ignore[override]
+        self.n_timers += 1
+        return super().call_at(*arguments, **options)
+
+
+def test_many_calls_that_wait_for_threads_take_no_time() -> None:
+    """Each with a timer, a thousand took more than half of the event loop's time."""
+    work, opened = LongWork(), threading.Event()
+
+    async def several(loop: CountingLoop) -> int:
+        tasks = [asyncio.ensure_future(work.run(opened.wait, PATIENCE_S)) for _ in range(200)]
+        cancelled = [asyncio.ensure_future(work.run(opened.wait, PATIENCE_S)) for _ in range(20)]
+        await asyncio.wait(tasks, timeout=0.2)
+        for task in cancelled:
+            task.cancel()
+        await asyncio.wait(cancelled)
+        opened.set()
+        assert all(await asyncio.gather(*tasks))
+        return loop.n_timers
+
+    loop = CountingLoop()
+    try:
+        assert loop.run_until_complete(several(loop)) < 200
+    finally:
+        loop.close()
+        work.close()

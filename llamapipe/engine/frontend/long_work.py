@@ -35,6 +35,7 @@ class LongWork:
 
     def __init__(self) -> None:
         self._threads = SamplingThreads(_N_THREADS)
+        self._looks: dict[asyncio.AbstractEventLoop, _Looks] = {}  # of the loops that wait
 
     def __repr__(self) -> str:
         return f"<LongWork {self._threads!r}>"
@@ -62,12 +63,17 @@ class LongWork:
                 loop.call_soon_threadsafe(_settle, future, result, error)
 
         self._threads.run(job, tenant.get().share, is_python=True, size=size if size > _LARGE else 0)
+        looks = self._looks.get(loop)
+        if looks is None:
+            looks = self._looks[loop] = _Looks(loop, self._threads.relieve)
+        looks.n_waiting += 1
         try:
-            while not (await asyncio.wait([future], timeout=_LOOK_S))[0]:
-                self._threads.relieve()
-            return future.result()
+            return await future
         finally:
-            future.cancel()
+            looks.n_waiting -= 1
+            if not looks.n_waiting:
+                looks.stop()
+                del self._looks[loop]
 
     async def built(self, build: Callable[..., T], values: Any, params: Any, *others: Any) -> T:
         """``build(values, params, *others)``, in a thread if it may take long."""
@@ -78,6 +84,26 @@ class LongWork:
     def close(self) -> None:
         """Ends the threads after their jobs. Later work is done at once."""
         self._threads.close()
+
+
+class _Looks:
+    """Calls ``look`` every 20 ms: one timer for a loop, because those of a thousand calls would take half its time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, look: Callable[[], object]) -> None:
+        self.n_waiting = 0
+        self._loop = loop
+        self._look = look
+        self._timer = loop.call_later(_LOOK_S, self._tick)
+
+    def __repr__(self) -> str:
+        return f"<_Looks n_waiting={self.n_waiting}>"
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(_LOOK_S, self._tick)
+        self._look()
+
+    def stop(self) -> None:
+        self._timer.cancel()
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

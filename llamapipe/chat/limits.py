@@ -168,11 +168,11 @@ class Limits:
         while level:
             depth += 1
             inner: list[Any] = []
-            for one in level:
-                if isinstance(one, Mapping):
-                    inner.extend(one.values())
-                elif isinstance(one, (list, tuple)):
-                    inner.extend(one)
+            for part in level:
+                if isinstance(part, Mapping):
+                    inner.extend(part.values())
+                elif isinstance(part, (list, tuple)):
+                    inner.extend(part)
             self.use(len(inner) * indent * depth)
             level = inner
 

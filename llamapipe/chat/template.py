@@ -121,9 +121,13 @@ class ChatTemplate:
         Each kind is looked at only once, in the first conversation that has it.
         """
         found: list[str] = []
-        chat = [dict(one) for one in messages if isinstance(one, Mapping)] if _is_list(messages) else []
-        kinds = {_CALLS for one in chat if one.get("tool_calls")}
-        kinds |= {str(one.get("role")) for one in chat} - {"user", "assistant"}
+        chat = (
+            [dict(message) for message in messages if isinstance(message, Mapping)]
+            if _is_list(messages)
+            else []
+        )
+        kinds = {_CALLS for message in chat if message.get("tool_calls")}
+        kinds |= {str(message.get("role")) for message in chat} - {"user", "assistant"}
         for kind in sorted(kinds - self._kinds_seen):
             if len(self._kinds_seen) < _MAX_KINDS:
                 self._kinds_seen.add(kind)
@@ -138,12 +142,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any],
     ) -> bool:
-        def marked(one: Message) -> Message:
-            if kind == _CALLS and one.get("tool_calls"):
+        def marked(message: Message) -> Message:
+            if kind == _CALLS and message.get("tool_calls"):
                 function = {"name": _WORD, "arguments": {}}
-                calls = [{**call, "function": {**call["function"], **function}} for call in one["tool_calls"]]
-                return {**one, "tool_calls": calls}
-            return {**one, "content": _WORD} if one.get("role") == kind else one
+                calls = [
+                    {**call, "function": {**call["function"], **function}} for call in message["tool_calls"]
+                ]
+                return {**message, "tool_calls": calls}
+            return {**message, "content": _WORD} if message.get("role") == kind else message
 
         try:
             return _WORD in self.render([*map(marked, chat)], tools=tools, template_args=template_args)

@@ -1,4 +1,4 @@
-"""Which turns of a conversation still fit into the context: the oldest ones are dropped.
+"""Drops the oldest turns of a conversation that does not fit into the context.
 
 The engine (``truncation="auto"``), the server and ``llamapipe chat`` use ``kept_messages``. A turn begins with a user's
 message. When a conversation does not fit, turns are dropped until it fills half of the context, not just until it fits:
@@ -30,13 +30,15 @@ def kept_messages(
     turn stay; if they alone fill the context, nothing is dropped. ``n_tokens``: counts the tokens of a prompt.
     """
     n_free = n_ctx // 4 if max_tokens is None else max(min(max_tokens, n_ctx // 4), 1)
-    n_head = next((i for i, one in enumerate(messages) if one.get("role") not in _SYSTEM), len(messages))
+    n_head = next(
+        (i for i, message in enumerate(messages) if message.get("role") not in _SYSTEM), len(messages)
+    )
     messages = list(messages)
     head, turns = messages[:n_head], _turns(messages[n_head:])
-    n_left = _MOST_CHARACTERS * n_ctx - sum(len(str(one)) for one in head)
+    n_left = _MOST_CHARACTERS * n_ctx - sum(len(str(message)) for message in head)
     n_looked_at = 0
     for turn in reversed(turns):
-        n_left -= sum(len(str(one)) for one in turn)
+        n_left -= sum(len(str(message)) for message in turn)
         if n_left < 0 and n_looked_at:
             break
         n_looked_at += 1
@@ -45,7 +47,7 @@ def kept_messages(
         return messages
     begin = _first_after_growing(head, recent, n_tokens, n_ctx, n_free)
     for first in range(begin, len(recent)):  # the sizes of turns do not add up exactly
-        kept = [*head, *(one for turn in recent[first:] for one in turn)]
+        kept = [*head, *(message for turn in recent[first:] for message in turn)]
         n = n_tokens(kept)
         if n + n_free <= n_ctx:
             return kept
@@ -58,7 +60,7 @@ def _turns(messages: list[MessageT]) -> list[list[MessageT]]:
     What precedes the first one, such as a greeting, belongs to the first turn: templates may refuse to count the tokens
     of messages without a user's.
     """
-    users = [i for i, one in enumerate(messages) if one.get("role") == "user"]
+    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     begins = [i for i in users[1:] if messages[i - 1].get("role") != "user"]
     if messages:
         begins.insert(0, 0)

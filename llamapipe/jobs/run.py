@@ -131,7 +131,7 @@ def _was_cut(result: Mapping[str, Any]) -> bool:
     body = response.get("body") if isinstance(response, Mapping) else None
     choices = body.get("choices") if isinstance(body, Mapping) else None
     made = choices if isinstance(choices, list) else [result]
-    return any(isinstance(one, Mapping) and one.get("finish_reason") == "length" for one in made)
+    return any(isinstance(choice, Mapping) and choice.get("finish_reason") == "length" for choice in made)
 
 
 def _left(records: Iterable[Record], results: ResultFile, summary: BatchSummary) -> Iterator[Record]:

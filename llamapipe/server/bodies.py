@@ -1,4 +1,4 @@
-"""The memory of bodies that are being read: one budget for all of them."""
+"""Limits the memory of request bodies that are being read, with one budget for all of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class BodyBudget:
     def _make_room(self) -> None:
         while self._n_bytes > self._most_bytes:
             ((client, _),) = self._of.most_common(1)
-            largest = max((one for one in self._held if one.client == client), key=lambda one: one.n_bytes)
+            largest = max(
+                (body for body in self._held if body.client == client), key=lambda body: body.n_bytes
+            )
             largest.release()
             largest.refuse()
 

@@ -1,4 +1,4 @@
-"""Connections: what a client may do before its request is complete, and how many connections there may be.
+"""Limits what a client may do before its request is complete, and how many connections there may be.
 
 uvicorn's protocol over llhttp reads requests and writes answers. It trusts its clients, so this module adds:
 
@@ -30,7 +30,7 @@ from llamapipe.server.errors import BUSY, ApiError, dialect_of
 MAX_HEAD_BYTES = 64 * 2**10
 MAX_FIELDS = 200
 _PIECE = 2**16  # bytes that the parser gets at once, so that limits hold within them
-_LINGER_S = 2.0  # how long a client that was refused may go on sending
+_LINGER_S = 2.0  # how long a client that was refused may keep sending
 _LINGER_BYTES = 64 * 2**20
 _SPARE_DESCRIPTORS = 128  # for connections that are accepted before others are closed, files, and the engine
 _MOST_CONNECTIONS = 16384
@@ -94,9 +94,9 @@ class Connections:
 
 
 def _close_one(connections: dict[Connection, None]) -> bool:
-    for one in connections:
-        if not one.has_request:
-            one.give_way()
+    for connection in connections:
+        if not connection.has_request:
+            connection.give_way()
             return True
     return False
 

@@ -41,8 +41,8 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets more connections wait in the system than are accepted at once: each of these needs a descriptor."""
         await super().startup(sockets=sockets)
-        for one in sockets or ():
-            one.listen(BACKLOG)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """Starts draining; a second signal ends the server without waiting."""
@@ -122,7 +122,7 @@ class _WorkerUvicorn(_Uvicorn):
         self.stop(cancel=False)
 
     def _open(self) -> list[Connection]:
-        return [one for one in self.server_state.connections if isinstance(one, Connection)]
+        return [other for other in self.server_state.connections if isinstance(other, Connection)]
 
     def _close_idle(self, before: Mapping[Connection, object]) -> None:
         for connection in self._open():

@@ -96,7 +96,7 @@ def compile_guide(
     if kind == "json_schema":
         text = schema_text(source)
     elif kind == "choice":
-        text = json.dumps([_checked(kind, one) for one in source])
+        text = json.dumps([_checked(kind, choice) for choice in source])
     else:
         text = _checked(kind, source)
     _check_length(kind, text)

@@ -1,4 +1,4 @@
-"""The formats of strings that are enforced, each as a regular expression for the whole string.
+"""Lists the formats of strings that are enforced, each as a regular expression for the whole string.
 
 A format is an annotation in JSON Schema: formats that are not listed here are ignored. Those listed allow a subset of
 what their RFC allows, so that readers in Python accept every text: no year 0000, no leap seconds, no numbers that

@@ -1,4 +1,7 @@
-"""Patterns with look-ahead as Lark, which has "and" and "not" for whole terminals but no look-ahead inside them."""
+"""Writes patterns with look-ahead as Lark.
+
+Lark has "and" and "not" for whole terminals, and no look-ahead inside them.
+"""
 
 from __future__ import annotations
 
@@ -96,26 +99,28 @@ def _sequence(pattern: str, after: str, is_start: bool = True, is_inner: bool = 
             continue
         tail, plain = (f"/{plain}/ ({tail})" if plain else tail), ""
         options = _split(text)
-        if kind == "group" and tail == _ANY and any(one.endswith("$") for one in options):
+        if kind == "group" and tail == _ANY and any(option.endswith("$") for option in options):
             # "^a(b|c$)" allows more text after "ab". That is hardly meant (pydantic 2.12 writes such patterns of
             # Decimal), so only texts that end there are generated.
-            options, tail = [one.removesuffix("$") for one in options], '""'
+            options, tail = [option.removesuffix("$") for option in options], '""'
         if len(tail) * len(options) > _MOST_LARK_CHARS:
             return None
         if kind == "group":
-            inner_options = [_sequence(one, tail, False, True) for one in options]
+            inner_options = [_sequence(option, tail, False, True) for option in options]
         elif kind in ("(?=", "(?!"):
             # Inside, "^" is true only where nothing stands before; the text is matched from there on.
             is_first = is_start and (kind, text) == body[0]
             inner_options = [
-                None if one[:1] == "^" and not is_first else _sequence(f"^{one.removeprefix('^')}", '""')
-                for one in options
+                None
+                if option[:1] == "^" and not is_first
+                else _sequence(f"^{option.removeprefix('^')}", '""')
+                for option in options
             ]
         else:
             return None
         if None in inner_options:
             return None
-        either = " | ".join(f"({one})" for one in inner_options)
+        either = " | ".join(f"({option})" for option in inner_options)
         tail = f"({either})" if kind == "group" else f"({tail}) & {'~' if kind == '(?!' else ''}({either})"
         tail = f"({tail})"
     tail = f"/{plain}/ ({tail})" if plain else tail

@@ -1,4 +1,4 @@
-"""Regular expressions of the numbers within bounds, exact for any count of digits."""
+"""Writes regular expressions of the numbers within bounds, exact for any count of digits."""
 
 from __future__ import annotations
 

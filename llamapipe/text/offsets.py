@@ -1,4 +1,4 @@
-"""Where in a text each of its tokens begins."""
+"""Finds where in a text each of its tokens begins."""
 
 from __future__ import annotations
 

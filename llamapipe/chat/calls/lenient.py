@@ -91,7 +91,7 @@ def _call(buffer: TextBuffer, names: dict[str, str]) -> Reading[PlainCall]:
         elif key == '"id"':
             yield from json_value(buffer)  # models invent it, and repeat it
         else:
-            keys -= {json.dumps(one) for one in _ARGUMENTS}
+            keys -= {json.dumps(name) for name in _ARGUMENTS}
             arguments = yield from _arguments(buffer)
         yield from spaces(buffer)
         if (yield from one_of(buffer, (",", "}"))) == "}":

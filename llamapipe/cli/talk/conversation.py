@@ -73,7 +73,7 @@ class Conversation:
 
         kept = list(kept_messages(self.visible(), n_tokens, n_ctx, max_tokens))
         first = len(self.messages) + len(self._head) - len(kept)
-        n_hidden = sum(one["role"] == "user" for one in self.messages[self._first : first])
+        n_hidden = sum(message["role"] == "user" for message in self.messages[self._first : first])
         self._first = first
         n = n_tokens(kept)
         return n_hidden, n if n < n_ctx else n_tokens([*self._head, self.messages[-1]])

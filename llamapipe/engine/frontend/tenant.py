@@ -1,4 +1,4 @@
-"""For whom requests are made: a server sets this for each of its clients, and whatever is submitted meanwhile has it.
+"""The client for whom requests are made: a server sets it, and every request submitted meanwhile has it.
 
 It is a context variable, so that no route and no call can forget to pass it on: tasks, and threads that
 ``asyncio.to_thread`` uses, inherit it.

@@ -1,7 +1,7 @@
-"""Tools whose schemas no grammar can express: what a chat does with them.
+"""Decides what a chat does with a tool whose schema no grammar can express.
 
-Where a call is forced, or the tool is ``strict``, such a schema is an error. Otherwise it costs the tool its guarantee,
-and not the chat: its arguments are then any JSON object. Servers that speak MCP send such schemas.
+If a call is forced, or the tool is ``strict``, such a schema is an error. Otherwise the chat runs without a guarantee
+for this tool: its arguments are then any JSON object. Servers that speak MCP send such schemas.
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ class ToolSchemas:
             self._relaxed[key] = reasons
             if len(self._relaxed) > _MAX_REMEMBERED:
                 self._relaxed.popitem(last=False)
-            for one in reasons.items():
-                if one not in self._warned:
-                    new.append(one)
-                    self._warned[one] = None
+            for named_reason in reasons.items():
+                if named_reason not in self._warned:
+                    new.append(named_reason)
+                    self._warned[named_reason] = None
             while len(self._warned) > _MAX_REMEMBERED:
                 self._warned.popitem(last=False)
         for name, reason in new:

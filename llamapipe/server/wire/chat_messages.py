@@ -1,4 +1,4 @@
-"""Messages of chat completions as the engine takes them: older and rarer forms are written in the usual one."""
+"""Converts messages of chat completions to the form that the engine takes: some fields have older and rarer forms."""
 
 from __future__ import annotations
 

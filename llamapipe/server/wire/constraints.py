@@ -1,4 +1,6 @@
-"""The format that an answer must match: under all the names that requests use for it, and the errors about it.
+"""Reads the format that an answer must match, under all the names that requests use for it.
+
+Errors about it name the field that the request has.
 
 llamapipe's own names are those of ``SamplingParams``. OpenAI's API has ``response_format``, vLLM ``structured_outputs``
 and the older ``guided_json`` and its like, SGLang ``ebnf``. A request may give one of them.
@@ -97,7 +99,7 @@ class Constrained(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if value is not None and value is not False:
                 found.append(_constraint(f"structured_outputs.{field}", kind, value))
         if len(found) > 1:
-            first, other = (one.field for one in found[:2])
+            first, other = (constraint.field for constraint in found[:2])
             raise ApiError(400, f"{first} and {other} are both given; give one of them", other)
         return found[0] if found else None
 

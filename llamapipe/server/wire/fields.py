@@ -1,4 +1,4 @@
-"""What the server does with each field of a request: one table for each API, which is the type of its requests.
+"""Declares what the server does with each field of a request. The type of an API's requests is its table.
 
 A field is honoured unless its annotation says otherwise::
 
@@ -59,7 +59,7 @@ Fate = Unused | Only | None  # None: the field is honoured
 def fates(kind: type[msgspec.Struct]) -> dict[str, Fate]:
     """The fate of each field of a request type, by its name in JSON, in the order of the type."""
     hints = get_type_hints(kind, include_extras=True)
-    return {one.encode_name: _fate(hints[one.name]) for one in msgspec.structs.fields(kind)}
+    return {field.encode_name: _fate(hints[field.name]) for field in msgspec.structs.fields(kind)}
 
 
 def _fate(hint: Any) -> Fate:
@@ -72,10 +72,10 @@ def inner_types(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
     """The fields of a request type that hold an object with fields of their own."""
     hints = get_type_hints(kind)
     found = {}
-    for one in msgspec.structs.fields(kind):
-        for part in (hints[one.name], *get_args(hints[one.name])):
+    for field in msgspec.structs.fields(kind):
+        for part in (hints[field.name], *get_args(hints[field.name])):
             if isinstance(part, type) and issubclass(part, msgspec.Struct):
-                found[one.encode_name] = part
+                found[field.encode_name] = part
     return found
 
 
@@ -99,7 +99,9 @@ def _plan(
 def _unused(request: msgspec.Struct, place: str) -> Iterator[str]:
     marked, read, inner = _plan(type(request))
     for (name, fate), value in zip(marked, read(request), strict=False):
-        if value is None or any(value == one and type(value) is type(one) for one in fate.neutral):
+        if value is None or any(
+            value == neutral and type(value) is type(neutral) for neutral in fate.neutral
+        ):
             continue
         if isinstance(fate, Only):
             raise ApiError(400, f"{place}{name} {_refusal(value, fate)}", f"{place}{name}")
@@ -117,7 +119,7 @@ def _refusal(value: object, fate: Only) -> str:
     shown = msgspec.json.encode(value).decode()
     if len(shown) > _MOST_SHOWN:
         shown = shown[:_MOST_SHOWN] + "…"
-    allowed = " or ".join(msgspec.json.encode(one).decode() for one in fate.neutral)
+    allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in fate.neutral)
     if not allowed:
         return f"is not supported: {fate.instead or 'leave it out'}"
     return f"is {shown}; leave it out, or set it to {allowed}{fate.instead and f': {fate.instead}'}"
@@ -128,4 +130,6 @@ def without_nulls(value: Any, kind: Any) -> Any:
     if not isinstance(value, dict) or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return value
     inner = inner_types(kind)
-    return {name: without_nulls(one, inner.get(name)) for name, one in value.items() if one is not None}
+    return {
+        name: without_nulls(member, inner.get(name)) for name, member in value.items() if member is not None
+    }

@@ -1,4 +1,4 @@
-"""The arguments of a chat template: those that a request gives, and those that stand for its other fields."""
+"""Collects the arguments of a chat template: those that a request gives, and those that stand for other fields."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class TestLimits:
             before, began_s = peak_bytes(), thread_time()
             with suppress(InvalidRequestError):
                 shown(f"{{{{ ({value}) | {name}{arguments.get(name, '')} | string | length }}}}")
-            assert thread_time() - began_s < 4, (name, value)
+            assert thread_time() - began_s < 20, (name, value)
             assert peak_bytes() - before < 500 * 2**20, (name, value)
 
     @pytest.mark.parametrize("name", [n for n in dir(str) if not n.startswith("_")])
@@ -195,7 +195,7 @@ class TestLimits:
             before, began_s = peak_bytes(), thread_time()
             with suppress(InvalidRequestError):
                 shown(f"{{{{ (('aB ' * 7000000).{name}({arguments}) ~ '') | length }}}}")
-            assert thread_time() - began_s < 4, (name, arguments)
+            assert thread_time() - began_s < 20, (name, arguments)
             assert peak_bytes() - before < 500 * 2**20, (name, arguments)
 
     def test_what_templates_need_stays_allowed(self) -> None:

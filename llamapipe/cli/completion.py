@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+from llamapipe.arguments import path_of
 from llamapipe.cli.options import HelpFormatter
 
 _DESCRIPTION = """\
@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
         raise ImportError("shell completion needs shtab: pip install 'llamapipe[completion]'") from None
     for parser in _parsers(args.command_line):
         for action in parser._actions:
-            if action.type is Path or (isinstance(action.metavar, str) and action.metavar.startswith("FILE")):
+            if action.type is path_of or (
+                isinstance(action.metavar, str) and action.metavar.startswith("FILE")
+            ):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     sys.stdout.write(shtab.complete(args.command_line, shell=args.shell))
     return 0

@@ -118,6 +118,24 @@ def test_its_slot_is_lent(demo: lp.Model) -> None:
         assert all(worker.result().token_ids == expected for worker in slow)
 
 
+def test_patience_grows_within_a_share(demo: lp.Model) -> None:
+    """A request that takes long for each token does not wait for another one's answer before each of them."""
+    begun = threading.Event()
+
+    def draw(row: object) -> None:
+        begun.set()
+        time.sleep(0.12)
+
+    with lp.Engine(demo, n_ctx=512, n_seq_max=1) as engine:
+        slow = Worker(engine.generate, START, greedy(logits_processors=[draw], max_tokens=20))
+        assert begun.wait(PATIENCE_S)
+        others = [Worker(engine.generate, START, greedy(max_tokens=100)) for _ in range(20)]
+        assert len(slow.result().token_ids) == 20
+        assert 1 <= engine.stats().n_preempted < 6
+        for other in others:
+            other.result()
+
+
 def test_a_slot_that_nobody_wants_is_kept(demo: lp.Model) -> None:
     with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
         sleepy = greedy(logits_processors=[lambda row: time.sleep(0.07)], max_tokens=3)

@@ -137,6 +137,7 @@ class Request:
         "n_exact",
         "n_generated",
         "n_kept",
+        "n_lent",
         "n_past",
         "n_prompt",
         "n_total",
@@ -188,6 +189,7 @@ class Request:
         self.cache_key: Hashable = None
         self.keeps_cells = False  # whether its cells are saved and pinned at its end
         self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
+        self.n_lent = 0  # how often its slot was lent while its token was drawn
         self.cells: Cells | None = None  # while it has a slot
         self.saved_cells: Cells | None = None  # while it is preempted, or keeps its cells
         self.left_queue_at: float | None = None  # when it got its first slot, or ended without

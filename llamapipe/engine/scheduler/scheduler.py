@@ -219,13 +219,25 @@ class Scheduler:
         else:
             self._waiting.add_ready(request)
 
-    def lend(self, request: Request) -> bool:
+    def lend(self, request: Request, lateness: float) -> bool:
         """Gives the slot of a request whose token is late to one that waits. The request returns with its token.
+
+        It then waits for a slot itself, perhaps for another answer's whole length. So within a share its patience
+        doubles with each time: a constraint that takes long for every token would else wait before each of them. Other
+        shares need not be that patient. ``lateness``: how long the token has taken, 1 for what is late the first time.
 
         Returns whether there is such a slot and a request to lend it to.
         """
-        if self.cache.n_free >= self._waiting.n_queued or request not in self._running.drawing:
+        waiting = self._waiting
+        if (
+            not waiting.has_next
+            or self.cache.n_free >= waiting.n_queued
+            or request not in self._running.drawing
+        ):
             return False
+        if waiting.next().share == request.share and lateness < 2 ** min(request.n_lent, 20):
+            return False
+        request.n_lent += 1
         self.preempt(request)
         return True
 

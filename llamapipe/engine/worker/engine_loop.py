@@ -36,9 +36,8 @@ _MAX_SKIPPED_WINDOWS = 7
 _MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of others arrive
 _LATER = int(NoToken.LATER)  # looked at in every step
 _LOOK_S = 0.02  # between two looks at draws that other threads make
-_LEND_S = (
-    0.05  # after which a late draw's slot is lent; saving and loading its cells takes a few milliseconds
-)
+# After which a late draw's slot is lent; saving and loading its cells takes a few milliseconds.
+_LEND_S = 0.05
 
 
 class Closable(Protocol):
@@ -157,7 +156,8 @@ class EngineLoop:
         self._executor.relieve()
         if not self._scheduler.n_queued:
             return False
-        return sum(map(self._scheduler.lend, self._late.late_by(_LEND_S))) > 0
+        late = self._late.late_by(_LEND_S)
+        return sum(self._scheduler.lend(request, waited_s / _LEND_S) for request, waited_s in late) > 0
 
     def _settle(self) -> None:
         if self._scheduler.unsettled:

@@ -42,10 +42,11 @@ class LateDraws:
             if sampler is not None:
                 self._requests[sampler] = request, sampler.n_draws, perf_counter()
 
-    def late_by(self, seconds: float) -> list[Request]:
-        """The requests that have waited for so long for their tokens, the longest first."""
-        latest_s = perf_counter() - seconds
-        return [request for request, _, began_s in self._requests.values() if began_s <= latest_s]
+    def late_by(self, seconds: float) -> list[tuple[Request, float]]:
+        """The requests that have waited for so long for their tokens, with the seconds; the longest first."""
+        now_s = perf_counter()
+        waits = ((request, now_s - began_s) for request, _, began_s in self._requests.values())
+        return [(request, waited_s) for request, waited_s in waits if waited_s >= seconds]
 
     def take(self, executor: Executor, open_requests: Container[Request]) -> list[tuple[Request, int]]:
         """The requests whose tokens have arrived, with these."""

@@ -51,7 +51,7 @@ def section() -> str:
 def _table(title: str, kind: type[msgspec.Struct], base: type[msgspec.Struct] | None) -> str:
     known = set() if base is None else set(fates(base))
     fields = [(name, fate) for name, fate in _all(kind) if name.partition(".")[0] not in known]
-    lines = [f"#### {title}", ""]
+    lines = [f"### {title}", ""]
     lines += _wrapped("Honoured", [f"`{name}`" for name, fate in fields if fate is None])
     unused = [_with_values(name, fate) for name, fate in fields if isinstance(fate, Unused)]
     lines += _wrapped("Unused", unused)

@@ -69,7 +69,7 @@ def test_arguments_without_names_follow_their_schema() -> None:
         (of({"a": {"$ref": "#/$defs/none"}}), "no schema at the reference '#/"),
         (of({"a": {"type": "string"}}, minProperties=1), "'minProperties' at the top"),
         (of({"a": {"type": "string"}}, required=["zz"]), "'zz' is required"),
-        (of(None), "'properties' must be an object"),
+        (of(None), "'properties' is None; it must be an object"),
         (of({"a": {"$ref": "#/properties/a"}}), "refers to itself"),
         (of({"a>b": {"type": "string"}}), "must not be called 'a>b'"),
     ],

@@ -26,12 +26,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # after an installed llamapipe
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-import llamapipe as lp  # noqa: E402
-from llamapipe.llama import Batch, Context  # noqa: E402
+import llamapipe as lp
+from llamapipe.llama import Batch, Context
 
 _HANG_S = 60
 _TIMED = 3

@@ -91,11 +91,11 @@ class PrefixTree(Generic[H]):
         while node is not None:
             parent = node.parent
             del node.holders[holder]
-            if isinstance(node, _Root):
+            if parent is None:
                 if not node.holders:
+                    assert isinstance(node, _Root)
                     del self._roots[node.key]
             elif not node.holders:
-                assert parent is not None
                 del parent.children[node.tokens[0]]
             elif len(node.children) == 1:
                 _merge(node)

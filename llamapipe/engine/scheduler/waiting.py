@@ -17,15 +17,16 @@ from llamapipe.engine.scheduler.request import Request, State
 _MAX_COUNTED = 256  # tokens that a request may generate, as its cost; few generate all that they may
 
 
+_Heap = list[tuple[tuple[int, int, int], Request]]
+
+
 class _Share:
     """The requests of one share. ``end``: where its last admitted request ends. ``n_new``: not admitted yet."""
 
     __slots__ = ("end", "heap", "n_new", "n_queued")
 
     def __init__(self) -> None:
-        self.heap: list[
-            tuple[tuple[int, int, int], Request]
-        ] = []  # removed ones stay until they are the first
+        self.heap: _Heap = []  # removed ones stay until they are the first
         self.n_queued = self.n_new = self.end = 0
 
 
@@ -71,7 +72,10 @@ class Waiting:
     def next(self) -> Request:
         """The request to admit first."""
         if self._next is None:
-            self._next = min(map(self._first_of, self._waiting_shares()))[-1]
+            if len(self._shares) == 1:
+                self._next = self._first_in((*self._shares.values(),)[0].heap)[1]
+            else:
+                self._next = min(map(self._first_of, self._waiting_shares()))[-1]
         return self._next
 
     def _waiting_shares(self) -> Iterator[_Share]:
@@ -79,18 +83,20 @@ class Waiting:
 
     def _first_of(self, share: _Share) -> tuple[int, int, tuple[int, int, int], Request]:
         """The first request of a share, after what decides between shares."""
-        heap = share.heap
+        turn, request = self._first_in(share.heap)
+        return turn[0], max(share.end, self._share_now), turn, request
+
+    def _first_in(self, heap: _Heap) -> tuple[tuple[int, int, int], Request]:
         while heap[0][1] not in self._queued:
             heappop(heap)
-        turn, request = heap[0]
-        return turn[0], max(share.end, self._share_now), turn, request
+        return heap[0]
 
     def add(self, request: Request) -> None:
         """Adds a new request and gives it its turn."""
         caller = request.caller
         start = max(self._now, self._ends.get(caller, 0))
         self._ends[caller] = start + _cost(request)
-        self._share(request).n_new += 1
+        (self._shares.get(request.share) or self._new_share(request)).n_new += 1
         self._n_of[caller] = self._n_of.get(caller, 0) + 1
         request.turn = (-request.priority, start, request.arrival)
         if request.n_total < request.token_budget:
@@ -101,22 +107,18 @@ class Waiting:
     def add_ready(self, request: Request) -> None:
         """Adds a request that had a slot, was paused, or followed another one. It keeps its turn."""
         self._queued[request] = self._next = None
-        share = self._share(request)
+        share = self._shares.get(request.share) or self._new_share(request)
         share.n_queued += 1
         heappush(share.heap, (request.turn, request))
 
-    def _share(self, request: Request) -> _Share:
-        share = self._shares.get(request.share)
-        if share is None:
-            share = self._shares[request.share] = _Share()
+    def _new_share(self, request: Request) -> _Share:
+        share = self._shares[request.share] = _Share()
         return share
 
-    def _forget_empty(self, request: Request) -> None:
-        share = self._shares[request.share]
-        if not share.n_queued:
-            share.heap.clear()
-            if not share.n_new:
-                del self._shares[request.share]
+    def _emptied(self, share: _Share, request: Request) -> None:
+        share.heap.clear()
+        if not share.n_new:
+            del self._shares[request.share]
 
     def remove(self, request: Request) -> None:
         """Removes a request from its list."""
@@ -130,8 +132,10 @@ class Waiting:
         elif request in self._queued:
             del self._queued[request]
             self._next = None
-            self._shares[request.share].n_queued -= 1
-            self._forget_empty(request)
+            share = self._shares[request.share]
+            share.n_queued -= 1
+            if not share.n_queued:
+                self._emptied(share, request)
         else:
             self.paused.remove(request)
 
@@ -147,7 +151,8 @@ class Waiting:
             self._share_now = max(share.end, self._share_now)
             share.end = self._share_now + _cost(request)
             self._next = None
-        self._forget_empty(request)
+        if not share.n_queued:
+            self._emptied(share, request)
         self._n_of[caller] -= 1
         if not self._n_of[caller]:
             del self._n_of[caller], self._ends[caller]

@@ -71,7 +71,11 @@ class TestTwoWorkers:
     def test_health_and_metrics_speak_for_both(self, server: WorkerServer) -> None:
         assert server.client.get("/health").json() == {"status": "ok", "workers_ready": 2, "workers": 2}
         before = server.values()
-        assert {ask(server).headers["x-llamapipe-worker"] for _ in range(2)} == {"0", "1"}
+        clients = [httpx.Client(base_url=server.url, timeout=120) for _ in range(2)]  # one on each worker
+        answers = [client.post("/v1/completions", json=SHORT) for client in clients]
+        assert {answer.headers["x-llamapipe-worker"] for answer in answers} == {"0", "1"}
+        for client in clients:
+            client.close()
         after = server.values()
         assert after["llamapipe_generated_tokens_total"] - before["llamapipe_generated_tokens_total"] == 8
         count = 'llamapipe_requests_total{path="/v1/completions",status="200"}'

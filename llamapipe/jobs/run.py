@@ -41,7 +41,7 @@ class BatchSummary:
     reasons: Counter[str] = field(default_factory=Counter)
     _kinds: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
-    def add(self, answer: Answer) -> None:
+    def _add(self, answer: Answer) -> None:
         """Counts an answer."""
         self.n_done += 1
         self.n_failed += answer.failed
@@ -119,7 +119,7 @@ def run_job(
         _left(records, results, summary), answerer, n_ahead=n_ahead, ordered=ordered, slow=slow
     ):
         results.write(record.index, record.digest, answer.result)
-        summary.add(answer)
+        summary._add(answer)
         if on_progress is not None:
             on_progress(summary)
     return summary

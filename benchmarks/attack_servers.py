@@ -3,7 +3,7 @@
     python benchmarks/attack_servers.py                                  # llamapipe's layer over uvicorn
     python benchmarks/attack_servers.py httptools h11 granian hypercorn  # others, where they are installed
 
-Each one serves the same small application on the loopback address, in a process of its own. The program sends heads
+Each serves the same small application on the loopback address, in its own process. The program sends heads
 without end, two million fields, 400 unfinished heads, 40 unfinished bodies of 15 MB, offers of HTTP/2, HTTP/1.0 and
 ambiguous requests, and prints the answers, the memory that they cost, and how long ``/health`` took meanwhile. Then it
 measures 256 streams of 64 events. Use it to choose a server, or before a new version of one is used;

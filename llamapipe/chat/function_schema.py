@@ -220,7 +220,7 @@ def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
     """
     text: list[str] = []
     found: dict[str, list[str]] = {}
-    current: tuple[str, ...] = ()  # the arguments that an indented line goes on to describe
+    current: tuple[str, ...] = ()  # the arguments that an indented line also describes
     indent = 0  # of the line that named them
     section: str | None = None
     for line in (inspect.getdoc(thing) or "").splitlines():

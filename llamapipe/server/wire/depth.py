@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-MAX_DEPTH = (
-    256  # objects and lists inside of each other; Python's limit is 1000 calls, and some need two for a level
-)
+# Objects and lists inside each other. Python's limit is 1000 calls, and some functions need two for a level.
+MAX_DEPTH = 256
 _PART = 2**20  # bytes that are looked at together
 _STEPS = np.zeros(256, np.int8)  # of each byte
 _STEPS[list(b"{[")] = 1

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,22 +77,32 @@ class Talk:
         os.write(self.master, line.encode())
 
     def close(self) -> int:
+        """Press Ctrl-D, which is the end only where a line is being read: wait for the prompt before."""
         self.say("\x04")
         status = self.child.wait(60)
         os.close(self.master)
         return status
 
 
-@pytest.fixture(params=[60, 120])
-def talk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Talk]:
-    talk = Talk(request.param, tmp_path)
-    yield talk
-    if talk.child.poll() is None:
-        talk.child.kill()
-        talk.child.wait()
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Talk]]:
+    """Start conversations by width and options; those that a failed test leaves are ended."""
+    talks: list[Talk] = []
+
+    def start(columns: int, *options: str) -> Talk:
+        talks.append(Talk(columns, tmp_path, *options))
+        return talks[-1]
+
+    yield start
+    for talk in talks:
+        if talk.child.poll() is None:
+            talk.child.kill()
+            talk.child.wait()
 
 
-def test_a_conversation_fits_the_terminal(talk: Talk, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [60, 120])
+def test_a_conversation_fits_the_terminal(start: Callable[..., Talk], columns: int, tmp_path: Path) -> None:
+    talk = start(columns)
     talk.until("> ")
     talk.say("Tell me a story about a fox.\n")
     talk.until("tokens/s")
@@ -105,15 +115,14 @@ def test_a_conversation_fits_the_terminal(talk: Talk, request: pytest.FixtureReq
     talk.until("1 message saved to")
     talk.until("> ")
     assert talk.close() == 0
-    columns = request.node.callspec.params["talk"]
     long = [line for line in talk.text.split("\n") if width(line) >= columns and "talk.json" not in line]
     assert not long
     assert json.loads((tmp_path / "talk.json").read_text()) == [{"role": "system", "content": "Be brief."}]
     assert "Tell me a story" in (tmp_path / "llamapipe" / "chat_history").read_text()
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
-    talk = Talk(80, tmp_path, "--ignore-eos", "--n-ctx", "1024", "--max-tokens", "900")
+def test_ctrl_c_stops_the_answer_and_not_the_program(start: Callable[..., Talk]) -> None:
+    talk = start(80, "--ignore-eos", "--n-ctx", "1024", "--max-tokens", "900")
     talk.until("> ")
     talk.say("Tell me a story about a fox.\n")
     talk.until("Once")
@@ -128,12 +137,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     assert talk.close() == 0
 
 
-def test_what_ends_an_answer_is_said(tmp_path: Path) -> None:
+def test_what_ends_an_answer_is_said(start: Callable[..., Talk]) -> None:
     for options, said in (
         (("--max-tokens", "5"), "ended by the limit of 5 tokens (--max-tokens)"),
         (("--n-ctx", "64"), "ended by the context of 64 tokens: it is full"),
     ):
-        talk = Talk(150, tmp_path, "--ignore-eos", *options)
+        talk = start(150, "--ignore-eos", *options)
         talk.until("> ")
         talk.say("Tell me a story about a fox.\n")
         talk.until(said)
@@ -152,10 +161,10 @@ def test_lines_of_a_pipe_are_messages(tmp_path: Path) -> None:
     assert messages[1]["content"] in done.stdout
 
 
-def test_pasted_lines_are_one_message(tmp_path: Path) -> None:
+def test_pasted_lines_are_one_message(start: Callable[..., Talk], tmp_path: Path) -> None:
     if "libedit" in (pytest.importorskip("readline").__doc__ or ""):
         pytest.skip("libedit, in place of GNU readline, does not tell what is pasted")
-    talk = Talk(80, tmp_path, "--max-tokens", "4")
+    talk = start(80, "--max-tokens", "4")
     talk.until("> ")
     assert talk.asks_for_pastes
     talk.say("\x1b[200~first line\nsecond line\x1b[201~\n")
@@ -163,12 +172,13 @@ def test_pasted_lines_are_one_message(tmp_path: Path) -> None:
     talk.until("> ")
     talk.say(f"/save {tmp_path}/talk.json\n")
     talk.until("2 messages saved to")
+    talk.until("> ")
     assert talk.close() == 0
     assert json.loads((tmp_path / "talk.json").read_text())[0]["content"] == "first line\nsecond line"
 
 
-def test_a_command_within_quotes_is_a_message(tmp_path: Path) -> None:
-    talk = Talk(80, tmp_path, "--max-tokens", "4")
+def test_a_command_within_quotes_is_a_message(start: Callable[..., Talk], tmp_path: Path) -> None:
+    talk = start(80, "--max-tokens", "4")
     talk.until("> ")
     talk.say('"""/exit\n')
     talk.until(". ")
@@ -177,6 +187,7 @@ def test_a_command_within_quotes_is_a_message(tmp_path: Path) -> None:
     talk.until("> ")
     talk.say(f"/save {tmp_path}/talk.json\n")
     talk.until("2 messages saved to")
+    talk.until("> ")
     assert talk.close() == 0
     assert json.loads((tmp_path / "talk.json").read_text())[0]["content"] == "/exit\ntwice"
 

@@ -15,7 +15,7 @@ import nox
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from native_build.paths import REQUIREMENTS, cache_dir  # noqa: E402
+from native_build.paths import PEER_REQUIREMENTS, cache_dir  # noqa: E402
 from native_build.sources import read_pin  # noqa: E402
 from native_build.toolchain import package_requirements  # noqa: E402
 
@@ -507,14 +507,14 @@ def _has_vulkan_driver() -> bool:
 
 def _peer_wheel(session: nox.Session) -> Path:
     """llama-cpp-python, built from the pinned archive once and kept in the user's cache (some minutes)."""
-    pin = read_pin(REQUIREMENTS)
+    pin = read_pin(PEER_REQUIREMENTS)
     folder = cache_dir() / "peers" / pin.sha256
     if not (found := list(folder.glob("*.whl"))):
         session.log("building llama-cpp-python, which the tests load beside llamapipe; once, some minutes")
         scratch = Path(session.create_tmp()).resolve() / "peer"
         shutil.rmtree(scratch, ignore_errors=True)
         command = ["pip", "wheel", "--no-deps", "--no-binary", "llama-cpp-python", "--require-hashes"]
-        command += ["--requirement", str(REQUIREMENTS), "--wheel-dir", str(scratch)]
+        command += ["--requirement", str(PEER_REQUIREMENTS), "--wheel-dir", str(scratch)]
         # Without -march=native: GCC 12 makes faulty AMX code from this source. Its speed does not matter here.
         arguments = "-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF"
         arguments += " -DCMAKE_C_FLAGS_RELEASE=-O1 -DCMAKE_CXX_FLAGS_RELEASE=-O1"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGE_NATIVE = PROJECT / "llamapipe" / "native"
-REQUIREMENTS = PROJECT / "third_party" / "llama-cpp-python.txt"
+# What is built; and the binding that tests and benchmarks run beside it.
+REQUIREMENTS = PROJECT / "third_party" / "llama.cpp.txt"
+PEER_REQUIREMENTS = PROJECT / "third_party" / "llama-cpp-python.txt"
 CHECKOUT = PROJECT / "third_party" / "llama.cpp"
 
 

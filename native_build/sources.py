@@ -237,7 +237,7 @@ def _changed_hash(pin: Pin, found: str) -> BuildError:
     return BuildError(
         f"the source archive of {pin.requirement} has changed: sha256 is {found}, expected {pin.sha256}",
         "do not build from it unless you know why; third_party/README.md says how to move the pin\n"
-        "(if third_party/llama-cpp-python.txt was edited: git checkout -- third_party/llama-cpp-python.txt)",
+        "(if third_party/llama.cpp.txt was edited: git checkout -- third_party/llama.cpp.txt)",
     )
 
 

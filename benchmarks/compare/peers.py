@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # after an installed llamapipe
 
-from native_build.paths import REQUIREMENTS, cache_dir
+from native_build.paths import PEER_REQUIREMENTS, REQUIREMENTS, cache_dir
 from native_build.sources import find_source, read_pin
 from native_build.toolchain import find_cmake, find_compilers
 
@@ -33,7 +33,7 @@ BINDINGS = {  # what pip installs, one after another
             "--no-cache-dir",
             "--no-deps",
             "--requirement",
-            str(REQUIREMENTS),
+            str(PEER_REQUIREMENTS),
         ],
     ],
     "xllamacpp": [["xllamacpp>=2026.10"]],

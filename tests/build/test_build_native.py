@@ -297,9 +297,11 @@ def test_a_result_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_the_pin_is_the_one_that_is_documented() -> None:
     pin = sources.read_pin()
-    assert pin.requirement == "llama-cpp-python==0.3.36"
-    assert pin.sha256 == "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-    assert pin.requirement.split("==")[1] in (ROOT / "third_party" / "README.md").read_text(encoding="utf-8")
+    assert pin.requirement == "xllamacpp==2026.10.11549"
+    assert pin.sha256 == "c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428eaa22b"
+    readme = (ROOT / "third_party" / "README.md").read_text(encoding="utf-8")
+    assert f"{pin.package} {pin.requirement.split('==')[1]}" in readme
+    assert f"`{pin.release}`" in readme
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from llamapipe.chat.parser import parse_answer
 WITHOUT_TOOLS = {
     "CohereForAI-c4ai-command-r-plus-tool_use",
     "HuggingFaceTB-SmolLM3-3B",
+    "IFM-K2-Horizon",
     "Kimi-K3",
     "LFM2-8B-A1B",
     "LFM2.5-8B-A1B",
@@ -27,6 +28,7 @@ WITHOUT_TOOLS = {
     "google-gemma-2-2b-it",
     "google-gemma-4-31B-it",
     "google-gemma-4-31B-it-interleaved",
+    "google-translategemma-4b-it",
     "ibm-granite-granite-3.3-2B-Instruct",
     "llama-cpp-rwkv-world",
     "meetkai-functionary-medium-v3.2",

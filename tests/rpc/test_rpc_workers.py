@@ -110,7 +110,7 @@ def test_options_that_workers_cannot_follow_are_refused(workers: list[str], opti
 
 
 # ---- the handshake
-def hello(size: int = ANSWER_BYTES, version: tuple[int, int, int] = (7, 0, 0)) -> bytes:
+def hello(size: int = ANSWER_BYTES, version: tuple[int, int, int] = (8, 0, 0)) -> bytes:
     return ANSWER.pack(size, *version, 0, b"")
 
 
@@ -125,8 +125,8 @@ def answering(data: bytes) -> Callable[[socket.socket], None]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (hello(version=(6, 0, 0)), "speaks version 6.0.0 of ggml-rpc's protocol, and this build version 7.0"),
-        (hello(version=(7, 1, 0)), "speaks version 7.1.0 of ggml-rpc's protocol, and this build version 7.0"),
+        (hello(version=(6, 0, 0)), "speaks version 6.0.0 of ggml-rpc's protocol, and this build version 8.0"),
+        (hello(version=(8, 1, 0)), "speaks version 8.1.0 of ggml-rpc's protocol, and this build version 8.0"),
         (hello(size=3), "answered 3 bytes instead of 28"),
         (
             b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n",
@@ -168,14 +168,14 @@ def test_a_server_that_does_not_answer_is_waited_for_only_so_long(
     with server(answer) as address:
         host, port = address.split(":")
         with pytest.raises(BackendError, match=r"did not answer within 0\.5 s"):
-            check_worker(Address(address, host, int(port)), (7, 0), timeout_s=0.5)
+            check_worker(Address(address, host, int(port)), (8, 0), timeout_s=0.5)
     assert 0.4 < time.monotonic() - start < 5
     assert handshake.TIMEOUT_S == 5
 
 
 def test_the_version_is_that_of_the_build() -> None:
     lib = native().lib
-    assert (lib.RPC_PROTO_MAJOR_VERSION, lib.RPC_PROTO_MINOR_VERSION) == (7, 0)
+    assert (lib.RPC_PROTO_MAJOR_VERSION, lib.RPC_PROTO_MINOR_VERSION) == (8, 0)
 
 
 def test_addresses_in_the_network_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -350,7 +350,7 @@ def storm(session: nox.Session) -> None:
 def exits(session: nox.Session) -> None:
     """End programs at 200 random instants of each call, with a real vocabulary where the index has the model.
 
-    ``-- 20`` tries 20 instants.
+    That takes half an hour on two free cores; ``-- 20`` tries 20 instants.
     """
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")

@@ -6,7 +6,7 @@ import os
 import random
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,7 @@ class LlamaBase(SequenceMethods):
         self._model: Model | None = None
         self._owned = ExitStack()
         # As llama-cpp-python does: programs that move over do not close.
-        self._free = weakref.finalize(self, self._owned.close)
+        self._free = weakref.finalize(self, _dropped, self._owned)
         del values["older"]
         options.check_older(older, values)
         options.check_refused(values)
@@ -261,7 +261,8 @@ class LlamaBase(SequenceMethods):
         """Frees the model, after the calls that run. A second call does nothing."""
         with self._lock:
             self._model = None
-            self._free()
+            self._free.detach()
+            self._owned.close()
 
     def __getstate__(self) -> Answer:
         return {name: value for name, value in self._options.items() if name != "model_path"} | {
@@ -291,6 +292,15 @@ class LlamaBase(SequenceMethods):
                 break
             n += 1
         return n
+
+
+def _dropped(owned: ExitStack) -> None:
+    """Closes what a Llama that nobody closed has. It stays open while something else uses the model.
+
+    That is an engine of the caller's or, when the interpreter exits, one that another thread is making.
+    """
+    with suppress(EngineClosedError):
+        owned.close()
 
 
 def _or_none(token: int | None) -> int:

@@ -71,6 +71,11 @@ def awaited_at_exit(at_most_s: float | None = None) -> Iterator[None]:
             _working.pop(ended, None)
 
 
+def is_exiting() -> bool:
+    """Whether the interpreter exits. Any thread."""
+    return _exiting
+
+
 def end_thread_at_exit() -> None:
     """Raises SystemExit on any thread but the main one if the interpreter exits; otherwise does nothing."""
     if _exiting and threading.current_thread() is not threading.main_thread():

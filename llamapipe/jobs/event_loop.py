@@ -24,7 +24,20 @@ class EventLoopThread:
 
     def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Starts a task. Any thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future: Future[T] = Future()
+
+        async def run() -> None:
+            try:
+                future.set_result(await coroutine)
+            except asyncio.CancelledError:
+                future.cancel()
+            except (
+                BaseException
+            ) as e:  # with SystemExit the loop would end, and the caller would wait for ever
+                future.set_exception(e)
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return future
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

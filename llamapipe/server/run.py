@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
+from llamapipe.host.at_exit import is_exiting
 from llamapipe.server.application import app
 from llamapipe.server.connections import Connection, Connections
 from llamapipe.server.settings import ServerSettings
@@ -197,9 +198,15 @@ def _server(
         timeout_keep_alive=75,
         ws="none",  # there is no such route, and a connection must not change its protocol
     )
+    logging.getLogger("uvicorn.error").addFilter(_until_exit)
     server = kind(config)
     server.state, server.limits = state, limits
     return server
+
+
+def _until_exit(record: logging.LogRecord) -> bool:
+    """Requests that the end of the interpreter cuts are no errors of the application, as uvicorn says."""
+    return not is_exiting()
 
 
 def run_server(

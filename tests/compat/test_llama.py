@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.bert_model import bert_model
+from support.run_script import run_script
 
 import llamapipe as lp
 from llamapipe.compat import (
@@ -440,3 +441,18 @@ def test_what_the_original_takes(llm: Any) -> None:
     short = llm.create_chat_completion(messages, max_tokens=2.0, temperature=0, tool_choice="get_weather")
     assert short["usage"]["completion_tokens"] <= 2
     assert llm("Once", max_tokens=-1.0, temperature=0)["choices"]
+
+
+def test_one_that_is_dropped_prints_nothing_while_an_engine_uses_its_model() -> None:
+    program = """
+import gc
+import llamapipe as lp
+from llamapipe.compat import Llama
+
+llama = Llama(sys.argv[1], n_ctx=64, verbose=False)
+engine = lp.Engine(llama.lp_model, n_ctx=64)
+del llama
+gc.collect()
+say(engine.generate("Once", lp.SamplingParams(max_tokens=1)).n_completion_tokens)
+"""
+    assert run_script(program, lp.demo_model_path(), flags=("-W", "ignore")) == "1\n"

@@ -26,11 +26,12 @@ import pyarrow as arrow
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
 import pytest
-from support.control import wait_until
+from support.control import PATIENCE_S, wait_until
 from support.run_script import command, environment
 
 import llamapipe as lp
 from llamapipe.jobs.answers import Answerer
+from llamapipe.jobs.event_loop import EventLoopThread
 from llamapipe.jobs.records import MAX_LINE_BYTES, Record, count_records, read_records
 from llamapipe.jobs.results import ResultFile
 from llamapipe.jobs.run import BatchSummary, run_job
@@ -925,3 +926,15 @@ def test_a_line_of_progress_a_minute_without_a_terminal(
         "60 of 1,000, 10 tokens/s, 15:40 left",
         "120 of 1,000, 10 tokens/s, 14:40 left",
     ]
+
+
+def test_a_system_exit_on_the_event_loop_reaches_the_caller() -> None:
+    """The loop would end with it: at the interpreter's exit, calls of an engine raise it on all threads."""
+
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    with EventLoopThread() as event_loop:
+        with pytest.raises(SystemExit):
+            event_loop.start(leave()).result(PATIENCE_S)
+        assert event_loop.start(asyncio.sleep(0, "on")).result(PATIENCE_S) == "on"

@@ -3,18 +3,23 @@
     python exits.py N_INSTANTS SEED MODEL EMBEDDING_MODEL [CALL ...]
 
 A daemon thread makes the call; the main thread lets it run for a random part of the time that it takes, then ends. One
-process imports the package and is forked for each run, before anything native is loaded, so a run takes no longer than
-the call. With 0 instants there is one run for each call or, without names of calls, for four of them at once on one
-engine; they are not timed before. Prints the number of runs; any signal, hang or exit code other than 0 is told and
-ends this with code 1.
+process imports the package and is forked for each run. At the first instants of each call, a run imports what the call
+needs and loads the native module itself; before the others the process that is forked has done so, which halves a run's
+time. It never opens a model.
+
+With 0 instants there is one run for each call or, without names of calls, for four of them at once on one engine; they
+are not timed before. Prints the number of runs. A signal, a hang, an exit code other than 0 and anything on stderr are
+printed and end this program with code 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # after an installed llamapipe
 
@@ -37,6 +42,11 @@ _HANG_S = 60
 _TIMED = 3
 _TOGETHER = 4
 _SHORT_S = 0.4  # most calls take less
+_COLD = 10
+_FOLDER = (
+    "EXITS_FOLDER"  # for results of batch jobs; removed by the process that was started, not by its forks
+)
+_MOST_TEXT = 2000  # of what a run wrote
 _AT_ONCE = os.cpu_count() or 1
 _WORDS = lp.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 _FEW = lp.SamplingParams(max_tokens=3)
@@ -93,8 +103,8 @@ def _chat_stream(engine: lp.Engine) -> None:
 
 
 def _batch(engine: lp.Engine) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        lp.batch([f"Once {i}" for i in range(8)], engine, _WORDS, output=Path(folder) / "out.jsonl")
+    output = Path(os.environ[_FOLDER]) / f"{os.getpid()}.jsonl"
+    lp.batch([f"Once {i}" for i in range(8)], engine, _WORDS, output=output)
 
 
 def _served(engine: lp.Engine) -> None:
@@ -108,7 +118,10 @@ def _served(engine: lp.Engine) -> None:
     asked = urllib.request.Request(
         f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(asked, timeout=_HANG_S) as answer:
+    with (
+        suppress(OSError),
+        urllib.request.urlopen(asked, timeout=_HANG_S) as answer,
+    ):  # 500: the interpreter ends
         answer.read()
     server.close()
 
@@ -259,6 +272,20 @@ def _begin(names: Sequence[str], path: str, embedding_path: str, delay_s: float)
     time.sleep(delay_s)
 
 
+def _warm() -> None:
+    """Loads what the calls load, but starts no thread. What is here now is not collected at the end of a run."""
+    import llguidance  # noqa: F401
+
+    import llamapipe.chat
+    import llamapipe.compat
+    import llamapipe.server  # noqa: F401
+    from llamapipe.native.load import native
+
+    native()
+    gc.collect()
+    gc.freeze()
+
+
 def _say(*lines: str) -> None:
     sys.stdout.writelines(f"{line}\n" for line in lines)
     sys.stdout.flush()  # or a child writes it again
@@ -266,24 +293,30 @@ def _say(*lines: str) -> None:
 
 def main(n: int, seed: int, path: str, embedding_path: str, *names: str) -> int:
     """Returns the exit code; 0 in the children, whose ends are the subject."""
+    os.environ[_FOLDER] = tempfile.mkdtemp()
     rng = random.Random(seed)
-    running: dict[int, str] = {}
+    running: dict[int, tuple[str, BinaryIO]] = {}
     n_runs, failed = 0, []
 
     def wait_for_one() -> None:
         pid, status = os.wait()
-        what = running.pop(pid)
-        if status:
-            failed.append(f"{what}: {os.waitstatus_to_exitcode(status)}")
+        what, file = running.pop(pid)
+        with file:
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+        if status or text:
+            failed.append(f"{what}: exit code {os.waitstatus_to_exitcode(status)}\n{text[-_MOST_TEXT:]}")
 
     def begin(called: Sequence[str], delay_s: float) -> bool:
         """Starts a run. True in the child."""
         nonlocal n_runs
+        file = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the run has ended)
         pid = os.fork()
         if pid == 0:
+            os.dup2(file.fileno(), 2)
             _begin(called, path, embedding_path, delay_s)
             return True
-        running[pid] = f"{' and '.join(called)} after {delay_s * 1e3:.1f} ms"
+        running[pid] = f"{' and '.join(called)} after {delay_s * 1e3:.1f} ms", file
         n_runs += 1
         while len(running) >= _AT_ONCE:
             wait_for_one()
@@ -295,18 +328,25 @@ def main(n: int, seed: int, path: str, embedding_path: str, *names: str) -> int:
     for i in range(0, 0 if n else len(called), n_at_once):
         if begin(called[i : i + n_at_once], rng.random() * _SHORT_S):
             return 0
-    for name in (names or NAMES) if n else ():
-        duration_s = _duration_s(name, path, embedding_path)
-        began_s, n_failed = time.perf_counter(), len(failed)
-        for _ in range(n):
-            if begin([name], rng.random() * duration_s * 1.1):
-                return 0
-        while running:
-            wait_for_one()
-        took_s, n_new = time.perf_counter() - began_s, len(failed) - n_failed
-        _say(f"{name}: {duration_s * 1e3:.0f} ms, {n} instants in {took_s:.1f} s, {n_new} failed")
+    n_cold = min(n, _COLD)
+    for kind, n_instants in (("cold", n_cold), ("warm", n - n_cold)):
+        if n_instants and kind == "warm":
+            _warm()
+        for name in (names or NAMES) if n_instants else ():
+            duration_s = _duration_s(name, path, embedding_path)
+            began_s, n_failed = time.perf_counter(), len(failed)
+            for _ in range(n_instants):
+                if begin([name], rng.random() * duration_s * 1.1):
+                    return 0
+            while running:
+                wait_for_one()
+            took_s, n_new = time.perf_counter() - began_s, len(failed) - n_failed
+            _say(
+                f"{name}, {kind}: {duration_s * 1e3:.0f} ms, {n_instants} instants in {took_s:.1f} s, {n_new} failed"
+            )
     while running:
         wait_for_one()
+    shutil.rmtree(os.environ[_FOLDER])
     _say(f"{n_runs} exits", *failed)
     return bool(failed)
 

@@ -151,7 +151,7 @@ def add_parser(
         "--max-bodies-bytes",
         type=int,
         metavar="N",
-        help="all bodies that are being read; more are answered 503 (default: 67108864)",
+        help="all bodies of requests without an answer; more are answered 503 (default: 67108864)",
     )
     server.add_argument(
         "--max-connections-per-address",

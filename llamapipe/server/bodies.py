@@ -1,4 +1,4 @@
-"""Limits the memory of request bodies that are being read, with one budget for all of them."""
+"""Limits the memory of request bodies, from their first byte to their answer, with one budget for all of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _FREE_BYTES = 64 * 2**10  # of each body: ordinary requests pass while others us
 
 
 class BodyBudget:
-    """Bounds the bytes of all bodies that are being read, beyond the first 64 KiB of each. On the event loop's thread.
+    """Bounds the bytes of all bodies, beyond the first 64 KiB of each. On the event loop's thread.
 
-    When they are too many, the largest body of the client that has the most of them is refused. So a client that sends
-    many large bodies, and never ends them, keeps out nobody else.
+    A body counts while it is read, and until its request has an answer: what was decoded from it is kept so long. When
+    they are too many, the largest body of the client that has the most of them is refused. So a client that sends many
+    large bodies, and never ends them or asks for long answers, keeps out nobody else.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -48,24 +49,29 @@ class BodyBudget:
                 (body for body in self._held if body.client == client), key=lambda body: body.n_bytes
             )
             largest.release()
+            largest.refused = True
             largest.refuse()
 
     def error(self) -> ApiError:
         """The answer to a body that is refused."""
         return ApiError(
             503,
-            f"the bodies that are being read have more than {self._most_bytes} bytes together, which is the limit of "
-            "this server; try again later",
+            f"the bodies of requests without an answer have more than {self._most_bytes} bytes together, which is the "
+            "limit of this server; try again later",
             code="too_many_bytes",
         )
 
 
 class Held:
-    """The part of the budget that one body has."""
+    """The part of the budget that one body has.
+
+    ``refuse``: ends its request, for the sake of others. ``refused``: whether it was called.
+    """
 
     def __init__(self, budget: BodyBudget, client: str, refuse: Callable[[], object]) -> None:
         self.client = client
         self.refuse = refuse
+        self.refused = False
         self.n_bytes = 0
         self._budget = budget
 

@@ -134,6 +134,7 @@ class Call:
         now = perf_counter()
         if self.first_token_at is None:
             self.first_token_at = now
+            self.release_body()
         before = self._last_token_at.get(stream)
         if before is not None:
             self.intervals_s.append(now - before)
@@ -163,7 +164,7 @@ class Call:
                 f"the body did not arrive within {timeout_s:g} seconds, the limit of this server",
                 code="timeout",
             )
-        if reading.cancelled():
+        if reading.cancelled() or self.is_refused:
             raise self.state.bodies.error()
         return reading.result()
 
@@ -183,17 +184,26 @@ class Call:
             if n > limit:
                 raise self._too_large(n, limit)
             parts.append(part)
+            if self._held is not None:
+                self._held.grow(n)
             if not message.get("more_body", False):
                 self.has_body = True
                 return b"".join(parts)
-            if self._held is not None:
-                self._held.grow(n)
 
-    def drop_body(self) -> None:
-        """Frees the body's memory."""
-        self.raw = b""
+    def release_body(self) -> None:
+        """Its bytes, and what was decoded from them, count no longer."""
         if self._held is not None:
             self._held.release()
+
+    def refuse_with(self, refuse: Callable[[], object]) -> None:
+        """``refuse`` ends the request if all bodies together are too large. Call it when the body has been read."""
+        if self._held is not None:
+            self._held.refuse = refuse
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it ended because all bodies together are too large."""
+        return self._held is not None and self._held.refused
 
     def _too_large(self, n: int, limit: int) -> ApiError:
         return ApiError(413, f"the body has at least {n} bytes; the limit of this server is {limit}")
@@ -203,8 +213,7 @@ class Call:
 
         Raises ApiError 400, which names the field.
         """
-        raw = self.raw
-        self.drop_body()
+        raw, self.raw = self.raw, b""
         if is_too_deep(raw):
             raise ApiError(
                 400, f"the body is nested too deeply: more than {MAX_DEPTH} levels, the limit of this server"
@@ -405,17 +414,20 @@ class Endpoint:
         except Exception as e:
             await self._failed(call, e)
         finally:
-            call.drop_body()
+            call.release_body()
             state.finished(call)
 
     async def _run(self, call: Call) -> None:
         """Runs the handler, and cancels it if the client disconnects."""
         tasks = [asyncio.ensure_future(self.handler(call)), asyncio.ensure_future(call.hung_up())]
         work, gone = tasks
+        call.refuse_with(work.cancel)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise HungUpError
+            if work.cancelled() and call.is_refused:
+                raise call.state.bodies.error()
             await work
         finally:
             for task in tasks:

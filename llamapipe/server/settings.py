@@ -30,8 +30,8 @@ class ServerSettings:
       loopback answers 403 to names that are not this machine's; on other addresses every name is allowed while this is
       empty.
     - ``max_body_bytes``: largest request body; larger ones are answered 413.
-    - ``max_bodies_bytes``: all bodies that are being read, beyond the first 64 KiB of each; then the largest one of the
-      client that sends most is answered 503.
+    - ``max_bodies_bytes``: all bodies that are being read or whose requests have no answer yet (of a stream: no token),
+      beyond the first 64 KiB of each; then the largest one of the client that has most is answered 503.
     - ``max_requests``: requests served at once, including those in the engine's queue; further ones are answered 429.
       A request counts when its body has arrived.
     - ``max_connections_per_address``: connections of one client; the next one takes the place of its oldest one without

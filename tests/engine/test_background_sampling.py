@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -376,6 +377,34 @@ class TestThreads:
         gate.set()
         threads.close()
         assert n_running == 0 and "n_jobs=0" in repr(threads)
+
+    def test_two_shares_leave_threads_to_others(self) -> None:
+        threads, gate = SamplingThreads(8), threading.Event()
+        n_running = Counter[str]()
+
+        def wait(share: str) -> None:
+            n_running[share] += 1
+            assert gate.wait(PATIENCE_S)
+            n_running[share] -= 1
+
+        def run(share: str, n: int, n_in_all: int) -> None:
+            for _ in range(n):
+                threads.run(lambda: wait(share), share)
+
+            def relieved() -> bool:
+                threads.relieve()
+                return n_running.total() == n_in_all
+
+            wait_until(relieved)
+
+        run("a", 20, 4)
+        run("b", 20, 6)
+        run("c", 20, 7)
+        run("d", 20, 8)
+        assert n_running == {"a": 4, "b": 2, "c": 1, "d": 1}
+        gate.set()
+        threads.close()
+        assert not n_running.total() and "n_jobs=0" in repr(threads)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
     def test_a_long_job_gets_a_lower_priority(self) -> None:

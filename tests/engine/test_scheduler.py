@@ -16,7 +16,7 @@ from llamapipe.engine.scheduler.batch_plan import BatchPlan
 from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.cell_keeper import CellKeeper
-from llamapipe.errors import ContextFullError, DecodeError
+from llamapipe.errors import ContextFullError, DecodeError, NoToken
 
 PADDING = 0
 
@@ -836,6 +836,27 @@ class TestPreemption:
         a, b = bench.add(), bench.add()
         bench.steps(3)
         assert (a.slot, b.slot, bench.scheduler.n_preempted) == (0, -1, 0)
+
+    def test_a_slot_is_lent_only_to_those_who_could_use_it(self) -> None:
+        scheduler = Scheduler(cache_of(3, enabled=True), 512, 3 * 512, 8, 8, None)
+        prompt = prompt_of(300)
+        late, leader, follower, other, last = (
+            Request(tokens, 5) for tokens in ([1, 2], prompt, [*prompt, 1], [3, 4], [5, 6])
+        )
+        scheduler.add(late)
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.commit(plan, [NoToken.LATER])
+        scheduler.add(leader)
+        scheduler.add(follower)
+        scheduler.plan()
+        assert follower.leader is leader
+        assert scheduler.cache.n_free == 1
+        scheduler.add(other)  # for which that slot is free
+        assert not scheduler.lend(late, 1)
+        scheduler.add(last)
+        assert scheduler.lend(late, 1)
+        assert late.slot == -1
 
     def test_a_preempted_request_comes_before_new_ones(self) -> None:
         bench = Bench(n_slots=1)

@@ -175,6 +175,22 @@ def test_many_large_bodies(engine: lp.Engine) -> None:
         wait_until(lambda: "0 of" in repr(server._server.state.bodies))
 
 
+def test_bodies_count_until_they_are_answered(engine: lp.Engine) -> None:
+    """One that waits for a long answer is refused for the sake of others, if all together are too large."""
+    settings = ServerSettings(max_bodies_bytes=2**20, max_body_bytes=2**24)
+    body = json.dumps({"prompt": "Once", "max_tokens": 500, "n": 100, "ignore_eos": True}).encode()
+    with serve(engine, settings=settings) as server, connected(server) as first, connected(server) as second:
+        first.sendall(post(body=body + b" " * 900_000))
+        wait_until(lambda: engine.stats().n_active == 4)
+        second.sendall(post("1.1", f"Content-Length: {2**23}", body=b" " * 500_000))
+        said = first.recv(65536)
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert b"requests without an answer have more than 1048576 bytes" in said
+        second.close()
+        wait_until(lambda: "0 of" in repr(server._server.state.bodies))
+        wait_until(lambda: engine.stats().n_active == 0)
+
+
 def test_the_client_with_most_bytes_is_refused() -> None:
     refused: list[str] = []
 

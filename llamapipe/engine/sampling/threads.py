@@ -1,7 +1,8 @@
 """Threads for what may take long for one request: compiling a constraint, its masks, logits processors.
 
-Jobs are fair to shares (see ``Tenant``): the shares take turns, and a named one has at most four threads at a time, so
-that no client can use up the threads, or the cores that compute steps. A long job leaves its place to others: on Linux
+Jobs are fair to shares (see ``Tenant``): the shares take turns, and a named one has at most four threads at a time, and
+no more than it leaves to others. So no client can use up the threads, or the cores that compute steps, and two cannot,
+either: of eight threads, the first has four, the next one two, two more clients one each. A long job leaves its place to others: on Linux
 its thread gets a lower priority, and ends with the job, as a priority cannot be raised again.
 
 Large jobs, which need memory for the texts that they convert, say how large they are. They wait in a line beside that
@@ -65,6 +66,7 @@ class SamplingThreads:
         self._n_max = n_max
         self._lock = Lock()  # of what follows; held for microseconds
         self._shares: OrderedDict[Hashable, _Share] = OrderedDict()  # in the order of their turns
+        self._n_running = 0
         self._size = 0  # of the large jobs that run
         self._threads: list[_Thread] = []
         self._closed = False
@@ -118,7 +120,8 @@ class SamplingThreads:
         """The share whose turn it is, and its line whose turn it is; None if nothing may run now."""
         has_room = True
         for name, share in self._shares.items():
-            if share.n_running >= share.most:
+            n_most = share.most if name is None else min(share.most, self._n_max - self._n_running)
+            if share.n_running >= n_most:
                 continue
             if share.large:  # one that has to wait is not overtaken by those of later shares
                 has_room = has_room and (not self._size or self._size + share.large[0].size <= _MOST_SIZE)
@@ -137,6 +140,7 @@ class SamplingThreads:
             name, line = found
             taken, share = line.popleft(), self._shares[name]
             share.n_running += 1
+            self._n_running += 1
             share.was_large = taken.size > 0
             self._size += taken.size
             self._shares.move_to_end(name)
@@ -148,12 +152,14 @@ class SamplingThreads:
             thread.began_s = None
             share = self._shares[name]
             share.n_running -= 1
+            self._n_running -= 1
             self._size -= size
-            n_wakes = min(share.n_waiting, 1)
             if not share.n_waiting and not share.n_running:
                 del self._shares[name]
-            if size:  # there is room for the large jobs of any share
-                n_wakes = min(sum(one.n_waiting for one in self._shares.values()), len(self._threads))
+            waiting = (one.n_waiting for one in self._shares.values())
+            n_wakes = (
+                min(sum(waiting), len(self._threads)) if size else any(waiting)
+            )  # several have room after a large one
             for _ in range(n_wakes):
                 self._wakes.put(True)
             if not thread.is_slowed:

@@ -229,11 +229,7 @@ class Scheduler:
         Returns whether there is such a slot and a request to lend it to.
         """
         waiting = self._waiting
-        if (
-            not waiting.has_next
-            or self.cache.n_free >= waiting.n_queued
-            or request not in self._running.drawing
-        ):
+        if self.cache.n_free >= waiting.n_ready or request not in self._running.drawing:
             return False
         if waiting.next().share == request.share and lateness < 2 ** min(request.n_lent, 20):
             return False

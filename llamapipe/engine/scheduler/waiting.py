@@ -65,6 +65,11 @@ class Waiting:
         return len(self._queued) + self._n_followers
 
     @property
+    def n_ready(self) -> int:
+        """Requests that could be admitted now; the followers among those that wait could not."""
+        return len(self._queued)
+
+    @property
     def has_next(self) -> bool:
         """Whether a request could be admitted."""
         return bool(self._queued)

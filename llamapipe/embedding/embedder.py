@@ -16,6 +16,7 @@ import numpy as np
 from llamapipe.arguments import check_flag, check_tokens, explains_options, from_column
 from llamapipe.embedding.worker import Call, Worker
 from llamapipe.engine.delivery.progress import progress_bar
+from llamapipe.engine.frontend.long_work import LongWork, size_of
 from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.host.memory import return_freed_memory
@@ -93,7 +94,9 @@ class Embedder(Owner):
         self.n_ctx = context.n_ctx
         self.n_seq_max = context.n_seq_max
         self.n_embd = context.width
-        self._worker = Worker(context, tuner_of(context, is_threaded=False, is_fixed=n_threads is not None))
+        self._long_work = LongWork()
+        tuner = tuner_of(context, is_threaded=False, is_fixed=n_threads is not None)
+        self._worker = Worker(context, tuner, self._long_work)
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
@@ -144,9 +147,7 @@ class Embedder(Owner):
         self, texts: Text | Sequence[Text], normalize: bool = True, *, truncate: bool = False
     ) -> Floats | list[Floats]:
         """``embed`` for asyncio. Cancelling the task drops the texts that were not computed."""
-        import asyncio
-
-        single, tokens = await asyncio.to_thread(self._checked, texts, truncate)
+        single, tokens = await self._long_work.run(self._checked, texts, truncate, size=size_of(texts))
         return self._result(await self._await(tokens), single, check_flag("normalize", normalize))
 
     def _result(self, rows: list[Floats], single: bool, normalize: bool) -> Floats | list[Floats]:
@@ -169,9 +170,8 @@ class Embedder(Owner):
 
     async def arerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
         """``rerank`` for asyncio."""
-        import asyncio
-
-        pairs = await asyncio.to_thread(self._pairs, query, documents, truncate)
+        size = size_of([query, documents])
+        pairs = await self._long_work.run(self._pairs, query, documents, truncate, size=size)
         return _ranked(await self._await(pairs), pairs)
 
     def _pairs(self, query: str, documents: Sequence[str], truncate: bool) -> list[list[int]]:
@@ -185,27 +185,31 @@ class Embedder(Owner):
         if isinstance(documents, str) or not isinstance(documents, Sequence):
             raise TypeError(f"documents must be a list of str, not {type(documents).__name__}")
         check_flag("truncate", truncate)
-        return [self._pair(query, document, i, truncate) for i, document in enumerate(documents)]
+        before, after = self._around_document(query)
+        return [self._pair(before, document, after, i, truncate) for i, document in enumerate(documents)]
 
-    def _pair(self, query: str, document: str, index: int, truncate: bool) -> list[int]:
-        if not isinstance(document, str):
-            raise TypeError(f"document {index} must be a str, not {type(document).__name__}")
+    def _around_document(self, query: str) -> tuple[list[int], list[int]]:
+        """The tokens before and after a document."""
         vocab = self.model.vocab
         template = self.model.metadata.get("tokenizer.chat_template.rerank")
         if template is not None:
-            head, _, tail = template.replace("{query}", query).partition("{document}")
+            head, _, tail = (part.replace("{query}", query) for part in template.partition("{document}"))
             before = vocab.tokenize(head, add_special=False, parse_special=True)
-            middle = vocab.tokenize(document, add_special=False)
-            after = vocab.tokenize(tail, add_special=False, parse_special=True)
-        else:
-            eos = vocab.sep if vocab.eos is None else vocab.eos
-            start = [vocab.bos] if vocab.add_bos else []
-            ends = [eos] if vocab.add_eos else []
-            separator = [vocab.sep] if vocab.add_sep else []
-            inner = vocab.tokenize(query, add_special=False)
-            before = [token for token in (*start, *inner, *ends, *separator) if token is not None]
-            middle = vocab.tokenize(document, add_special=False)
-            after = [token for token in ends if token is not None]
+            return before, vocab.tokenize(tail, add_special=False, parse_special=True)
+        eos = vocab.sep if vocab.eos is None else vocab.eos
+        start = [vocab.bos] if vocab.add_bos else []
+        ends = [eos] if vocab.add_eos else []
+        separator = [vocab.sep] if vocab.add_sep else []
+        inner = vocab.tokenize(query, add_special=False)
+        before = [token for token in (*start, *inner, *ends, *separator) if token is not None]
+        return before, [token for token in ends if token is not None]
+
+    def _pair(
+        self, before: list[int], document: str, after: list[int], index: int, truncate: bool
+    ) -> list[int]:
+        if not isinstance(document, str):
+            raise TypeError(f"document {index} must be a str, not {type(document).__name__}")
+        middle = self.model.vocab.tokenize(document, add_special=False)
         n = len(before) + len(middle) + len(after)
         if n > self.n_ctx:
             room = self.n_ctx - len(before) - len(after)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
+from llamapipe.engine.frontend.long_work import LongWork
 from llamapipe.engine.worker.thread_tuner import ThreadTuner
 from llamapipe.errors import EngineClosedError
 from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
@@ -57,11 +58,17 @@ class Call:
 
 
 class Worker:
-    """Owns the context from ``start`` to ``close``. Any thread, unless stated otherwise."""
+    """Owns the context from ``start`` to ``close``. Any thread, unless stated otherwise.
 
-    def __init__(self, context: EmbeddingContext, tuner: ThreadTuner | None = None) -> None:
+    ``long_work``: closed at its end, also when the interpreter exits.
+    """
+
+    def __init__(
+        self, context: EmbeddingContext, tuner: ThreadTuner | None = None, long_work: LongWork | None = None
+    ) -> None:
         self._context = context
         self._tuner = tuner
+        self._long_work = long_work
         self._pid = os.getpid()
         self._inbox: SimpleQueue[Call | None] = SimpleQueue()  # None: look at ``_closing``
         self._submitting = Lock()  # of callers: no call is put after the last None
@@ -114,6 +121,8 @@ class Worker:
             if self._tuner is not None:
                 self._tuner.close()
             self._context.close()
+            if self._long_work is not None:
+                self._long_work.close()
             forget(self)
 
     def _next(self) -> bool:

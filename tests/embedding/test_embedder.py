@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.bert_model import WORDS, Bert, bert_model
+from support.control import PATIENCE_S
 
 import llamapipe as lp
 from llamapipe.embedding.worker import Call, Worker
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.llama.embedding_context import EmbeddingContext
+from llamapipe.llama.vocab import Vocab
 
 CLOSE = 5e-3  # ggml looks GELU up in a table of 16 bits
 TEXTS = [" ".join(WORDS[i % 10 :][: 1 + i % 9]) for i in range(60)]
@@ -112,6 +114,20 @@ class TestReranking:
             document = embedder.model.tokenize(documents[one.index], add_special=False)
             assert one.score == pytest.approx(bert.score([2, *query, 3, *document]), abs=0.02)
 
+    def test_the_query_is_tokenized_once(
+        self, reranker: tuple[lp.Embedder, Bert], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        texts: list[str] = []
+        tokenize = Vocab.tokenize
+
+        def noted(vocab: Vocab, text: str, **options: Any) -> list[int]:
+            texts.append(text)
+            return tokenize(vocab, text, **options)
+
+        monkeypatch.setattr(Vocab, "tokenize", noted)
+        reranker[0].rerank("the fox", TEXTS[:5])
+        assert texts == ["the fox", *TEXTS[:5]]
+
     def test_no_documents(self, reranker: tuple[lp.Embedder, Bert]) -> None:
         assert reranker[0].rerank("the fox", []) == []
 
@@ -161,6 +177,22 @@ class TestCallers:
             np.testing.assert_allclose(np.stack(rows), encoder.embed(TEXTS), atol=1e-4)
             ranked = await reranker[0].arerank("the fox", TEXTS[:5])
             assert ranked == reranker[0].rerank("the fox", TEXTS[:5])
+
+        asyncio.run(run())
+
+    def test_asyncio_needs_no_thread_of_the_default_executor(
+        self, encoder: lp.Embedder, reranker: tuple[lp.Embedder, Bert]
+    ) -> None:
+        async def run() -> None:
+            loop, opened = asyncio.get_running_loop(), threading.Event()
+            loop.set_default_executor(ThreadPoolExecutor(1))
+            held = loop.run_in_executor(None, opened.wait)
+            answers = asyncio.gather(encoder.aembed(TEXTS[:2]), reranker[0].arerank("the fox", TEXTS[:2]))
+            try:
+                assert list(map(len, await asyncio.wait_for(answers, PATIENCE_S))) == [2, 2]
+            finally:
+                opened.set()
+            await held
 
         asyncio.run(run())
 

@@ -1,9 +1,11 @@
 """Threads for what may take long for one request: compiling a constraint, its masks, logits processors.
 
 Jobs are fair to shares (see ``Tenant``): the shares take turns, and a named one has at most four threads at a time, and
-no more than it leaves to others. So no client can use up the threads, or the cores that compute steps, and two cannot,
-either: of eight threads, the first has four, the next one two, two more clients one each. A long job leaves its place to others: on Linux
-its thread gets a lower priority, and ends with the job, as a priority cannot be raised again.
+no more than are free then. So neither one client nor two can use up the threads, or the cores that compute steps: of
+eight threads, the first client has four, the next one two, and two more have one each.
+
+A long job leaves its place to others: on Linux its thread gets a lower priority, and ends with the job, as a priority
+cannot be raised again.
 
 Large jobs, which need memory for the texts that they convert, say how large they are. They wait in a line beside that
 of the others, until those that run leave room.

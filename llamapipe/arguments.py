@@ -19,6 +19,8 @@ import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
+_MOST_QUOTED = 100  # characters of a value in a message
+_MOST_LISTED = 20
 _BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
 
 
@@ -86,7 +88,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     known = list(choices)
     if value not in known:
         hint = did_you_mean(value, known)
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}{hint}")
+        raise ValueError(f"{name} is {quoted(value)}; it must be one of {', '.join(map(repr, known))}{hint}")
     return value
 
 
@@ -121,6 +123,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """
     from difflib import get_close_matches
 
+    if len(name) > _MOST_QUOTED:
+        return None
     names = sorted(known)
     same = [one for one in names if one.lower() == name.lower()]
     close = same or get_close_matches(name, names, 1)
@@ -141,7 +145,7 @@ def unknown_attribute(
     public = [one for one in known if not one.startswith("_")]
     hint = f"; {elsewhere[name]}" if name in elsewhere else did_you_mean(name, public)
     # With a name and no object, Python's traceback adds no suggestion of its own.
-    return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name)
+    return AttributeError(f"{owner} has no attribute {quoted(name)}{hint}", name=name)
 
 
 def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Callable[[F], F]:
@@ -191,9 +195,9 @@ def wrong_option(name: str, wrong: str, known: Iterable[str], elsewhere: Mapping
     """The message about an unknown option of a function."""
     for owner, names in elsewhere.items():
         if wrong in names:
-            return f"{name}() has no option {wrong!r}: it is an option of {owner}"
+            return f"{name}() has no option {quoted(wrong)}: it is an option of {owner}"
     hint = did_you_mean(wrong, known) or f"; it has: {', '.join(sorted(known))}"
-    return f"{name}() has no option {wrong!r}{hint}"
+    return f"{name}() has no option {quoted(wrong)}{hint}"
 
 
 def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> list[int]:
@@ -227,6 +231,27 @@ def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> li
 def shown(n: int) -> str:
     """A number as text for a message; Python refuses to write integers of over 4,300 digits."""
     return str(n) if abs(n) < 10**40 else f"{'-' if n < 0 else ''}a number of {n.bit_length()} bits"
+
+
+def quoted(value: object) -> str:
+    """A value as Python writes it, for a message; cut after about 100 characters."""
+    if isinstance(value, int):
+        return shown(value) if type(value) is int else repr(value)
+    is_text = isinstance(value, (str, bytes, bytearray))
+    try:
+        text = repr(value[:_MOST_QUOTED] if is_text and len(value) > _MOST_QUOTED else value)  # type: ignore[arg-type, index]
+    except (ValueError, RecursionError):  # integers of over 4,300 digits in it; lists in lists
+        return f"a {type(value).__name__} that is too large to show"
+    if is_text and len(value) > _MOST_QUOTED:  # type: ignore[arg-type]
+        return f"{text[:-1]}…{text[-1]}"
+    return text if len(text) <= _MOST_QUOTED + 2 else f"{text[:_MOST_QUOTED]}…"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Values for a message, the first 20 of them."""
+    texts = [quoted(name) for name in names]
+    more = len(texts) - _MOST_LISTED
+    return ", ".join(texts[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _not_bool(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from llamapipe.arguments import quoted
 from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers, Style, segments
 from llamapipe.chat.calls.grammar import Answer, GrammarWriter
 from llamapipe.chat.calls.harmony import REASONING as HARMONY_REASONING
@@ -108,7 +109,7 @@ class ChatFormat:
         used = [] if choice == "none" else [t for t in tools if choice in ("auto", "required", t.name)]
         required = choice not in ("auto", "none")
         if required and not used:
-            raise InvalidRequestError(f"tool_choice is {choice!r}, but there is no such tool")
+            raise InvalidRequestError(f"tool_choice is {quoted(choice)}, but there is no such tool")
         if used and not self.supports_tools:
             raise InvalidRequestError(
                 "the model's chat template cannot write tool calls; use another template"
@@ -235,4 +236,4 @@ def _checked(tool: Tool) -> dict[str, Any]:
     try:
         return schema_object(tool.parameters)
     except InvalidRequestError as e:
-        raise InvalidRequestError(f"tool {tool.name!r}: {e}") from None
+        raise InvalidRequestError(f"tool {quoted(tool.name)}: {e}") from None

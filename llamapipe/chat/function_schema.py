@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from llamapipe.arguments import quoted
 from llamapipe.errors import InvalidRequestError
 
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -77,13 +78,13 @@ def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
     required: list[str] = []
     for argument in signature.parameters.values():
         if argument.kind in (argument.POSITIONAL_ONLY, argument.VAR_POSITIONAL):
-            raise InvalidRequestError(f"{name}: argument {argument.name!r} cannot be passed by name")
+            raise InvalidRequestError(f"{name}: argument {quoted(argument.name)} cannot be passed by name")
         if argument.kind is argument.VAR_KEYWORD:
             raise InvalidRequestError(f"{name}: **{argument.name} has no schema; list its arguments")
         try:
             schema = writer.schema(hints.get(argument.name, Any))
         except InvalidRequestError as e:
-            raise InvalidRequestError(f"{name}: argument {argument.name!r}: {e}") from None
+            raise InvalidRequestError(f"{name}: argument {quoted(argument.name)}: {e}") from None
         if argument.name in documented:
             schema.setdefault("description", documented[argument.name])
         if argument.default is inspect.Parameter.empty:
@@ -147,7 +148,7 @@ class _Writer:
             return {**schema, "additionalProperties": self.schema(parts[1])} if parts else schema
         if isinstance(kind, type):
             return self._class(kind)
-        raise InvalidRequestError(f"no JSON schema for {kind!r}; use another type, or pass a schema")
+        raise InvalidRequestError(f"no JSON schema for {quoted(kind)}; use another type, or pass a schema")
 
     def _union(self, parts: tuple[Any, ...]) -> dict[str, Any]:
         schemas = [self.schema(one) for one in parts]

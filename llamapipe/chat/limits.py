@@ -16,6 +16,8 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
+from llamapipe.arguments import quoted
+
 MAX_ITERATIONS = 1_000_000
 MAX_SIZE = 2**26
 MAX_SECONDS = 5.0
@@ -143,7 +145,7 @@ class Limits:
         """Counts the text that a format makes: each of its fields may show each value."""
         self.may_use(_SCAN * len(form))
         if _FIELD_WIDTH.search(form):
-            raise LimitError(f"the format {form[:50]!r} has a field that may be too wide")
+            raise LimitError(f"the format {quoted(form)} has a field that may be too wide")
         self.use(sum(map(int, _NUMBER.findall(form))))
         n_fields = form.count("%") + form.count("{")
         before = self._size

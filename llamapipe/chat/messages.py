@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from llamapipe.arguments import did_you_mean, nearest
+from llamapipe.arguments import did_you_mean, nearest, quoted
 from llamapipe.errors import InvalidRequestError
 
 Message = dict[str, Any]
@@ -50,10 +50,10 @@ def _checked(index: int, message: object) -> Message:
     if "role" not in made:
         raise InvalidRequestError(f"{place} has no role{_misspelt('role', made)}")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
-        raise InvalidRequestError(f"{place} has the role {role!r}; it must be a name such as 'user'")
+        raise InvalidRequestError(f"{place} has the role {quoted(role)}; it must be a name such as 'user'")
     # Templates may define other roles, but a role that is one letter away from a usual one is a typing error.
     if role not in _ROLES and (near := get_close_matches(role, _ROLES, 1, 0.8)):
-        raise InvalidRequestError(f"{place} has the role {role!r}; did you mean {near[0]}?")
+        raise InvalidRequestError(f"{place} has the role {quoted(role)}; did you mean {near[0]}?")
     if "content" not in made and "tool_calls" not in made and "refusal" not in made:
         raise InvalidRequestError(f"{place} has no content{_misspelt('content', made)}")
     refusal = made.pop("refusal", None)
@@ -70,7 +70,7 @@ def _checked(index: int, message: object) -> Message:
 def _misspelt(field: str, given: Mapping[str, Any]) -> str:
     """A suggestion to append to a message about a missing field: the given field that is probably a misspelling."""
     wrong = next((key for key in given if nearest(str(key), [field]) is not None), None)
-    return "" if wrong is None else f"; is {wrong!r} meant to be {field!r}?"
+    return "" if wrong is None else f"; is {quoted(wrong)} meant to be {quoted(field)}?"
 
 
 def _text(place: str, content: Any) -> str:
@@ -96,7 +96,7 @@ def _text(place: str, content: Any) -> str:
         if kind not in _TEXT_PARTS:
             hint = did_you_mean(str(kind), _TEXT_PARTS)
             raise InvalidRequestError(
-                f"{place}: part {i} of the content has the type {kind!r}; only text is supported{hint}"
+                f"{place}: part {i} of the content has the type {quoted(kind)}; only text is supported{hint}"
             )
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(

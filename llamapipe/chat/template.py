@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from jinja2.exceptions import TemplateError
 
+from llamapipe.arguments import quoted
 from llamapipe.chat.limits import LimitError, new_limits
 from llamapipe.chat.messages import (
     ROLE,
@@ -93,7 +94,8 @@ class ChatTemplate:
         if continue_last:
             if chat[-1]["role"] != "assistant":
                 raise InvalidRequestError(
-                    f"the last message has the role {chat[-1]['role']!r}; only an assistant message can be continued"
+                    f"the last message has the role {quoted(chat[-1]['role'])}; only an assistant message "
+                    "can be continued"
                 )
             chat[-1] = {**chat[-1], "content": chat[-1]["content"] + _HERE}
         if tool_list:
@@ -132,7 +134,7 @@ class ChatTemplate:
             if len(self._kinds_seen) < _MAX_KINDS:
                 self._kinds_seen.add(kind)
                 if not self._shows_kind(kind, chat, tools, template_args):
-                    found.append(kind if kind == _CALLS else f"messages of the role {kind!r}")
+                    found.append(kind if kind == _CALLS else f"messages of the role {quoted(kind)}")
         return found
 
     def _shows_kind(

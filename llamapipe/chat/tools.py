@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamapipe.arguments import did_you_mean
+from llamapipe.arguments import did_you_mean, listed, quoted
 from llamapipe.chat.function_schema import described, named, parameters_schema
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import schema_text
@@ -43,16 +43,20 @@ class Tool:
             raise TypeError(f"a tool's name must be a str, not {type(self.name).__name__}")
         if not _NAME.fullmatch(self.name):
             raise InvalidRequestError(
-                f"{self.name!r} is not a valid tool name: use 1 to 128 letters, digits, '_', '-' and '.'"
+                f"{quoted(self.name)} is not a valid tool name: use 1 to 128 letters, digits, '_', '-' and '.'"
             )
         if self.name in _CHOICES:
-            raise InvalidRequestError(f"a tool must not be called {self.name!r}: tool_choice uses that word")
+            raise InvalidRequestError(
+                f"a tool must not be called {quoted(self.name)}: tool_choice uses that word"
+            )
         if not isinstance(self.description, str):
             raise TypeError(
-                f"tool {self.name!r}: description must be a str, not {type(self.description).__name__}"
+                f"tool {quoted(self.name)}: description must be a str, not {type(self.description).__name__}"
             )
         if not isinstance(self.strict, bool):
-            raise TypeError(f"tool {self.name!r}: strict must be a bool, not {type(self.strict).__name__}")
+            raise TypeError(
+                f"tool {quoted(self.name)}: strict must be a bool, not {type(self.strict).__name__}"
+            )
         object.__setattr__(self, "parameters", _parameters(self.name, self.parameters))
 
     def as_openai(self) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
     for i, one in enumerate(tools):
         tool = _tool(i, one)
         if tool.name in found:
-            raise InvalidRequestError(f"tools[{i}]: there is another tool called {tool.name!r}")
+            raise InvalidRequestError(f"tools[{i}]: there is another tool called {quoted(tool.name)}")
         found[tool.name] = tool
     return tuple(found.values())
 
@@ -100,7 +104,7 @@ def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
         if tool_choice.get("type") != "function" or not isinstance(name, str):
             raise InvalidRequestError(
                 'tool_choice must be "auto", "none", "required", a tool\'s name, or {"type": "function", "function": '
-                f'{{"name": …}}}}, not {dict(tool_choice)!r}'
+                f'{{"name": …}}}}, not {quoted(dict(tool_choice))}'
             )
     elif isinstance(tool_choice, str):
         if tool_choice in _CHOICES:
@@ -112,7 +116,7 @@ def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
         raise TypeError(f"tool_choice must be a str or a dict, not {type(tool_choice).__name__}")
     if name not in names:
         raise InvalidRequestError(
-            f"tool_choice names {name!r}; the tools are {', '.join(map(repr, names)) or 'none'}"
+            f"tool_choice names {quoted(name)}; the tools are {listed(names) or 'none'}"
             f"{did_you_mean(name, [*names, *_CHOICES])}"
         )
     return name
@@ -134,7 +138,7 @@ def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         raise InvalidRequestError(
             'tool_choice must have the form {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", '
-            f'"tools": [{{"type": "function", "function": {{"name": …}}}}]}}}}, not {dict(tool_choice)!r}'
+            f'"tools": [{{"type": "function", "function": {{"name": …}}}}]}}}}, not {quoted(dict(tool_choice))}'
         )
     by_name = {tool.name: tool for tool in tools}
     names = set()
@@ -171,7 +175,7 @@ def _from_dict(one: Mapping[str, Any]) -> Tool:
     for given, known in ((one, _TOOL_KEYS), (function, _FUNCTION_KEYS)):
         if unknown := given.keys() - known:
             wrong = min(unknown)
-            raise InvalidRequestError(f"unknown key {wrong!r} in a tool{did_you_mean(wrong, known)}")
+            raise InvalidRequestError(f"unknown key {quoted(wrong)} in a tool{did_you_mean(wrong, known)}")
     if "name" not in function:
         raise InvalidRequestError("a tool needs a name")
     description = function.get("description")
@@ -186,14 +190,16 @@ def _from_dict(one: Mapping[str, Any]) -> Tool:
 
 def _parameters(name: str, parameters: Any) -> dict[str, Any]:
     if not isinstance(parameters, Mapping):
-        raise TypeError(f"tool {name!r}: parameters must be a JSON schema, not {type(parameters).__name__}")
+        raise TypeError(
+            f"tool {quoted(name)}: parameters must be a JSON schema, not {type(parameters).__name__}"
+        )
     try:
         schema: dict[str, Any] = json.loads(schema_text(parameters))
     except InvalidRequestError as e:
-        raise InvalidRequestError(f"tool {name!r}: {e}") from None
+        raise InvalidRequestError(f"tool {quoted(name)}: {e}") from None
     if schema.setdefault("type", "object") != "object":
         raise InvalidRequestError(
-            f"tool {name!r}: the type of parameters is {schema['type']!r}; it must be 'object'"
+            f"tool {quoted(name)}: the type of parameters is {quoted(schema['type'])}; it must be 'object'"
         )
     if "properties" not in schema and not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         schema.setdefault("properties", {})

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+from llamapipe.arguments import listed, quoted
 from llamapipe.chat.results import ToolCall, ToolCallDelta, new_call_id
 from llamapipe.compat.formats import Format
 from llamapipe.compat.grammar import closed
@@ -33,7 +34,7 @@ def choice_of(function_call: Any, tool_choice: Any, has_tools: bool) -> Any:
     if isinstance(function_call, Mapping):
         if not isinstance(function_call.get("name"), str):
             raise ValueError(
-                f'function_call is {function_call!r}; it must be "auto", "none" or {{"name": …}}'
+                f'function_call is {quoted(function_call)}; it must be "auto", "none" or {{"name": …}}'
             )
         return {"type": "function", "function": {"name": function_call["name"]}}
     if function_call is not None:
@@ -42,7 +43,7 @@ def choice_of(function_call: Any, tool_choice: Any, has_tools: bool) -> Any:
         function = tool_choice.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(
-                f'tool_choice is {tool_choice!r}; it must be "auto", "none", "required" or '
+                f'tool_choice is {quoted(tool_choice)}; it must be "auto", "none", "required" or '
                 '{"type": "function", "function": {"name": …}}'
             )
     return tool_choice if has_tools else None  # as in llama-cpp-python, it means nothing without tools
@@ -64,11 +65,11 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
         if isinstance(given, Mapping) and "schema" in given:
             return closed(given["schema"])
         raise ValueError(
-            f"response_format is {response_format!r}; json_schema needs "
+            f"response_format is {quoted(response_format)}; json_schema needs "
             "{'type': 'json_schema', 'json_schema': {'schema': …}}"
         )
     raise ValueError(
-        f"response_format is {response_format!r}; its type must be 'text', 'json_object' or 'json_schema'"
+        f"response_format is {quoted(response_format)}; its type must be 'text', 'json_object' or 'json_schema'"
     )
 
 
@@ -180,8 +181,8 @@ def _parameters(tools: list[Mapping[str, Any]], name: str) -> Any:
     for tool in tools:
         if tool["function"]["name"] == name:
             return tool["function"].get("parameters") or {"type": "object"}
-    known = ", ".join(repr(tool["function"]["name"]) for tool in tools)
-    raise ValueError(f"tool_choice names {name!r}; the tools are {known}")
+    known = listed(tool["function"]["name"] for tool in tools)
+    raise ValueError(f"tool_choice names {quoted(name)}; the tools are {known}")
 
 
 def _arguments(text: str) -> dict[str, Any] | None:

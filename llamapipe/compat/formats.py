@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from llamapipe.arguments import quoted
+
 
 @dataclass(frozen=True)
 class Format:
@@ -41,7 +43,7 @@ class Format:
             elif role == "assistant":
                 parts.append(self.assistant.replace("{}", _content(message)))
             elif role != "system":
-                raise ValueError(f"this chat format has no messages of the role {role!r}")
+                raise ValueError(f"this chat format has no messages of the role {quoted(role)}")
         return "".join([*parts, self.answer])
 
 
@@ -203,11 +205,11 @@ def template_of(name: str | None, given: str | os.PathLike[str] | None) -> str |
         return given
     if name in UNSUPPORTED:
         raise ValueError(
-            f"chat_format={name!r} is not supported; leave it out to use the model's own template"
+            f"chat_format={quoted(name)} is not supported; leave it out to use the model's own template"
         )
     if name not in FORMATS and name not in TEMPLATES:
         known = ", ".join(sorted([*FORMATS, *TEMPLATES]))
-        raise ValueError(f"chat_format is {name!r}; it must be one of {known}")
+        raise ValueError(f"chat_format is {quoted(name)}; it must be one of {known}")
     if given is not None:
-        raise ValueError(f"chat_format={name!r} and a chat_template are given; give one of them")
+        raise ValueError(f"chat_format={quoted(name)} and a chat_template are given; give one of them")
     return TEMPLATES.get(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from llamapipe.arguments import unknown_attribute
+from llamapipe.arguments import quoted, unknown_attribute
 from llamapipe.compat import options
 
 CONSTANTS: Final[dict[str, int]] = {
@@ -44,7 +44,7 @@ def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
     """An error for an attribute that ``owner`` lacks: the reason if llama-cpp-python has it, else the nearest name."""
     reason = _ABSENT[owner].get(name)
     if reason is not None:
-        return AttributeError(f"{owner} has no {name!r} here: {reason}", name=name)
+        return AttributeError(f"{owner} has no {quoted(name)} here: {reason}", name=name)
     if name.startswith("_"):  # Python itself asks for many of these
         return AttributeError(f"{owner!r} object has no attribute {name!r}", name=name)
     return unknown_attribute(owner, name, known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from llamapipe.arguments import check_int, did_you_mean
+from llamapipe.arguments import check_int, did_you_mean, quoted
 
 # llama.h's numbers.
 SPLIT_MODES: Final = {0: "none", 1: "layer", 2: "row", 3: "tensor"}
@@ -76,7 +76,7 @@ def check_refused(values: dict[str, Any]) -> None:
     for name, (nothing, reason) in REFUSED.items():
         value = values[name]
         if value is not nothing and (nothing is None or value != nothing):
-            raise ValueError(f"{name}={value!r} is not supported: {reason}")
+            raise ValueError(f"{name}={quoted(value)} is not supported: {reason}")
 
 
 def check_older(values: dict[str, Any], known: Iterable[str]) -> None:
@@ -86,10 +86,12 @@ def check_older(values: dict[str, Any], known: Iterable[str]) -> None:
     """
     for name, value in values.items():
         if name not in _OLDER:
-            raise TypeError(f"Llama() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+            raise TypeError(
+                f"Llama() got an unexpected keyword argument {quoted(name)}{did_you_mean(name, known)}"
+            )
         accepted, instead = _OLDER[name]
         if value not in accepted:
-            raise ValueError(f"{name}={value!r} is not supported: {instead}")
+            raise ValueError(f"{name}={quoted(value)} is not supported: {instead}")
 
 
 def check_integers(values: dict[str, Any]) -> None:
@@ -110,7 +112,7 @@ def check_rope(values: dict[str, Any], metadata: dict[str, str]) -> None:
     for option, value in own.items():
         if values[option] not in (0.0, value):
             raise ValueError(
-                f"{option}={values[option]!r} is not supported: the model file says {value:g}; leave it at 0"
+                f"{option}={quoted(values[option])} is not supported: the model file says {value:g}; leave it at 0"
             )
 
 
@@ -166,5 +168,5 @@ def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
 def _named(name: str, names: dict[int, str], value: int) -> str:
     if value not in names:
         known = ", ".join(f"{number} ({text})" for number, text in names.items())
-        raise ValueError(f"{name} is {value!r}; it must be one of {known}")
+        raise ValueError(f"{name} is {quoted(value)}; it must be one of {known}")
     return names[value]

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from llamapipe.arguments import quoted
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Delta, TokenLogprob
 from llamapipe.errors import InvalidRequestError
@@ -107,7 +108,7 @@ def _section(request: Mapping[str, Any], name: str) -> dict[str, Any]:
         if option in _READ[name]:
             found[option] = value
         elif value not in _WITHOUT_EFFECT[name].get(option, ()):
-            raise InvalidRequestError(f"{option} is {value!r}, which this worker does not support")
+            raise InvalidRequestError(f"{option} is {quoted(value)}, which this worker does not support")
     return found
 
 
@@ -123,7 +124,7 @@ def _constraint(request: Mapping[str, Any], guided: Mapping[str, Any]) -> dict[s
             values["lark"] = "start: " + " | ".join(json.dumps(text) for text in value)
         else:
             raise InvalidRequestError(
-                f"guided_decoding has {name}={value!r}, which this worker does not support"
+                f"guided_decoding has {name}={quoted(value)}, which this worker does not support"
             )
     if values and request.get("migration_link") is not None:
         # The other worker's tokens are part of the prompt now, so the constraint would start over after them.

@@ -9,7 +9,7 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from llamapipe.arguments import check_flag, check_float, check_int, did_you_mean, explains_fields
+from llamapipe.arguments import check_flag, check_float, check_int, did_you_mean, explains_fields, quoted
 from llamapipe.llama.sampler import MAX_BIAS, check_bias
 from llamapipe.structured.schema import WHITESPACE, closed_objects
 
@@ -268,7 +268,7 @@ class SamplingParams:
                 raise TypeError(f"{name} must be a str, not {type(value).__name__}")
         if self.json_whitespace not in WHITESPACE:
             raise ValueError(
-                f"json_whitespace is {self.json_whitespace!r}; it must be {' or '.join(map(repr, WHITESPACE))}"
+                f"json_whitespace is {quoted(self.json_whitespace)}; it must be {' or '.join(map(repr, WHITESPACE))}"
             )
         if self.choice is not None:
             choices = _strings("choice", _items("choice", self.choice))
@@ -298,17 +298,17 @@ class SamplingParams:
             if name not in SAMPLER_ORDER:
                 hint = did_you_mean(str(name), SAMPLER_ORDER)
                 raise ValueError(
-                    f"sampler_order holds {name!r}; it may hold {', '.join(SAMPLER_ORDER)}{hint}"
+                    f"sampler_order holds {quoted(name)}; it may hold {', '.join(SAMPLER_ORDER)}{hint}"
                 )
             if name in order[:i]:
-                raise ValueError(f"sampler_order holds {name!r} twice")
+                raise ValueError(f"sampler_order holds {quoted(name)} twice")
         for name in SAMPLER_ORDER:
             if name in order:
                 continue
             changed = [f for f in _FIELDS_OF[name] if getattr(self, f) != getattr(SamplingParams, f)]
             if changed:
                 raise ValueError(
-                    f"{changed[0]} is given, but sampler_order leaves {name!r} out; add it there"
+                    f"{changed[0]} is given, but sampler_order leaves {quoted(name)} out; add it there"
                 )
         self._set("sampler_order", order)
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from llamapipe.arguments import check_flag, did_you_mean, nearest
+from llamapipe.arguments import check_flag, did_you_mean, nearest, quoted
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.params import SamplingParams
@@ -80,7 +80,7 @@ class Answerer:
         check_flag("chat", chat)
         names = _names(keep)
         if taken := RESULT_FIELDS.intersection(names):
-            raise ValueError(f"keep has {min(taken)!r}, which is a field of results: rename the column")
+            raise ValueError(f"keep has {quoted(min(taken))}, which is a field of results: rename the column")
         self._engine, self._params, self._keep = engine, params, names
         self._template, self._system, self._chat = template, system, chat or system is not None
         self._open_requests = requests
@@ -161,7 +161,7 @@ class Answerer:
             hint = (
                 did_you_mean(wrong[0], known | _KEPT) or "; to copy the column to the result, name it in keep"
             )
-            raise ValueError(f"{wrong[0]!r} is not an option of SamplingParams{hint}")
+            raise ValueError(f"{quoted(wrong[0])} is not an option of SamplingParams{hint}")
         if isinstance(biases := options.get("logit_bias"), Mapping):
             options["logit_bias"] = {_token_id(key): bias for key, bias in biases.items()}
         params = replace(self._params, **{k: v for k, v in options.items() if k in _OPTIONS})
@@ -223,7 +223,7 @@ def check_template(template: str) -> list[str]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"the template is {template!r}: {error}") from None
+        raise ValueError(f"the template is {quoted(template)}: {error}") from None
     for _, name, _, _ in parts:
         # Only names: attributes and positions of a column's value are no columns.
         if name is not None and (not name or not set(name).isdisjoint(".[]") or name.isdigit()):
@@ -235,5 +235,5 @@ def filled(template: str, columns: Mapping[str, Any]) -> str:
     """The prompt that a template makes of a record's columns. Raises ValueError if one is missing or null."""
     for _, name, _, _ in string.Formatter().parse(template):
         if name and is_null(column(columns, name)):
-            raise ValueError(f"the column {name!r} is null")
+            raise ValueError(f"the column {quoted(name)} is null")
     return template.format_map(columns)

@@ -16,6 +16,7 @@ from math import isinf
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
+from llamapipe.arguments import listed, quoted
 from llamapipe.jobs import tables
 
 FORMATS: Final = ("jsonl", "csv", "parquet")
@@ -69,13 +70,13 @@ def check_columns(path: Path, names: Collection[str]) -> None:
         seen |= dict.fromkeys(record.fields)
     missing = [name for name in names if name not in seen]
     if seen and missing:
-        raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(map(repr, seen))}")
+        raise ValueError(f"{path} has no column {quoted(missing[0])}; it has {listed(seen)}")
 
 
 def column(fields: Mapping[str, Any], name: str) -> Any:
     """The value of a field. Raises ValueError if there is none."""
     if name not in fields:
-        raise ValueError(f"the record has no column {name!r}; it has {', '.join(map(repr, fields))}")
+        raise ValueError(f"the record has no column {quoted(name)}; it has {listed(fields)}")
     return fields[name]
 
 

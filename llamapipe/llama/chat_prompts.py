@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from llamapipe.arguments import quoted
 from llamapipe.chat.control_text import ControlTexts, tokenized, unused_mark
 from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import Lock
@@ -47,7 +48,7 @@ class ChatPrompts:
         if not text:
             if name is None:
                 raise InvalidRequestError(_NO_TEMPLATE.format(self._model.path.name))
-            raise InvalidRequestError(f"{self._model.path.name} has no chat template named {name!r}")
+            raise InvalidRequestError(f"{self._model.path.name} has no chat template named {quoted(name)}")
         with self._lock:
             found = self._compiled.get(text)
             if found is None:

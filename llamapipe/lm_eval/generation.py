@@ -8,6 +8,7 @@ from typing import Any
 
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from llamapipe.arguments import quoted
 from llamapipe.engine.params import SamplingParams
 
 # The harness's name: llamapipe's name. An option that a task does not set removes no token.
@@ -34,7 +35,9 @@ def sampling_params(gen_kwargs: Mapping[str, Any], default_max_gen_toks: int) ->
     given = {name: value for name, value in gen_kwargs.items() if value is not None}
     for name in given:
         if name not in _KNOWN:
-            raise ValueError(f"llamapipe has no generation argument {name!r}; it has: {', '.join(_KNOWN)}")
+            raise ValueError(
+                f"llamapipe has no generation argument {quoted(name)}; it has: {', '.join(_KNOWN)}"
+            )
     if given.get("num_beams", 1) != 1:
         raise ValueError(f"num_beams is {given['num_beams']}; llamapipe searches no beams, leave it out")
     normal: dict[str, Any] = dict(normalize_gen_kwargs(given, default_max_gen_toks))

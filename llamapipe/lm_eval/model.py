@@ -12,6 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from llamapipe.arguments import quoted
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.results import Score
 from llamapipe.llama.model import Model, demo_model_path
@@ -162,7 +163,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         for request in requests:
             if not request.args[1]:
                 raise ValueError(
-                    f"the continuation of {request.args[0]!r} is empty; there is nothing to score"
+                    f"the continuation of {quoted(request.args[0])} is empty; there is nothing to score"
                 )
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return answers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from llamapipe.arguments import check_flag, check_int
+from llamapipe.arguments import check_flag, check_int, quoted
 from llamapipe.engine.engine import CacheType, FlashAttention
 
 _INT32_MAX = 2**31 - 1
@@ -58,7 +58,7 @@ class Options:
         path: object = self.path
         if not isinstance(path, str) or not path:
             raise TypeError(
-                f"path must be the file of a model, or demo, not {self.path!r}: --model_args path=model.gguf"
+                f"path must be the file of a model, or demo, not {quoted(self.path)}: --model_args path=model.gguf"
             )
         for name in (
             "n_ctx", "max_length", "n_seq_max", "n_cells", "n_threads", "n_threads_batch", "n_batch", "n_ubatch",
@@ -76,7 +76,7 @@ class Options:
             )
         self._set("n_ctx", self.max_length if self.n_ctx is None else self.n_ctx)
         if self.device is not None and not isinstance(self.device, str):
-            raise TypeError(f"device must be a name such as cpu, not {self.device!r}")
+            raise TypeError(f"device must be a name such as cpu, not {quoted(self.device)}")
         if self.n_gpu_layers is None:
             self._set("n_gpu_layers", 0 if self.device == "cpu" else -1)
         self._set("n_seq_max", self._sequences())
@@ -87,7 +87,7 @@ class Options:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                raise TypeError(f"llamapipe has no model argument {name!r}; it has: {', '.join(known)}")
+                raise TypeError(f"llamapipe has no model argument {quoted(name)}; it has: {', '.join(known)}")
         if "path" not in given:
             raise TypeError(
                 "llamapipe needs the file of a model: --model_args path=model.gguf (or path=demo)"
@@ -102,7 +102,9 @@ class Options:
             try:
                 size = check_int("batch_size", int(size), 1, _INT32_MAX)
             except (TypeError, ValueError):
-                raise ValueError(f"batch_size is {size!r}; it must be a whole number, or auto") from None
+                raise ValueError(
+                    f"batch_size is {quoted(size)}; it must be a whole number, or auto"
+                ) from None
         if self.n_seq_max is not None:
             return self.n_seq_max
         # The harness passes 1 if the user chose no value.

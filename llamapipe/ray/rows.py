@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as arrow
 
+from llamapipe.arguments import listed, quoted
 from llamapipe.engine.params import SamplingParams
 from llamapipe.jobs.answers import Answer, check_template, filled
 from llamapipe.jobs.records import Record
@@ -62,7 +63,7 @@ class RowFormat:
             check_template(str(self.prompt))
             if not self.fields:
                 raise ValueError(
-                    f"the template {self.prompt!r} names no column, so all prompts would be the same"
+                    f"the template {quoted(self.prompt)} names no column, so all prompts would be the same"
                 )
 
     @property
@@ -100,15 +101,15 @@ class RowFormat:
 
     def check_columns(self, names: Sequence[str]) -> None:
         """Raises ValueError if a column is missing, or is there that answers would replace."""
-        have = ", ".join(map(repr, names)) or "none"
+        have = listed(names) or "none"
         for name in self.needed:
             if name not in names:
                 kind = "" if name != self.prompt else "; a template names columns in braces: {text}"
-                raise ValueError(f"there is no column {name!r}; the rows have {have}{kind}")
+                raise ValueError(f"there is no column {quoted(name)}; the rows have {have}{kind}")
         for name in self.added:
             if self.prefix + name in names:
                 raise ValueError(
-                    f"the rows have a column {self.prefix + name!r} already, which answers would replace; "
+                    f"the rows have a column {quoted(self.prefix + name)} already, which answers would replace; "
                     f"prefix='answer_' names theirs 'answer_{name}'"
                 )
 
@@ -124,11 +125,11 @@ class RowFormat:
                 return Record(index, {"prompt": filled(str(self.prompt), row), **options})
             if self.prompt is not None:
                 if row[self.prompt] is None:
-                    raise ValueError(f"the column {self.prompt!r} is null")
+                    raise ValueError(f"the column {quoted(self.prompt)} is null")
                 return Record(index, {"prompt": row[self.prompt], **options})
             messages = _loaded(row[str(self.messages)])
             if messages is None:
-                raise ValueError(f"the column {self.messages!r} is null")
+                raise ValueError(f"the column {quoted(self.messages)} is null")
             return Record(index, {"messages": _without_nulls(messages), **options})
         except (TypeError, ValueError, RecursionError) as error:
             return Record(index, {}, str(error))
@@ -172,7 +173,7 @@ def _options(value: object) -> dict[str, Any]:
         raise TypeError(f"options must be an object, not {type(options).__name__}")
     for name in ("prompt", "messages", "id", "custom_id"):
         if name in options:
-            raise ValueError(f"{name!r} is no option")
+            raise ValueError(f"{quoted(name)} is no option")
     return options if isinstance(value, str) else {k: v for k, v in options.items() if v is not None}
 
 

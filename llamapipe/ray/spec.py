@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llamapipe.arguments import check_int, did_you_mean
+from llamapipe.arguments import check_int, did_you_mean, quoted
 from llamapipe.engine.engine import Engine
 from llamapipe.host.core_budget import limit_cores
 from llamapipe.hub.reference import PREFIX, parse
@@ -55,7 +55,7 @@ class EngineSpec:
                 if option not in known:
                     hint = did_you_mean(str(option), known)
                     raise ValueError(
-                        f"{options} has {option!r}, which is no option of {kind.__name__} here{hint}"
+                        f"{options} has {quoted(option)}, which is no option of {kind.__name__} here{hint}"
                     )
             object.__setattr__(self, options, dict(given))
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from llamapipe.arguments import quoted
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.jobs.answers import Answer
@@ -54,7 +55,7 @@ class BatchRequests:
         result: dict[str, Any] = {"id": request_id(record.index), "custom_id": given["custom_id"]}
         problem = None
         if given.get("method", "POST") != "POST":
-            problem = f"method is {given['method']!r}; it must be POST"
+            problem = f"method is {quoted(given['method'])}; it must be POST"
         elif not isinstance(url, str) or not url.startswith("/v1/") or not isinstance(body, dict):
             problem = "a request needs a url such as /v1/chat/completions and a body"
         elif body.get("stream"):

@@ -43,6 +43,8 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 _log = logging.getLogger("llamapipe.server")
+_MOST_CHARACTERS = 2000  # of a message
+_MOST_OF_PARAM = 200
 _N_FRAMES = 12  # of a logged traceback: a deeply nested request would otherwise write thousands of lines
 BUSY = (429, 503)  # statuses after which the client should retry
 
@@ -51,10 +53,12 @@ class ApiError(Exception):
     """An answer other than 200: the HTTP status, a message, and the field of the request that caused it."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        if len(message) > _MOST_CHARACTERS:  # it quotes what the client sent
+            message = f"{message[: _MOST_CHARACTERS // 2]} … {message[-_MOST_CHARACTERS // 2 :]}"
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
+        self.param = None if param is None else param[:_MOST_OF_PARAM]
         self.code = code
 
     def body(self, dialect: Dialect) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import re
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from llamapipe.arguments import quoted
 from llamapipe.server.errors import ApiError, dialect_of
 from llamapipe.server.exchange import Call
 
@@ -104,7 +105,7 @@ class Guard:
             return
         raise ApiError(
             403,
-            f"the host {given!r} is not a name of this server"
+            f"the host {quoted(given)} is not a name of this server"
             + (f"; if it is, for example behind a proxy, allow it with --allow-host {name}" if name else ""),
             code="forbidden_host",
         )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llamapipe.arguments import check_flag, check_float, check_int, explains_fields
+from llamapipe.arguments import check_flag, check_float, check_int, explains_fields, quoted
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\](:\d+)?|[^/\s:\[\]]+(:\d+)?|[0-9A-Fa-f:.]+")
@@ -83,11 +83,13 @@ class ServerSettings:
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"cors_origins: {origin!r} is no origin; write scheme://host or scheme://host:port, or '*'"
+                    f"cors_origins: {quoted(origin)} is no origin; write scheme://host or scheme://host:port, or '*'"
                 )
         for host in self.allow_hosts:
             if not _HOST.fullmatch(host):
-                raise ValueError(f"allow_hosts: {host!r} is no host; write a name without a scheme, or '*'")
+                raise ValueError(
+                    f"allow_hosts: {quoted(host)} is no host; write a name without a scheme, or '*'"
+                )
         check_int("max_body_bytes", self.max_body_bytes, 1, 2**31 - 1)
         check_int("max_bodies_bytes", self.max_bodies_bytes, 1, 2**62)
         check_int("max_connections_per_address", self.max_connections_per_address, 0, 2**31 - 1)

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from llamapipe.arguments import quoted
 from llamapipe.engine.frontend.long_work import size_of
 from llamapipe.engine.frontend.tenant import Tenant, tenant
 from llamapipe.server.bodies import BodyBudget
@@ -59,6 +60,11 @@ class ServerState:
         self.created = int(time.time())
         self.n_requests = 0
         self.draining = False
+        if engine.kv_events is not None and len(settings.api_keys) > 1:
+            _log.warning(
+                "no KV events are published: each of the %d API keys has a prefix cache",
+                len(settings.api_keys),
+            )
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     def __repr__(self) -> str:
@@ -194,7 +200,7 @@ def _served(name: str | None, names: tuple[str, ...]) -> str:
         there = ", ".join(map(repr, names))
         raise ApiError(
             404,
-            f"the model {name!r} is not served here; there is {there} (--alias gives it other names)",
+            f"the model {quoted(name)} is not served here; there is {there} (--alias gives it other names)",
             "model",
             "model_not_found",
         )

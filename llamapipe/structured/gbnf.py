@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llamapipe.arguments import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.vocab import Vocab
 from llamapipe.structured.gbnf_reader import GbnfReader
@@ -46,7 +47,7 @@ def check_gbnf(text: str, vocab: Vocab | None = None) -> None:
     rules = reader.read()
     for name, rule in rules.names.items():
         if rule not in rules.alternatives:
-            raise reader.error(f"the rule {name!r} is not defined", rules.first_used[name])
+            raise reader.error(f"the rule {quoted(name)} is not defined", rules.first_used[name])
     if "root" not in rules.names:
         raise InvalidRequestError("grammar: the rule 'root' is not defined; it is where the text begins")
     if vocab is not None:
@@ -100,7 +101,7 @@ def _check_beginnings(rules: Rules) -> None:
                 else f"{MAX_CHAIN} rules that begin with one another"
             )
             named = next((names[rule] for rule in group if rule in names), None)
-            where = f"the rule {named!r}" if named else "a repetition or bracket"
+            where = f"the rule {quoted(named)}" if named else "a repetition or bracket"
             raise InvalidRequestError(f"grammar: {where} has more than {what}")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from llamapipe.arguments import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.gbnf_rules import TERMINAL, Alternative, Rules
 
@@ -75,7 +76,7 @@ class GbnfReader:
         self._space(True)
         rule = self._rules.symbol(name, at)
         if rule in self._rules.alternatives:
-            raise self.error(f"the rule {name!r} is defined twice", at)
+            raise self.error(f"the rule {quoted(name)} is defined twice", at)
         self._rules.alternatives[rule] = []
         self._alternatives(_Open(rule, at, self._rules.n_symbols))
         if self._text[self._at] not in "\r\n\0":

@@ -15,6 +15,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn
 
+from llamapipe.arguments import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.look_around import LOOK_AROUND, without_look_around
 from llamapipe.structured.ranges import integer_range, number_bound
@@ -153,7 +154,7 @@ class SchemaGrammar:
                     self._fail(
                         "#",
                         "$ref",
-                        f"{reference!r} cannot be followed in a schema with integers beyond 2**53",
+                        f"{quoted(reference)} cannot be followed in a schema with integers beyond 2**53",
                     )
                 group, name = steps[1], steps[2]
                 if name in self.root.get(group, {}) and name not in definitions.setdefault(group, {}):
@@ -177,7 +178,7 @@ class SchemaGrammar:
             self._alone(pointer, "$ref", keywords)
             found = resolved(self.root, node["$ref"])
             if found is None or found[0] not in self._parts:
-                self._fail(pointer, "$ref", f"{node['$ref']!r} does not exist")
+                self._fail(pointer, "$ref", f"{quoted(node['$ref'])} does not exist")
             return self._rule(found[0])
         if "enum" in keywords or "const" in keywords:
             return self._values(pointer, node, keywords)
@@ -195,7 +196,9 @@ class SchemaGrammar:
     def _alone(self, pointer: str, keyword: str, keywords: Iterable[str]) -> None:
         others = sorted(set(keywords) - {keyword})
         if others:
-            self._fail(pointer, keyword, f"it cannot be combined with {others[0]!r} here: {_NOT_COMBINED}")
+            self._fail(
+                pointer, keyword, f"it cannot be combined with {quoted(others[0])} here: {_NOT_COMBINED}"
+            )
 
     def _options(self, pointer: str, keyword: str, node: Node) -> str:
         options = node[keyword]
@@ -236,7 +239,7 @@ class SchemaGrammar:
             return self._number(pointer, node)
         group = "number" if kind == "integer" else kind
         if group not in OF_TYPE:
-            self._fail(pointer, "type", f"{kind!r} is no type")
+            self._fail(pointer, "type", f"{quoted(kind)} is no type")
         return self._json({"type": kind, **{k: node[k] for k in OF_TYPE[group] if k in node}})
 
     def _integer(self, pointer: str, node: Node) -> str:
@@ -285,7 +288,7 @@ class SchemaGrammar:
             self._fail(
                 pointer,
                 "pattern",
-                f"look-around in {node['pattern'][:200]!r} is not supported: only look-ahead outside repetitions",
+                f"look-around in {quoted(node['pattern'])} is not supported: only look-ahead outside repetitions",
             )
         least, most = node.get("minLength", 0), node.get("maxLength")
         if least or most is not None:
@@ -295,7 +298,9 @@ class SchemaGrammar:
     def _values(self, pointer: str, node: Node, keywords: set[str]) -> str:
         for keyword in sorted(keywords - {"enum", "const", "type", *BOUNDS}):
             self._fail(
-                pointer, "enum" if "enum" in node else "const", f"it cannot be combined with {keyword!r} here"
+                pointer,
+                "enum" if "enum" in node else "const",
+                f"it cannot be combined with {quoted(keyword)} here",
             )
         values = listed_values(
             self.root, {"enum": node["enum"]} if "enum" in node else {"const": node["const"]}
@@ -459,7 +464,7 @@ class SchemaGrammar:
         self._fail(pointer, keyword, "no value satisfies it")
 
     def _fail(self, pointer: str, keyword: str, reason: str) -> NoReturn:
-        raise InvalidRequestError(f"json_schema at {pointer}: {keyword!r}: {reason}")
+        raise InvalidRequestError(f"json_schema at {pointer}: {quoted(keyword)}: {reason}")
 
 
 _NOT_COMBINED = (

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from llamapipe.arguments import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.formats import FORMATS
 from llamapipe.structured.schema import subschemas
@@ -198,7 +199,7 @@ def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> None:
         return
     if unique is not True:
         raise InvalidRequestError(
-            f"json_schema at {pointer}: 'uniqueItems' is {unique!r}; it must be a boolean"
+            f"json_schema at {pointer}: 'uniqueItems' is {quoted(unique)}; it must be a boolean"
         )
     values = listed_values(root, part.get("items"))
     is_exact = _lists_exactly(root, part.get("items")) and "prefixItems" not in part
@@ -224,8 +225,8 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> None:
         names = {"enum": []}  # false: no name is right
     for keyword in sorted(names.keys() & _OTHER_ASSERTIONS):
         raise InvalidRequestError(
-            f"json_schema at {pointer}/propertyNames: {keyword!r} is not supported for names; use 'enum', 'const' or "
-            "'pattern'"
+            f"json_schema at {pointer}/propertyNames: {quoted(keyword)} is not supported for names; use 'enum', "
+            "'const' or 'pattern'"
         )
     if names.get("type", "string") != "string" and "string" not in names["type"]:
         names = {"enum": []}

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from llamapipe.arguments import quoted
 from llamapipe.errors import InvalidRequestError
 
 _ONE = ("items", "additionalItems", "additionalProperties")
@@ -192,12 +193,12 @@ def _refuse(pointer: str, part: dict[str, Any]) -> None:
         is_right, what = _SHAPES.get(keyword, (None, ""))
         if is_right is not None and not is_right(value):
             raise InvalidRequestError(
-                f"json_schema at {pointer}: {keyword!r} is {repr(value)[:100]}; it must be {what}"
+                f"json_schema at {pointer}: {quoted(keyword)} is {quoted(value)}; it must be {what}"
             )
     old = [key for key in _DRAFT_3 if key in part]
     if old:
         raise InvalidRequestError(
-            f"json_schema at {pointer}: {old[0]!r} is of draft 3, which is not supported"
+            f"json_schema at {pointer}: {quoted(old[0])} is of draft 3, which is not supported"
         )
     if "x-guidance" in part:
         raise InvalidRequestError(

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
+from llamapipe.arguments import quoted
+
 
 class StopChecker:
     """Passes text through until one of `stops` is complete.
@@ -32,11 +34,11 @@ class StopChecker:
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str):
             raise TypeError(
-                f"stop: expected a sequence of strings, got the string {stops!r}; pass [{stops!r}]"
+                f"stop: expected a sequence of strings, got the string {quoted(stops)}; pass [{quoted(stops)}]"
             )
         for stop in stops:
             if not isinstance(stop, str):
-                raise TypeError(f"stop: expected strings, got {stop!r} of type {type(stop).__name__}")
+                raise TypeError(f"stop: expected strings, got {quoted(stop)} of type {type(stop).__name__}")
             if not stop:
                 raise ValueError("stop: an empty string would end every text before it begins; leave it out")
         self._automaton = _automaton(tuple(stops))

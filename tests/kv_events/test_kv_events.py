@@ -19,6 +19,8 @@ from support.run_script import run_script
 
 import llamapipe as lp
 from llamapipe.engine.scheduler.prefix_tree import PrefixTree
+from llamapipe.server.settings import ServerSettings
+from llamapipe.server.state import ServerState
 
 WITHOUT_ZMQ = """
 sys.modules["zmq"] = None
@@ -319,3 +321,13 @@ class TestOptions:
 
     def test_the_extra_is_named(self) -> None:
         assert "llamapipe[kv-events]" in run_script(WITHOUT_ZMQ)
+
+
+def test_a_server_with_several_keys_says_that_nothing_is_published(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(kv_events=options())
+    ServerState(engine, ServerSettings(api_keys=("a",)))
+    assert not caplog.text
+    ServerState(engine, ServerSettings(api_keys=("a", "b")))
+    assert "no KV events are published: each of the 2 API keys has a prefix cache" in caplog.text

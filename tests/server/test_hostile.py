@@ -17,6 +17,7 @@ import pytest
 from support.control import wait_until
 
 import llamapipe as lp
+from llamapipe.arguments import listed, quoted
 from llamapipe.chat.tools import allowed_tools, check_tools
 from llamapipe.server import ServerSettings, serve
 from llamapipe.server.wire.depth import MAX_DEPTH, is_too_deep
@@ -411,3 +412,61 @@ def test_thousands_of_tools() -> None:
     assert len(made.names) == len(messages[0]["tool_calls"]) == n
     mode, allowed = allowed_tools(made.choice, check_tools(made.functions))
     assert (mode, len(allowed)) == ("auto", n)
+
+
+LONG = "x" * 1_000_000
+CHOICE = {"type": "function", "function": {"name": LONG}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": LONG},
+        {LONG: 1},
+        {"messages": [{"role": LONG, "content": "a"}]},
+        {"messages": [{"role": "user", "content": [{"type": LONG}]}]},
+        {"messages": [{"role": "user", "content": "a", LONG: 1}]},
+        {"tool_choice": CHOICE, "tools": [function(f"f{i}", {}) for i in range(500)]},
+        {"tool_choice": LONG},
+        {"tools": [function(LONG, {})]},
+        {"tools": [function("f", {"type": LONG})], "tool_choice": "required"},
+        {"tools": [{"type": LONG}]},
+        {"logit_bias": {LONG: 1}},
+        {"reasoning_effort": LONG},
+        {"response_format": {"type": LONG}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": LONG}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {LONG: {"type": 1}}},
+            }
+        },
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"properties": {LONG: {"type": 1}}}},
+            }
+        },
+        {"chat_template_kwargs": {"messages": LONG}},
+        {"stop": [LONG, 1]},
+        {"n": "9" * 1000},
+        {"truncation": LONG},
+    ],
+    ids=lambda change: json.dumps(change)[:30],
+)
+def test_errors_are_short(client: httpx.Client, change: dict[str, Any]) -> None:
+    answer = client.post("/v1/chat/completions", json={**CHAT, **change})
+    assert answer.status_code in (200, 400, 404)
+    assert len(answer.content) < 2500
+    if answer.status_code != 200:
+        assert answer.json()["error"]["message"]
+
+
+def test_values_in_messages() -> None:
+    assert quoted("a") == "'a'"
+    assert quoted("a" * 10**6) == f"'{'a' * 100}…'"
+    assert quoted(b"a" * 101) == f"b'{'a' * 100}…'"
+    assert quoted({"a": "b" * 1000}) == "{'a': '" + "b" * 93 + "…"
+    assert quoted(10**5000) == "a number of 16610 bits" and quoted(True) == "True"
+    assert quoted([10**5000]) == "a list that is too large to show"
+    assert listed(range(3)) == "0, 1, 2" and listed(range(30)).endswith("18, 19 and 10 more")

@@ -49,6 +49,15 @@ def test_an_answer_is_the_engines(client: anthropic.Anthropic, engine: lp.Engine
     assert message.usage.output_tokens == expected.n_completion_tokens
 
 
+def test_models(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
+    assert model.created_at.tzinfo is not None and model.lifecycle == "active"
+    assert model.max_input_tokens == client.models.retrieve("demo").max_input_tokens == 512
+    page = client.models.list()
+    assert (page.has_more, page.first_id, page.last_id) == (False, "demo", "demo")
+
+
 def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
     options: dict[str, Any] = {"model": "demo", "max_tokens": 40, "messages": HELLO, "extra_body": GREEDY}
     whole: Any = client.messages.create(**options)

@@ -61,6 +61,7 @@ def test_a_stream_gives_the_same_response(client: openai.OpenAI) -> None:
         events: list[Any] = list(stream)
         final = checked(stream.get_final_response())
     assert final.output_text == whole.output_text
+    assert final.output[0].id == events[2].item.id and events[2].item.id.startswith("msg_")
     assert final.usage is not None and whole.usage is not None
     assert final.usage.output_tokens == whole.usage.output_tokens
     kinds = [event.type for event in events]
@@ -139,6 +140,7 @@ def test_tools_are_called_and_their_results_read(tmp_path: Path) -> None:
                 reasoning, call = response.output
                 assert reasoning.type == "reasoning" and reasoning.content[0].text.strip() == "A tool."
                 assert call.type == "function_call" and call.name == "get_weather"
+                assert (reasoning.id[:3], call.id[:3]) == ("rs_", "fc_")
                 assert json.loads(call.arguments) == FULL
                 assert response.status == "completed"
                 assert (

@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from llamapipe.arguments import quoted
 from llamapipe.chat.calls.call_format import CallFormat
 from llamapipe.chat.calls.lark import ANY, GAP, Literals, Rules, json_value, regex_text
 from llamapipe.errors import InvalidRequestError
@@ -54,8 +55,8 @@ class TaggedArguments:
         wrong = [key for key in whole if key not in _OF_OBJECT]
         if wrong:
             raise InvalidRequestError(
-                f"parameters use {wrong[0]!r} at the top level, which this model's calls cannot express: they write "
-                "each argument separately. List the arguments in 'properties'"
+                f"parameters use {quoted(wrong[0])} at the top level, which this model's calls cannot express: they "
+                "write each argument separately. List the arguments in 'properties'"
             )
         properties = whole.get("properties", {})
         if not isinstance(properties, dict):
@@ -69,7 +70,8 @@ class TaggedArguments:
         unlisted = self._required - self._properties.keys()
         if unlisted:
             raise InvalidRequestError(
-                f"parameters: {min(unlisted)!r} is required but not listed in 'properties', as this model's calls need"
+                f"parameters: {quoted(min(unlisted))} is required but not listed in 'properties', "
+                "as this model's calls need"
             )
         others = whole.get("additionalProperties")
         self._is_open = not self._properties and others is not False
@@ -79,15 +81,15 @@ class TaggedArguments:
     def _check(self, name: str, schema: dict[str, Any]) -> None:
         """Raises InvalidRequestError for what the text of an argument cannot express or enforce."""
         if self._form.key_end.strip() and self._form.key_end.strip() in name:
-            raise InvalidRequestError(f"an argument must not be called {name!r} in this model's calls")
+            raise InvalidRequestError(f"an argument must not be called {quoted(name)} in this model's calls")
         if "string" not in self._types(schema):
             return
         for one in self._alternatives(schema):
             wrong = [key for key in one if key not in _OF_STRING]
             if wrong and "string" in self._types(one) and ("type" in one or len(one.keys() - _NOTES) > 0):
                 raise InvalidRequestError(
-                    f"argument {name!r}: {wrong[0]!r} cannot be enforced for a string in this model's calls, at "
-                    f"#/properties/{name.replace('~', '~0').replace('/', '~1')}"
+                    f"argument {quoted(name)}: {quoted(wrong[0])} cannot be enforced for a string in this model's "
+                    f"calls, at #/properties/{name.replace('~', '~0').replace('/', '~1')}"
                 )
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
@@ -97,9 +99,9 @@ class TaggedArguments:
                 return {}
             if not isinstance(schema, dict):
                 raise InvalidRequestError(
-                    f"parameters: {schema!r} allows no value"
+                    f"parameters: {quoted(schema)} allows no value"
                     if schema is False
-                    else f"parameters: {schema!r} is not a schema"
+                    else f"parameters: {quoted(schema)} is not a schema"
                 )
             one_of_all = schema.get("allOf")
             if isinstance(one_of_all, list) and len(one_of_all) == 1 and "$ref" not in schema:
@@ -115,7 +117,7 @@ class TaggedArguments:
             if found is True:
                 found = {}
             if not isinstance(found, dict):
-                raise InvalidRequestError(f"parameters: there is no schema at the reference {target!r}")
+                raise InvalidRequestError(f"parameters: there is no schema at the reference {quoted(target)}")
             schema = {**found, **{k: v for k, v in schema.items() if k != "$ref"}}
         raise InvalidRequestError("parameters: a reference refers to itself")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from llamapipe.arguments import checked_call, nearest
+from llamapipe.arguments import checked_call, nearest, quoted
 from llamapipe.engine.params import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,9 +27,9 @@ def explains_keywords(function: F) -> F:
 def _explanation(name: str, keywords: dict[str, Any], known: frozenset[str]) -> str:
     wrong = [keyword for keyword in keywords if keyword not in known]
     if all(keyword in _SAMPLING for keyword in wrong):
-        options = ", ".join(f"{keyword}={keywords[keyword]!r}" for keyword in wrong)
+        options = ", ".join(f"{keyword}={quoted(keywords[keyword])}" for keyword in wrong)
         return f"sampling options are fields of SamplingParams: {name}(prompt, lp.SamplingParams({options}))"
     unknown = next(keyword for keyword in wrong if keyword not in _SAMPLING)
     near = nearest(unknown, known | _SAMPLING)
     hint = f"did you mean {near}?" if near else f"it has: {', '.join(sorted(known - {'prompt', 'params'}))}"
-    return f"{name}() has no option {unknown!r}; {hint}"
+    return f"{name}() has no option {quoted(unknown)}; {hint}"

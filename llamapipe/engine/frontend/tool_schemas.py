@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import thread_time
 from typing import TYPE_CHECKING
 
+from llamapipe.arguments import quoted
 from llamapipe.engine.frontend.request_builder import RequestBuilder
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.sampling.background import GrammarBudget
@@ -80,7 +81,7 @@ class ToolSchemas:
                 reasons[tool.name] = reason
         for tool in used:
             if tool.name in reasons and (choice != "auto" or tool.strict):
-                raise InvalidRequestError(f"tool {tool.name!r}: {reasons[tool.name]}") from None
+                raise InvalidRequestError(f"tool {quoted(tool.name)}: {reasons[tool.name]}") from None
         if choice != "auto":
             raise error
         attempts = [reasons] if reasons else []
@@ -127,7 +128,7 @@ class ToolSchemas:
             lark = chat_format.grammar((tool,), tool.name, False, prompt_tail="")
             self._request_builder.check_params(SamplingParams(lark=lark))
         except InvalidRequestError as e:
-            return _short(str(e).removeprefix(f"tool {tool.name!r}: "))
+            return _short(str(e).removeprefix(f"tool {quoted(tool.name)}: "))
         return None
 
     def _remember(self, key: str, reasons: Mapping[str, str]) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 import llamapipe
+from llamapipe.arguments import quoted
 from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
 from llamapipe.server.state import ServerState
 
 
 async def list_models(call: Call) -> None:
-    """``GET /v1/models``: every name that is served."""
+    """``GET /v1/models``: every name that is served, with what OpenAI's and Anthropic's clients read."""
     state = call.state
-    data = [_model(state, name) for name in state.all_names]
-    await call.answer_json({"object": "list", "data": data})
+    names = state.all_names
+    data = [_model(state, name) for name in names]
+    page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    await call.answer_json({"object": "list", "data": data, **page})
 
 
 async def get_model(call: Call) -> None:
@@ -29,7 +33,9 @@ async def delete_model(call: Call) -> None:
     """``DELETE /v1/models/{id}``: answers 403 for a served model and 404 for any other."""
     name = call.path_params["id"]
     if name in call.state.all_names:
-        raise ApiError(403, f"the model {name!r} is served and cannot be deleted; stop the server instead")
+        raise ApiError(
+            403, f"the model {quoted(name)} is served and cannot be deleted; stop the server instead"
+        )
     await call.answer_json({"id": name, "object": "model", "deleted": True})
 
 
@@ -56,10 +62,16 @@ async def model_info(call: Call) -> None:
 def _model(state: ServerState, name: str) -> dict[str, Any]:
     embedder = state.embedder
     is_chat = name in state.model_names or embedder is None
+    n_ctx = state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": state.created,
+        "created_at": datetime.fromtimestamp(state.created, timezone.utc).isoformat(),
+        "lifecycle": "active",
         "owned_by": "llamapipe",
-        "max_model_len": state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx,
+        "max_model_len": n_ctx,
+        "max_input_tokens": n_ctx,
     }

@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from importlib.resources import files
 
+from llamapipe.arguments import quoted
 from llamapipe.server.errors import ApiError
 from llamapipe.server.exchange import Call
 
@@ -40,7 +41,7 @@ async def page_file(call: Call) -> None:
 async def _file(call: Call, name: str) -> None:
     found = _files().get(name)
     if found is None:
-        raise ApiError(404, f"the page has no file {name!r}")
+        raise ApiError(404, f"the page has no file {quoted(name)}")
     kind = _TYPES[name.rpartition(".")[2]]
     headers = ((b"content-type", f"{kind}; charset=utf-8".encode()), *_HEADERS)
     await call.answer(found, headers=headers)

@@ -23,6 +23,7 @@ from llamapipe.server.wire.sampling import Sampling
 from llamapipe.server.wire.template_args import template_args
 from llamapipe.server.wire.tools import Tools, custom_input, tools_of
 
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _DECODER = msgspec.json.Decoder(ResponsesRequest)
 _MAX_TOP = 20  # the API's limit
 _SAMPLING = [name for name in Sampling.__struct_fields__ if name in ResponsesRequest.__struct_fields__]
@@ -256,7 +257,8 @@ class _Items:
 
     def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         made = self.close()
-        item |= {"id": f"{item['type'][:3]}_{self._call.id}_{len(self.done)}", "status": "in_progress"}
+        prefix = _ID_PREFIXES[item["type"]]
+        item |= {"id": f"{prefix}_{self._call.id}_{len(self.done)}", "status": "in_progress"}
         self._open = item
         added = {"type": "response.output_item.added", "output_index": len(self.done), "item": {**item}}
         return [*made, added]

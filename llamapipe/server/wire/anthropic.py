@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from llamapipe.arguments import did_you_mean
+from llamapipe.arguments import did_you_mean, quoted
 from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.fields import Only, Unused
 
@@ -83,7 +83,9 @@ class ClientTool(msgspec.Struct, kw_only=True):
         if self.type not in (None, "custom"):
             hint = did_you_mean(str(self.type), ("custom", *_HOSTED))
             raise ApiError(
-                400, f"the tool {self.name!r} has the type {self.type!r}; it may be 'custom'{hint}", "tools"
+                400,
+                f"the tool {quoted(self.name)} has the type {quoted(self.type)}; it may be 'custom'{hint}",
+                "tools",
             )
         if self.name is None:
             raise ApiError(400, "tools: a tool needs a name", "tools")

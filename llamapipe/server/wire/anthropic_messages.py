@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llamapipe.arguments import quoted
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine.chat_results import call_message
 from llamapipe.server.errors import ApiError
@@ -29,10 +30,10 @@ def _converted(place: str, message: Mapping[str, Any]) -> list[Message]:
     role, content = message.get("role"), message.get("content")
     extra = message.keys() - {"role", "content"}
     if extra:
-        raise ApiError(400, f"{place}: unknown field {min(extra)!r}", f"{place}.{min(extra)}")
+        raise ApiError(400, f"{place}: unknown field {quoted(min(extra))}", f"{place}.{min(extra)}")
     if role not in ("user", "assistant", "system"):
         raise ApiError(
-            400, f"{place}: the role is {role!r}; it may be 'user' or 'assistant'", f"{place}.role"
+            400, f"{place}: the role is {quoted(role)}; it may be 'user' or 'assistant'", f"{place}.role"
         )
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -126,7 +127,7 @@ def _read(place: str, kind: str, block: Mapping[str, Any]) -> str:
     if isinstance(source, Mapping) and form == "content":
         return f"{title}{_text(f'{place}.source.content', source.get('content'))}\n"
     raise ApiError(
-        400, f"{place}: a document must hold text here, not the source {form!r}", f"{place}.source"
+        400, f"{place}: a document must hold text here, not the source {quoted(form)}", f"{place}.source"
     )
 
 
@@ -138,4 +139,4 @@ def _string(place: str, block: Mapping[str, Any], key: str) -> str:
 
 
 def _unsupported(place: str, kind: str) -> ApiError:
-    return ApiError(400, f"{place} has the type {kind!r}, which is not supported here", place)
+    return ApiError(400, f"{place} has the type {quoted(kind)}, which is not supported here", place)

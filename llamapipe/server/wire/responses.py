@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from llamapipe.arguments import did_you_mean
+from llamapipe.arguments import did_you_mean, quoted
 from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.fields import Only, Unused
 from llamapipe.server.wire.tools import ClientName, Tools, custom_arguments, qualified
@@ -128,7 +128,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         for one in asked:
             if one not in _INCLUDABLE:
                 known = (LOGPROBS, *_INCLUDABLE)
-                raise ApiError(400, f"include: {one!r} is unknown{did_you_mean(one, known)}", "include")
+                raise ApiError(400, f"include: {quoted(one)} is unknown{did_you_mean(one, known)}", "include")
         items: Sequence[Mapping[str, Any]] = () if isinstance(self.input, str) else self.input
         hosted = [kind for kind in _HOSTED_ITEMS if any(item.get("type") == kind for item in items)]
         return (*(f"include.{one}" for one in asked), *(f"input.{kind}" for kind in hosted))
@@ -166,7 +166,7 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
         if role not in ("user", "assistant", "system", "developer"):
             raise ApiError(
                 400,
-                f"{place}: the role is {role!r}; it may be user, assistant, system or developer",
+                f"{place}: the role is {quoted(role)}; it may be user, assistant, system or developer",
                 f"{place}.role",
             )
         content = _text(f"{place}.content", item.get("content"))
@@ -192,13 +192,15 @@ def _add(made: list[Message], place: str, item: Mapping[str, Any], tools: Tools)
     elif kind == "item_reference":
         raise ApiError(
             404,
-            f"{place}: the item {item.get('id')!r} is not here: this server stores no answers; send the item itself "
-            "(clients do with store: false)",
+            f"{place}: the item {quoted(item.get('id'))} is not here: this server stores no answers; send the item "
+            "itself (clients do with store: false)",
             f"{place}.id",
             "not_found",
         )
     elif kind not in _HOSTED_ITEMS:
-        raise ApiError(400, f"{place} has the type {kind!r}, which is not supported here", f"{place}.type")
+        raise ApiError(
+            400, f"{place} has the type {quoted(kind)}, which is not supported here", f"{place}.type"
+        )
 
 
 def _name(place: str, item: Mapping[str, Any], tools: Tools) -> str:
@@ -231,7 +233,9 @@ def _text(place: str, content: Any) -> str:
             continue
         if kind not in ("input_text", "output_text", "reasoning_text", "summary_text", "text"):
             raise ApiError(
-                400, f"{place}.{i} has the type {kind!r}; this server reads text only", f"{place}.{i}.type"
+                400,
+                f"{place}.{i} has the type {quoted(kind)}; this server reads text only",
+                f"{place}.{i}.type",
             )
         texts.append(_string(f"{place}.{i}", part, "text"))
     return "".join(texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from llamapipe.arguments import quoted
 from llamapipe.engine.params import SamplingParams
 from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.constraints import Constrained
@@ -162,7 +163,9 @@ def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
             biases[int(key)] = value
             continue
         if not key or key.removeprefix("-").isdigit():
-            raise ApiError(400, f"logit_bias has the key {key[:40]!r}; give a token id or text", "logit_bias")
+            raise ApiError(
+                400, f"logit_bias has the key {quoted(key)}; give a token id or text", "logit_bias"
+            )
         n_characters += len(key)
         if n_characters > _MOST_CHARACTERS:
             raise ApiError(

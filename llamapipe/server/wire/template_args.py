@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from llamapipe.arguments import quoted
 from llamapipe.server.errors import ApiError
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # how much a model reasons
@@ -20,7 +21,7 @@ def template_args(given: Mapping[str, Any] | None, effort: str | None, field: st
     if effort is None:
         return args
     if effort not in EFFORTS:
-        raise ApiError(400, f"{field} is {effort!r}; it may be {', '.join(EFFORTS)}", field)
+        raise ApiError(400, f"{field} is {quoted(effort)}; it may be {', '.join(EFFORTS)}", field)
     if effort == "none":
         args.setdefault("enable_thinking", False)
     else:
@@ -34,6 +35,6 @@ def check_template_args(names: Iterable[str]) -> None:
         if name in _RESERVED:
             raise ApiError(
                 400,
-                f"chat_template_kwargs may not hold {name!r}: the request and the template define it",
+                f"chat_template_kwargs may not hold {quoted(name)}: the request and the template define it",
                 "chat_template_kwargs",
             )

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from llamapipe.arguments import did_you_mean
+from llamapipe.arguments import did_you_mean, listed, quoted
 from llamapipe.server.errors import ApiError
 
 _HOSTED = (
@@ -97,7 +97,9 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
         else:
             hint = did_you_mean(kind, _KINDS) if isinstance(kind, str) else ""
             raise ApiError(
-                400, f"{place} has the type {kind!r}; it may be function, custom or namespace{hint}", "tools"
+                400,
+                f"{place} has the type {quoted(kind)}; it may be function, custom or namespace{hint}",
+                "tools",
             )
     n_called = Counter(known.name for known, _ in found)
     names: dict[str, ClientName] = {}
@@ -105,7 +107,7 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
     for known, function in found:
         name = known.name if n_called[known.name] == 1 else qualified(known.name, known.namespace)
         if name in names:
-            raise ApiError(400, f"tools: there are two tools called {name!r}", "tools")
+            raise ApiError(400, f"tools: there are two tools called {quoted(name)}", "tools")
         names[name] = known
         functions.append({"type": "function", "function": {**function, "name": name}})
     made = Tools(functions or None, "auto", names, tuple(f"tools.{one}" for one in dict.fromkeys(unused)))
@@ -165,13 +167,13 @@ def _function(
             if one[key] is None or one[key] is False:
                 continue
             if key not in _UNUSED_KEYS:
-                raise ApiError(400, f"{place}: unknown key {key!r}{did_you_mean(key, known)}", "tools")
+                raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, known)}", "tools")
             unused.append(key)
     name, about = inner.get("name"), inner.get("description")
     if not isinstance(name, str):
         raise ApiError(400, f"{place}: a tool's name must be text", "tools")
     if about is not None and not isinstance(about, str):
-        raise ApiError(400, f"{place}: the description of {name!r} must be text", "tools")
+        raise ApiError(400, f"{place}: the description of {quoted(name)} must be text", "tools")
     if kind == "custom":
         syntax = inner.get("format")
         if isinstance(syntax, Mapping) and isinstance(syntax.get("definition"), str):
@@ -180,7 +182,7 @@ def _function(
         return ClientName(name, namespace, True), {"description": about or "", "parameters": _INPUT}
     parameters = inner.get("parameters")
     if parameters is not None and not isinstance(parameters, (dict, bool)):
-        raise ApiError(400, f"{place}: the parameters of {name!r} must be a JSON schema", "tools")
+        raise ApiError(400, f"{place}: the parameters of {quoted(name)} must be a JSON schema", "tools")
     made = {key: inner[key] for key in ("description", "parameters") if inner.get(key) is not None}
     if inner.get("strict") is True:
         made["strict"] = True
@@ -196,7 +198,7 @@ def _choice(given: Any, tools: Tools, is_flat: bool) -> str | dict[str, Any]:
         if given not in ("auto", "none", "required") and not (given in tools.names and not is_flat):
             raise ApiError(
                 400,
-                f"tool_choice is {given!r}; it may be 'auto', 'none', 'required' or an object that names a tool",
+                f"tool_choice is {quoted(given)}; it may be 'auto', 'none', 'required' or an object that names a tool",
                 "tool_choice",
             )
         if given == "auto" and not tools.functions:
@@ -221,7 +223,9 @@ def _named_choice(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> str 
         mode = inner.get("mode") if isinstance(inner, Mapping) else None
         if mode not in ("auto", "required"):
             raise ApiError(
-                400, f"tool_choice: mode is {mode!r}; it may be 'auto' or 'required'", "tool_choice.mode"
+                400,
+                f"tool_choice: mode is {quoted(mode)}; it may be 'auto' or 'required'",
+                "tool_choice.mode",
             )
         listed = inner.get("tools") if isinstance(inner, Mapping) else None
         if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
@@ -239,12 +243,12 @@ def _named_choice(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> str 
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
     if isinstance(kind, str) and _hosted(kind):
         raise ApiError(
-            400, f"tool_choice asks for the tool {kind!r}, which cannot be run here", "tool_choice.type"
+            400, f"tool_choice asks for the tool {quoted(kind)}, which cannot be run here", "tool_choice.type"
         )
     if kind not in ("function", "custom"):
         raise ApiError(
             400,
-            f"tool_choice has the type {kind!r}; it may be 'function', 'custom' or 'allowed_tools'",
+            f"tool_choice has the type {quoted(kind)}; it may be 'function', 'custom' or 'allowed_tools'",
             "tool_choice.type",
         )
     return _chosen(given, tools, _by_name(tools), is_flat)[0]
@@ -270,7 +274,7 @@ def _chosen(given: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool
     name = inner.get("name") if isinstance(inner, Mapping) else None
     space = inner.get("namespace") if isinstance(inner, Mapping) else None
     if not isinstance(name, str):
-        raise ApiError(400, f"tool_choice: the type {kind!r} needs a name", "tool_choice.name")
+        raise ApiError(400, f"tool_choice: the type {quoted(kind)} needs a name", "tool_choice.name")
     is_namespace = kind == "namespace"
     found = named.get((is_namespace, name), [])
     if not is_namespace and space is not None:
@@ -279,7 +283,7 @@ def _chosen(given: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool
         names = [known.name for known in tools.names.values()]
         raise ApiError(
             400,
-            f"tool_choice names {name!r}; the tools are {', '.join(map(repr, names)) or 'none'}"
+            f"tool_choice names {quoted(name)}; the tools are {listed(names) or 'none'}"
             f"{did_you_mean(name, names)}",
             "tool_choice",
         )

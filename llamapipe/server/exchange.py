@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import re
+import traceback
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
@@ -41,6 +42,7 @@ _EVENTS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy must not buffer events
 )
+_LARGE_BODY = 2**20  # bytes; the C library keeps what such requests free
 _SIGN_S = 0.25  # how often a stream looks whether it can tell something new
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -188,6 +190,8 @@ class Call:
                 self._held.grow(n)
             if not message.get("more_body", False):
                 self.has_body = True
+                if n > _LARGE_BODY:
+                    self.state.trim_later()
                 return b"".join(parts)
 
     def release_body(self) -> None:
@@ -214,6 +218,14 @@ class Call:
         Raises ApiError 400, which names the field.
         """
         raw, self.raw = self.raw, b""
+        most = self.state.settings.max_messages
+        # A decoded conversation takes ten times its bytes.
+        if len(raw) > _LARGE_BODY and (n := raw.count(b'"role"')) > most:
+            raise ApiError(
+                400,
+                f"the body has {n} messages, by their roles; the limit of this server is {most} (--max-messages): send "
+                "the last ones",
+            )
         if is_too_deep(raw):
             raise ApiError(
                 400, f"the body is nested too deeply: more than {MAX_DEPTH} levels, the limit of this server"
@@ -375,6 +387,17 @@ class _Heartbeat:
             await asyncio.wait([sign])
 
 
+def _clear(error: BaseException) -> None:
+    """Drops the values of the frames that an exception came through.
+
+    A frame that knows its exception keeps what it holds, the request too, until the next garbage collection.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__, cause = None, cause.__context__
+
+
 Handler = Callable[[Call], Awaitable[None]]
 
 
@@ -413,6 +436,7 @@ class Endpoint:
             raise
         except Exception as e:
             await self._failed(call, e)
+            _clear(e)
         finally:
             call.release_body()
             state.finished(call)

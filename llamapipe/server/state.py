@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -16,6 +17,7 @@ from urllib.parse import quote
 from llamapipe.arguments import quoted
 from llamapipe.engine.frontend.long_work import size_of
 from llamapipe.engine.frontend.tenant import Tenant, tenant
+from llamapipe.host.memory import return_freed_memory
 from llamapipe.server.bodies import BodyBudget
 from llamapipe.server.errors import ApiError
 from llamapipe.server.metrics import Metrics
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
 _POLLED = ("/timeline", "/health", "/v1/health", "/metrics")
+_TRIM_AFTER_S = 1.0
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -60,6 +63,7 @@ class ServerState:
         self.created = int(time.time())
         self.n_requests = 0
         self.draining = False
+        self._trims = False  # soon
         if engine.kv_events is not None and len(settings.api_keys) > 1:
             _log.warning(
                 "no KV events are published: each of the %d API keys has a prefix cache",
@@ -130,6 +134,16 @@ class ServerState:
                 code="invalid_api_key",
             )
         return digest
+
+    def trim_later(self) -> None:
+        """Returns freed memory to the system soon, after a large body: the C library would keep it."""
+        if not self._trims:
+            self._trims = True
+            asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trims = False
+        asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -180,10 +180,10 @@ def test_bodies_count_until_they_are_answered(engine: lp.Engine) -> None:
     settings = ServerSettings(max_bodies_bytes=2**20, max_body_bytes=2**24)
     body = json.dumps({"prompt": "Once", "max_tokens": 500, "n": 100, "ignore_eos": True}).encode()
     with serve(engine, settings=settings) as server, connected(server) as first, connected(server) as second:
-        first.sendall(post(body=body + b" " * 900_000))
+        first.sendall(post("1.1", "Connection: close", body=body + b" " * 900_000))
         wait_until(lambda: engine.stats().n_active == 4)
         second.sendall(post("1.1", f"Content-Length: {2**23}", body=b" " * 500_000))
-        said = first.recv(65536)
+        said = read(first)
         assert said.startswith(b"HTTP/1.1 503 ")
         assert b"requests without an answer have more than 1048576 bytes" in said
         second.close()

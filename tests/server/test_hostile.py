@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -21,6 +22,7 @@ from llamapipe.arguments import listed, quoted
 from llamapipe.chat.tools import allowed_tools, check_tools
 from llamapipe.server import ServerSettings, serve
 from llamapipe.server.wire.depth import MAX_DEPTH, is_too_deep
+from llamapipe.server.wire.openai import ChatRequest
 from llamapipe.server.wire.responses import ResponsesRequest, messages_of
 from llamapipe.server.wire.tools import tools_of
 
@@ -460,6 +462,34 @@ def test_errors_are_short(client: httpx.Client, change: dict[str, Any]) -> None:
     assert len(answer.content) < 2500
     if answer.status_code != 200:
         assert answer.json()["error"]["message"]
+
+
+def test_nothing_of_a_refused_request_waits_for_the_garbage_collector(client: httpx.Client) -> None:
+    """A conversation of 100,000 messages takes 30 MB; a dozen of them took 400 MB until the next collection."""
+
+    def n_requests() -> int:
+        return sum(type(one) is ChatRequest for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        messages = [{"role": "user", "content": "a"}] * 10_001
+        for change in ({"messages": messages}, {"n": 0}, {"stream": True, "messages": messages}, {}):
+            client.post("/v1/chat/completions", json={**CHAT, **change})
+            wait_until(lambda: not n_requests())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("path", "name"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+def test_a_large_conversation_is_refused_before_it_is_decoded(
+    client: httpx.Client, path: str, name: str
+) -> None:
+    messages = [{"role": "user", "content": "a" * 99}] * 10_001
+    error = client.post(path, json={name: messages, "n": "wrong"}).json()["error"]
+    assert error["message"].startswith(
+        "the body has 10001 messages, by their roles; the limit of this server is 10000"
+    )
 
 
 def test_values_in_messages() -> None:

@@ -42,7 +42,7 @@ _HANG_S = 60
 _TIMED = 3
 _TOGETHER = 4
 _SHORT_S = 0.4  # most calls take less
-_COLD = 10
+_ROUND = 10  # instants of each call
 _FOLDER = (
     "EXITS_FOLDER"  # for results of batch jobs; removed by the process that was started, not by its forks
 )
@@ -328,12 +328,17 @@ def main(n: int, seed: int, path: str, embedding_path: str, *names: str) -> int:
     for i in range(0, 0 if n else len(called), n_at_once):
         if begin(called[i : i + n_at_once], rng.random() * _SHORT_S):
             return 0
-    n_cold = min(n, _COLD)
-    for kind, n_instants in (("cold", n_cold), ("warm", n - n_cold)):
-        if n_instants and kind == "warm":
+    durations_s: dict[str, float] = {}
+    for n_before in range(0, n, _ROUND):  # in rounds, so that a sweep that is stopped has tried every call
+        n_instants = min(_ROUND, n - n_before)
+        kind = "warm" if n_before else "cold"
+        if n_before == _ROUND:
+            durations_s.clear()
             _warm()
-        for name in (names or NAMES) if n_instants else ():
-            duration_s = _duration_s(name, path, embedding_path)
+        for name in names or NAMES:
+            if name not in durations_s:
+                durations_s[name] = _duration_s(name, path, embedding_path)
+            duration_s = durations_s[name]
             began_s, n_failed = time.perf_counter(), len(failed)
             for _ in range(n_instants):
                 if begin([name], rng.random() * duration_s * 1.1):

@@ -23,7 +23,7 @@ def multiply(a: int, b: int) -> int:
 model = OpenAIServerModel(model_id=MODEL, api_base=f"{URL}/v1", api_key="none", temperature=0, max_tokens=200)
 for kind in (ToolCallingAgent, CodeAgent):
     called.clear()
-    agent = kind(tools=[multiply], model=model, max_steps=4, stream_outputs=kind is ToolCallingAgent)
+    agent = kind(tools=[multiply], model=model, max_steps=2, stream_outputs=kind is ToolCallingAgent)
     answer = agent.run("What is 12 times 34? Call multiply, then give the number as the final answer.")
     assert called, answer
 print("did: an agent that calls tools (streamed), an agent that writes code")

@@ -36,7 +36,8 @@ def tests(session: nox.Session, backend: str) -> None:
     """Build and install the package for one backend and test it; skips backends that this machine lacks.
 
     Works without a network, too: PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER for wheels, LLAMAPIPE_LLAMA_CPP_DIR=FOLDER
-    for the source.
+    for the source. The CPU's tests run in two processes; ``-- -n 0`` runs them in one. LLAMAPIPE_DEVICE_TESTS=few
+    tests each path on a device once instead of every combination, as CI does on a software device.
     """
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     if backend != "cpu":
@@ -44,7 +45,8 @@ def tests(session: nox.Session, backend: str) -> None:
     _install(session, f"backend={backend}")
     if backend == "cpu":
         session.install(*nox.project.dependency_groups(GROUPS, "peers"), str(_peer_wheel(session)))
-        _pytest(session)
+        # Half of the tests for each; the one that is done first takes from the other.
+        _pytest(session, "-n", "2", "--dist", "worksteal")
         return
     session.env["LLAMAPIPE_TEST_BACKEND"] = backend
     if backend == "vulkan" and not _has_device(session, backend):
@@ -308,11 +310,16 @@ def tsan(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Make 100,000 generated calls of the public methods; load 50,000 damaged models, twice: of 7 and of all kinds."""
+    """Generate calls, damaged models and failing allocations in large numbers.
+
+    100,000 calls of the public methods; 50,000 damaged models, twice: of 7 and of all kinds; 400 allocations that
+    fail in each phase of a program.
+    """
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")
-    session.env.update(LLAMAPIPE_CALLS="100000", LLAMAPIPE_MUTANTS="50000")
-    _pytest(session, default=["tests/process/test_generated_calls.py", "tests/gguf/test_gguf_fuzz.py"])
+    session.env.update(LLAMAPIPE_CALLS="100000", LLAMAPIPE_MUTANTS="50000", LLAMAPIPE_FAILING_CALLS="400")
+    files = ("process/test_generated_calls.py", "process/test_failing_calls.py", "gguf/test_gguf_fuzz.py")
+    _pytest(session, default=[f"tests/{name}" for name in files])
 
 
 @nox.session

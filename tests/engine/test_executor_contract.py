@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.backends import BOUND, ON_DEVICE
+from support.backends import BOUND, FEW, ON_DEVICE
 from support.control import Worker
 from support.fakes import FakeContext, FakeSampler, next_token
 from support.gguf_models import BROKEN, PRESETS, damaged_model, make_model, recurrent_model
@@ -162,9 +162,8 @@ KITS: dict[str, Callable[[dict[str, Model]], AbstractContextManager[Kit]]] = {
 }
 SCARCE = {name: kit for name, kit in KITS.items() if "few cells" in name}
 if ON_DEVICE:  # each step takes long there: the ways that differ
-    KITS = {
-        name: KITS[name] for name in ("streams", "unified", "recurrent", "direct, streams", "sync, streams")
-    }
+    ways = ["unified", "sync, streams"]
+    KITS = {n: KITS[n] for n in ways + ([] if FEW else ["streams", "recurrent", "direct, streams"])}
 DAMAGED: dict[str, Callable[[dict[str, Model]], AbstractContextManager[Kit]]] = {
     "fake": partial(fake, broken=[BROKEN]),
     "streams": partial(steps, name="damaged"),

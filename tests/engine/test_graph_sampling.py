@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.backends import ON_DEVICE, examples
+from support.backends import FEW, ON_DEVICE, examples
 from support.gguf_models import BROKEN, damaged_model
 from support.inside import pipeline_of, thread_of
 from support.sampler_definitions import (
@@ -44,7 +44,7 @@ from llamapipe.native.load import drain_log, last_error, native
 MakeEngine = Callable[..., lp.Engine]
 Row = npt.NDArray[np.float32]
 SIZES = (3, 33, 64, 65, 500) if not ON_DEVICE else (33, 500)
-RINGS = ("events", "sync") if ON_DEVICE else ("auto",)
+RINGS = ("events",) if FEW else ("events", "sync") if ON_DEVICE else ("auto",)
 MOST = 64  # candidates of the graph
 few = settings(max_examples=examples(150), deadline=None)
 

@@ -24,7 +24,7 @@ from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.engine.worker.in_flight import InFlightStep, StepsInFlight
 from llamapipe.engine.worker.late_draws import LateDraws
 
-N_SEEDS = 10_000  # `nox -s simulate` runs 100,000
+N_SEEDS = 3_000  # `nox -s simulate` runs 100,000
 N_CHUNKS = 10
 
 

@@ -21,7 +21,7 @@ from support.every_architecture import architectures
 from support.gguf_fuzz_worker import use
 from support.gguf_models import tiny_model, tiny_variant
 
-N_MUTANTS = int(os.environ.get("LLAMAPIPE_MUTANTS", "2000"))  # `nox -s fuzz`: 50,000
+N_MUTANTS = int(os.environ.get("LLAMAPIPE_MUTANTS", "600"))  # `nox -s fuzz`: 50,000
 N_PROCESSES = 2
 # A mutant takes milliseconds; a machine that is busy with other things may stall for a while.
 HUNG_S = 60.0

@@ -163,11 +163,11 @@ def test_a_body_that_is_no_request(client: httpx.Client, body: bytes) -> None:
     assert client.post("/v1/completions", content=body).status_code == 400
 
 
-def test_a_text_that_is_too_long_is_not_tokenized(client: httpx.Client) -> None:
+def test_a_text_that_is_too_long_is_not_tokenized(limited: httpx.Client) -> None:
     for path, field in (("/tokenize", "content"), ("/tokenize", "prompt"), ("/v1/completions", "prompt")):
-        answer = client.post(path, json={field: "a" * 15_000_000})
+        answer = limited.post(path, json={field: "a" * 15_000_000})
         assert answer.status_code == 400 and "15000000 characters" in answer.text
-    assert client.post("/tokenize", json={"content": "a" * 100_000}).status_code == 200
+    assert limited.post("/tokenize", json={"content": "a" * 100_000}).status_code == 200
 
 
 MANY = [{"role": "user", "content": "x"}] * 21

@@ -25,6 +25,8 @@ from native_build.toolchain import check_python_headers
 VERSION = 1
 NAME = "llamapipe.native._native"
 _CAPTURE: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+# Our own C++. A file of kernels chooses its instruction sets itself, so all are compiled with the same flags.
+_FOLDERS = (PACKAGE_NATIVE / "src", PACKAGE_NATIVE / "kernels")
 _FLAGS = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 
 
@@ -43,7 +45,7 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
     cffi_version = check_cffi()
     headers = check_python_headers()
     declarations = _read(sorted((PACKAGE_NATIVE / "cdef").glob("*.h")))
-    sources = _read(sorted((PACKAGE_NATIVE / "src").iterdir()))
+    sources = _read(path for folder in _FOLDERS for path in sorted(folder.iterdir()))
     key = store.key_of(
         {
             "version": VERSION,
@@ -103,7 +105,7 @@ def _generate(declarations: str, target: Path) -> None:
 
 def _compile(recipe: Recipe, headers: Path, scratch: Path) -> list[Path]:
     tree = recipe.source.path
-    ours = [PACKAGE_NATIVE / "src", tree / "include", tree / "ggml" / "include", headers]
+    ours = [*_FOLDERS, tree / "include", tree / "ggml" / "include", headers]
     # llama.cpp's internal headers, for functions without a public counterpart: after our own, without their warnings.
     internal = [tree / "src", tree / "ggml" / "src"]
     include = [
@@ -112,7 +114,8 @@ def _compile(recipe: Recipe, headers: Path, scratch: Path) -> list[Path]:
     ]
     include += _path_maps(recipe, scratch)
     objects, running = [], []
-    for path in [scratch / "_native.c", *sorted((PACKAGE_NATIVE / "src").glob("*.cpp"))]:
+    sources = [path for folder in _FOLDERS for path in sorted(folder.glob("*.cpp"))]
+    for path in [scratch / "_native.c", *sources]:
         if path.suffix == ".c":
             command = [*recipe.compilers.c, *_FLAGS, *recipe.compiler_flags("C")]
         else:
@@ -145,7 +148,8 @@ def _link(recipe: Recipe, inputs: list[Path], target: Path) -> Path:
 def _link_flags() -> list[str]:
     if sys.platform == "darwin":
         return ["-bundle", "-undefined", "dynamic_lookup", "-Wl,-rpath,@loader_path/lib"]
-    return ["-shared", "-pthread", "-Wl,-rpath,$ORIGIN/lib", "-Wl,--as-needed"]
+    # ggml keeps pointers into the module (kernels/weight_buffer.cpp): it is never unloaded.
+    return ["-shared", "-pthread", "-Wl,-rpath,$ORIGIN/lib", "-Wl,--as-needed", "-Wl,-z,nodelete"]
 
 
 def _check(code: int, output: str, what: str) -> None:

@@ -286,6 +286,12 @@ MODEL = [
     Option("n_gpu_layers", int, "N", "layers computed on the GPU; -1: all", aliases=("-ngl",)),
     Option("use_mmap", bool, "", "read the weights into memory instead of mapping the file", is_off=True),
     Option(
+        "kernels",
+        str,
+        "WHICH",
+        "what computes matrix products on the CPU: auto, llamapipe where it has kernels, or ggml",
+    ),
+    Option(
         "rpc", str, "HOST:PORT", "place layers on this `llamapipe rpc-worker`, too (repeatable)", repeats=True
     ),
 ]

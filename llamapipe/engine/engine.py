@@ -232,7 +232,9 @@ class Engine(ChatCalls, Owner):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"n_queued={self._queue.n}"
         kv = f" kv={self._kv_bytes / 2**20:.0f}MiB" if self._kv_bytes else ""
-        return f"<Engine {state} {self._context_repr}{kv} {self.model.path.name!r}>"
+        packed = self.model.packed_bytes
+        kernels = f" kernels={self.model.kernels}" + (f" packed={packed / 2**20:.0f}MiB" if packed else "")
+        return f"<Engine {state} {self._context_repr}{kv}{kernels} {self.model.path.name!r}>"
 
     def check_params(self, params: SamplingParams) -> None:
         """Checks params for this model, and compiles their constraint, which may take long. Any thread.

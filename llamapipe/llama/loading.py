@@ -30,7 +30,7 @@ class _Load:
         self.error: BaseException | None = None
 
 
-def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any:
+def load(module: Any, path: Path, params: Any, progress: Progress | None, packing: Any) -> Any:
     """Loads a model on this thread and returns its native handle; calls ``progress`` with 0.0 to 1.0.
 
     An exception in ``progress``, or Ctrl-C, stops the load and is raised here. When the interpreter exits, loads on
@@ -46,7 +46,7 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None) -> Any
     try:
         drain_log(module)
         with awaited_at_exit(_EXIT_WAIT_S):
-            handle = lib.lp_model_load(os.fsencode(path), params)
+            handle = lib.lp_model_load(os.fsencode(path), params, packing)
         problems = drain_log(module)
         if this.error is not None:
             raise this.error

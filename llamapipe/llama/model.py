@@ -6,6 +6,7 @@ closed before them.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,8 @@ from llamapipe.arguments import (
     wrong_option,
 )
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
-from llamapipe.host.memory import return_freed_memory
+from llamapipe.host.cores import usable_cores
+from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
 from llamapipe.llama.loading import Progress, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
@@ -48,6 +50,8 @@ ENGINE_OPTIONS = (
     "type_k",
     "type_v",
 )
+# Architectures whose graphs also look up rows of weights that are loaded for products: packed ones have none.
+_READ_AS_ROWS = frozenset({"clef"})
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
@@ -59,7 +63,7 @@ def demo_model_path() -> Path:
 # The options of ``Model``, for error messages.
 MODEL_OPTIONS = frozenset(
     "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template rpc "
-    "tool_calls".split()
+    "tool_calls kernels".split()
 )
 
 
@@ -74,12 +78,16 @@ class Model(Owner):
     addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers, too, before those of
     ``devices``; connections are neither authenticated nor encrypted, and a worker's end ends this process.
     ``tool_calls``: with ``"lenient"``, an answer that consists of calls of tools as plain JSON is read as these; with
-    ``"strict"``, only what the chat template marks as a call.
+    ``"strict"``, only what the chat template marks as a call. ``kernels``: with ``"auto"``, weights on the CPU that
+    llamapipe has matrix products for are packed for these, which takes as much memory as the file has of them, unless
+    less than the file's size is free; with ``"ggml"``, ggml computes all products.
 
     Sizes are attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
     ``n_swa``: tokens that a layer with a sliding window attends to, 0 without such layers. ``is_recurrent``: the model
     keeps a state per sequence, and no part of it can be removed. ``is_causal``: False if tokens attend to later ones;
     engines refuse such models. ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
+    ``kernels``: what computes the products of packed weights, such as ``"avx2"``, or ``"ggml"`` if none are packed;
+    ``n_packed_tensors``: these weights' number; ``packed_bytes``: the memory they take, which is not part of the file.
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
@@ -107,6 +115,7 @@ class Model(Owner):
         chat_template: str | os.PathLike[str] | None = None,
         rpc: Sequence[str] | None = None,
         tool_calls: Literal["lenient", "strict"] = "lenient",
+        kernels: Literal["auto", "ggml"] = "auto",
     ) -> None:
         self._handle: Any = None
         self._workers: Workers | None = None
@@ -125,6 +134,7 @@ class Model(Owner):
         mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
         self.vocab_only = check_flag("vocab_only", vocab_only)
         self.tool_calls = check_choice("tool_calls", tool_calls, ("lenient", "strict"))
+        wanted = check_choice("kernels", kernels, ("auto", "ggml"))
         self._given_template = None if chat_template is None else template_text(chat_template)
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
@@ -161,18 +171,30 @@ class Model(Owner):
             keep = [device_list(ffi, devices, far), shares]
             params.devices, params.tensor_split = keep
             self.devices = used_devices(devices, n_layers, far)
-            self._load(info, params, progress)
+            self._load(info, params, progress, wanted == "auto")
             self._read_sizes()
             self._check_rope(info)
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
 
-    def _load(self, info: GgufInfo, params: Any, progress: Progress | None) -> None:
+    def _load(self, info: GgufInfo, params: Any, progress: Progress | None, packs: bool) -> None:
         failure = None
+        ffi, lib = self._native.ffi, self._native.lib
+        packs = packs and info.architecture not in _READ_AS_ROWS and lib.lp_kernels_level() != ffi.NULL
+        if packs and (free := free_memory()) is not None and info.size_bytes > free:
+            logging.getLogger("llamapipe").warning(
+                "%s has %.1f GiB, and %.1f GiB are free: it is not packed for llamapipe's kernels; "
+                "kernels='ggml' avoids this warning",
+                self.path.name,
+                info.size_bytes / 2**30,
+                free / 2**30,
+            )
+            packs = False
+        packing = ffi.new("lp_packing *", {"n_threads": usable_cores()}) if packs else ffi.NULL
         try:
             with mapping_guard(self._native, self.path, [stamp.path for stamp in info.stamps]):
-                self._handle = load(self._native, self.path, params, progress)
+                self._handle = load(self._native, self.path, params, progress, packing)
         except ModelLoadError as error:
             failure = error
         if change := info.change():
@@ -181,6 +203,9 @@ class Model(Owner):
             ) from failure
         if failure is not None:
             raise failure
+        self.n_packed_tensors: int = packing.n_tensors if packs else 0
+        self.packed_bytes: int = packing.n_bytes if packs else 0
+        self.kernels: str = ffi.string(lib.lp_kernels_level()).decode() if self.n_packed_tensors else "ggml"
 
     def _read_sizes(self) -> None:
         lib = self._native.lib

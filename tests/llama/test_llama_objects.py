@@ -151,6 +151,7 @@ def test_a_model_of_a_vocabulary_only(tiny: lp.Model) -> None:
         ("use_mmap", FLAGS),
         ("use_mlock", FLAGS),
         ("vocab_only", FLAGS),
+        ("kernels", CHOICES),
         ("progress", [Bad(value, TypeError) for value in (5, "x", True, [print])]),
         ("devices", [Bad(value, TypeError) for value in ("CPU", 5, [5], [None], {"CPU"}, True)]),
         ("tensor_split", [Bad(value, TypeError) for value in ("1", 5, ["1"], [None], [True])]),

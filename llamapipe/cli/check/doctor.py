@@ -205,6 +205,14 @@ def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
                 )
         else:
             yield Finding(name, True, result["file"])
+            yield Finding("kernels", True, _kernels(result["kernels"]))
+
+
+def _kernels(found: dict[str, str | None]) -> str:
+    """What computes products of matrices on the CPU."""
+    if found["level"] is None:
+        return f"ggml's; llamapipe's own are not used: {found['problem']}"
+    return f"llamapipe's for {found['level']}, ggml's for other types of weights"
 
 
 def _device(device: dict[str, Any]) -> Finding:

@@ -20,7 +20,10 @@ def native() -> dict[str, Any]:
     from llamapipe.native.load import native as load
 
     module = load()
-    return {"file": module.__file__, "not_loaded": backends_not_loaded()}
+    lib, texts = module.lib, {}
+    for name, text in (("level", lib.lp_kernels_level()), ("problem", lib.lp_kernels_problem())):
+        texts[name] = None if text == module.ffi.NULL else module.ffi.string(text).decode()
+    return {"file": module.__file__, "not_loaded": backends_not_loaded(), "kernels": texts}
 
 
 def devices() -> dict[str, Any]:

@@ -21,10 +21,20 @@ const char * lp_last_error(void);
 void         lp_log_start(void);                                  // routes llama.cpp's and ggml's log into a ring
 int          lp_log_next(char * text, int n_bytes, int * level);  // the oldest record: its length, or -1 if there is none
 
+// ---- our kernels (kernels/weight_buffer.hpp says what they do)
+const char * lp_kernels_level(void);    // the CPU level, such as "avx2"; NULL where ggml's are used for everything
+const char * lp_kernels_problem(void);  // why ggml's are used for everything; NULL if ours can be used
+// What a load shall pack for our kernels, on how many threads; and what it has packed.
+typedef struct {
+    int     n_threads;
+    int     n_tensors;
+    int64_t n_bytes;  // of anonymous memory
+} lp_packing;
+
 // ---- backends, model, vocabulary (model.cpp)
 int                  lp_load_backends(const char * folder);  // number of devices known afterwards
 bool                 lp_load_backend(const char * path);      // one backend module; the log says why it was refused
-struct llama_model * lp_model_load(const char * path, const struct llama_model_params * params);
+struct llama_model * lp_model_load(const char * path, const struct llama_model_params * params, lp_packing * packing);  // NULL: ggml's kernels
 int lp_tokenize(const struct llama_vocab * vocab, const char * text, int n_bytes, int32_t * tokens, int n_max,
                 bool add_special, bool parse_special);
 int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int n_tokens, char * text, int n_max,

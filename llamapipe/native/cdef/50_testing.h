@@ -25,3 +25,21 @@ bool lp_in_graph(lp_sampler * s);  // whether the graph can make its next draw
 // is given.
 int  lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float * logits, lp_sampler ** samplers,
                      const int32_t * targets, float * results, float * candidates);
+
+// ---- products of weights with activations, as ggml's CPU backend computes them
+typedef struct {
+    enum ggml_type type;
+    int64_t n_columns, n_rows, n_matrices;
+    const void * weights;  // in the form of files
+    bool packed;           // for our kernels
+    int64_t first_view_row, n_view_rows;  // of each matrix; 0: all
+    int64_t x_stride, nx1, nx2;           // of activations: floats from row to row; rows of a matrix, or of a token; matrices or tokens
+    const float * x;
+    int n_used;           // matrices of each token
+    const int32_t * ids;  // these (nx2, n_used), or NULL: a plain product, where matrices are repeated as often as necessary
+    int n_threads, n_times;
+} lp_product;
+bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows);  // whether weights would be packed
+int lp_product_compute(const lp_product * product, float * out);
+int lp_quantize(enum ggml_type type, int64_t n_rows, int64_t n_columns, const float * values, void * out);  // bytes
+int lp_dequantize(enum ggml_type type, int64_t n, const void * quantized, float * out);

@@ -1,10 +1,10 @@
 // Files that shrink while they are mapped: reading a page beyond the new end raises SIGBUS, which would end the process.
 // While a thread loads a model, such pages are replaced by zeros, and the load is refused afterwards. ggml converts
 // weights in threads of its own (AMX): for these, the page must belong to a file that is being loaded.
+#include "mappings.hpp"
 #include "native.h"
 #include "signal_watch.hpp"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -34,61 +34,13 @@ struct File {
 std::mutex g_mutex;  // of those who write
 File       g_files[64];
 
-// The end of the mapping that contains an address, or 0; the path of its file is empty if it has none. Only
-// async-signal-safe calls.
-uintptr_t mapping_of(uintptr_t address, char (&path)[PATH_MAX]) {
-    const int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
-    if (maps < 0) {
-        return 0;
-    }
-    // A line: "begin-end rights offset device inode   /path". Fields 0 to 4 are numbers or letters without spaces.
-    char      buffer[4096];
-    ssize_t   n_read = 0;
-    uintptr_t begin = 0, end = 0, found = 0;
-    int       field = 0;
-    size_t    n_path = 0;
-    bool      is_second = false, is_space = false;
-    while (found == 0 && (n_read = read(maps, buffer, sizeof buffer)) > 0) {
-        for (ssize_t i = 0; i < n_read && found == 0; i++) {
-            const char c = buffer[i];
-            if (c == '\n') {
-                if (begin <= address && address < end) {
-                    path[n_path] = 0;
-                    found        = end;
-                }
-                begin = end = 0;
-                field       = 0;
-                n_path      = 0;
-                is_second = is_space = false;
-            } else if (field < 5 && c == ' ') {
-                is_space = true;
-            } else {
-                if (is_space) {
-                    is_space = false;
-                    field++;
-                }
-                if (field == 0 && c == '-') {
-                    is_second = true;
-                } else if (field == 0) {
-                    uintptr_t & number = is_second ? end : begin;
-                    number             = number * 16 + (uintptr_t) (c <= '9' ? c - '0' : c - 'a' + 10);
-                } else if (field == 5 && n_path + 1 < sizeof path) {
-                    path[n_path++] = c;
-                }
-            }
-        }
-    }
-    close(maps);
-    return found;
-}
-
 // Replaces the rest of the mapping of a file that is being loaded: what follows a missing page is missing, too.
 bool replace_rest(uintptr_t page) {
-    char            path[PATH_MAX];
-    const uintptr_t end = mapping_of(page, path);
-    if (end == 0) {
+    lp::Mapping mapping;
+    if (!lp::find_mapping(page, mapping)) {
         return false;
     }
+    const char * path = mapping.path;
     bool is_loaded = false;
     for (File & file : g_files) {
         if (path[0] == 0 && file.used) {
@@ -100,7 +52,7 @@ bool replace_rest(uintptr_t page) {
         }
     }
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
-    return is_loaded && mmap((void *) page, end - page, PROT_READ | PROT_WRITE, flags, -1, 0) == (void *) page;
+    return is_loaded && mmap((void *) page, mapping.end - page, PROT_READ | PROT_WRITE, flags, -1, 0) == (void *) page;
 }
 
 void on_missing_page(int, siginfo_t * info, void * context) {

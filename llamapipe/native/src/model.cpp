@@ -2,6 +2,7 @@
 #include "assertions.hpp"
 #include "faults.hpp"
 #include "guard.hpp"
+#include "weight_buffer.hpp"
 
 #include <algorithm>
 #include <pthread.h>
@@ -47,6 +48,7 @@ int lp_load_backends(const char * folder) {
     return lp::guard(LP_ERROR, [&] {
         lp::watch_assertions();
         ggml_backend_load_all_from_path(folder);
+        llamapipe::kernels::install();
         return (int) ggml_backend_dev_count();
     });
 }
@@ -59,11 +61,27 @@ bool lp_load_backend(const char * path) {
     });
 }
 
-llama_model * lp_model_load(const char * path, const llama_model_params * params) {
+const char * lp_kernels_level(void) {
+    return lp::guard((const char *) nullptr, [] { return llamapipe::kernels::level(); });
+}
+
+const char * lp_kernels_problem(void) {
+    return lp::guard("there is no memory", [] { return llamapipe::kernels::install(); });
+}
+
+llama_model * lp_model_load(const char * path, const llama_model_params * params, lp_packing * packing) {
     lp::set_error("llama.cpp refused the file");
     return lp::guard((llama_model *) nullptr, [&] {
-        const lp::AssertionsThrow throwing;
-        return lp::without_faults((llama_model *) nullptr, [&] { return llama_model_load_from_file(path, *params); });
+        llamapipe::kernels::Packing      packed{ packing ? packing->n_threads : 1 };
+        llamapipe::kernels::PackingScope scope(packing ? &packed : nullptr);
+        const lp::AssertionsThrow        throwing;
+        llama_model *                    model =
+            lp::without_faults((llama_model *) nullptr, [&] { return llama_model_load_from_file(path, *params); });
+        if (packing) {
+            packing->n_tensors = packed.n_tensors;
+            packing->n_bytes   = packed.n_bytes;
+        }
+        return model;
     });
 }
 

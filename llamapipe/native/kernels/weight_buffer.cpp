@@ -1,0 +1,548 @@
+// How our kernels come into ggml's CPU backend: as a type of weight buffers, which llama.cpp asks before its own.
+//
+// 1. `install` puts the type at the head of the list of CPU weight buffers. llama.cpp copies that list once per process.
+// 2. A model is loaded. For each weight llama.cpp asks `supports_op`, with the operation the weight is for and a buffer of 0
+//    bytes. We take weights of matrix products that `find` has a kernel for, if the loading thread has a PackingScope.
+// 3. `set_tensor` packs a weight, and lets go of the pages of the file that it was read from.
+// 4. A graph is planned and computed. ggml asks `get_tensor_traits` for each operation and calls `work_size` and
+//    `compute_forward` for ours, the latter on all of its threads. Nobody else may read packed weights: the buffer says that it
+//    is not host memory, and refuses to be read.
+//
+// A product has three parts: all threads quantize the activations, while the first one writes down what is multiplied with
+// what; ggml's barrier; then threads take pieces of work, which are a few panels of a matrix and all rows for it.
+//
+// ggml's structures are internal and may change. Their headers come from the sources that ggml is built from, and the
+// number of the interface is checked below. The classes' vtables and destructors are compiled here again, hidden: ggml calls
+// them through our objects and asks for no type information, and its library, opened with RTLD_LOCAL, needs no link.
+#include "weight_buffer.hpp"
+
+#include "kernels.hpp"
+#include "mappings.hpp"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpu/traits.h"
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+// What traits.cpp defines.
+namespace ggml::cpu {
+tensor_traits::~tensor_traits() {}
+extra_buffer_type::~extra_buffer_type() {}
+}  // namespace ggml::cpu
+
+namespace llamapipe::kernels {
+namespace {
+
+constexpr int known_interface = 3;  // of ggml's backends; ask again what has changed before this is increased
+
+constexpr size_t alignment       = 64;
+constexpr size_t huge_page_bytes = 2u << 20;
+constexpr size_t piece_bytes     = 128u << 10;  // of weights that are multiplied with all rows before the next
+constexpr size_t rows_bytes      = 256u << 10;  // of rows that are multiplied with a piece: both stay in the second-level cache
+constexpr int    max_rows        = 256;         // the same as a number
+
+void (*barrier)(ggml_threadpool *) = nullptr;  // ggml_barrier
+thread_local Packing * t_packing   = nullptr;
+
+extern ggml_backend_buffer_type buffer_type;
+
+bool is_ours(const ggml_tensor * tensor) { return tensor && tensor->buffer && tensor->buffer->buft == &buffer_type; }
+
+size_t padded(size_t n, size_t to = alignment) { return (n + to - 1) / to * to; }
+
+// ---- weights: matrices of panels, one after another
+
+struct Weights {
+    const Kernel * kernel = nullptr;  // null: there is none
+    int64_t        n_columns = 0, n_rows = 0, n_panels = 0, n_matrices = 0;  // rows and panels of one matrix
+    size_t         panel_bytes = 0;
+
+    Weights(ggml_type type, int64_t columns, int64_t rows, int64_t matrices)
+        : n_columns(columns), n_rows(rows), n_panels((n_rows + kPanelRows - 1) / kPanelRows), n_matrices(matrices) {
+        const int64_t n_padding = n_panels * kPanelRows - n_rows;
+        kernel      = n_padding * 32 <= n_rows ? find(type, n_columns, n_panels * kPanelRows) : nullptr;
+        panel_bytes = kernel ? kernel->panel_bytes(n_columns) : 0;
+    }
+
+    explicit Weights(const ggml_tensor * t) : Weights(t->type, t->ne[0], t->ne[1], t->ne[2] * t->ne[3]) {}
+
+    size_t bytes() const { return panel_bytes * (size_t) (n_panels * n_matrices); }
+
+    // The first of the panels that hold the rows of a tensor or of a view of it, which begin `offset` bytes after it in the
+    // file's own form; -1 if they do not begin and end as panels do.
+    int64_t panel_of(const ggml_tensor * part, size_t offset) const {
+        const size_t  row_bytes = ggml_row_size(part->type, n_columns);
+        const int64_t row = (int64_t) (offset / row_bytes), in_matrix = row % n_rows;
+        const bool    is_one = in_matrix + part->ne[1] == n_rows || part->ne[1] % kPanelRows == 0;
+        const bool    fits   = in_matrix + part->ne[1] <= n_rows || n_rows % kPanelRows == 0;
+        if (offset % row_bytes || in_matrix % kPanelRows || !is_one || !fits) {
+            return -1;
+        }
+        return row / n_rows * n_panels + in_matrix / kPanelRows;
+    }
+};
+
+const ggml_tensor * whole(const ggml_tensor * tensor) { return tensor->view_src ? tensor->view_src : tensor; }
+
+// Whether a product can use these weights: a whole tensor, or a view whose matrices are panels.
+bool can_multiply(const ggml_tensor * tensor) {
+    const ggml_tensor * all = whole(tensor);
+    const Weights       weights(all);
+    if (!weights.kernel) {
+        return false;
+    }
+    if (tensor == all) {
+        return true;
+    }
+    bool is_panels = tensor->type == all->type && tensor->ne[0] == all->ne[0] && tensor->nb[1] == all->nb[1];
+    for (int64_t i3 = 0; is_panels && i3 < tensor->ne[3]; i3++) {
+        for (int64_t i2 = 0; is_panels && i2 < tensor->ne[2]; i2++) {
+            const size_t offset = tensor->view_offs + (size_t) i2 * tensor->nb[2] + (size_t) i3 * tensor->nb[3];
+            is_panels           = weights.panel_of(tensor, offset) >= 0;
+        }
+    }
+    return is_panels;
+}
+
+// ---- products
+
+// A matrix of weights and the rows that it is multiplied with: [first, first + n) of the lists in the work buffer.
+struct Group {
+    const char * panels;
+    int64_t      first, n;
+};
+
+// Where things are in the work buffer, which ggml's threads share.
+struct Layout {
+    size_t row_bytes, counter = 0, n_groups, groups, starts, rows, results, quantized, bytes;
+
+    Layout(const Kernel * kernel, const ggml_tensor * op) : row_bytes(padded(kernel->row_bytes(op->src[1]->ne[0]))) {
+        const size_t n_matrices = (size_t) (op->src[0]->ne[2] * op->src[0]->ne[3]);
+        const size_t n_results  = (size_t) ggml_nrows(op), n_rows = (size_t) ggml_nrows(op->src[1]);
+        n_groups  = counter + alignment;
+        groups    = n_groups + alignment;
+        starts    = groups + padded(n_matrices * sizeof(Group));
+        rows      = starts + padded((n_matrices + 1) * sizeof(int64_t));
+        results   = rows + padded(n_results * sizeof(void *));
+        quantized = results + padded(n_results * sizeof(float *));
+        bytes     = quantized + n_rows * row_bytes;
+    }
+};
+
+class Product {
+public:
+    Product(const ggml_compute_params * params, ggml_tensor * op)
+        : op_(op), all_(whole(op->src[0])), weights_(all_), layout_(weights_.kernel, op), ith_(params->ith), nth_(params->nth),
+          work_((char *) padded((size_t) params->wdata)), pool_(params->threadpool) {
+        GGML_ASSERT(params->wsize >= layout_.bytes + alignment);
+    }
+
+    void compute() {
+        if (ith_ == 0) {
+            write_groups();
+            new (work_ + layout_.counter) std::atomic<int64_t>(nth_);  // each thread begins with the piece of its number
+        }
+        quantize();
+        barrier(pool_);
+        multiply();
+    }
+
+private:
+    template <typename T> T * at(size_t offset) const { return (T *) (work_ + offset); }
+
+    char * quantized(int64_t row) const { return work_ + layout_.quantized + (size_t) row * layout_.row_bytes; }
+
+    // Calls f(matrix, row, result) for each row of the result, with the row of activations it is computed from.
+    template <typename F> void for_each_result(F && f) const {
+        const ggml_tensor *w = op_->src[0], *x = op_->src[1];
+        const auto result = [&](int64_t i1, int64_t i2, int64_t i3) {
+            return (float *) ((char *) op_->data + (size_t) i1 * op_->nb[1] + (size_t) i2 * op_->nb[2] + (size_t) i3 * op_->nb[3]);
+        };
+        if (op_->op == GGML_OP_MUL_MAT_ID) {
+            const ggml_tensor * ids = op_->src[2];
+            for (int64_t token = 0; token < ids->ne[1]; token++) {
+                for (int64_t i = 0; i < ids->ne[0]; i++) {
+                    const char * id     = (const char *) ids->data + (size_t) token * ids->nb[1] + (size_t) i * ids->nb[0];
+                    const auto   matrix = (int64_t) * (const int32_t *) id;
+                    if (0 <= matrix && matrix < w->ne[2]) {
+                        f(matrix, token * x->ne[1] + i % x->ne[1], result(i, token, 0));
+                    }
+                }
+            }
+            return;
+        }
+        const int64_t r2 = x->ne[2] / w->ne[2], r3 = x->ne[3] / w->ne[3];
+        for (int64_t i3 = 0, row = 0; i3 < x->ne[3]; i3++) {
+            for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
+                for (int64_t i1 = 0; i1 < x->ne[1]; i1++, row++) {
+                    f(i3 / r3 * w->ne[2] + i2 / r2, row, result(i1, i2, i3));
+                }
+            }
+        }
+    }
+
+    // Sorts results by the matrix that they need.
+    void write_groups() const {
+        const ggml_tensor * w      = op_->src[0];
+        const auto          n      = w->ne[2] * w->ne[3];
+        auto *              starts = at<int64_t>(layout_.starts);
+        std::fill_n(starts, n + 1, 0);
+        for_each_result([&](int64_t matrix, int64_t, float *) { starts[matrix + 1]++; });
+        auto *  groups   = at<Group>(layout_.groups);
+        int64_t n_groups = 0;
+        for (int64_t i = 0; i < n; i++) {
+            if (starts[i + 1] > 0) {
+                const size_t offset = w->view_offs + (size_t) (i % w->ne[2]) * w->nb[2] + (size_t) (i / w->ne[2]) * w->nb[3];
+                const int64_t panel = weights_.panel_of(w, offset);
+                GGML_ASSERT(panel >= 0 && "a view of packed weights");
+                groups[n_groups++] = { (const char *) all_->data + (size_t) panel * weights_.panel_bytes, starts[i],
+                                       starts[i + 1] };
+            }
+            starts[i + 1] += starts[i];
+        }
+        *at<int64_t>(layout_.n_groups) = n_groups;
+        for_each_result([&](int64_t matrix, int64_t row, float * result) {
+            const int64_t i                        = starts[matrix]++;
+            at<const void *>(layout_.rows)[i]      = quantized(row);
+            at<float *>(layout_.results)[i]        = result;
+        });
+    }
+
+    // This thread's part of the activations: rows one after another are cut at blocks, so that one row has parts, too.
+    void quantize() const {
+        const ggml_tensor * x     = op_->src[1];
+        const int64_t       block = weights_.kernel->block_columns, n_blocks = x->ne[0] / block, n = n_blocks * ggml_nrows(x);
+        int64_t             i = n * ith_ / nth_;
+        const int64_t       end = n * (ith_ + 1) / nth_;
+        while (i < end) {
+            const int64_t row = i / n_blocks, first = i % n_blocks, last = std::min(n_blocks, first + end - i);
+            const int64_t i1 = row % x->ne[1], i2 = row / x->ne[1] % x->ne[2], i3 = row / x->ne[1] / x->ne[2];
+            const char *  from = (const char *) x->data + (size_t) i1 * x->nb[1] + (size_t) i2 * x->nb[2] + (size_t) i3 * x->nb[3];
+            weights_.kernel->quantize((const float *) from, x->ne[0], first * block, last * block, quantized(row));
+            i += last - first;
+        }
+    }
+
+    // Takes pieces of work until none is left.
+    void multiply() const {
+        const auto *  groups      = at<Group>(layout_.groups);
+        const int64_t n_rows      = op_->src[0]->ne[1], n_panels = (n_rows + kPanelRows - 1) / kPanelRows;
+        const int64_t n_all       = n_panels * *at<int64_t>(layout_.n_groups);
+        const int64_t for_cache   = std::max<int64_t>(1, (int64_t) (piece_bytes / weights_.panel_bytes));
+        const int64_t for_balance = std::max<int64_t>(1, n_all / (8 * nth_));
+        const int64_t n_each      = nth_ > 1 ? std::min(for_cache, for_balance) : for_cache;
+        const int64_t n_pieces    = (n_panels + n_each - 1) / n_each;  // of a group
+        auto &        next        = *at<std::atomic<int64_t>>(layout_.counter);
+        for (int64_t i = ith_; i < n_pieces * *at<int64_t>(layout_.n_groups); i = next.fetch_add(1, std::memory_order_relaxed)) {
+            const int64_t first = i % n_pieces * n_each;
+            multiply(groups[i / n_pieces], first, std::min(n_panels, first + n_each), n_rows);
+        }
+    }
+
+    void multiply(const Group & group, int64_t first, int64_t last, int64_t n_rows) const {
+        const void * const * rows    = at<const void *>(layout_.rows) + group.first;
+        float * const *      results = at<float *>(layout_.results) + group.first;
+        const int64_t        most    = std::clamp<int64_t>((int64_t) (rows_bytes / layout_.row_bytes) / 16 * 16, 16, max_rows);
+        const bool           is_cut  = last * kPanelRows > n_rows;  // the last panel has rows of padding
+        const int64_t        n_whole = last - first - is_cut;
+        float *              y[max_rows];
+        for (int64_t i = 0; i < group.n; i += most) {
+            const int64_t n = std::min(most, group.n - i);
+            if (n_whole > 0) {
+                for (int64_t j = 0; j < n; j++) {
+                    y[j] = results[i + j] + first * kPanelRows;
+                }
+                const char * panels = group.panels + (size_t) first * weights_.panel_bytes;
+                weights_.kernel->multiply(panels, n_whole, weights_.n_columns, rows + i, n, y);
+            }
+            if (is_cut) {
+                multiply_cut(group.panels + (size_t) (last - 1) * weights_.panel_bytes, rows + i, results + i, n,
+                             (last - 1) * kPanelRows, n_rows);
+            }
+        }
+    }
+
+    void multiply_cut(const char * panel, const void * const * rows, float * const * results, int64_t n, int64_t begin,
+                      int64_t end) const {
+        float   y[max_rows][kPanelRows];
+        float * pointers[max_rows];
+        for (int64_t j = 0; j < n; j++) {
+            pointers[j] = y[j];
+        }
+        weights_.kernel->multiply(panel, 1, weights_.n_columns, rows, n, pointers);
+        for (int64_t j = 0; j < n; j++) {
+            std::copy_n(y[j], end - begin, results[j] + begin);
+        }
+    }
+
+    ggml_tensor *       op_;
+    const ggml_tensor * all_;
+    const Weights       weights_;
+    const Layout        layout_;
+    const int           ith_, nth_;
+    char *              work_;
+    ggml_threadpool *   pool_;
+};
+
+struct Traits : ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor * op, size_t & size) override {
+        GGML_ASSERT(can_multiply(op->src[0]) && "packed weights can be multiplied only");
+        size = Layout(Weights(whole(op->src[0])).kernel, op).bytes + alignment;
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        Product(params, op).compute();
+        return true;
+    }
+};
+
+Traits traits;
+
+struct BufferType : ggml::cpu::extra_buffer_type {
+    bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
+        if (op->op != GGML_OP_MUL_MAT && op->op != GGML_OP_MUL_MAT_ID) {
+            return false;
+        }
+        const ggml_tensor *w = op->src[0], *x = op->src[1];
+        if (!is_ours(w) || is_ours(x) || is_ours(op->src[2]) || op->type != GGML_TYPE_F32 || x->type != GGML_TYPE_F32 ||
+            x->nb[0] != sizeof(float) || !can_multiply(w)) {
+            return false;
+        }
+        const bool is_question = w->buffer->size == 0;  // by a load
+        return !is_question || t_packing;
+    }
+
+    ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
+        const bool is_product = op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID;
+        return is_product && is_ours(op->src[0]) ? &traits : nullptr;
+    }
+};
+
+// ---- buffers
+
+struct Memory {
+    void * base;
+    size_t size;
+};
+
+Memory * memory_of(ggml_backend_buffer_t buffer) { return (Memory *) buffer->context; }
+
+// Anonymous memory, on huge pages where it is large and the system has them.
+void * map_memory(size_t size) {
+    const size_t spare = size >= 8 * huge_page_bytes ? huge_page_bytes : 0;
+    void *       found = mmap(nullptr, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) {
+        return nullptr;
+    }
+    if (spare) {
+        const size_t begin = (size_t) found, base = padded(begin, huge_page_bytes);
+        if (base > begin) {
+            munmap(found, base - begin);
+        }
+        if (base < begin + spare) {
+            munmap((void *) (base + size), begin + spare - base);
+        }
+        found = (void *) base;
+#ifdef MADV_HUGEPAGE
+        madvise(found, size, MADV_HUGEPAGE);
+#endif
+    }
+    return found;
+}
+
+void free_buffer(ggml_backend_buffer_t buffer) {
+    munmap(memory_of(buffer)->base, memory_of(buffer)->size);
+    delete memory_of(buffer);
+}
+
+void * get_base(ggml_backend_buffer_t buffer) { return memory_of(buffer)->base; }
+
+// Lets go of pages of a file that were read. The kernel keeps them in its cache, as long as it likes.
+void release_pages(const void * data, size_t size) {
+    const auto  page = (uintptr_t) sysconf(_SC_PAGESIZE);
+    lp::Mapping mapping;
+    if (!lp::find_mapping((uintptr_t) data, mapping) || mapping.is_writable || mapping.path[0] != '/') {
+        return;  // a copy in memory, which would be lost
+    }
+    const uintptr_t begin = padded((uintptr_t) data, page), end = std::min((uintptr_t) data + size, mapping.end) / page * page;
+    if (begin < end) {
+        madvise((void *) begin, end - begin, MADV_DONTNEED);
+    }
+}
+
+// Packs on this thread and others, which read the pages of the file, too.
+void pack(const Weights & weights, const ggml_tensor * tensor, const char * data, int n_threads) {
+    const size_t         stride   = tensor->nb[1];
+    const int64_t        n_panels = weights.n_panels * weights.n_matrices, n_whole = weights.n_rows / kPanelRows;
+    const int64_t        n_each   = std::max<int64_t>(1, (int64_t) (piece_bytes / weights.panel_bytes));
+    std::atomic<int64_t> next     = 0;
+
+    const auto rows_of  = [&](int64_t i) {
+        return data + (size_t) (i / weights.n_panels * weights.n_rows + i % weights.n_panels * kPanelRows) * stride;
+    };
+    const auto panel_of = [&](int64_t i) { return (char *) tensor->data + (size_t) i * weights.panel_bytes; };
+    const auto work     = [&] {
+        for (int64_t first; (first = next.fetch_add(n_each, std::memory_order_relaxed)) < n_panels;) {
+            for (int64_t i = first; i < std::min(n_panels, first + n_each); i++) {
+                if (i % weights.n_panels < n_whole) {
+                    weights.kernel->pack(rows_of(i), stride, weights.n_columns, panel_of(i));
+                }
+            }
+        }
+    };
+    std::vector<std::thread> threads;
+    threads.reserve((size_t) std::max(n_threads, 1));
+    try {
+        for (int64_t i = 1; i < std::min<int64_t>(n_threads, n_panels / n_each); i++) {
+            threads.emplace_back(work);
+        }
+    } catch (const std::system_error &) {
+        // the system allows no more threads
+    }
+    work();
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+    if (n_whole == weights.n_panels) {
+        return;
+    }
+    // The last panel of each matrix is filled up with zeros, which are weights of 0 in all types.
+    std::vector<char> rows(kPanelRows * stride);
+    for (int64_t i = n_whole; i < n_panels; i += weights.n_panels) {
+        memcpy(rows.data(), rows_of(i), (size_t) (weights.n_rows - n_whole * kPanelRows) * stride);
+        weights.kernel->pack(rows.data(), stride, weights.n_columns, panel_of(i));
+    }
+}
+
+void set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    const Weights weights(tensor);
+    GGML_ASSERT(weights.kernel && tensor->view_src == nullptr && "only whole weights can be packed");
+    // llama.cpp sets tensors of buffers like this one as a whole, whether it maps or reads the file.
+    GGML_ASSERT(offset == 0 && size == ggml_nbytes(tensor) && "weights can only be packed at once");
+    pack(weights, tensor, (const char *) data, t_packing ? t_packing->n_threads : 1);
+    release_pages(data, size);
+    if (t_packing) {
+        t_packing->n_tensors++;
+        t_packing->n_bytes += (int64_t) weights.bytes();
+    }
+}
+
+void get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void *, size_t, size_t) {
+    GGML_ABORT("%s: packed weights cannot be read", tensor->name);
+}
+
+void memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t, size_t, size_t) {
+    GGML_ABORT("%s: packed weights cannot be changed", tensor->name);
+}
+
+void clear(ggml_backend_buffer_t buffer, uint8_t value) { memset(memory_of(buffer)->base, value, memory_of(buffer)->size); }
+
+ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
+    void * base = map_memory(std::max<size_t>(size, 1));
+    if (!base) {
+        return nullptr;
+    }
+    ggml_backend_buffer_i functions = {};
+    functions.free_buffer           = free_buffer;
+    functions.get_base              = get_base;
+    functions.set_tensor            = set_tensor;
+    functions.get_tensor            = get_tensor;
+    functions.memset_tensor         = memset_tensor;
+    functions.clear                 = clear;
+    return ggml_backend_buffer_init(type, functions, new Memory{ base, std::max<size_t>(size, 1) }, size);
+}
+
+size_t get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+    return std::max(ggml_nbytes(tensor), Weights(tensor).bytes());
+}
+
+const char * get_name(ggml_backend_buffer_type_t) { return "CPU_LLAMAPIPE"; }
+
+size_t get_alignment(ggml_backend_buffer_type_t) { return alignment; }
+
+ggml_backend_buffer_type buffer_type = {};
+
+// ---- installation
+
+const char * find_level() {
+    for (int type = 0; type < GGML_TYPE_COUNT; type++) {
+        if (const Kernel * kernel = find((ggml_type) type, 4096, 4096)) {
+            return kernel->level;
+        }
+    }
+    return nullptr;
+}
+
+// Why the list could not be changed; empty if it was.
+std::string put_into_list() {
+    if (!find_level()) {
+        return "there are none for this processor";
+    }
+    const ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    const ggml_backend_reg_t reg = cpu ? ggml_backend_dev_backend_reg(cpu) : nullptr;
+    if (!reg) {
+        return "there is no CPU backend";
+    }
+    if (GGML_BACKEND_API_VERSION != known_interface || reg->api_version != known_interface) {
+        return "they know version " + std::to_string(known_interface) + " of the interface of ggml's backends, not version " +
+               std::to_string(reg->api_version);
+    }
+    // The backend's library, whichever of its variants ggml has loaded. The handle is kept, so that it stays.
+    using get_types   = std::vector<ggml_backend_buffer_type_t> & (*) ();
+    const auto listed = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
+    Dl_info    info   = {};
+    void *     library = listed && dladdr((void *) listed, &info) ? dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD) : nullptr;
+    const auto types   = library ? (get_types) dlsym(library, "_Z39ggml_backend_cpu_get_extra_buffer_typesv") : nullptr;
+    barrier            = library ? (void (*)(ggml_threadpool *)) dlsym(library, "ggml_barrier") : nullptr;
+    if (!types || !barrier) {
+        return "ggml's CPU backend has no list of buffer types";
+    }
+    static BufferType context;
+    buffer_type.iface.get_name       = get_name;
+    buffer_type.iface.alloc_buffer   = alloc_buffer;
+    buffer_type.iface.get_alignment  = get_alignment;
+    buffer_type.iface.get_alloc_size = get_alloc_size;
+    buffer_type.device               = cpu;
+    buffer_type.context              = (ggml::cpu::extra_buffer_type *) &context;
+    types().insert(types().begin(), &buffer_type);
+    // ggml copies the list when it is first asked for it.
+    if (listed(cpu)[0] != &buffer_type) {
+        types().erase(types().begin());
+        return "ggml's list of buffer types is in use already";
+    }
+    return "";
+}
+
+std::once_flag installed;
+std::string    problem;
+
+}  // namespace
+
+const char * install() {
+    std::call_once(installed, [] { problem = put_into_list(); });
+    return problem.empty() ? nullptr : problem.c_str();
+}
+
+bool have(ggml_type type, int64_t n_columns, int64_t n_rows) {
+    return !install() && Weights(type, n_columns, n_rows, 1).kernel;
+}
+
+const char * level() { return install() ? nullptr : find_level(); }
+
+PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_packing = packing; }
+
+PackingScope::~PackingScope() { t_packing = outer_; }
+
+}  // namespace llamapipe::kernels

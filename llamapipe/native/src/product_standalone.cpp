@@ -1,0 +1,112 @@
+// Computes products of weights with activations through ggml, without a model: for tests and benchmarks.
+#include "assertions.hpp"
+#include "guard.hpp"
+#include "native_test.h"
+#include "weight_buffer.hpp"
+
+#include "ggml-alloc.h"
+
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+
+namespace {
+
+template <auto release> struct Free {
+    template <typename T> void operator()(T * t) const { release(t); }
+};
+using Context = std::unique_ptr<ggml_context, Free<ggml_free>>;
+using Backend = std::unique_ptr<ggml_backend, Free<ggml_backend_free>>;
+using Buffer  = std::unique_ptr<ggml_backend_buffer, Free<ggml_backend_buffer_free>>;
+
+template <typename T> T made(T thing, const char * what) {
+    if (!thing) {
+        throw std::runtime_error(what);
+    }
+    return thing;
+}
+
+ggml_backend_buffer_type_t buffer_type(ggml_backend_dev_t cpu, bool packed) {
+    if (!packed) {
+        return ggml_backend_dev_buffer_type(cpu);
+    }
+    const auto listed = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts");
+    for (ggml_backend_buffer_type_t * types = listed(cpu); *types; types++) {
+        if (strcmp(ggml_backend_buft_name(*types), "CPU_LLAMAPIPE") == 0) {
+            return *types;
+        }
+    }
+    throw std::runtime_error("there are no kernels");
+}
+
+void compute(const lp_product & p, float * out) {
+    ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    const Backend      backend(made(ggml_backend_dev_init(cpu, nullptr), "the device cannot be used"));
+    const auto         set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads");
+    set_n_threads(backend.get(), p.n_threads);
+
+    const size_t  n_bytes = ggml_tensor_overhead() * 16 + ggml_graph_overhead();
+    const Context kept(made(ggml_init({ n_bytes, nullptr, true }), "there is no memory"));
+    const Context context(made(ggml_init({ n_bytes, nullptr, true }), "there is no memory"));
+    ggml_tensor * w = ggml_new_tensor_3d(kept.get(), p.type, p.n_columns, p.n_rows, p.n_matrices);
+    const Buffer  weights(made(ggml_backend_alloc_ctx_tensors_from_buft(kept.get(), buffer_type(cpu, p.packed)), "no memory"));
+    {
+        const lp::AssertionsThrow throwing;
+        ggml_backend_tensor_set(w, p.weights, 0, ggml_nbytes(w));
+    }
+
+    // Rows of activations that are further apart than they are long.
+    ggml_tensor * all = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, p.x_stride, p.nx1, p.nx2);
+    ggml_tensor * x   = ggml_view_3d(context.get(), all, p.n_columns, p.nx1, p.nx2, all->nb[1], all->nb[2], 0);
+    ggml_tensor * ids = p.ids ? ggml_new_tensor_2d(context.get(), GGML_TYPE_I32, p.n_used, p.nx2) : nullptr;
+    if (p.n_view_rows) {
+        w = ggml_view_3d(context.get(), w, p.n_columns, p.n_view_rows, p.n_matrices, w->nb[1], w->nb[2],
+                         (size_t) p.first_view_row * w->nb[1]);
+    }
+    ggml_tensor * y     = ids ? ggml_mul_mat_id(context.get(), w, x, ids) : ggml_mul_mat(context.get(), w, x);
+    ggml_cgraph * graph = ggml_new_graph(context.get());
+    ggml_build_forward_expand(graph, y);
+    const Buffer memory(made(ggml_backend_alloc_ctx_tensors_from_buft(context.get(), ggml_backend_dev_buffer_type(cpu)), "no memory"));
+    if (!ggml_backend_dev_supports_op(cpu, y)) {
+        throw std::runtime_error("the CPU refuses the product");
+    }
+    ggml_backend_tensor_set(all, p.x, 0, ggml_nbytes(all));
+    if (ids) {
+        ggml_backend_tensor_set(ids, p.ids, 0, ggml_nbytes(ids));
+    }
+    for (int i = 0; i < p.n_times; i++) {
+        if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
+            throw std::runtime_error("the device failed to compute");
+        }
+    }
+    ggml_backend_tensor_get(y, out, 0, ggml_nbytes(y));
+}
+
+}  // namespace
+
+bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows) {
+    return lp::guard(false, [&] { return llamapipe::kernels::have(type, n_columns, n_rows); });
+}
+
+int lp_product_compute(const lp_product * product, float * out) {
+    return lp::guard(LP_ERROR, [&] {
+        compute(*product, out);
+        return 0;
+    });
+}
+
+int lp_quantize(enum ggml_type type, int64_t n_rows, int64_t n_columns, const float * values, void * out) {
+    return lp::guard(LP_ERROR, [&] {
+        ggml_quantize_init(type);
+        return (int) ggml_quantize_chunk(type, values, out, 0, n_rows, n_columns, nullptr);
+    });
+}
+
+int lp_dequantize(enum ggml_type type, int64_t n, const void * quantized, float * out) {
+    return lp::guard(LP_ERROR, [&] {
+        ggml_get_type_traits(type)->to_float(quantized, out, n);
+        return 0;
+    });
+}

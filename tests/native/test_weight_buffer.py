@@ -1,0 +1,192 @@
+"""Products of packed weights, computed by ggml's threads through our buffer type, are those that ggml computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from llamapipe.native.load import last_error, native
+
+Type = gguf.GGMLQuantizationType
+NAMES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split()
+TYPES: list[gguf.GGMLQuantizationType] = [gguf.GGMLQuantizationType[name] for name in NAMES]
+N_COLUMNS = 512
+
+
+def kernel_types() -> list[Type]:
+    return [kind for kind in TYPES if native().lib.lp_kernels_have(kind, N_COLUMNS, 32)]
+
+
+@pytest.fixture(params=TYPES, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> Type:
+    if request.param not in kernel_types():
+        pytest.skip("this processor has no kernel for the type")
+    kind: Type = request.param
+    return kind
+
+
+@dataclass
+class Product:
+    """Weights (matrices, rows, columns) and activations (tokens or matrices, rows, columns)."""
+
+    kind: Type
+    weights: np.ndarray
+    x: np.ndarray
+    ids: np.ndarray | None = None
+    view: tuple[int, int] = (0, 0)
+    n_threads: int = 2
+    quantized: Any = field(init=False)
+    plain: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Quantizes the weights; ``plain`` has what they are worth then."""
+        ffi, lib = native().ffi, native().lib
+        n_matrices, n_rows, n_columns = self.weights.shape
+        self.quantized = ffi.new("char[]", self.weights.nbytes)
+        values = np.ascontiguousarray(self.weights, np.float32)
+        n = lib.lp_quantize(self.kind, n_matrices * n_rows, n_columns, _floats(values), self.quantized)
+        assert n > 0
+        self.plain = np.empty_like(values)
+        assert lib.lp_dequantize(self.kind, values.size, self.quantized, _floats(self.plain)) == 0
+
+    def compute(self, packed: bool = True, n_threads: int | None = None) -> np.ndarray:
+        """What ggml computes, (tokens or matrices, rows of activations, rows of weights)."""
+        ffi, lib = native().ffi, native().lib
+        n_matrices, n_rows, n_columns = self.weights.shape
+        nx2, nx1, _ = self.x.shape
+        apart = np.full((nx2, nx1, n_columns + 32), np.nan, np.float32)
+        apart[..., :n_columns] = self.x
+        n_out = self.view[1] or n_rows
+        out = np.full((nx2, nx1 if self.ids is None else self.ids.shape[1], n_out), np.nan, np.float32)
+        keep = [_floats(apart), ffi.NULL]
+        if self.ids is not None:
+            self.ids = np.ascontiguousarray(self.ids, np.int32)
+            keep[1] = ffi.cast("int32_t *", self.ids.ctypes.data)
+        given = {
+            "type": int(self.kind),
+            "n_columns": n_columns,
+            "n_rows": n_rows,
+            "n_matrices": n_matrices,
+            "weights": self.quantized,
+            "packed": packed,
+            "first_view_row": self.view[0],
+            "n_view_rows": self.view[1],
+            "x_stride": n_columns + 32,
+            "nx1": nx1,
+            "nx2": nx2,
+            "x": keep[0],
+            "n_used": 0 if self.ids is None else self.ids.shape[1],
+            "ids": keep[1],
+            "n_threads": n_threads or self.n_threads,
+            "n_times": 2,
+        }
+        if lib.lp_product_compute(ffi.new("lp_product *", given), _floats(out)) != 0:
+            raise RuntimeError(last_error(native()))
+        return out
+
+    def exact(self) -> np.ndarray:
+        """The same in float64, with activations that are not quantized."""
+        first, n = self.view[0], self.view[1] or self.weights.shape[1]
+        w, x = self.plain[:, first : first + n].astype(np.float64), self.x.astype(np.float64)
+        if self.ids is not None:
+            picked = x[:, np.arange(self.ids.shape[1]) % x.shape[1]]
+            return np.asarray(np.einsum("tuc,turc->tur", picked, w[self.ids]))
+        return np.asarray(np.einsum("bnc,brc->bnr", x, np.repeat(w, len(x) // len(w), axis=0)))
+
+    def check(self) -> np.ndarray:
+        """Compares with ggml's own product and with the exact one; returns ours."""
+        ours, theirs, exact = self.compute(), self.compute(packed=False), self.exact()
+        size = np.sqrt(np.mean(exact**2))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * size)
+        error, own = (np.sqrt(np.mean((y - exact) ** 2)) / size for y in (ours, theirs))
+        assert error <= own * 1.001 < 0.02
+        return ours
+
+
+def _floats(array: np.ndarray) -> Any:
+    return native().ffi.cast("float *", array.ctypes.data)
+
+
+def random(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 17, 300])
+def test_rows_of_one_matrix(kind: Type, n: int) -> None:
+    Product(kind, random(1, 96, N_COLUMNS), random(1, n, N_COLUMNS, seed=n)).check()
+
+
+@pytest.mark.parametrize("n_rows", [16, 1008, 1009, 1023])
+def test_any_number_of_rows_of_weights(kind: Type, n_rows: int) -> None:
+    Product(kind, random(1, n_rows, N_COLUMNS), random(1, 5, N_COLUMNS)).check()
+
+
+@pytest.mark.parametrize("n_columns", [256, 768, 2816])
+def test_any_number_of_blocks(kind: Type, n_columns: int) -> None:
+    Product(kind, random(1, 32, n_columns), random(1, 3, n_columns)).check()
+
+
+@pytest.mark.parametrize("n_rows", [48, 1009])
+def test_matrices_are_repeated(kind: Type, n_rows: int) -> None:
+    Product(kind, random(2, n_rows, N_COLUMNS), random(6, 3, N_COLUMNS)).check()
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("n_rows", [64, 1001])
+def test_experts(kind: Type, n_rows: int, each: bool) -> None:
+    """Of eight experts two are used by no token, and one by all. With ``each``, every expert has its own row."""
+    ids = [[0, 1], [0, 5], [0, 3], [4, 0], [0, 7], [0, 1]]
+    x = random(len(ids), 2 if each else 1, N_COLUMNS)
+    Product(kind, random(8, n_rows, N_COLUMNS), x, np.array(ids)).check()
+
+
+def test_a_row_does_not_depend_on_other_rows_or_threads(kind: Type) -> None:
+    product = Product(kind, random(1, 1009, N_COLUMNS), random(1, 37, N_COLUMNS))
+    together = product.compute()
+    for n_threads in (1, 3):
+        np.testing.assert_array_equal(product.compute(n_threads=n_threads), together)
+    x = product.x
+    for i in (0, 8, 36):
+        product.x = x[:, i : i + 1]
+        np.testing.assert_array_equal(product.compute()[0, 0], together[0, i])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_spoils_no_other(kind: Type, value: float) -> None:
+    product = Product(kind, random(1, 64, N_COLUMNS), random(1, 9, N_COLUMNS))
+    expected = product.compute()
+    product.x[0, 4, 100] = value
+    found = product.compute()
+    if not np.isnan(value):  # quantization may lose a NaN, in ggml, too
+        assert not np.isfinite(found[0, 4]).any()
+    np.testing.assert_array_equal(np.delete(found, 4, axis=1), np.delete(expected, 4, axis=1))
+
+
+def test_zeros(kind: Type) -> None:
+    assert (
+        not Product(kind, random(1, 64, N_COLUMNS), np.zeros((1, 2, N_COLUMNS), np.float32)).compute().any()
+    )
+
+
+@pytest.mark.parametrize("view", [(0, 32), (16, 48), (48, 48), (0, 96)])
+def test_a_view_of_whole_panels(kind: Type, view: tuple[int, int]) -> None:
+    Product(kind, random(2, 96, N_COLUMNS), random(2, 3, N_COLUMNS), view=view).check()
+
+
+def test_a_view_that_is_not_made_of_panels_is_refused(kind: Type) -> None:
+    for view in ((8, 16), (0, 24)):
+        with pytest.raises(RuntimeError, match="refuses"):
+            Product(kind, random(1, 96, N_COLUMNS), random(1, 3, N_COLUMNS), view=view).compute()
+
+
+def test_weights_without_a_kernel_are_not_packed() -> None:
+    if not kernel_types():
+        pytest.skip("this processor has no kernels")
+    assert not native().lib.lp_kernels_have(Type.Q4_K, N_COLUMNS, 17)  # nearly half would be padding
+    for shape in ((1, 17, N_COLUMNS),):
+        with pytest.raises(RuntimeError, match="only whole weights can be packed"):
+            Product(Type.Q4_K, random(*shape), random(1, 1, shape[-1])).compute()

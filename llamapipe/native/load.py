@@ -138,7 +138,7 @@ def _shadowed() -> Path | None:
     return None
 
 
-# How llama.cpp's messages about an aborted step end.
+# How llama.cpp's messages about an aborted step end. It is aborted by us: its requests were cancelled.
 _ABORTED = (
     "graph_compute_async failed with error 1",
     "failed to compute graph, compute status: 1",
@@ -148,6 +148,8 @@ _ABORTED = (
 # llama.cpp's warning that an Embedder's pooling is not the model's default, where the model has none (-1). An Embedder
 # always chooses a pooling, so nothing is contradicted. Where a model has a default, the warning stays.
 _NO_DEFAULT = "model default pooling_type is [-1], but ["
+# A warning for each tensor of an adapter whose base is packed: the adapter's own stays as it is, as it shall.
+_PLAIN_ADAPTER = "cannot use buft 'CPU_"
 
 
 def last_error(module: Any) -> str:
@@ -179,7 +181,7 @@ def drain_log(module: Any) -> list[str]:
         line = ffi.buffer(text, n)[:].decode("utf-8", "replace").rstrip()
         if not line.strip("."):
             continue
-        if line.endswith(_ABORTED) or _NO_DEFAULT in line:  # aborted by us: its requests were cancelled
+        if line.endswith(_ABORTED) or _NO_DEFAULT in line or _PLAIN_ADAPTER in line:
             severity = logging.DEBUG
         logger.log(severity, "%s", line)
         if severity >= logging.WARNING:

@@ -16,6 +16,8 @@ NAMES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split()
 TYPES: list[gguf.GGMLQuantizationType] = [gguf.GGMLQuantizationType[name] for name in NAMES]
 N_COLUMNS = 512
 
+pytestmark = pytest.mark.native
+
 
 def kernel_types() -> list[Type]:
     return [kind for kind in TYPES if native().lib.lp_kernels_have(kind, N_COLUMNS, 32)]

@@ -1,0 +1,80 @@
+// The loops around the products of a level. Include it after the level's target pragma.
+#pragma once
+
+#include <cstring>
+
+#include "panels.hpp"
+
+namespace llamapipe::kernels {
+namespace {
+
+constexpr int kBlocksAtOnce = 8;  // blocks of 32 columns that are unpacked at once
+constexpr int kRowsAtOnce = 64;   // rows that meet an unpacked part of a panel; their sums stay in the cache
+
+// What a level multiplies: `unpack` makes weights from `n` blocks of a panel, and `accumulate` adds their products with M
+// rows of activations to y[j][0 .. 15]. All M run the same instructions for a row, in the same order.
+template <class P, class Weights, class R> struct Form {
+    using Panel = P;
+    using Unpacked = Weights;
+    using Row = R;
+    static constexpr bool kSuper = sizeof(R) == sizeof(RowBlockK);
+    static constexpr int kColumns = kSuper ? QK_K : 32, kAtOnce = kSuper ? 1 : kBlocksAtOnce;
+};
+
+template <class Level, class F, int M>
+__attribute__((noinline)) void tile(const typename F::Panel *panel, const typename F::Unpacked &w, int64_t part, int n,
+                                    const void *const *rows, float *const *y, int64_t at) {
+    const typename F::Row *x[M];
+    float *out[M];
+    for (int j = 0; j < M; j++) {
+        x[j] = (const typename F::Row *)rows[j] + part;
+        out[j] = y[j] + at;
+    }
+    Level::template accumulate<M>(panel, w, n, x, out);
+}
+
+// The last rows, fewer than a tile.
+template <class Level, class F, int M, class... Arguments> void rest(int64_t n_rows, const Arguments &...arguments) {
+    if constexpr (M > 0) {
+        if (n_rows == M)
+            tile<Level, F, M>(arguments...);
+        else
+            rest<Level, F, M - 1>(n_rows, arguments...);
+    }
+}
+
+template <class Level, class F>
+void multiply(const void *panels, int64_t n_panels, int64_t n_columns, const void *const *rows, int64_t n_rows,
+              float *const *y) {
+    const int64_t n_blocks = n_columns / F::kColumns;
+    for (int64_t first = 0; first < n_rows; first += kRowsAtOnce) {
+        const int64_t last = first + kRowsAtOnce < n_rows ? first + kRowsAtOnce : n_rows;
+        const auto *panel = (const typename F::Panel *)panels;
+        for (int64_t p = 0; p < n_panels; p++) {
+            const int64_t at = kPanelRows * p;
+            for (int64_t j = first; j < last; j++) memset(y[j] + at, 0, kPanelRows * sizeof(float));
+            for (int64_t i = 0; i < n_blocks; i += F::kAtOnce) {
+                const int n = n_blocks - i < F::kAtOnce ? (int)(n_blocks - i) : F::kAtOnce;
+                typename F::Unpacked w;
+                Level::unpack(panel, n, w);
+                int64_t j = first;
+                for (; j + Level::kTile <= last; j += Level::kTile)
+                    tile<Level, F, Level::kTile>(panel, w, i, n, rows + j, y + j, at);
+                rest<Level, F, Level::kTile - 1>(last - j, panel, w, i, n, rows + j, y + j, at);
+                panel += n;
+            }
+        }
+    }
+}
+
+// Weights that are multiplied as the panel has them.
+struct InPlace {};
+
+template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggml_type type, const char *level) {
+    using F = Form<P, W, R>;
+    return {type, level, F::kColumns, panel_bytes<P>, F::kSuper ? row_bytes_k : row_bytes_32, pack<P>,
+            F::kSuper ? quantize_k : quantize_32, multiply<Level, F>};
+}
+
+}  // namespace
+}  // namespace llamapipe::kernels

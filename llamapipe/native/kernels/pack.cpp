@@ -25,37 +25,55 @@ struct Plain {
     uint16_t d, dmin;
 };
 
+void low_and_high(const uint8_t *bytes, uint8_t *low, uint8_t *high, int n) {
+    for (int i = 0; i < n; i++) {
+        low[i] = bytes[i] & 15;
+        high[i] = bytes[i] >> 4;
+    }
+}
+
 void plain(const block_q4_K *b, Plain &out) {
-    for (int i = 0; i < QK_K; i++) out.q[i] = (b->qs[32 * (i / 64) + i % 32] >> (i % 64 < 32 ? 0 : 4)) & 15;
+    for (int c = 0; c < 4; c++) low_and_high(b->qs + 32 * c, out.q + 64 * c, out.q + 64 * c + 32, 32);
     for (int j = 0; j < 8; j++) scale_and_min_k4(j, b->scales, out.scales[j], out.mins[j]);
     memcpy(&out.d, &b->d, 2);
     memcpy(&out.dmin, &b->dmin, 2);
 }
 
 void plain(const block_q5_K *b, Plain &out) {
-    for (int i = 0; i < QK_K; i++) {
-        const int low = (b->qs[32 * (i / 64) + i % 32] >> (i % 64 < 32 ? 0 : 4)) & 15;
-        out.q[i] = (uint8_t)(low | ((b->qh[i % 32] >> (i / 32)) & 1) << 4);
+    for (int c = 0; c < 4; c++) low_and_high(b->qs + 32 * c, out.q + 64 * c, out.q + 64 * c + 32, 32);
+    for (int j = 0; j < 8; j++) {
+        for (int i = 0; i < 32; i++) out.q[32 * j + i] |= (uint8_t)((b->qh[i] >> j & 1) << 4);
+        scale_and_min_k4(j, b->scales, out.scales[j], out.mins[j]);
     }
-    for (int j = 0; j < 8; j++) scale_and_min_k4(j, b->scales, out.scales[j], out.mins[j]);
     memcpy(&out.d, &b->d, 2);
     memcpy(&out.dmin, &b->dmin, 2);
 }
 
 void plain(const block_q6_K *b, Plain &out) {
-    for (int i = 0; i < QK_K; i++) {
-        const int in = i % 128, quarter = in / 32;
-        const int low = (b->ql[64 * (i / 128) + in % 64] >> (in < 64 ? 0 : 4)) & 15;
-        out.q[i] = (uint8_t)(low | ((b->qh[32 * (i / 128) + in % 32] >> (2 * quarter)) & 3) << 4);
+    for (int half = 0; half < 2; half++) {
+        uint8_t *q = out.q + 128 * half;
+        low_and_high(b->ql + 64 * half, q, q + 64, 64);
+        for (int k = 0; k < 4; k++)
+            for (int i = 0; i < 32; i++) q[32 * k + i] |= (uint8_t)((b->qh[32 * half + i] >> (2 * k) & 3) << 4);
     }
     memcpy(out.scales, b->scales, 16);
     memcpy(&out.d, &b->d, 2);
 }
 
+// Four groups of four columns to row r of four lines.
+void put_lines(const uint8_t *columns, int r, uint8_t (*lines)[64]) {
+    for (int g = 0; g < 4; g++) memcpy(lines[g] + 4 * r, columns + 4 * g, 4);
+}
+
+void put_nibbles(const uint8_t *q, int r, uint8_t (*lines)[64]) {
+    uint8_t both[16];
+    for (int i = 0; i < 16; i++) both[i] = (uint8_t)((q[i] & 15) | q[16 + i] << 4);
+    put_lines(both, r, lines);
+}
+
 void put(const Plain &in, int r, PanelQ4K *out) {
     for (int b = 0; b < 8; b++) {
-        const uint8_t *q = in.q + 32 * b;
-        for (int i = 0; i < 16; i++) out->q[b][i / 4][4 * r + i % 4] = (uint8_t)(q[i] | q[16 + i] << 4);
+        put_nibbles(in.q + 32 * b, r, out->q[b]);
         out->scales[b][r] = in.scales[b];
         out->mins[b / 2][r][b % 2] = in.mins[b];
     }
@@ -66,14 +84,11 @@ void put(const Plain &in, int r, PanelQ4K *out) {
 void put(const Plain &in, int r, PanelQ5K *out) {
     for (int b = 0; b < 8; b++) {
         const uint8_t *q = in.q + 32 * b;
-        for (int c = 0; c < 4; c++) {
-            uint8_t bits = 0;
-            for (int g = 0; g < 4; g++) {
-                out->q[b][g][4 * r + c] = (uint8_t)((q[4 * g + c] & 15) | (q[16 + 4 * g + c] & 15) << 4);
-                bits |= (uint8_t)(q[4 * g + c] >> 4 << g | q[16 + 4 * g + c] >> 4 << (4 + g));
-            }
-            out->high[b][4 * r + c] = bits;
-        }
+        put_nibbles(q, r, out->q[b]);
+        uint8_t bits[4] = {};
+        for (int g = 0; g < 8; g++)
+            for (int c = 0; c < 4; c++) bits[c] |= (uint8_t)(q[4 * g + c] >> 4 << g);
+        memcpy(out->high[b] + 4 * r, bits, 4);
         out->scales[b][r] = in.scales[b];
         out->mins[b / 2][r][b % 2] = in.mins[b];
     }
@@ -84,11 +99,15 @@ void put(const Plain &in, int r, PanelQ5K *out) {
 void put(const Plain &in, int r, PanelQ6K *out) {
     for (int s = 0; s < 16; s++) {
         const uint8_t *q = in.q + 16 * s;
+        uint8_t low[8], high[4];
         for (int c = 0; c < 4; c++) {
-            for (int h = 0; h < 2; h++)
-                out->low[s][h][4 * r + c] = (uint8_t)((q[8 * h + c] & 15) | (q[8 * h + 4 + c] & 15) << 4);
-            out->high[s][4 * r + c] = (uint8_t)(q[c] >> 4 | q[4 + c] >> 4 << 2 | q[8 + c] >> 4 << 4 | q[12 + c] >> 4 << 6);
+            low[c] = (uint8_t)((q[c] & 15) | q[4 + c] << 4);
+            low[4 + c] = (uint8_t)((q[8 + c] & 15) | q[12 + c] << 4);
+            high[c] = (uint8_t)(q[c] >> 4 | q[4 + c] >> 4 << 2 | q[8 + c] >> 4 << 4 | q[12 + c] >> 4 << 6);
         }
+        memcpy(out->low[s][0] + 4 * r, low, 4);
+        memcpy(out->low[s][1] + 4 * r, low + 4, 4);
+        memcpy(out->high[s] + 4 * r, high, 4);
         out->scales[s / 2][r][s % 2] = (int8_t)in.scales[s];
     }
     out->d[r] = in.d;
@@ -96,7 +115,7 @@ void put(const Plain &in, int r, PanelQ6K *out) {
 
 // Column i of a block of nibbles is in byte i % 16, the lower nibble first.
 template <class Block, class Panel> void put(const Block *in, int r, Panel *out) {
-    for (int i = 0; i < 16; i++) out->q[i / 4][4 * r + i % 4] = in->qs[i];
+    put_lines(in->qs, r, out->q);
     memcpy(&out->d[r], &in->d, 2);
     if constexpr (std::is_same_v<Panel, PanelQ5_0> || std::is_same_v<Panel, PanelQ5_1>) {
         uint32_t high;

@@ -273,18 +273,7 @@ struct Avx2 {
 
 }  // namespace
 
-extern const Kernel kAvx2[] = {
-    kernel_of<Avx2, PanelQ4K, Lines, RowBlockK>(GGML_TYPE_Q4_K, "avx2"),
-    kernel_of<Avx2, PanelQ5K, Lines, RowBlockK>(GGML_TYPE_Q5_K, "avx2"),
-    kernel_of<Avx2, PanelQ6K, Lines, RowBlockK>(GGML_TYPE_Q6_K, "avx2"),
-    kernel_of<Avx2, PanelQ8_0, InPlace, RowBlock32>(GGML_TYPE_Q8_0, "avx2"),
-    kernel_of<Avx2, PanelQ5_0, Lines, RowBlock32>(GGML_TYPE_Q5_0, "avx2"),
-    kernel_of<Avx2, PanelQ5_1, Lines, RowBlock32>(GGML_TYPE_Q5_1, "avx2"),
-    kernel_of<Avx2, PanelQ4_0, Lines, RowBlock32>(GGML_TYPE_Q4_0, "avx2"),
-    kernel_of<Avx2, PanelQ4_1, Lines, RowBlock32>(GGML_TYPE_Q4_1, "avx2"),
-    kernel_of<Avx2, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, "avx2"),
-    {},
-};
+extern const Kernel kAvx2[] = {KERNELS(Avx2, "avx2")};
 
 }  // namespace llamapipe::kernels
 #pragma GCC pop_options

@@ -3,14 +3,24 @@
 namespace llamapipe::kernels {
 
 #if defined(__x86_64__)
-extern const Kernel kAvx2[];  // ended by one without functions
+extern const Kernel kAvx2[], kAvxVnni[], kAvx512Vnni[];
+
+static const Kernel *level() {
+    const auto has = [](int bit) { return bit != 0; };
+    if (!has(__builtin_cpu_supports("avx2")) || !has(__builtin_cpu_supports("fma"))) return nullptr;
+    if (has(__builtin_cpu_supports("avx512vnni")) && has(__builtin_cpu_supports("avx512bw")) &&
+        has(__builtin_cpu_supports("avx512vl")) && has(__builtin_cpu_supports("avx512dq")))
+        return kAvx512Vnni;
+    if (has(__builtin_cpu_supports("avxvnni"))) return kAvxVnni;
+    return kAvx2;
+}
 #endif
 
 const Kernel *find(ggml_type type, int64_t n_columns, int64_t n_rows) {
     if (n_rows % kPanelRows != 0) return nullptr;
 #if defined(__x86_64__)
-    static const Kernel *const level = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kAvx2 : nullptr;
-    for (const Kernel *kernel = level; kernel && kernel->multiply; kernel++)
+    static const Kernel *const kernels = level();
+    for (const Kernel *kernel = kernels; kernel && kernel->multiply; kernel++)
         if (kernel->type == type && n_columns % kernel->block_columns == 0) return kernel;
 #endif
     return nullptr;

@@ -76,5 +76,17 @@ template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggm
             F::kSuper ? quantize_k : quantize_32, multiply<Level, F>};
 }
 
+// All of a level's kernels, ended by one without functions.
+#define KERNELS(Level, name)                                                                                     \
+    kernel_of<Level, PanelQ4K, Lines, RowBlockK>(GGML_TYPE_Q4_K, name),                                           \
+        kernel_of<Level, PanelQ5K, Lines, RowBlockK>(GGML_TYPE_Q5_K, name),                                       \
+        kernel_of<Level, PanelQ6K, Lines, RowBlockK>(GGML_TYPE_Q6_K, name),                                       \
+        kernel_of<Level, PanelQ8_0, InPlace, RowBlock32>(GGML_TYPE_Q8_0, name),                                   \
+        kernel_of<Level, PanelQ5_0, Lines, RowBlock32>(GGML_TYPE_Q5_0, name),                                     \
+        kernel_of<Level, PanelQ5_1, Lines, RowBlock32>(GGML_TYPE_Q5_1, name),                                     \
+        kernel_of<Level, PanelQ4_0, Lines, RowBlock32>(GGML_TYPE_Q4_0, name),                                     \
+        kernel_of<Level, PanelQ4_1, Lines, RowBlock32>(GGML_TYPE_Q4_1, name),                                     \
+        kernel_of<Level, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, name), {}
+
 }  // namespace
 }  // namespace llamapipe::kernels

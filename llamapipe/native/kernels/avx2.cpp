@@ -51,6 +51,17 @@ inline void add(__m256i &part, __m256i products) {
     __asm__("" : "+x"(part));
 }
 
+// The scales of eight rows from r on.
+template <class Panel> inline __m256 row_scales(const Panel *panel, int r) { return halves(panel->d + r); }
+
+template <> inline __m256 row_scales(const PanelMXFP4 *panel, int r) {
+    // Half of 2^(e - 127), which is a denormal for e below 2.
+    const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(panel->e + r)));
+    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
+    const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(usual, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
+}
+
 inline void add_float(float *y, __m256i sum, __m256 scale) {
     _mm256_storeu_ps(y, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, _mm256_loadu_ps(y)));
 }
@@ -147,9 +158,30 @@ inline void accumulate_with_minima(const Panel *panel, const Lines &w, const Row
 template <class Panel> constexpr int kOffset = 0;
 template <> constexpr int kOffset<PanelQ4_0> = 8;
 template <> constexpr int kOffset<PanelQ5_0> = 16;
+template <> constexpr int kOffset<PanelMXFP4> = 12;
 template <class Panel> constexpr bool kFiveBits = false;
 template <> constexpr bool kFiveBits<PanelQ5_0> = true;
 template <> constexpr bool kFiveBits<PanelQ5_1> = true;
+template <> constexpr bool kFiveBits<PanelMXFP4> = true;
+
+// The integer sums of a block of 32 signed columns.
+template <int M, class Row>
+inline void sum_signed(const uint8_t (*line)[64], const Row *const *x, int column, __m256i (&sum)[M][2]) {
+    const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; g++) {
+        const __m256i w0 = load(line[g]), w1 = load(line[g] + 32);
+        const __m256i size0 = _mm256_abs_epi8(w0), size1 = _mm256_abs_epi8(w1);
+        for (int j = 0; j < M; j++) {
+            const __m256i a = broadcast(x[j]->q + column + 4 * g);
+            const __m256i p0 = _mm256_madd_epi16(_mm256_maddubs_epi16(size0, _mm256_sign_epi8(a, w0)), ones);
+            const __m256i p1 = _mm256_madd_epi16(_mm256_maddubs_epi16(size1, _mm256_sign_epi8(a, w1)), ones);
+            sum[j][0] = g == 0 ? p0 : _mm256_add_epi32(sum[j][0], p0);
+            sum[j][1] = g == 0 ? p1 : _mm256_add_epi32(sum[j][1], p1);
+            __asm__("" : "+x"(sum[j][0]), "+x"(sum[j][1]));  // as in `add`
+        }
+    }
+}
 
 inline const uint8_t (*lines(const PanelQ8_0 *panel, const InPlace &, int b))[64] {
     return (const uint8_t(*)[64])panel[b].q;
@@ -159,27 +191,16 @@ inline const uint8_t (*lines(const PanelIQ4_NL *, const Lines &w, int b))[64] { 
 
 template <int M, class Panel, class Weights>
 inline void accumulate_signed(const Panel *panel, const Weights &w, int n, const RowBlock32 *const *x, float *const *y) {
-    const __m256i ones = _mm256_set1_epi16(1);
+    const RowBlock32 *block[M];
+    for (int j = 0; j < M; j++) block[j] = x[j];
     for (int b = 0; b < n; b++) {
-        const uint8_t(*line)[64] = lines(panel, w, b);
         __m256i sum[M][2];
-#pragma GCC unroll 8
-        for (int g = 0; g < 8; g++) {
-            const __m256i w0 = load(line[g]), w1 = load(line[g] + 32);
-            const __m256i size0 = _mm256_abs_epi8(w0), size1 = _mm256_abs_epi8(w1);
-            for (int j = 0; j < M; j++) {
-                const __m256i a = broadcast(x[j][b].q + 4 * g);
-                const __m256i p0 = _mm256_madd_epi16(_mm256_maddubs_epi16(size0, _mm256_sign_epi8(a, w0)), ones);
-                const __m256i p1 = _mm256_madd_epi16(_mm256_maddubs_epi16(size1, _mm256_sign_epi8(a, w1)), ones);
-                sum[j][0] = g == 0 ? p0 : _mm256_add_epi32(sum[j][0], p0);
-                sum[j][1] = g == 0 ? p1 : _mm256_add_epi32(sum[j][1], p1);
-                __asm__("" : "+x"(sum[j][0]), "+x"(sum[j][1]));  // as in `add`
-            }
-        }
+        sum_signed<M>(lines(panel, w, b), block, 0, sum);
         for (int p = 0; p < 2; p++) {
             const __m256 d = halves(panel[b].d + 8 * p);
-            for (int j = 0; j < M; j++) add_float(y[j] + 8 * p, sum[j][p], _mm256_mul_ps(d, _mm256_set1_ps(x[j][b].d)));
+            for (int j = 0; j < M; j++) add_float(y[j] + 8 * p, sum[j][p], _mm256_mul_ps(d, _mm256_set1_ps(block[j]->d)));
         }
+        for (int j = 0; j < M; j++) block[j]++;
     }
 }
 
@@ -225,6 +246,25 @@ struct Avx2 {
         }
     }
 
+    template <int M>
+    static void accumulate(const PanelIQ4_XS *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
+        __m256i sum[M][2];
+        for (int j = 0; j < M; j++) sum[j][0] = sum[j][1] = _mm256_setzero_si256();
+        for (int b = 0; b < 8; b++) {
+            __m256i part[M][2];
+            sum_signed<M>(w.q + 8 * b, x, 32 * b, part);
+            for (int p = 0; p < 2; p++) {
+                const __m256i scale = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(panel->scales[b] + 8 * p)));
+                for (int j = 0; j < M; j++)
+                    sum[j][p] = _mm256_add_epi32(sum[j][p], _mm256_mullo_epi32(part[j][p], scale));
+            }
+        }
+        for (int p = 0; p < 2; p++) {
+            const __m256 d = halves(panel->d + 8 * p);
+            for (int j = 0; j < M; j++) add_float(y[j] + 8 * p, sum[j][p], _mm256_mul_ps(d, _mm256_set1_ps(x[j]->d)));
+        }
+    }
+
     template <int M, class Panel>
     static void accumulate(const Panel *panel, const Lines &w, int n, const RowBlock32 *const *x, float *const *y) {
         if constexpr (std::is_same_v<Panel, PanelIQ4_NL>) {
@@ -248,7 +288,7 @@ struct Avx2 {
                         }
                 }
                 for (int p = 0; p < 2; p++) {
-                    const __m256 d = halves(panel->d + 8 * p);
+                    const __m256 d = row_scales(panel, 8 * p);
                     for (int j = 0; j < M; j++) {
                         __m256i whole = sum[j][p];
                         if constexpr (kOffset<Panel> != 0)

@@ -8,6 +8,7 @@
 #pragma GCC push_options
 // GCC 12 warns of its own intrinsics, which begin from undefined vectors.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
 #include <immintrin.h>
 
@@ -40,6 +41,7 @@ struct Vector {
     static Int subtract(Int a, Int b) { return _mm512_sub_epi32(a, b); }
     static Int multiply(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
     static Int widen_unsigned(const uint8_t *v) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)v)); }
+    static Int widen_signed(const int8_t *v) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)v)); }
     static Int load_pairs_unsigned(const uint8_t *v) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)v)); }
     static Int load_pairs_signed(const int8_t *v) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)v)); }
     static Float to_floats(Int v) { return _mm512_cvtepi32_ps(v); }

@@ -38,6 +38,7 @@ struct Vector {
     static Int subtract(Int a, Int b) { return _mm256_sub_epi32(a, b); }
     static Int multiply(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
     static Int widen_unsigned(const uint8_t *v) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)v)); }
+    static Int widen_signed(const int8_t *v) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)v)); }
     static Int load_pairs_unsigned(const uint8_t *v) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)v)); }
     static Int load_pairs_signed(const int8_t *v) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)v)); }
     static Float to_floats(Int v) { return _mm256_cvtepi32_ps(v); }

@@ -129,6 +129,20 @@ template <class Block, class Panel> void put(const Block *in, int r, Panel *out)
     if constexpr (std::is_same_v<Panel, PanelQ4_1> || std::is_same_v<Panel, PanelQ5_1>) memcpy(&out->m[r], &in->m, 2);
 }
 
+void put(const block_mxfp4 *in, int r, PanelMXFP4 *out) {
+    put_lines(in->qs, r, out->q);
+    out->e[r] = in->e;
+}
+
+void put(const block_iq4_xs *in, int r, PanelIQ4_XS *out) {
+    for (int b = 0; b < 8; b++) {
+        put_lines(in->qs + 16 * b, r, out->q[b]);
+        const int scale = (in->scales_l[b / 2] >> 4 * (b % 2) & 15) | (in->scales_h >> 2 * b & 3) << 4;
+        out->scales[b][r] = (int8_t)(scale - 32);
+    }
+    memcpy(&out->d[r], &in->d, 2);
+}
+
 void put(const block_q8_0 *in, int r, PanelQ8_0 *out) {
     for (int g = 0; g < 8; g++) memcpy(out->q[g] + 4 * r, in->qs + 4 * g, 4);
     memcpy(&out->d[r], &in->d, 2);
@@ -146,6 +160,9 @@ template <> struct Source<PanelQ5_1> { using Block = block_q5_1; static constexp
 template <> struct Source<PanelQ8_0> { using Block = block_q8_0; static constexpr int kColumns = 32; };
 template <> struct Source<PanelIQ4_NL> { using Block = block_iq4_nl; static constexpr int kColumns = 32; };
 
+template <> struct Source<PanelMXFP4> { using Block = block_mxfp4; static constexpr int kColumns = 32; };
+template <> struct Source<PanelIQ4_XS> { using Block = block_iq4_xs; static constexpr int kColumns = QK_K; };
+
 }  // namespace
 
 template <class Panel> size_t panel_bytes(int64_t n_columns) {
@@ -159,7 +176,7 @@ template <class Panel> void pack(const void *rows, size_t stride, int64_t n_colu
         const auto *block = (const typename From::Block *)((const char *)rows + (size_t)r * stride);
         for (int64_t i = 0; i < n_blocks; i++) {
             Panel *out = (Panel *)panel + i;
-            if constexpr (From::kColumns == QK_K) {
+            if constexpr (From::kColumns == QK_K && !std::is_same_v<Panel, PanelIQ4_XS>) {
                 Plain values;
                 plain(block + i, values);
                 put(values, r, out);
@@ -182,6 +199,8 @@ PACKED(PanelQ5_0)
 PACKED(PanelQ5_1)
 PACKED(PanelQ8_0)
 PACKED(PanelIQ4_NL)
+PACKED(PanelMXFP4)
+PACKED(PanelIQ4_XS)
 
 }  // namespace llamapipe::kernels
 #endif

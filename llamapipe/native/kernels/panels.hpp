@@ -79,6 +79,20 @@ struct PanelIQ4_NL {
     uint16_t d[16];
 };
 
+struct PanelMXFP4 {
+    uint8_t q[4][64];
+    uint8_t e[16];  // exponents
+};
+
+// 256 columns in blocks as of PanelIQ4_NL, with an integer scale each.
+struct PanelIQ4_XS {
+    uint8_t q[8][4][64];
+    int8_t scales[8][16];
+    uint16_t d[16];
+};
+
+static_assert(sizeof(PanelMXFP4) == 16 * sizeof(block_mxfp4));
+static_assert(sizeof(PanelIQ4_XS) * 100 <= sizeof(block_iq4_xs) * 16 * 103);
 static_assert(sizeof(PanelQ4_0) == 16 * sizeof(block_q4_0) && sizeof(PanelQ4_1) == 16 * sizeof(block_q4_1));
 static_assert(sizeof(PanelQ5_0) == 16 * sizeof(block_q5_0) && sizeof(PanelQ5_1) == 16 * sizeof(block_q5_1));
 static_assert(sizeof(PanelQ8_0) == 16 * sizeof(block_q8_0) && sizeof(PanelIQ4_NL) == 16 * sizeof(block_iq4_nl));

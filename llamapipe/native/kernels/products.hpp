@@ -86,7 +86,9 @@ template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggm
         kernel_of<Level, PanelQ5_1, Lines, RowBlock32>(GGML_TYPE_Q5_1, name),                                     \
         kernel_of<Level, PanelQ4_0, Lines, RowBlock32>(GGML_TYPE_Q4_0, name),                                     \
         kernel_of<Level, PanelQ4_1, Lines, RowBlock32>(GGML_TYPE_Q4_1, name),                                     \
-        kernel_of<Level, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, name), {}
+        kernel_of<Level, PanelIQ4_NL, Lines, RowBlock32>(GGML_TYPE_IQ4_NL, name),                                 \
+        kernel_of<Level, PanelMXFP4, Lines, RowBlock32>(GGML_TYPE_MXFP4, name),                                   \
+        kernel_of<Level, PanelIQ4_XS, Lines, RowBlockK>(GGML_TYPE_IQ4_XS, name), {}
 
 }  // namespace
 }  // namespace llamapipe::kernels

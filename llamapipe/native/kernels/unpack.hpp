@@ -9,6 +9,9 @@ namespace {
 // The values of IQ4_NL's codes.
 alignas(16) constexpr int8_t kCodes[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
+// Those of MXFP4's codes, doubled and 12 greater, so that they are unsigned.
+alignas(16) constexpr int8_t kCodesMXFP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 // 256 columns: line g has the columns 4 g .. 4 g + 3. They stay in the first-level cache while all rows of activations are
 // multiplied with them.
 struct Lines {
@@ -86,14 +89,25 @@ template <class V> inline void unpack(const PanelQ5_1 *panel, int n, Lines &out)
     for (int b = 0; b < n; b++) unpack_block<V, true>(panel[b].q, panel[b].high, out.q + 8 * b);
 }
 
+template <class V> inline void look_up_block(const uint8_t (*q)[64], const int8_t *table, uint8_t (*to)[64]) {
+    for (int p = 0; p < 64; p += V::kBytes)
+        for (int g = 0; g < 4; g++) {
+            const typename V::Int v = V::load(q[g] + p);
+            V::store(to[g] + p, V::look_up(table, low_nibbles<V>(v)));
+            V::store(to[4 + g] + p, V::look_up(table, high_nibbles<V>(v)));
+        }
+}
+
 template <class V> inline void unpack(const PanelIQ4_NL *panel, int n, Lines &out) {
-    for (int b = 0; b < n; b++)
-        for (int p = 0; p < 64; p += V::kBytes)
-            for (int g = 0; g < 4; g++) {
-                const typename V::Int v = V::load(panel[b].q[g] + p);
-                V::store(out.q[8 * b + g] + p, V::look_up(kCodes, low_nibbles<V>(v)));
-                V::store(out.q[8 * b + 4 + g] + p, V::look_up(kCodes, high_nibbles<V>(v)));
-            }
+    for (int b = 0; b < n; b++) look_up_block<V>(panel[b].q, kCodes, out.q + 8 * b);
+}
+
+template <class V> inline void unpack(const PanelIQ4_XS *panel, int, Lines &out) {
+    for (int b = 0; b < 8; b++) look_up_block<V>(panel->q[b], kCodes, out.q + 8 * b);
+}
+
+template <class V> inline void unpack(const PanelMXFP4 *panel, int n, Lines &out) {
+    for (int b = 0; b < n; b++) look_up_block<V>(panel[b].q, kCodesMXFP4, out.q + 8 * b);
 }
 
 }  // namespace

@@ -18,6 +18,7 @@ namespace {
 template <class Panel> constexpr int kOffset = 0;
 template <> constexpr int kOffset<PanelQ4_0> = 8;
 template <> constexpr int kOffset<PanelQ5_0> = 16;
+template <> constexpr int kOffset<PanelMXFP4> = 12;
 template <> constexpr int kOffset<PanelQ8_0> = 128;
 template <> constexpr int kOffset<PanelIQ4_NL> = 128;
 
@@ -35,8 +36,8 @@ template <class V, int tile_rows> struct Vnni {
 
     template <class Panel> static void unpack(const Panel *panel, int n, Lines &out) {
         kernels::unpack<V>(panel, n, out);
-        if constexpr (std::is_same_v<Panel, PanelIQ4_NL>)
-            for (int line = 0; line < 8 * n; line++)
+        if constexpr (std::is_same_v<Panel, PanelIQ4_NL> || std::is_same_v<Panel, PanelIQ4_XS>)
+            for (int line = 0; line < (std::is_same_v<Panel, PanelIQ4_XS> ? 64 : 8 * n); line++)
                 for (int p = 0; p < 64; p += V::kBytes)
                     V::store(out.q[line] + p, V::bit_xor(V::load(out.q[line] + p), V::bytes(-128)));
     }
@@ -61,6 +62,17 @@ template <class V, int tile_rows> struct Vnni {
 
     static void add_float(float *y, Int sum, Float scale) {
         V::store_floats(y, V::multiply_add(V::to_floats(sum), scale, V::load_floats(y)));
+    }
+
+    template <class Panel> static Float row_scales(const Panel *panel, int r) { return V::halves(panel->d + r); }
+    static Float row_scales(const PanelMXFP4 *panel, int r) {
+        // Half of 2^(e - 127), which is a denormal for e below 2.
+        int32_t bits[kRows];
+        for (int i = 0; i < kRows; i++) {
+            const int32_t e = panel->e[r + i];
+            bits[i] = e < 2 ? 0x00200000 << e : (e - 1) << 23;
+        }
+        return V::load_floats((const float *)bits);
     }
 
     // The scales of sub-block s of 16 rows as 32-bit integers.
@@ -137,6 +149,27 @@ template <class V, int tile_rows> struct Vnni {
         }
     }
 
+    template <int M>
+    static void accumulate(const PanelIQ4_XS *panel, const Lines &w, int, const RowBlockK *const *x, float *const *y) {
+        Int sum[M][P];
+        for (int j = 0; j < M; j++)
+            for (int p = 0; p < P; p++) sum[j][p] = V::set(0);
+        for (int b = 0; b < 8; b++) {
+            Int part[M][P];
+            for (int j = 0; j < M; j++)
+                for (int p = 0; p < P; p++) part[j][p] = V::set(-128 * x[j]->sums32[b]);
+            add_lines<M, 8>(w.q + 8 * b, x, 32 * b, 0, part);
+            for (int p = 0; p < P; p++) {
+                const Int s = V::widen_signed(panel->scales[b] + kRows * p);
+                for (int j = 0; j < M; j++) sum[j][p] = V::add(sum[j][p], V::multiply(part[j][p], s));
+            }
+        }
+        for (int p = 0; p < P; p++) {
+            const Float d = V::halves(panel->d + kRows * p);
+            for (int j = 0; j < M; j++) add_float(y[j] + kRows * p, sum[j][p], V::product(d, V::floats(x[j]->d)));
+        }
+    }
+
     template <int M, class Panel, class Weights>
     static void accumulate(const Panel *panel, const Weights &w, int n, const RowBlock32 *const *x, float *const *y) {
         const RowBlock32 *block[M];
@@ -150,7 +183,7 @@ template <class V, int tile_rows> struct Vnni {
             else
                 add_lines<M, 8>(w.q + 8 * b, block, 0, 0, sum);
             for (int p = 0; p < P; p++) {
-                const Float d = V::halves(panel->d + kRows * p);
+                const Float d = row_scales(panel, kRows * p);
                 for (int j = 0; j < M; j++) {
                     add_float(y[j] + kRows * p, sum[j][p], V::product(d, V::floats(block[j]->d)));
                     if constexpr (kOffset<Panel> == 0) {

@@ -1,0 +1,149 @@
+// The products for vpdpbusd with vectors written in plain C++, against those of AVX2: how many numbers of each type
+// are equal; fails if one is not. Built and run by test_levels.py.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "vnni.hpp"
+
+namespace llamapipe::kernels {
+
+extern const Kernel kAvx2[];
+
+namespace {
+
+template <int bytes> struct Plain {
+    struct Int {
+        uint8_t of[bytes];
+    };
+    struct Float {
+        float of[bytes / 4];
+    };
+    static constexpr int kBytes = bytes, kLanes = bytes / 4;
+
+    template <class T, class F> static Int each(F f) {
+        T out[bytes / sizeof(T)];
+        for (int i = 0; i < (int)(bytes / sizeof(T)); i++) out[i] = (T)f(i);
+        Int v;
+        memcpy(&v, out, bytes);
+        return v;
+    }
+    template <class T> static T at(const Int &v, int i) {
+        T value;
+        memcpy(&value, v.of + i * sizeof(T), sizeof(T));
+        return value;
+    }
+    template <class F> static Float each_float(F f) {
+        Float v;
+        for (int i = 0; i < kLanes; i++) v.of[i] = f(i);
+        return v;
+    }
+
+    static Int load(const void *address) {
+        Int v;
+        memcpy(&v, address, bytes);
+        return v;
+    }
+    static void store(void *address, Int v) { memcpy(address, &v, bytes); }
+    static Int bytes_of(int value) { return each<uint8_t>([&](int) { return value; }); }
+    static Int set(int32_t value) { return each<int32_t>([&](int) { return value; }); }
+    static Int bit_and(Int a, Int b) { return each<uint8_t>([&](int i) { return a.of[i] & b.of[i]; }); }
+    static Int bit_or(Int a, Int b) { return each<uint8_t>([&](int i) { return a.of[i] | b.of[i]; }); }
+    static Int bit_xor(Int a, Int b) { return each<uint8_t>([&](int i) { return a.of[i] ^ b.of[i]; }); }
+    template <int n> static Int left(Int v) { return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) << n; }); }
+    template <int n> static Int right(Int v) { return each<uint16_t>([&](int i) { return at<uint16_t>(v, i) >> n; }); }
+    template <int n> static Int left_32(Int v) { return each<uint32_t>([&](int i) { return at<uint32_t>(v, i) << n; }); }
+    template <int n> static Int arithmetic_right(Int v) {
+        return each<int32_t>([&](int i) { return at<int32_t>(v, i) >> n; });
+    }
+    static Int look_up(const int8_t *table, Int codes) { return each<int8_t>([&](int i) { return table[codes.of[i]]; }); }
+    static Int dpbusd(Int sum, Int w, Int a) {
+        return each<int32_t>([&](int i) {
+            int32_t s = at<int32_t>(sum, i);
+            for (int k = 4 * i; k < 4 * i + 4; k++) s += w.of[k] * (int8_t)a.of[k];
+            return s;
+        });
+    }
+    static Int dpwssd(Int sum, Int a, Int b) {
+        return each<int32_t>([&](int i) {
+            return at<int32_t>(sum, i) + at<int16_t>(a, 2 * i) * at<int16_t>(b, 2 * i) +
+                   at<int16_t>(a, 2 * i + 1) * at<int16_t>(b, 2 * i + 1);
+        });
+    }
+    static Int add(Int a, Int b) { return each<int32_t>([&](int i) { return at<int32_t>(a, i) + at<int32_t>(b, i); }); }
+    static Int subtract(Int a, Int b) { return each<int32_t>([&](int i) { return at<int32_t>(a, i) - at<int32_t>(b, i); }); }
+    static Int multiply(Int a, Int b) { return each<int32_t>([&](int i) { return at<int32_t>(a, i) * at<int32_t>(b, i); }); }
+    static Int widen_unsigned(const uint8_t *v) { return each<int32_t>([&](int i) { return v[i]; }); }
+    static Int widen_signed(const int8_t *v) { return each<int32_t>([&](int i) { return v[i]; }); }
+    static Int load_pairs_unsigned(const uint8_t *v) { return each<int16_t>([&](int i) { return v[i]; }); }
+    static Int load_pairs_signed(const int8_t *v) { return each<int16_t>([&](int i) { return v[i]; }); }
+    static Float to_floats(Int v) { return each_float([&](int i) { return (float)at<int32_t>(v, i); }); }
+    static Float floats(float value) { return each_float([&](int) { return value; }); }
+    static Float product(Float a, Float b) { return each_float([&](int i) { return a.of[i] * b.of[i]; }); }
+    static Float multiply_add(Float a, Float b, Float c) {
+        return each_float([&](int i) { return std::fmaf(a.of[i], b.of[i], c.of[i]); });
+    }
+    static Float load_floats(const float *v) { return each_float([&](int i) { return v[i]; }); }
+    static void store_floats(float *v, Float values) { memcpy(v, values.of, sizeof values.of); }
+    static Float halves(const uint16_t *v) {
+        return each_float([&](int i) {
+            _Float16 half;
+            memcpy(&half, v + i, 2);
+            return (float)half;
+        });
+    }
+};
+
+template <int n> struct Vectors : Plain<n> {
+    static typename Plain<n>::Int bytes(int value) { return Plain<n>::bytes_of(value); }
+};
+
+using Wide = Vnni<Vectors<64>, 8>;
+using Narrow = Vnni<Vectors<32>, 4>;
+
+const Kernel kWide[] = {KERNELS(Wide, "64 bytes")}, kNarrow[] = {KERNELS(Narrow, "32 bytes")};
+
+}  // namespace
+}  // namespace llamapipe::kernels
+
+int main() {
+    using namespace llamapipe::kernels;
+    constexpr int n_columns = 512, n_panels = 2, n_rows = 11;
+    std::mt19937 random(1);
+    for (int i = 0; kAvx2[i].multiply; i++) {
+        const Kernel &expected = kAvx2[i];
+        const size_t panel = expected.panel_bytes(n_columns), row = expected.row_bytes(n_columns);
+        // Any bytes are weights. Some of their scales are not numbers; the results are compared where they are.
+        std::vector<uint8_t> weights(panel * n_panels);
+        for (uint8_t &byte : weights) byte = (uint8_t)random();
+        std::vector<char> quantized(row * n_rows);
+        std::vector<float> activations(n_columns), y[3];
+        std::vector<const void *> rows;
+        std::vector<float *> out[3];
+        for (int j = 0; j < n_rows; j++) {
+            for (float &x : activations) x = (float)(int)(random() % 2001 - 1000) / 500;
+            rows.push_back(quantized.data() + row * j);
+            expected.quantize(activations.data(), n_columns, 0, n_columns, quantized.data() + row * j);
+        }
+        const Kernel *const kernels[3] = {&expected, &kWide[i], &kNarrow[i]};
+        for (int k = 0; k < 3; k++) {
+            y[k].resize(16 * n_panels * n_rows);
+            for (int j = 0; j < n_rows; j++) out[k].push_back(y[k].data() + 16 * n_panels * j);
+            kernels[k]->multiply(weights.data(), n_panels, n_columns, rows.data(), n_rows, out[k].data());
+        }
+        int n_numbers = 0;
+        for (int k = 1; k < 3; k++)
+            for (size_t n = 0; n < y[0].size(); n++) {
+                const bool both = std::isnan(y[0][n]) && std::isnan(y[k][n]);
+                n_numbers += std::isfinite(y[0][n]);
+                if (!both && y[0][n] != y[k][n]) {
+                    printf("type %d, %s: y[%zu] is %g, expected %g\n", (int)expected.type, kernels[k]->level, n, y[k][n], y[0][n]);
+                    return 1;
+                }
+            }
+        printf("type %d: %d numbers are equal\n", (int)expected.type, n_numbers);
+    }
+    return 0;
+}

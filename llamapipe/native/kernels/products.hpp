@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "panels.hpp"
 
@@ -10,6 +11,9 @@ namespace {
 
 constexpr int kBlocksAtOnce = 8;  // blocks of 32 columns that are unpacked at once
 constexpr int kRowsAtOnce = 64;   // rows that meet an unpacked part of a panel; their sums stay in the cache
+
+// Weights that are multiplied as the panel has them.
+struct InPlace {};
 
 // What a level multiplies: `unpack` makes weights from `n` blocks of a panel, and `accumulate` adds their products with M
 // rows of activations to y[j][0 .. 15]. All M run the same instructions for a row, in the same order.
@@ -43,6 +47,11 @@ template <class Level, class F, int M, class... Arguments> void rest(int64_t n_r
     }
 }
 
+// What comes next is read while this part is multiplied; the hardware does not look that far ahead.
+inline void prefetch(const void *address, size_t n_bytes) {
+    for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch((const char *)address + i, 0, 2);
+}
+
 template <class Level, class F>
 void multiply(const void *panels, int64_t n_panels, int64_t n_columns, const void *const *rows, int64_t n_rows,
               float *const *y) {
@@ -55,6 +64,7 @@ void multiply(const void *panels, int64_t n_panels, int64_t n_columns, const voi
             for (int64_t j = first; j < last; j++) memset(y[j] + at, 0, kPanelRows * sizeof(float));
             for (int64_t i = 0; i < n_blocks; i += F::kAtOnce) {
                 const int n = n_blocks - i < F::kAtOnce ? (int)(n_blocks - i) : F::kAtOnce;
+                if constexpr (!std::is_same_v<typename F::Unpacked, InPlace>) prefetch(panel + n, sizeof(*panel) * (size_t)n);
                 typename F::Unpacked w;
                 Level::unpack(panel, n, w);
                 int64_t j = first;
@@ -66,9 +76,6 @@ void multiply(const void *panels, int64_t n_panels, int64_t n_columns, const voi
         }
     }
 }
-
-// Weights that are multiplied as the panel has them.
-struct InPlace {};
 
 template <class Level, class P, class W, class R> constexpr Kernel kernel_of(ggml_type type, const char *level) {
     using F = Form<P, W, R>;

@@ -74,7 +74,7 @@ class Product:
             "n_rows": n_rows,
             "n_matrices": n_matrices,
             "weights": self.quantized,
-            "packed": packed,
+            "form": lib.LP_WEIGHTS_PACKED if packed else lib.LP_WEIGHTS_OF_FILES,
             "first_view_row": self.view[0],
             "n_view_rows": self.view[1],
             "x_stride": n_columns + 32,

@@ -27,17 +27,20 @@ int  lp_graph_sample(ggml_backend_dev_t device, int n_vocab, int n, const float 
                      const int32_t * targets, float * results, float * candidates);
 
 // ---- products of weights with activations, as ggml's CPU backend computes them
+// Weights as files have them, as ggml repacks them where it can, and packed for our kernels.
+enum lp_weights_form { LP_WEIGHTS_OF_FILES, LP_WEIGHTS_OF_GGML, LP_WEIGHTS_PACKED };
 typedef struct {
     enum ggml_type type;
     int64_t n_columns, n_rows, n_matrices;
     const void * weights;  // in the form of files
-    bool packed;           // for our kernels
+    enum lp_weights_form form;  // that the product reads
     int64_t first_view_row, n_view_rows;  // of each matrix; 0: all
     int64_t x_stride, nx1, nx2;           // of activations: floats from row to row; rows of a matrix, or of a token; matrices or tokens
     const float * x;
     int n_used;           // matrices of each token
     const int32_t * ids;  // these (nx2, n_used), or NULL: a plain product, where matrices are repeated as often as necessary
     int n_threads, n_times;
+    double * seconds;     // of each time, or NULL
 } lp_product;
 bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows);  // whether weights would be packed
 int lp_product_compute(const lp_product * product, float * out);

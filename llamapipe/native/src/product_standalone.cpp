@@ -6,6 +6,7 @@
 
 #include "ggml-alloc.h"
 
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -26,18 +27,36 @@ template <typename T> T made(T thing, const char * what) {
     return thing;
 }
 
-ggml_backend_buffer_type_t buffer_type(ggml_backend_dev_t cpu, bool packed) {
-    if (!packed) {
+using Type = ggml_backend_buffer_type_t;
+
+// Whether ggml multiplies weights in such a buffer, asked as llama.cpp asks it.
+bool multiplies(ggml_backend_dev_t cpu, Type type, const lp_product & p) {
+    const Context context(made(ggml_init({ ggml_tensor_overhead() * 4, nullptr, true }), "there is no memory"));
+    ggml_tensor * w = ggml_new_tensor_2d(context.get(), p.type, p.n_columns, p.n_rows);
+    ggml_tensor * y = ggml_mul_mat(context.get(), w, ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, p.n_columns, p.nx1));
+    const Buffer  empty(made(ggml_backend_buft_alloc_buffer(type, 0), "there is no memory"));
+    w->buffer      = empty.get();
+    const bool can = ggml_backend_dev_supports_op(cpu, y);
+    w->buffer      = nullptr;
+    return can;
+}
+
+Type buffer_type(ggml_backend_dev_t cpu, const lp_product & p) {
+    if (p.form == LP_WEIGHTS_OF_FILES) {
         return ggml_backend_dev_buffer_type(cpu);
     }
     const auto listed = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
         ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts");
-    for (ggml_backend_buffer_type_t * types = listed(cpu); *types; types++) {
-        if (strcmp(ggml_backend_buft_name(*types), "CPU_LLAMAPIPE") == 0) {
+    for (Type * types = listed(cpu); *types; types++) {
+        const bool is_ours = strcmp(ggml_backend_buft_name(*types), "CPU_LLAMAPIPE") == 0;
+        if (is_ours == (p.form == LP_WEIGHTS_PACKED) && (is_ours || multiplies(cpu, *types, p))) {
             return *types;
         }
     }
-    throw std::runtime_error("there are no kernels");
+    if (p.form == LP_WEIGHTS_PACKED) {
+        throw std::runtime_error("there are no kernels");
+    }
+    return ggml_backend_dev_buffer_type(cpu);
 }
 
 void compute(const lp_product & p, float * out) {
@@ -51,7 +70,7 @@ void compute(const lp_product & p, float * out) {
     const Context kept(made(ggml_init({ n_bytes, nullptr, true }), "there is no memory"));
     const Context context(made(ggml_init({ n_bytes, nullptr, true }), "there is no memory"));
     ggml_tensor * w = ggml_new_tensor_3d(kept.get(), p.type, p.n_columns, p.n_rows, p.n_matrices);
-    const Buffer  weights(made(ggml_backend_alloc_ctx_tensors_from_buft(kept.get(), buffer_type(cpu, p.packed)), "no memory"));
+    const Buffer  weights(made(ggml_backend_alloc_ctx_tensors_from_buft(kept.get(), buffer_type(cpu, p)), "no memory"));
     {
         const lp::AssertionsThrow throwing;
         ggml_backend_tensor_set(w, p.weights, 0, ggml_nbytes(w));
@@ -77,8 +96,12 @@ void compute(const lp_product & p, float * out) {
         ggml_backend_tensor_set(ids, p.ids, 0, ggml_nbytes(ids));
     }
     for (int i = 0; i < p.n_times; i++) {
+        const auto start = std::chrono::steady_clock::now();
         if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
             throw std::runtime_error("the device failed to compute");
+        }
+        if (p.seconds) {
+            p.seconds[i] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         }
     }
     ggml_backend_tensor_get(y, out, 0, ggml_nbytes(y));

@@ -1,5 +1,7 @@
-// Activations to 8 bits, as ggml does it, with the sums that the products need. AVX2, which every level here has.
+// Activations to 8 bits, as ggml does it, with the sums that the products need. AVX2, which every level here has. A value that
+// is not a number makes its whole block so: a model that is broken is not to look well.
 #if defined(__x86_64__)
+#include <cmath>
 #include <cstring>
 
 #include "panels.hpp"
@@ -19,13 +21,18 @@ void quantize_k(const float *row, int64_t, int64_t first, int64_t last, void *qu
     RowBlockK *out = (RowBlockK *)quantized + first / QK_K;
     for (int64_t i = first; i < last; i += QK_K, out++) {
         const float *x = row + i;
-        __m256 top = _mm256_setzero_ps();
-        for (int k = 0; k < QK_K; k += 8) top = _mm256_max_ps(_mm256_andnot_ps(sign, _mm256_loadu_ps(x + k)), top);
+        __m256 top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
+        for (int k = 0; k < QK_K; k += 8) {
+            const __m256 v = _mm256_loadu_ps(x + k);
+            top = _mm256_max_ps(_mm256_andnot_ps(sign, v), top);
+            is_nan = _mm256_or_ps(is_nan, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+        }
         __m128 top4 = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
         top4 = _mm_max_ps(top4, _mm_movehl_ps(top4, top4));
         const float greatest = _mm_cvtss_f32(_mm_max_ss(top4, _mm_movehdup_ps(top4)));
         if (greatest == 0) {
             memset(out, 0, sizeof *out);
+            if (_mm256_movemask_ps(is_nan)) out->d = NAN;
             continue;
         }
         // The first value of that magnitude gives the sign.
@@ -58,7 +65,7 @@ void quantize_k(const float *row, int64_t, int64_t first, int64_t last, void *qu
             out->sums16[k / 16 + 1] = (int16_t)b;
             out->sums32[k / 32] = (int16_t)(a + b);
         }
-        out->d = 1 / inverse;
+        out->d = _mm256_movemask_ps(is_nan) ? NAN : 1 / inverse;
     }
 }
 
@@ -68,9 +75,10 @@ void quantize_32(const float *row, int64_t, int64_t first, int64_t last, void *q
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     RowBlock32 *out = (RowBlock32 *)quantized + first / 32;
     for (int64_t i = first; i < last; i += 32, out++) {
-        __m256 v[4], top = _mm256_setzero_ps();
+        __m256 v[4], top = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
         for (int n = 0; n < 4; n++) {
             v[n] = _mm256_loadu_ps(row + i + 8 * n);
+            is_nan = _mm256_or_ps(is_nan, _mm256_cmp_ps(v[n], v[n], _CMP_UNORD_Q));
             top = _mm256_max_ps(top, _mm256_andnot_ps(sign, v[n]));
         }
         __m128 top4 = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
@@ -88,7 +96,7 @@ void quantize_32(const float *row, int64_t, int64_t first, int64_t last, void *q
         sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
         sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
         out->sum = _mm_cvtsi128_si32(sum);
-        const float d = greatest / 127.f;
+        const float d = _mm256_movemask_ps(is_nan) ? NAN : greatest / 127.f;
         out->d = _cvtsh_ss(_cvtss_sh(d, 0));
         out->d_sum = _cvtsh_ss(_cvtss_sh(d * (float)out->sum, 0));
     }

@@ -1,0 +1,47 @@
+"""Renders conversations with xllamacpp's servers: JSON of templates on standard input, a line for each on its output.
+
+The servers are not closed: the process ends without that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+
+import xllamacpp
+
+
+def serve(model: str, template: str) -> Any:
+    """A server with a template of its own."""
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = model, 256, 1, False
+    params.use_jinja, params.chat_template = True, template
+    return xllamacpp.Server(params)
+
+
+def applied(address: str, conversation: dict[str, Any]) -> str | None:
+    """The prompt of a conversation, or None where the template refuses it."""
+    body = json.dumps(conversation).encode()
+    request = urllib.request.Request(f"{address}/apply-template", body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            text: str = json.loads(answer.read())["prompt"]
+            return text
+    except urllib.error.HTTPError:
+        return None
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    servers = []
+    for name, template in given["templates"].items():
+        servers.append(serve(given["model"], template))
+        address = servers[-1].listening_address
+        made = {key: applied(address, one) for key, one in given["conversations"].items()}
+        sys.__stdout__.write(json.dumps({name: made}) + "\n")
+    sys.__stdout__.flush()
+    os._exit(0)

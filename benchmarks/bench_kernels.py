@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -30,7 +30,7 @@ from llamapipe.native.load import last_error, native
 
 TYPES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split()
 SHAPES = ("1536x8960", "8960x1536")  # columns x rows: the feed-forward layers of Qwen2.5 1.5B
-SIDES = ("ggml", "auto")
+SIDES: tuple[Literal["ggml", "auto"], ...] = ("ggml", "auto")
 Result = dict[str, Any]
 
 

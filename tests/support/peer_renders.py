@@ -42,6 +42,6 @@ if __name__ == "__main__":
         servers.append(serve(given["model"], template))
         address = servers[-1].listening_address
         made = {key: applied(address, one) for key, one in given["conversations"].items()}
-        sys.__stdout__.write(json.dumps({name: made}) + "\n")
-    sys.__stdout__.flush()
+        print(json.dumps({name: made}))  # noqa: T201
+    sys.stdout.flush()
     os._exit(0)

@@ -189,7 +189,7 @@ def measure_model(args: argparse.Namespace) -> Result:
     """Tokens per second of both kernels."""
     found: Result = {"load_s": {}, "callers": {}, "prompt": {}}
     n_ctx = args.prompt + args.tokens + 16
-    engines = {}
+    engines: dict[str, lp.Engine] = {}
     for side in SIDES:
         start = perf_counter()
         model = lp.Model(args.model, kernels=side)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from llamapipe.native.cpu_features import missing_features
-from native_build.sources import find_source
-from native_build.toolchain import find_compilers
 
-KERNELS = Path(__file__).parents[2] / "llamapipe" / "native" / "kernels"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+from native_build.sources import find_source  # noqa: E402
+from native_build.toolchain import find_compilers  # noqa: E402
+
+KERNELS = ROOT / "llamapipe" / "native" / "kernels"
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="kernels for x86")

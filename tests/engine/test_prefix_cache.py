@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.backends import FEW
+from support.backends import FEW, device_unless_few
 from support.control import Worker, all_results, held, wait_until
 from support.plain import PlainLoop, greedy
 
@@ -77,7 +77,7 @@ class TestPrefixes:
         engine.check_integrity()
 
 
-@pytest.mark.device
+@device_unless_few
 def test_preempted_requests_are_not_computed_again(make_engine: MakeEngine, loop: PlainLoop) -> None:
     """Each of 12 requests fits into the cells, but not four at their ends."""
     prompts = [tokens_of(60, i) for i in range(12)]
@@ -262,7 +262,7 @@ def test_tasks_on_one_prefix(make_engine: MakeEngine) -> None:
 
 
 class TestExact:
-    @pytest.mark.device
+    @device_unless_few
     def test_log_probabilities_are_bitwise_those_without_it(self, make_engine: MakeEngine) -> None:
         """Prompts that share prefixes of all lengths, one after another: in place, copied and loaded."""
         options = {"n_ubatch": 32, "n_batch": 64, "n_seq_max": 3}

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+T = TypeVar("T", bound=Callable[..., object])
 
 # The backend whose build is tested: set by nox. A software device computes a thousand times slower than the CPU itself.
 BACKEND = os.environ.get("LLAMAPIPE_TEST_BACKEND", "cpu")
 ON_DEVICE = BACKEND != "cpu"
 # CI's share on a software device: each path once instead of every combination of paths (LLAMAPIPE_DEVICE_TESTS=few).
 FEW = ON_DEVICE and os.environ.get("LLAMAPIPE_DEVICE_TESTS") == "few"
+
+
+def device_unless_few(test: T) -> T:
+    """Mark a test for devices that takes minutes on a software one, where it runs unless few are asked for."""
+    return test if FEW else pytest.mark.device(test)
+
+
 # The ways outputs can take: on a CPU the ring is host memory, and there is nothing to wait for.
 RINGS = ("events",) if FEW else ("events", "sync", "off") if ON_DEVICE else ("auto", "off")
 

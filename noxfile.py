@@ -310,16 +310,18 @@ def tsan(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Generate calls, damaged models and failing allocations in large numbers.
+    """Generate calls, damaged models, failing allocations and interrupts in large numbers.
 
     100,000 calls of the public methods; 50,000 damaged models, twice: of 7 and of all kinds; 400 allocations that
-    fail in each phase of a program.
+    fail in each phase of a program; an interrupt at every line while an engine is made.
     """
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")
     session.env.update(LLAMAPIPE_CALLS="100000", LLAMAPIPE_MUTANTS="50000", LLAMAPIPE_FAILING_CALLS="400")
-    files = ("process/test_generated_calls.py", "process/test_failing_calls.py", "gguf/test_gguf_fuzz.py")
-    _pytest(session, default=[f"tests/{name}" for name in files])
+    session.env["LLAMAPIPE_INTERRUPTED_LINES"] = "all"
+    files = ("generated_calls", "failing_calls", "interrupts")
+    default = [f"tests/process/test_{name}.py" for name in files]
+    _pytest(session, default=[*default, "tests/gguf/test_gguf_fuzz.py"])
 
 
 @nox.session

@@ -42,7 +42,7 @@ BODIES = {
 
 @contextmanager
 def server(model: str, *options: str) -> Iterator[tuple[int, int]]:
-    """A server in a process of its own, with its port and process id."""
+    """A server in another process, with its port and process id."""
     port = free_port()
     command = [sys.executable, "-m", "llamapipe", "serve", "-m", model, "--port", str(port), *options]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

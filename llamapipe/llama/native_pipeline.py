@@ -126,6 +126,8 @@ class NativePipeline(Owner):
             return ContextFullError(f"no KV cells are left for {what}")
         if code == lib.LP_ERROR_ABORTED:
             drain_log(self.native)
+            if self._closed:
+                return EngineClosedError("the pipeline was closed before the step was computed")
             return StepAbortedError("the step was aborted: all who waited for it gave up")
         if code == lib.LP_ERROR_CLOSED:
             return EngineClosedError(why)

@@ -12,6 +12,7 @@ import numpy as np
 
 from llamapipe.arguments import check_float
 from llamapipe.errors import EngineClosedError
+from llamapipe.host.at_exit import end_thread_at_exit
 from llamapipe.locks import Lock
 from llamapipe.native.load import last_error, native
 from llamapipe.native.owner import Owner
@@ -193,6 +194,7 @@ class StepOutput(Owner):
         lib, ffi = self._pipeline.native.lib, self._pipeline.native.ffi
         code = lib.lp_step_code(handle.native)
         if code != 0:
+            end_thread_at_exit()
             why = ffi.string(lib.lp_step_error(handle.native)).decode("utf-8", "replace")
             raise self._pipeline.error(code, why, self.n_tokens)
 

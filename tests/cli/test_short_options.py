@@ -83,6 +83,10 @@ def test_a_misspelt_command_or_variable(
     assert "commands: demo, generate" in said(capsys, "frobnicate")
     monkeypatch.setenv("LLAMAPIPE_API_KEY", "secret")
     assert "did you mean LLAMAPIPE_API_KEYS?" in said(capsys, "serve")
+    monkeypatch.delenv("LLAMAPIPE_API_KEY")
+    for name in ("LLAMAPIPE_CACHE_DIR", "LLAMAPIPE_TEST_BACKEND"):  # known elsewhere
+        monkeypatch.setenv(name, "cpu")
+    assert "LLAMAPIPE_" not in said(capsys, "serve", "--max-n", "0")
 
 
 def test_wrong_engine_options_are_wrong_usage_in_trace(capsys: pytest.CaptureFixture[str]) -> None:

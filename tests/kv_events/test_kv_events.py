@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,18 @@ def test_a_publisher_that_stands_still_does_not_delay_the_engine(make_engine: Ma
         check(engine, subscriber)
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets, whose paths have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="lp") as folder:
+        yield Path(folder)
+
+
 def test_a_closed_engine_holds_nothing_and_the_next_one_begins_anew(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, short_path: Path
 ) -> None:
-    address = f"ipc://{tmp_path}/events"
-    made = lp.KvEvents(address, f"ipc://{tmp_path}/replay", block_size=SIZE, topic="kv@here@tiny")
+    address = f"ipc://{short_path}/events"
+    made = lp.KvEvents(address, f"ipc://{short_path}/replay", block_size=SIZE, topic="kv@here@tiny")
     engine = make_engine(kv_events=made)
     assert engine.kv_events == made
     with Subscriber(made) as subscriber:

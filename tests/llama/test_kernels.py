@@ -53,7 +53,7 @@ def plain(path: Path) -> Iterator[lp.Model]:
 
 def product_bytes(path: Path) -> list[int]:
     """The sizes of a file's tensors that products use. A head that is tied to the table of embeddings is one."""
-    sizes = {one.name: int(one.n_bytes) for one in gguf.GGUFReader(path).tensors if len(one.shape) == 2}
+    sizes = {t.name: int(t.n_bytes) for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2}
     table = sizes.pop("token_embd.weight")
     sizes.setdefault("output.weight", table)
     return list(sizes.values())
@@ -109,7 +109,7 @@ def test_loads_at_the_same_time_get_what_they_ask_for(path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(load, wanted))
     n = len(product_bytes(path))
-    assert [("ggml", 0) if one == "ggml" else (found[0][0], n) for one in wanted] == found
+    assert [("ggml", 0) if kernels == "ggml" else (found[0][0], n) for kernels in wanted] == found
 
 
 def test_a_load_within_a_load_gets_what_it_asks_for(path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import linecache
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -168,14 +169,17 @@ def _is_idle(engine: lp.Engine) -> bool:
 def test_an_engine_that_is_half_made_leaves_nothing_behind(tiny: lp.Model, depth: int) -> None:
     """No context of the model and no thread of ours; what a native call had just returned is not seen here.
 
-    Most lines are the same at both depths: every second one is tried, the odd ones at one, the even ones at the other.
+    Most lines are the same at both depths: every second one is tried, the odd ones at one, the even ones at the other,
+    unless all are asked for.
     """
     before = dict(children_of(tiny))
     made: list[lp.Engine] = []
-    n = depth - 2
+    every = os.environ.get("LLAMAPIPE_INTERRUPTED_LINES") == "all"
+    step, first = (1, 1) if every else (2, depth)
+    n = first - step
     reached = True
     while reached:
-        n += 2
+        n += step
         reached = interrupted(
             n,
             lambda: made.append(lp.Engine(tiny, n_ctx=64, n_seq_max=1, n_threads=1, pipeline_depth=depth)),

@@ -468,7 +468,7 @@ def test_nothing_of_a_refused_request_waits_for_the_garbage_collector(client: ht
     """A conversation of 100,000 messages takes 30 MB; a dozen of them took 400 MB until the next collection."""
 
     def n_requests() -> int:
-        return sum(type(one) is ChatRequest for one in gc.get_objects())
+        return sum(type(found) is ChatRequest for found in gc.get_objects())
 
     gc.collect()
     gc.disable()

@@ -16,7 +16,7 @@ import xllamacpp
 
 
 def serve(model: str, template: str) -> Any:
-    """A server with a template of its own."""
+    """A server that renders with this template."""
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.warmup = model, 256, 1, False
     params.use_jinja, params.chat_template = True, template

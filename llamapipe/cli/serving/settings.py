@@ -67,8 +67,11 @@ def with_option_name(message: str) -> str:
 
 def _keys(path: Path | None) -> tuple[str, ...]:
     """The keys of the file and of the environment. A misspelt variable is an error, not a server without keys."""
+    prefix = "LLAMAPIPE_"
+    known = KEYS_VARIABLE.removeprefix(prefix)
     for name in os.environ:
-        if name.startswith("LLAMAPIPE_") and name != KEYS_VARIABLE and nearest(name, [KEYS_VARIABLE]):
+        # Without what all variables of llamapipe have in common, which would make any two of them alike.
+        if name.startswith(prefix) and name != KEYS_VARIABLE and nearest(name.removeprefix(prefix), [known]):
             raise UsageError(f"the variable {name} is unknown; did you mean {KEYS_VARIABLE}?")
     keys = os.environ.get(KEYS_VARIABLE, "").split(",")
     if path is not None:

@@ -158,7 +158,7 @@ class SamplingThreads:
             self._size -= size
             if not share.n_waiting and not share.n_running:
                 del self._shares[name]
-            waiting = (one.n_waiting for one in self._shares.values())
+            waiting = (share.n_waiting for share in self._shares.values())
             n_wakes = (
                 min(sum(waiting), len(self._threads)) if size else any(waiting)
             )  # several have room after a large one

@@ -15,26 +15,12 @@
 
 #include "products.hpp"
 #include "unpack.hpp"
+#include "vector32.hpp"
 
 namespace llamapipe::kernels {
 namespace {
 
-struct Vector {
-    using Int = __m256i;
-    static constexpr int kBytes = 32;
-    static Int load(const void *address) { return _mm256_loadu_si256((const __m256i *)address); }
-    static void store(void *address, Int v) { _mm256_storeu_si256((__m256i *)address, v); }
-    static Int bytes(int value) { return _mm256_set1_epi8((char)value); }
-    static Int bit_and(Int a, Int b) { return _mm256_and_si256(a, b); }
-    static Int bit_or(Int a, Int b) { return _mm256_or_si256(a, b); }
-    template <int n> static Int left(Int v) { return _mm256_slli_epi16(v, n); }
-    template <int n> static Int right(Int v) { return _mm256_srli_epi16(v, n); }
-    static Int look_up(const int8_t *table, Int codes) {
-        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)table)), codes);
-    }
-};
-
-inline __m256i load(const void *address) { return Vector::load(address); }
+inline __m256i load(const void *address) { return Vector32::load(address); }
 
 inline __m256i broadcast(const void *address) {
     int32_t bits;
@@ -155,10 +141,6 @@ inline void accumulate_with_minima(const Panel *panel, const Lines &w, const Row
     }
 }
 
-template <class Panel> constexpr int kOffset = 0;
-template <> constexpr int kOffset<PanelQ4_0> = 8;
-template <> constexpr int kOffset<PanelQ5_0> = 16;
-template <> constexpr int kOffset<PanelMXFP4> = 12;
 template <class Panel> constexpr bool kFiveBits = false;
 template <> constexpr bool kFiveBits<PanelQ5_0> = true;
 template <> constexpr bool kFiveBits<PanelQ5_1> = true;
@@ -208,7 +190,7 @@ struct Avx2 {
     static constexpr int kTile = 4;  // rows whose sums fit the registers
 
     template <class Panel> static void unpack(const Panel *panel, int n, Lines &out) {
-        kernels::unpack<Vector>(panel, n, out);
+        kernels::unpack<Vector32>(panel, n, out);
     }
     template <class Panel> static void unpack(const Panel *, int, InPlace &) {}
 

@@ -6,7 +6,7 @@
 #include "panels.hpp"
 
 #pragma GCC push_options
-// GCC 12 warns of its own intrinsics, which begin from undefined vectors.
+// GCC 12 warns about its intrinsics, which begin with undefined vectors.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")

@@ -9,29 +9,18 @@
 #pragma GCC target("avxvnni,avx2,fma,f16c")
 #include <immintrin.h>
 
+#include "vector32.hpp"
 #include "vnni.hpp"
 
 namespace llamapipe::kernels {
 namespace {
 
-struct Vector {
-    using Int = __m256i;
+struct Vector : Vector32 {
     using Float = __m256;
-    static constexpr int kBytes = 32;
-    static Int load(const void *address) { return _mm256_loadu_si256((const __m256i *)address); }
-    static void store(void *address, Int v) { _mm256_storeu_si256((__m256i *)address, v); }
-    static Int bytes(int value) { return _mm256_set1_epi8((char)value); }
     static Int set(int32_t value) { return _mm256_set1_epi32(value); }
-    static Int bit_and(Int a, Int b) { return _mm256_and_si256(a, b); }
-    static Int bit_or(Int a, Int b) { return _mm256_or_si256(a, b); }
     static Int bit_xor(Int a, Int b) { return _mm256_xor_si256(a, b); }
-    template <int n> static Int left(Int v) { return _mm256_slli_epi16(v, n); }
-    template <int n> static Int right(Int v) { return _mm256_srli_epi16(v, n); }
     template <int n> static Int left_32(Int v) { return _mm256_slli_epi32(v, n); }
     template <int n> static Int arithmetic_right(Int v) { return _mm256_srai_epi32(v, n); }
-    static Int look_up(const int8_t *table, Int codes) {
-        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)table)), codes);
-    }
     static Int dpbusd(Int sum, Int weights, Int activations) { return _mm256_dpbusd_avx_epi32(sum, weights, activations); }
     static Int dpwssd(Int sum, Int a, Int b) { return _mm256_dpwssd_avx_epi32(sum, a, b); }
     static Int add(Int a, Int b) { return _mm256_add_epi32(a, b); }

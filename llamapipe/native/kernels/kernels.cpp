@@ -6,12 +6,11 @@ namespace llamapipe::kernels {
 extern const Kernel kAvx2[], kAvxVnni[], kAvx512Vnni[];
 
 static const Kernel *level() {
-    const auto has = [](int bit) { return bit != 0; };
-    if (!has(__builtin_cpu_supports("avx2")) || !has(__builtin_cpu_supports("fma"))) return nullptr;
-    if (has(__builtin_cpu_supports("avx512vnni")) && has(__builtin_cpu_supports("avx512bw")) &&
-        has(__builtin_cpu_supports("avx512vl")) && has(__builtin_cpu_supports("avx512dq")))
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
         return kAvx512Vnni;
-    if (has(__builtin_cpu_supports("avxvnni"))) return kAvxVnni;
+    if (__builtin_cpu_supports("avxvnni")) return kAvxVnni;
     return kAvx2;
 }
 #endif

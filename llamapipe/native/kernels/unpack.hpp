@@ -12,6 +12,12 @@ alignas(16) constexpr int8_t kCodes[16] = {-127, -104, -83, -65, -49, -35, -22, 
 // Those of MXFP4's codes, doubled and 12 greater, so that they are unsigned.
 alignas(16) constexpr int8_t kCodesMXFP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
+// What is subtracted from a weight's byte.
+template <class Panel> constexpr int kOffset = 0;
+template <> constexpr int kOffset<PanelQ4_0> = 8;
+template <> constexpr int kOffset<PanelQ5_0> = 16;
+template <> constexpr int kOffset<PanelMXFP4> = 12;
+
 // 256 columns: line g has the columns 4 g .. 4 g + 3. They stay in the first-level cache while all rows of activations are
 // multiplied with them.
 struct Lines {

@@ -15,10 +15,6 @@
 namespace llamapipe::kernels {
 namespace {
 
-template <class Panel> constexpr int kOffset = 0;
-template <> constexpr int kOffset<PanelQ4_0> = 8;
-template <> constexpr int kOffset<PanelQ5_0> = 16;
-template <> constexpr int kOffset<PanelMXFP4> = 12;
 template <> constexpr int kOffset<PanelQ8_0> = 128;
 template <> constexpr int kOffset<PanelIQ4_NL> = 128;
 

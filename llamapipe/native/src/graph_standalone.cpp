@@ -1,30 +1,15 @@
 // Runs the sampling subgraph on given rows, without a model: for tests and benchmarks.
+#include "ggml_objects.hpp"
 #include "graph_sampler.hpp"
 #include "guard.hpp"
 #include "native_test.h"
 
-#include "ggml-alloc.h"
-
-#include <memory>
 #include <numeric>
 #include <stdexcept>
 
+using namespace lp::ggml_objects;
+
 namespace {
-
-template <auto release> struct Free {
-    template <typename T> void operator()(T * t) const { release(t); }
-};
-using Context = std::unique_ptr<ggml_context, Free<ggml_free>>;
-using Backend = std::unique_ptr<ggml_backend, Free<ggml_backend_free>>;
-using Buffer  = std::unique_ptr<ggml_backend_buffer, Free<ggml_backend_buffer_free>>;
-using Memory  = std::unique_ptr<ggml_gallocr, Free<ggml_gallocr_free>>;
-
-template <typename T> T made(T thing, const char * what) {
-    if (!thing) {
-        throw std::runtime_error(what);
-    }
-    return thing;
-}
 
 static_assert(sizeof(lp::GraphResult) == LP_GRAPH_RESULTS * sizeof(float));
 

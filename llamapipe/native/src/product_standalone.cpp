@@ -1,31 +1,17 @@
 // Computes products of weights with activations through ggml, without a model: for tests and benchmarks.
 #include "assertions.hpp"
+#include "ggml_objects.hpp"
 #include "guard.hpp"
 #include "native_test.h"
 #include "weight_buffer.hpp"
 
-#include "ggml-alloc.h"
-
 #include <chrono>
 #include <cstring>
-#include <memory>
 #include <stdexcept>
 
+using namespace lp::ggml_objects;
+
 namespace {
-
-template <auto release> struct Free {
-    template <typename T> void operator()(T * t) const { release(t); }
-};
-using Context = std::unique_ptr<ggml_context, Free<ggml_free>>;
-using Backend = std::unique_ptr<ggml_backend, Free<ggml_backend_free>>;
-using Buffer  = std::unique_ptr<ggml_backend_buffer, Free<ggml_backend_buffer_free>>;
-
-template <typename T> T made(T thing, const char * what) {
-    if (!thing) {
-        throw std::runtime_error(what);
-    }
-    return thing;
-}
 
 using Type = ggml_backend_buffer_type_t;
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -12,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.fakes import N_VOCAB, FakeContext, continuation
 from support.memory import cache_of
 
-from llamapipe.engine.scheduler.batch_plan import BatchPlan
+from llamapipe.engine.scheduler import scheduler as scheduler_module
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, Shift
 from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.worker.cell_keeper import CellKeeper
@@ -1240,6 +1243,134 @@ class TestFillers:
         assert bench.context.n_used == 0
 
 
+class TestNeighbours:
+    @pytest.mark.parametrize("n_slots", [8, 16])
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_requests_come_next_to_each_other_whatever_is_parked(self, n_slots: int, enabled: bool) -> None:
+        """After 100 requests that came and went in random order: no request ever adds a gap."""
+        cache = cache_of(n_slots, enabled, host_bytes=4000)
+        chance = random.Random(n_slots)
+        running: list[Request] = []
+
+        def come() -> None:
+            before = n_runs([r.slot for r in running])
+            tokens = prompt_of(40, chance.randrange(12))[: chance.randrange(1, 40)]
+            request = Request([*tokens, *prompt_of(chance.randrange(1, 40), chance.randrange(99))], 5)
+            found = cache.find(request)
+            found.leader = None
+            if found.cells is None:
+                found.n = 0
+            found.n = min(found.n, 0 if found.cells is None else found.cells.n)
+            cache.place(request, found)
+            cache.check_integrity()
+            request.n_past = len(request.tokens)
+            running.append(request)
+            assert n_runs([r.slot for r in running]) <= max(before, 1)
+
+        def go() -> None:
+            cache.leave(running.pop(chance.randrange(len(running))))
+            cache.check_integrity()
+
+        for _ in range(100):
+            while running and (len(running) == n_slots or chance.random() < 0.6):
+                go()
+            come()
+        for n in (1, 2, 4, 8, n_slots):
+            while running:
+                go()
+            for _ in range(n):
+                come()
+            slots = [r.slot for r in running]
+            assert max(slots) - min(slots) == n - 1
+
+
+def n_runs(slots: list[int]) -> int:
+    """How many runs of consecutive numbers there are."""
+    return sum(slot - 1 not in slots for slot in slots)
+
+
+class TestClosingGaps:
+    """Gaps that stay between decoding requests are closed, on a CPU with per-sequence KV."""
+
+    def bench(self, n_slots: int = 8, **options: Any) -> Bench:
+        options = {"padding_token": PADDING, "prefill_cutoff": 16, "n_ubatch": 32, **options}
+        return Bench(n_slots, **options)
+
+    def left(self, bench: Bench, keep: set[int], n_slots: int = 8, **options: Any) -> list[Request]:
+        """The requests in these slots, when those of all others have ended after their first token."""
+        requests = [bench.add(max_tokens=40 if i in keep else 1, **options) for i in range(n_slots)]
+        bench.step()
+        return [requests[i] for i in sorted(keep)]
+
+    def test_two_far_apart_become_neighbours(self) -> None:
+        bench = self.bench()
+        a, b = self.left(bench, {0, 7})
+        # Two steps cost six gaps each.
+        assert [plan.seq_ids for plan in bench.steps(4)] == [[0, 7], [0, 7], [0, 1], [0, 1]]
+        bench.run()
+        assert_done(a, b)
+
+    def test_the_fewest_cells_are_moved(self) -> None:
+        bench = self.bench()
+        self.left(bench, {0, 3, 4, 6})
+        plans = bench.steps(4)
+        assert [plan.seq_ids for plan in plans] == [[0, 1, 2, 3, 4, 5, 6]] * 3 + [[3, 4, 5, 6]]
+
+    def test_it_is_not_done_for_more_cells_than_the_gaps_have_cost(self) -> None:
+        bench = self.bench(n_slots=3, n_ctx=4096, n_batch=8192, n_ubatch=8192)
+        a = bench.add(n_prompt=2000, max_tokens=40)
+        bench.add(max_tokens=1)
+        c = bench.add(n_prompt=2500, max_tokens=40)
+        bench.step()
+        plans = bench.steps(12)
+        # A gap a step; 2,000 cells are worth ten, and a few more for the tokens generated meanwhile.
+        assert [len(plan.padding) for plan in plans] == [1] * 11 + [0]
+        assert (a.slot, c.slot) == (1, 2)
+        bench.run()
+        assert_done(a, c, n_ctx=4096)
+
+    def test_a_gap_that_new_requests_fill_is_not_closed(self) -> None:
+        bench = self.bench(n_slots=3)
+        requests = [bench.add(max_tokens=n) for n in (60, 1, 60)]
+        for _ in range(12):
+            bench.steps(2)
+            requests.append(bench.add(max_tokens=1))
+        assert (requests[0].slot, requests[2].slot) == (0, 2)
+        bench.run()
+        assert_done(*requests)
+
+    def test_paused_requests_stay_where_they_are(self) -> None:
+        bench = self.bench()
+        requests = [bench.add(max_tokens=30, token_budget=UNLIMITED if i in (0, 7) else 1) for i in range(8)]
+        bench.steps(6)
+        assert [r.slot for r in requests] == list(range(8))  # there is no slot to move to
+        for request in requests[5:7]:
+            bench.scheduler.cancel(request)
+        bench.steps(3)
+        assert [r.slot for r in requests[:5]] == [6, 1, 2, 3, 4] and requests[7].slot == 7
+        for request in requests[1:5]:
+            bench.allow(request, 99)
+        bench.run()
+        assert_done(*requests[:5], requests[7])
+
+    @pytest.mark.parametrize("options", [{"padding_token": None}, {"prefill_cutoff": None}])
+    def test_not_where_gaps_cost_less(self, options: dict[str, Any]) -> None:
+        bench = self.bench(**options)
+        a, b = self.left(bench, {0, 7})
+        bench.steps(20)
+        assert (a.slot, b.slot) == (0, 7)
+        bench.run()
+        assert_done(a, b)
+
+    def test_a_sequence_that_is_to_be_shifted_is_not_moved_before(self) -> None:
+        bench = self.bench()
+        a, b = self.left(bench, {0, 7})
+        bench.steps(2)
+        bench.scheduler.cache.memory_ops.append(Shift(7, 0, 0))
+        bench.scheduler.plan()
+        assert (a.slot, b.slot) == (0, 7)
+
+
 class TestRecompute:
     def test_a_memory_that_forgets_all_is_filled_again(self) -> None:
         bench = Bench(recurrent=True)
@@ -1378,13 +1509,14 @@ class Machine(RuleBasedStateMachine):
     """Random events in random order; every request gets what it would have got alone."""
 
     @initialize(
-        n_slots=st.integers(1, 4),
+        n_slots=st.integers(1, 6),
         n_ctx=st.integers(6, 24),
         scarcity=st.none() | st.integers(0, 24),
         n_batch=st.integers(4, 20),
         n_ubatch=st.integers(1, 20),
         kind=st.sampled_from(["unified", "streams", "recurrent"]),
         prefill_cutoff=st.none() | st.integers(1, 10),
+        least_gaps=st.integers(1, 8),
     )
     def start(
         self,
@@ -1395,7 +1527,10 @@ class Machine(RuleBasedStateMachine):
         n_ubatch: int,
         kind: str,
         prefill_cutoff: int | None,
+        least_gaps: int,
     ) -> None:
+        self.least_gaps = patch.object(scheduler_module, "_LEAST_GAPS", least_gaps)
+        self.least_gaps.start()
         self.n_ctx = n_ctx
         n_cells = (
             min(n_ctx + scarcity, n_ctx * n_slots) if scarcity is not None and kind == "unified" else None
@@ -1514,6 +1649,7 @@ class Machine(RuleBasedStateMachine):
         """Whatever happened before, everyone who is still there gets to the end of it."""
         if not hasattr(self, "callers"):
             return
+        self.least_gaps.stop()
         for _ in range(400):
             if not self.live:
                 break

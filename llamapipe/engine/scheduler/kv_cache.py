@@ -261,17 +261,26 @@ class KvCache:
             self._tree.insert(cells, request.tokens, request.cache_key)
 
     def _choose(self, source: Cells | None) -> int:
-        """A free slot. Running requests are kept close together: gaps between their slots cost time."""
-        n_running = self.n_slots - len(self._free)
-        near = [slot for slot in self._free if slot <= n_running or n_running == 0]
+        """A free slot next to a taken one, between two if there is one: gaps between running requests cost time."""
+        free = set(self._free)
+        taken = [slot for slot in range(self.n_slots) if slot not in free]
+        near = [slot for slot in free if not taken or slot - 1 in taken or slot + 1 in taken]
+        if taken:
+            near = [slot for slot in near if taken[0] < slot < taken[-1]] or near
         if source is not None and source.slot in near and source.request is None:
             return source.slot
         empty = [slot for slot in near if slot not in self._parked]
-        if empty:
-            return min(empty)
-        if n_running == 0:
-            return next(iter(self._parked))
-        return self._free[0]
+        return min(empty) if empty else next(slot for slot in self._parked if slot in near)
+
+    def move(self, request: Request, slot: int) -> None:
+        """Moves a running request and its cells to a free slot. What is parked there is saved or dropped."""
+        assert request.cells is not None
+        self._take(slot)
+        if slot in self._parked:
+            self._evict(slot)
+        self.memory_ops += [Copy(request.slot, slot, request.n_past), Remove(request.slot, 0)]
+        heappush(self._free, request.slot)
+        request.slot = request.cells.slot = slot
 
     def _take(self, slot: int) -> None:
         if self._free[0] == slot:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamapipe.engine.scheduler.batch_builder import BatchBuilder
-from llamapipe.engine.scheduler.batch_plan import BatchPlan
+from llamapipe.engine.scheduler.batch_plan import BatchPlan, Shift
 from llamapipe.engine.scheduler.kv_cache import KvCache
 from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
 from llamapipe.engine.scheduler.overflow import Overflow
@@ -22,6 +22,10 @@ from llamapipe.engine.scheduler.waiting import Waiting
 from llamapipe.errors import NoToken
 
 _LATER = int(NoToken.LATER)  # looked at in every step
+# Gaps between decoding requests, added up over steps, before they are closed: new requests may fill them.
+_LEAST_GAPS = 8
+# A padding token takes as long as moving so many cells, with a model whose tokens are cheap; with others, longer.
+_CELLS_PER_GAP = 200
 
 
 class Scheduler:
@@ -71,6 +75,9 @@ class Scheduler:
         self.unsettled: list[Request] = []
         self._last: BatchPlan | None = None  # the last plan, if the next step may repeat it
         self._n_moves = 0  # Running.n_moves when it was made
+        # Whether gaps between decoding requests cost more than closing them: not where a step reads all weights anyway.
+        self._closes_gaps = padding_token is not None and prefill_cutoff is not None
+        self._n_gaps = 0  # those of all steps since there were none
 
     def __repr__(self) -> str:
         return f"<Scheduler {self._waiting!r} {self._running!r} {self.cache!r}>"
@@ -247,12 +254,16 @@ class Scheduler:
             return None
         if self._scarce:
             self._make_room()
+        if self._n_gaps >= _LEAST_GAPS:
+            self._close_gaps()
         last, self._last = self._last, None
         if last is not None and self._n_moves == running.n_moves and self.batch_builder.n_micro_batches == 1:
             last.repeats = last.in_flight = True
+            self._count_gaps(last)
             return last
         self._n_moves = running.n_moves
         plan = self.batch_builder.plan(running, self.cache.parked)
+        self._count_gaps(plan)
         return plan if plan.tokens else None  # none: all requests are in steps in flight
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
@@ -408,6 +419,46 @@ class Scheduler:
         return preempted is not None
 
     # ---- slots and cells
+    def _count_gaps(self, plan: BatchPlan) -> None:
+        """Counts what gaps between the slots of decoding requests cost; padded or not."""
+        if self._closes_gaps and plan.n_decode and self.batch_builder.n_micro_batches == 1:
+            first, last = plan.seq_ids[0], self._running.decoding[-1].slot
+            n = last - first + 1 - plan.n_decode
+            n -= sum(first < request.slot < last for request in self._running.prefilling)
+            self._n_gaps = self._n_gaps + n if n else 0
+
+    def _close_gaps(self) -> None:
+        """Moves decoding requests to neighbouring slots, when the gaps have cost about as much as that."""
+        running, cache = self._running, self.cache
+        decoding = running.decoding
+        if (
+            not decoding
+            or running.prefilling
+            or any(r.batch_plan is not None and r.batch_plan.in_flight for r in decoding)
+            # Cells that are to be shifted are rotated by the next step; a copy would miss that.
+            or any(isinstance(op, Shift) for op in cache.memory_ops)
+        ):
+            return
+        # Paused requests keep their slots. Of all n slots that the n requests could have, those which are closest
+        # together, then those to which the fewest cells are moved, or saved to make room.
+        n_cells = {r.slot: r.n_past for r in decoding}
+        slots, n = sorted(cache.free.union(n_cells)), len(decoding)
+
+        def cost(chosen: Sequence[int]) -> tuple[int, int]:
+            n_moved = sum(n_cells[slot] for slot in n_cells.keys() - chosen)
+            n_saved = sum(cache.parked[slot].n for slot in cache.parked.keys() & chosen)
+            return chosen[-1] - chosen[0], n_moved + n_saved
+
+        best = min((slots[begin : begin + n] for begin in range(len(slots) - n + 1)), key=cost)
+        if self._n_gaps * _CELLS_PER_GAP < cost(best)[1]:
+            return
+        self._n_gaps = 0
+        targets = [slot for slot in best if slot not in n_cells]
+        for request in [r for r in decoding if r.slot not in best]:
+            running.take(request)
+            cache.move(request, targets.pop())
+            running.add(request)
+
     def _preempt_least(self) -> Request | None:
         """Preempts the request that paused first, else the newest. None if only one has a slot."""
         least = self._running.least()

@@ -292,6 +292,13 @@ MODEL = [
         "what computes matrix products on the CPU: auto, llamapipe where it has kernels, or ggml",
     ),
     Option(
+        "packed_cache",
+        str,
+        "FOLDER",
+        "keep packed weights in this folder, so that later starts map them and processes share them; auto: in the "
+        "user's cache; off: nowhere (default)",
+    ),
+    Option(
         "rpc", str, "HOST:PORT", "place layers on this `llamapipe rpc-worker`, too (repeatable)", repeats=True
     ),
 ]

@@ -304,7 +304,7 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
 
     worker = Worker(args.worker)
     options: dict[str, Any] = {} if args.worker.devices is None else {"devices": args.worker.devices}
-    if args.worker.own_weights:
+    if args.worker.own_weights and getattr(args, "packed_cache", "off") == "off":
         options["use_mmap"] = False
     try:
         with _served(args, **options) as (engine, embedder):

@@ -27,6 +27,7 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.usage.parser import CommandParser
 from llamapipe.gguf.fingerprint import fingerprint
+from llamapipe.host.cache_folder import cache_folder
 
 _DESCRIPTION = "Run a worker for NVIDIA Dynamo. Without -m, use the bundled model."
 _EPILOG = """\
@@ -134,9 +135,7 @@ def default_folder(file: Path, chat_template: str | None) -> Path:
 
     It remains after the worker exits: a frontend may read it for another worker of the same model.
     """
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
     key = fingerprint(file)
     if chat_template is not None:
         key += Path(chat_template).read_bytes()
-    return cache / "llamapipe" / "tokenizers" / hashlib.blake2b(key, digest_size=16).hexdigest()
+    return cache_folder() / "tokenizers" / hashlib.blake2b(key, digest_size=16).hexdigest()

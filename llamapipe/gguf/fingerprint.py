@@ -7,6 +7,7 @@ from pathlib import Path
 
 N_BYTES = 16
 _HEAD_BYTES = 16 * 2**20  # metadata, vocabulary and the list of tensors
+_CHUNK_BYTES = 2**20
 _N_SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -22,7 +23,8 @@ def fingerprint(path: Path) -> bytes:
         from hashlib import blake2b
 
         digest = blake2b(size.to_bytes(8, "little"), digest_size=N_BYTES)
-        digest.update(file.read(_HEAD_BYTES))
+        for _ in range(_HEAD_BYTES // _CHUNK_BYTES):
+            digest.update(file.read(_CHUNK_BYTES))
         for i in range(1, _N_SAMPLES + 1):
             file.seek(max(size - _SAMPLE_BYTES, 0) * i // _N_SAMPLES)
             digest.update(file.read(_SAMPLE_BYTES))

@@ -63,6 +63,11 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None, packin
     return handle
 
 
+def is_loading() -> bool:
+    """Whether this thread is in a load, so that a function for its progress is running."""
+    return getattr(_current, "load", None) is not None
+
+
 @contextmanager
 def mapping_guard(module: Any, path: Path, files: Sequence[Path] = ()) -> Iterator[None]:
     """Raises ModelLoadError at the end if a mapped file was truncated meanwhile, instead of ending the process.

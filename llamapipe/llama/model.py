@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
-from llamapipe.llama.loading import Progress, load, mapping_guard
+from llamapipe.llama.loading import Progress, is_loading, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.native.load import native
@@ -63,7 +64,7 @@ def demo_model_path() -> Path:
 # The options of ``Model``, for error messages.
 MODEL_OPTIONS = frozenset(
     "n_gpu_layers devices split_mode main_gpu tensor_split use_mmap use_mlock vocab_only chat_template rpc "
-    "tool_calls kernels".split()
+    "tool_calls kernels packed_cache".split()
 )
 
 
@@ -80,7 +81,9 @@ class Model(Owner):
     ``tool_calls``: with ``"lenient"``, an answer that consists of calls of tools as plain JSON is read as these; with
     ``"strict"``, only what the chat template marks as a call. ``kernels``: with ``"auto"``, weights on the CPU that
     llamapipe has matrix products for are packed for these, which takes as much memory as the file has of them, unless
-    less than the file's size is free; with ``"ggml"``, ggml computes all products.
+    less than the file's size is free; with ``"ggml"``, ggml computes all products. ``packed_cache``: a folder where
+    packed weights are kept, as large as these; True or ``"auto"`` for the user's cache, None, False or ``"off"`` for
+    none. The first load writes a file there, later ones map it, which is faster, and processes share its memory.
 
     Sizes are attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
     ``n_swa``: tokens that a layer with a sliding window attends to, 0 without such layers. ``is_recurrent``: the model
@@ -88,6 +91,7 @@ class Model(Owner):
     engines refuse such models. ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
     ``kernels``: what computes the products of packed weights, such as ``"avx2"``, or ``"ggml"`` if none are packed;
     ``n_packed_tensors``: these weights' number; ``packed_bytes``: the memory they take, which is not part of the file.
+    ``packed_file``: the file in ``packed_cache`` that they are mapped from, or None.
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
@@ -116,6 +120,7 @@ class Model(Owner):
         rpc: Sequence[str] | None = None,
         tool_calls: Literal["lenient", "strict"] = "lenient",
         kernels: Literal["auto", "ggml"] = "auto",
+        packed_cache: str | os.PathLike[str] | bool | None = None,
     ) -> None:
         self._handle: Any = None
         self._workers: Workers | None = None
@@ -135,6 +140,17 @@ class Model(Owner):
         self.vocab_only = check_flag("vocab_only", vocab_only)
         self.tool_calls = check_choice("tool_calls", tool_calls, ("lenient", "strict"))
         wanted = check_choice("kernels", kernels, ("auto", "ggml"))
+        folder = _packed_folder(packed_cache)
+        if folder is not None:
+            for name, value, is_wrong in (
+                ("kernels", kernels, wanted == "ggml"),
+                ("use_mmap", use_mmap, not mapped),
+                ("use_mlock", use_mlock, locked),
+            ):
+                if is_wrong:
+                    raise ValueError(
+                        f"packed_cache maps packed weights, which {name}={value!r} does not allow"
+                    )
         self._given_template = None if chat_template is None else template_text(chat_template)
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
@@ -171,27 +187,56 @@ class Model(Owner):
             keep = [device_list(ffi, devices, far), shares]
             params.devices, params.tensor_split = keep
             self.devices = used_devices(devices, n_layers, far)
-            self._load(info, params, progress, wanted == "auto")
+            self._load(info, params, progress, wanted == "auto", folder)
             self._read_sizes()
             self._check_rope(info)
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
 
-    def _load(self, info: GgufInfo, params: Any, progress: Progress | None, packs: bool) -> None:
-        failure = None
-        ffi, lib = self._native.ffi, self._native.lib
+    def _load(
+        self, info: GgufInfo, params: Any, progress: Progress | None, packs: bool, folder: Path | None
+    ) -> None:
+        lib, ffi = self._native.lib, self._native.ffi
         packs = packs and info.architecture not in _READ_AS_ROWS and lib.lp_kernels_level() != ffi.NULL
-        if packs and (free := free_memory()) is not None and info.size_bytes > free:
-            logging.getLogger("llamapipe").warning(
-                "%s has %.1f GiB, and %.1f GiB are free: it is not packed for llamapipe's kernels; "
-                "kernels='ggml' avoids this warning",
-                self.path.name,
-                info.size_bytes / 2**30,
-                free / 2**30,
-            )
-            packs = False
-        packing = ffi.new("lp_packing *", {"n_threads": usable_cores()}) if packs else ffi.NULL
+        with ExitStack() as stack:
+            cache = None
+            if packs and folder is not None and not self.vocab_only:
+                from llamapipe.llama.packed_cache import PackedFile
+
+                # A load in a progress function must not wait for the one that called it.
+                cache = stack.enter_context(PackedFile(folder, info, may_wait=not is_loading()))
+            is_found = cache is not None and cache.is_found
+            packs = packs and (is_found or self._fits_memory(info))
+            packing = ffi.NULL
+            if packs:
+                packing = ffi.new("lp_packing *", {"n_threads": usable_cores(), "fd": -1})
+            if cache is not None and is_found:
+                packing.fd, packing.offset = cache.fd, cache.offset
+                packing.n_in_file, packing.layout_in_file = cache.n_bytes, cache.layout
+            self._load_file(info, params, progress, packing)
+            self.n_packed_tensors: int = packing.n_tensors if packs else 0
+            self.packed_bytes: int = packing.n_bytes if packs else 0
+            if cache is not None and self.n_packed_tensors and not packing.is_mapped:
+                cache.write(self._native, packing)
+            self.packed_file: Path | None = cache.path if cache is not None and packing.is_mapped else None
+        self.kernels: str = ffi.string(lib.lp_kernels_level()).decode() if self.n_packed_tensors else "ggml"
+
+    def _fits_memory(self, info: GgufInfo) -> bool:
+        free = free_memory()
+        if free is None or info.size_bytes <= free:
+            return True
+        logging.getLogger("llamapipe").warning(
+            "%s has %.1f GiB, and %.1f GiB are free: it is not packed for llamapipe's kernels; "
+            "kernels='ggml' avoids this warning",
+            self.path.name,
+            info.size_bytes / 2**30,
+            free / 2**30,
+        )
+        return False
+
+    def _load_file(self, info: GgufInfo, params: Any, progress: Progress | None, packing: Any) -> None:
+        failure = None
         try:
             with mapping_guard(self._native, self.path, [stamp.path for stamp in info.stamps]):
                 self._handle = load(self._native, self.path, params, progress, packing)
@@ -203,9 +248,6 @@ class Model(Owner):
             ) from failure
         if failure is not None:
             raise failure
-        self.n_packed_tensors: int = packing.n_tensors if packs else 0
-        self.packed_bytes: int = packing.n_bytes if packs else 0
-        self.kernels: str = ffi.string(lib.lp_kernels_level()).decode() if self.n_packed_tensors else "ggml"
 
     def _read_sizes(self) -> None:
         lib = self._native.lib
@@ -495,6 +537,27 @@ class Model(Owner):
                 stacklevel=2,
                 source=self,
             )
+
+
+def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
+    """The folder that ``packed_cache`` means; None for none. Raises TypeError, ValueError."""
+    if value is None or value is False or value == "off":
+        return None
+    if value is not True and value != "auto":
+        try:
+            if folder := os.fspath(value):
+                return path_of(folder)
+        except TypeError:
+            raise TypeError(
+                f"packed_cache must be a folder, True, False or None, not {type(value).__name__}"
+            ) from None
+        raise ValueError("packed_cache is empty; it must be a folder, 'auto' or 'off'")
+    from llamapipe.host.cache_folder import cache_folder
+
+    try:
+        return cache_folder() / "packed"
+    except RuntimeError as error:  # there is no home folder
+        raise ValueError(f"packed_cache: {error}; give a folder") from None
 
 
 def template_text(given: str | os.PathLike[str]) -> str:

@@ -170,6 +170,7 @@ class TestCommandLine:
             _address(parser().parse_args(["--endpoint", "dyn://a.b"]))
 
     def test_workers_of_a_model_share_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("LLAMAPIPE_CACHE_DIR", raising=False)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         template = tmp_path / "template.jinja"
         template.write_text("{{ messages }}")

@@ -24,17 +24,27 @@ int          lp_log_next(char * text, int n_bytes, int * level);  // the oldest 
 // ---- our kernels (kernels/weight_buffer.hpp says what they do)
 const char * lp_kernels_level(void);    // the CPU level, such as "avx2"; NULL where ggml's are used for everything
 const char * lp_kernels_problem(void);  // why ggml's are used for everything; NULL if ours can be used
-// What a load shall pack for our kernels, on how many threads; and what it has packed.
+// What a load shall pack for our kernels, on how many threads; and what it has packed. A file that holds the same weights,
+// packed, is mapped instead: `fd` (negative: there is none), from `offset` on, a multiple of the page size.
 typedef struct {
-    int     n_threads;
-    int     n_tensors;
-    int64_t n_bytes;  // of anonymous memory
+    int      n_threads;
+    int      fd;
+    int64_t  offset, n_in_file;
+    uint64_t layout_in_file;
+    int      n_tensors;
+    int64_t  n_bytes;  // of packed weights
+    void *   data;     // a buffer with all of them that can be in a file, as long as the model lives; NULL: none
+    int64_t  n_data;
+    uint64_t layout;  // which tensors are in that buffer, and in which form
+    bool     is_mapped;
 } lp_packing;
 
 // ---- backends, model, vocabulary (model.cpp)
 int                  lp_load_backends(const char * folder);  // number of devices known afterwards
 bool                 lp_load_backend(const char * path);      // one backend module; the log says why it was refused
 struct llama_model * lp_model_load(const char * path, const struct llama_model_params * params, lp_packing * packing);  // NULL: ggml's kernels
+// Replaces packed weights by a mapping of a file with the same bytes; false: that is not possible, and nothing has changed.
+bool lp_packing_map(lp_packing * packing, int fd, int64_t offset);
 int lp_tokenize(const struct llama_vocab * vocab, const char * text, int n_bytes, int32_t * tokens, int n_max,
                 bool add_special, bool parse_special);
 int lp_detokenize(const struct llama_vocab * vocab, const int32_t * tokens, int n_tokens, char * text, int n_max,

@@ -3,7 +3,9 @@
 // 1. `install` puts the type at the head of the list of CPU weight buffers. llama.cpp copies that list once per process.
 // 2. A model is loaded. For each weight llama.cpp asks `supports_op`, with the operation the weight is for and a buffer of 0
 //    bytes. We take weights of matrix products that `find` has a kernel for, if the loading thread has a PackingScope.
-// 3. `set_tensor` packs a weight, and lets go of the pages of the file that it was read from.
+// 3. `init_tensor` notes what a buffer will hold. `set_tensor` packs a weight, and lets go of the pages of the file that it was
+//    read from. If the load was given a file in which the buffer's weights are packed already, it is mapped, and nothing is
+//    packed.
 // 4. A graph is planned and computed. ggml asks `get_tensor_traits` for each operation and calls `work_size` and
 //    `compute_forward` for ours, the latter on all of its threads. Nobody else may read packed weights: the buffer says that it
 //    is not host memory, and refuses to be read.
@@ -45,6 +47,10 @@ namespace llamapipe::kernels {
 namespace {
 
 constexpr int known_interface = 3;  // of ggml's backends; ask again what has changed before this is increased
+
+// Increase it if panels are arranged otherwise in a buffer, so that files of packed weights are written again. `layout_of_panels`
+// notices by itself if the panels change.
+constexpr uint64_t layout_version = 1;
 
 constexpr size_t alignment       = 64;
 constexpr size_t huge_page_bytes = 2u << 20;
@@ -332,9 +338,55 @@ struct BufferType : ggml::cpu::extra_buffer_type {
 
 // ---- buffers
 
+// A hash (FNV-1a): it tells files apart that differ by chance, not by intent.
+class Hash {
+public:
+    void add(const void * data, size_t size) {
+        for (size_t i = 0; i < size; i++) {
+            value_ = (value_ ^ ((const uint8_t *) data)[i]) * 0x100000001b3;
+        }
+    }
+    template <typename T> void add(T value) { add(&value, sizeof value); }
+
+    uint64_t value() const { return value_; }
+
+private:
+    uint64_t value_ = 0xcbf29ce484222325;
+};
+
+// What all types are packed to, as a number: the hash of the panels of some bytes.
+uint64_t layout_of_panels() {
+    static const uint64_t layout = [] {
+        constexpr int64_t n_columns = 512;
+        Hash              hash;
+        hash.add(layout_version);
+        for (int type = 0; type < GGML_TYPE_COUNT; type++) {
+            const Kernel * kernel = find((ggml_type) type, n_columns, kPanelRows);
+            if (!kernel) {
+                continue;
+            }
+            const size_t      row_bytes = ggml_row_size((ggml_type) type, n_columns);
+            std::vector<char> rows(kPanelRows * row_bytes), panel(kernel->panel_bytes(n_columns));
+            uint32_t          state = 1;
+            for (char & byte : rows) {
+                state = state * 1664525 + 1013904223;
+                byte  = (char) (state >> 24);
+            }
+            kernel->pack(rows.data(), row_bytes, n_columns, panel.data());
+            hash.add(type);
+            hash.add(panel.data(), panel.size());
+        }
+        return hash.value();
+    }();
+    return layout;
+}
+
 struct Memory {
-    void * base;
-    size_t size;
+    void *    base;
+    size_t    size;
+    Packing * packing;  // of the load that allocated it, and only during it
+    Hash      layout    = {};
+    bool      is_mapped = false;
 };
 
 Memory * memory_of(ggml_backend_buffer_t buffer) { return (Memory *) buffer->context; }
@@ -360,6 +412,31 @@ void * map_memory(size_t size) {
 #endif
     }
     return found;
+}
+
+ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
+    if (!tensor->view_src) {
+        Hash & layout = memory_of(buffer)->layout;
+        layout.add(tensor->name, strlen(tensor->name) + 1);
+        layout.add(tensor->type);
+        layout.add(tensor->ne, sizeof tensor->ne);
+        layout.add((uint64_t) ((char *) tensor->data - (char *) memory_of(buffer)->base));
+        layout.add((uint64_t) Weights(tensor).bytes());
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+// Once all tensors are known, and before the first is set: maps the file that the load was given, if it has these tensors.
+void use_file(Memory & memory) {
+    Packing & packing = *memory.packing;
+    memory.packing    = nullptr;
+    packing.data      = memory.base;
+    packing.n_data    = (int64_t) memory.size;
+    packing.layout    = memory.layout.value();
+    const PackedFile & file = packing.file;
+    if (file.fd >= 0 && file.n_bytes == packing.n_data && file.layout == packing.layout) {
+        memory.is_mapped = packing.is_mapped = map_file(memory.base, packing.n_data, file.fd, file.offset);
+    }
 }
 
 void free_buffer(ggml_backend_buffer_t buffer) {
@@ -426,12 +503,18 @@ void pack(const Weights & weights, const ggml_tensor * tensor, const char * data
     }
 }
 
-void set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     const Weights weights(tensor);
     GGML_ASSERT(weights.kernel && tensor->view_src == nullptr && "only whole weights can be packed");
     // llama.cpp sets tensors of buffers like this one as a whole, whether it maps or reads the file.
     GGML_ASSERT(offset == 0 && size == ggml_nbytes(tensor) && "weights can only be packed at once");
-    pack(weights, tensor, (const char *) data, t_packing ? t_packing->n_threads : 1);
+    Memory & memory = *memory_of(buffer);
+    if (memory.packing) {
+        use_file(memory);
+    }
+    if (!memory.is_mapped) {
+        pack(weights, tensor, (const char *) data, t_packing ? t_packing->n_threads : 1);
+    }
     release_pages(data, size);
     if (t_packing) {
         t_packing->n_tensors++;
@@ -447,21 +530,32 @@ void memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t, size_t,
     GGML_ABORT("%s: packed weights cannot be changed", tensor->name);
 }
 
-void clear(ggml_backend_buffer_t buffer, uint8_t value) { memset(memory_of(buffer)->base, value, memory_of(buffer)->size); }
+void clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    GGML_ASSERT(!memory_of(buffer)->is_mapped && "packed weights of a file cannot be changed");
+    memset(memory_of(buffer)->base, value, memory_of(buffer)->size);
+}
 
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
-    void * base = map_memory(std::max<size_t>(size, 1));
+    const size_t n_bytes = std::max<size_t>(size, 1);
+    void *       base    = map_memory(n_bytes);
     if (!base) {
         return nullptr;
+    }
+    Memory * memory = new Memory{ base, n_bytes, nullptr };
+    if (size > 0 && t_packing && !t_packing->has_buffer) {
+        memory->packing       = t_packing;
+        t_packing->has_buffer = true;
+        memory->layout.add(layout_of_panels());
     }
     ggml_backend_buffer_i functions = {};
     functions.free_buffer           = free_buffer;
     functions.get_base              = get_base;
+    functions.init_tensor           = init_tensor;
     functions.set_tensor            = set_tensor;
     functions.get_tensor            = get_tensor;
     functions.memset_tensor         = memset_tensor;
     functions.clear                 = clear;
-    return ggml_backend_buffer_init(type, functions, new Memory{ base, std::max<size_t>(size, 1) }, size);
+    return ggml_backend_buffer_init(type, functions, memory, size);
 }
 
 size_t get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
@@ -540,6 +634,23 @@ bool have(ggml_type type, int64_t n_columns, int64_t n_rows) {
 }
 
 const char * level() { return install() ? nullptr : find_level(); }
+
+bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset) {
+    const size_t n = (size_t) n_bytes;
+    // Elsewhere first: a mapping that fails may leave a hole in place of the weights.
+    void * found = mmap(nullptr, n, PROT_READ, MAP_SHARED, fd, (off_t) offset);
+    if (found == MAP_FAILED) {
+        return false;
+    }
+    munmap(found, n);
+    if (mmap(data, n, PROT_READ, MAP_SHARED | MAP_FIXED, fd, (off_t) offset) != data) {
+        GGML_ABORT("packed weights cannot be mapped: %s", strerror(errno));
+    }
+#ifdef MADV_POPULATE_READ
+    madvise(data, n, MADV_POPULATE_READ);
+#endif
+    return true;
+}
 
 PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_packing = packing; }
 

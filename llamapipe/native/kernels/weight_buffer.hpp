@@ -17,12 +17,30 @@ const char * level();
 // Whether a matrix of weights would be packed.
 bool have(ggml_type type, int64_t n_columns, int64_t n_rows);
 
+// Packed weights in a file: those of one buffer, in its order.
+struct PackedFile {
+    int      fd     = -1;  // negative: there is no file
+    int64_t  offset = 0, n_bytes = 0;
+    uint64_t layout = 0;  // which tensors these are, and in which form
+};
+
 // What the models that a thread loads shall pack, and what they have packed.
 struct Packing {
-    int     n_threads = 1;
-    int     n_tensors = 0;
-    int64_t n_bytes   = 0;  // of anonymous memory
+    int        n_threads = 1;
+    PackedFile file;  // is mapped instead, if its weights are the ones that would be packed
+    int        n_tensors = 0;
+    int64_t    n_bytes   = 0;  // of packed weights
+    // Their buffer. Of several, which no model has so far, it is the first; only that one can be in a file.
+    void *   data      = nullptr;
+    int64_t  n_data    = 0;
+    uint64_t layout    = 0;
+    bool     is_mapped  = false;
+    bool     has_buffer = false;
 };
+
+// Replaces packed weights by a mapping of a file that has the same bytes. Returns false if that is not possible; nothing has
+// changed then. Any thread, also while others multiply.
+bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset);
 
 // While one lives, models that this thread loads have their weights packed where there is a kernel. Without one, our buffer
 // type declines: other threads may load with ggml's kernels at the same time.

@@ -72,7 +72,11 @@ const char * lp_kernels_problem(void) {
 llama_model * lp_model_load(const char * path, const llama_model_params * params, lp_packing * packing) {
     lp::set_error("llama.cpp refused the file");
     return lp::guard((llama_model *) nullptr, [&] {
-        llamapipe::kernels::Packing      packed{ packing ? packing->n_threads : 1 };
+        llamapipe::kernels::Packing packed;
+        if (packing) {
+            packed.n_threads = packing->n_threads;
+            packed.file      = { packing->fd, packing->offset, packing->n_in_file, packing->layout_in_file };
+        }
         llamapipe::kernels::PackingScope scope(packing ? &packed : nullptr);
         const lp::AssertionsThrow        throwing;
         llama_model *                    model =
@@ -80,8 +84,20 @@ llama_model * lp_model_load(const char * path, const llama_model_params * params
         if (packing) {
             packing->n_tensors = packed.n_tensors;
             packing->n_bytes   = packed.n_bytes;
+            packing->data      = model ? packed.data : nullptr;
+            packing->n_data    = packed.n_data;
+            packing->layout    = packed.layout;
+            packing->is_mapped = packed.is_mapped;
         }
         return model;
+    });
+}
+
+bool lp_packing_map(lp_packing * packing, int fd, int64_t offset) {
+    return lp::guard(false, [&] {
+        const lp::AssertionsThrow throwing;
+        packing->is_mapped = llamapipe::kernels::map_file(packing->data, packing->n_data, fd, offset);
+        return packing->is_mapped;
     });
 }
 

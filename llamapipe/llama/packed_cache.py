@@ -1,0 +1,249 @@
+"""Packed weights on disk, so that a later load maps them instead of packing, and processes share their pages.
+
+A model has one file in the cache: a header, then the weights as they are in memory. The header says which model files
+they were packed from (fingerprint, size, time of the last change), and has the number that native code gave for the
+tensors and their form. A file of other kernels or other tensors has another number, so it is not mapped.
+
+The first load locks a partial file, packs into memory, writes, and renames the file when it is on disk. Other loads of
+the same model wait for it. A file that exists is never changed, only replaced: whoever has mapped it keeps it. Its
+weights are trusted as a model's file is, so it must belong to this user or to root, and nobody else may write to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import struct
+import time
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from llamapipe.gguf.fingerprint import fingerprint
+from llamapipe.host.at_exit import end_thread_at_exit
+
+if TYPE_CHECKING:
+    from llamapipe.gguf.check import GgufInfo
+
+_OFFSET = 2 * 2**20  # where the weights begin: whole huge pages can be mapped
+_MAGIC = b"llamapipe packed weights 1\n"
+# Magic bytes, the model's key, the layout of the weights, their bytes; then a checksum of these.
+_HEADER = struct.Struct("<32s32sQQ")
+_CHECKSUM_BYTES = 16
+_CHUNK_BYTES = 8 * 2**20
+_STEM_BYTES = 150
+_POLL_S = 0.05
+_WAIT_S = 120.0
+_log = logging.getLogger("llamapipe")
+
+
+class PackedFile:
+    """A model's file in the cache, open for one load: to be mapped, to be written, or neither. Use ``with``.
+
+    ``may_wait``: wait for another load of the same model that is writing the file. Any thread.
+    """
+
+    def __init__(self, folder: Path, info: GgufInfo, may_wait: bool = True) -> None:
+        self._folder = folder
+        self._info = info
+        self._may_wait = may_wait
+        self._partial: Path | None = None  # locked, to be written
+        self._is_told = False
+        self.fd = -1
+        self.n_bytes = 0
+        self.layout = 0
+        self.offset = _OFFSET
+
+    def __enter__(self) -> PackedFile:
+        try:
+            self._key, name = self._identify()
+            self.path = self._folder / name
+            if not self._open():
+                self._lock()
+        except OSError as error:
+            self._close()
+            self._tell(f"cannot be used: {error}")
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    @property
+    def is_found(self) -> bool:
+        """Whether there are weights to be mapped: ``n_bytes`` of ``layout``, in ``fd`` from ``offset`` on."""
+        return self.n_bytes > 0
+
+    def write(self, native: Any, packing: Any) -> None:
+        """Writes what a load has packed, and maps it in place of the memory. Logs a warning if that fails."""
+        try:
+            if self.is_found:  # other tensors than expected, or in another form
+                self._tell(
+                    "was made by another version of llamapipe or for other devices; it is written again"
+                )
+                self._close()
+                self._may_wait = False
+                self._lock()
+            if self._partial is None:
+                return
+            self._write(native.ffi.buffer(packing.data, packing.n_data), packing.layout)
+            if not native.lib.lp_packing_map(packing, self.fd, _OFFSET):
+                self._tell("cannot be mapped; the weights stay in this process's memory")
+        except OSError as error:
+            self._tell(f"cannot be written, so the weights stay in this process's memory: {error}")
+
+    def _identify(self) -> tuple[bytes, str]:
+        """The key of the model's files, and the name of the file in the cache."""
+        key = blake2b(digest_size=32)
+        content = blake2b(digest_size=8)
+        for stamp in self._info.stamps:
+            digest = fingerprint(stamp.path)
+            content.update(digest)
+            key.update(digest + struct.pack("<Qq", stamp.n_bytes, stamp.modified_ns))
+        stem = os.fsdecode(os.fsencode(self._info.path.stem)[:_STEM_BYTES])
+        return key.digest(), f"{stem}.{content.hexdigest()}.packed"
+
+    # ---- a file that is there
+    def _open(self) -> bool:
+        """Opens the file if it fits the model."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        self.fd = fd
+        status = os.fstat(fd)
+        if problem := _distrust(status, (os.geteuid(), 0)):
+            self._tell(f"is not used: {problem}")
+            self._close()
+            return False
+        head = os.pread(fd, _HEADER.size + _CHECKSUM_BYTES, 0)
+        whole = len(head) == _HEADER.size + _CHECKSUM_BYTES
+        if not whole or head[_HEADER.size :] != _checksum(head[: _HEADER.size]):
+            problem = "it is damaged"
+        else:
+            magic, key, layout, n_bytes = _HEADER.unpack_from(head)
+            if magic.rstrip(b"\0") != _MAGIC:
+                problem = "it has another format"
+            elif key != self._key:
+                problem = "the model's file was replaced"
+            elif status.st_size != _OFFSET + n_bytes:
+                problem = f"it has {status.st_size} bytes instead of {_OFFSET + n_bytes}"
+            else:
+                self.layout, self.n_bytes = layout, n_bytes
+                return True
+        self._tell(f"is not used, and written again: {problem}")
+        self._close()
+        return False
+
+    # ---- a file to be written
+    def _lock(self) -> None:
+        """Opens the partial file for this load alone, unless another load writes the file meanwhile."""
+        partial = self.path.with_name(self.path.name + ".partial")
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Who may read the model may read this.
+        is_public = self._info.stamps[0].path.stat().st_mode & stat.S_IROTH
+        end = time.monotonic() + (_WAIT_S if self._may_wait else 0)
+        while (fd := _open_locked(partial, 0o644 if is_public else 0o600)) is None:
+            if time.monotonic() > end:
+                if self._may_wait:
+                    self._tell(f"is being written by another load, which takes over {_WAIT_S:g} s")
+                return
+            time.sleep(_POLL_S)
+            end_thread_at_exit()
+        status = os.fstat(fd)
+        problem = _distrust(status, (os.geteuid(),))
+        if status.st_nlink > 1:  # emptying it would empty another file
+            problem = "it has several names"
+        if problem is not None:
+            os.close(fd)
+            self._tell(f"cannot be written: {partial.name}: {problem}")
+            return
+        try:
+            is_written = self._may_wait and self._open()  # by another load, which was faster
+            if is_written:
+                partial.unlink()
+        except BaseException:
+            os.close(fd)
+            raise
+        if is_written:
+            os.close(fd)
+        else:
+            self.fd, self._partial = fd, partial
+
+    def _write(self, weights: Any, layout: int) -> None:
+        assert self._partial is not None
+        fd, n_bytes = self.fd, len(weights)
+        os.ftruncate(fd, 0)  # a load that was killed may have left something
+        if hasattr(os, "posix_fallocate"):  # a full disk shows before anything is written
+            try:
+                os.posix_fallocate(fd, _OFFSET, n_bytes)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system does not have it
+                    raise
+        n_written = 0
+        with memoryview(weights) as view:
+            while n_written < n_bytes:
+                n_written += os.pwrite(fd, view[n_written : n_written + _CHUNK_BYTES], _OFFSET + n_written)
+        header = _HEADER.pack(_MAGIC, self._key, layout, n_bytes)
+        os.pwrite(fd, header + _checksum(header), 0)
+        os.fsync(fd)  # else the name could outlive a crash, and the weights not
+        self._partial.rename(self.path)
+        self._partial = None
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the lock, too
+
+    def _close(self) -> None:
+        if self._partial is not None:
+            with suppress(OSError):
+                self._partial.unlink()
+            self._partial = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.n_bytes = self.layout = 0
+
+    def _tell(self, what: str) -> None:
+        """Logs one warning a load."""
+        if not self._is_told:
+            self._is_told = True
+            name = self.path if hasattr(self, "path") else self._folder
+            _log.warning("packed_cache: %s %s", name, what)
+
+
+def _distrust(status: os.stat_result, owners: tuple[int, ...]) -> str | None:
+    """Why a file's content could be anybody's; None if only these users could write it."""
+    if not stat.S_ISREG(status.st_mode):
+        return "it is not a regular file"
+    if status.st_uid not in owners:
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "other users may write to it"
+    return None
+
+
+def _checksum(header: bytes) -> bytes:
+    return blake2b(header, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def _open_locked(path: Path, mode: int) -> int | None:
+    """Makes or opens a file and locks it; None if another load holds the lock, or the file has lost its name."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), path.lstat()):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None

@@ -18,6 +18,13 @@ void scale_and_min_k4(int j, const uint8_t *s, uint8_t &scale, uint8_t &min) {
     }
 }
 
+// Four adjacent columns as one number, a byte each.
+uint32_t four(const uint8_t *q) {
+    uint32_t word;
+    memcpy(&word, q, 4);
+    return word;
+}
+
 // A super-block of a row as integers: q, and what the type has beside.
 struct Plain {
     uint8_t q[QK_K];
@@ -39,12 +46,25 @@ void plain(const block_q4_K *b, Plain &out) {
     memcpy(&out.dmin, &b->dmin, 2);
 }
 
+// Bits `shift` and up of `bytes`, as many as `mask` has, become bits 4 and up of q.
+template <int shift, int mask> void add_high(const uint8_t *bytes, uint8_t *q) {
+    for (int i = 0; i < 32; i += 4) {
+        const uint32_t word = four(q + i) | (four(bytes + i) >> shift & mask * 0x01010101u) << 4;
+        memcpy(q + i, &word, 4);
+    }
+}
+
 void plain(const block_q5_K *b, Plain &out) {
     for (int c = 0; c < 4; c++) low_and_high(b->qs + 32 * c, out.q + 64 * c, out.q + 64 * c + 32, 32);
-    for (int j = 0; j < 8; j++) {
-        for (int i = 0; i < 32; i++) out.q[32 * j + i] |= (uint8_t)((b->qh[i] >> j & 1) << 4);
-        scale_and_min_k4(j, b->scales, out.scales[j], out.mins[j]);
-    }
+    add_high<0, 1>(b->qh, out.q);
+    add_high<1, 1>(b->qh, out.q + 32);
+    add_high<2, 1>(b->qh, out.q + 64);
+    add_high<3, 1>(b->qh, out.q + 96);
+    add_high<4, 1>(b->qh, out.q + 128);
+    add_high<5, 1>(b->qh, out.q + 160);
+    add_high<6, 1>(b->qh, out.q + 192);
+    add_high<7, 1>(b->qh, out.q + 224);
+    for (int j = 0; j < 8; j++) scale_and_min_k4(j, b->scales, out.scales[j], out.mins[j]);
     memcpy(&out.d, &b->d, 2);
     memcpy(&out.dmin, &b->dmin, 2);
 }
@@ -53,8 +73,11 @@ void plain(const block_q6_K *b, Plain &out) {
     for (int half = 0; half < 2; half++) {
         uint8_t *q = out.q + 128 * half;
         low_and_high(b->ql + 64 * half, q, q + 64, 64);
-        for (int k = 0; k < 4; k++)
-            for (int i = 0; i < 32; i++) q[32 * k + i] |= (uint8_t)((b->qh[32 * half + i] >> (2 * k) & 3) << 4);
+        const uint8_t *high = b->qh + 32 * half;
+        add_high<0, 3>(high, q);
+        add_high<2, 3>(high, q + 32);
+        add_high<4, 3>(high, q + 64);
+        add_high<6, 3>(high, q + 96);
     }
     memcpy(out.scales, b->scales, 16);
     memcpy(&out.d, &b->d, 2);
@@ -85,10 +108,9 @@ void put(const Plain &in, int r, PanelQ5K *out) {
     for (int b = 0; b < 8; b++) {
         const uint8_t *q = in.q + 32 * b;
         put_nibbles(q, r, out->q[b]);
-        uint8_t bits[4] = {};
-        for (int g = 0; g < 8; g++)
-            for (int c = 0; c < 4; c++) bits[c] |= (uint8_t)(q[4 * g + c] >> 4 << g);
-        memcpy(out->high[b] + 4 * r, bits, 4);
+        uint32_t bits = 0;
+        for (int g = 0; g < 8; g++) bits |= (four(q + 4 * g) >> 4 & 0x01010101) << g;
+        memcpy(out->high[b] + 4 * r, &bits, 4);
         out->scales[b][r] = in.scales[b];
         out->mins[b / 2][r][b % 2] = in.mins[b];
     }
@@ -99,15 +121,14 @@ void put(const Plain &in, int r, PanelQ5K *out) {
 void put(const Plain &in, int r, PanelQ6K *out) {
     for (int s = 0; s < 16; s++) {
         const uint8_t *q = in.q + 16 * s;
-        uint8_t low[8], high[4];
-        for (int c = 0; c < 4; c++) {
-            low[c] = (uint8_t)((q[c] & 15) | q[4 + c] << 4);
-            low[4 + c] = (uint8_t)((q[8 + c] & 15) | q[12 + c] << 4);
-            high[c] = (uint8_t)(q[c] >> 4 | q[4 + c] >> 4 << 2 | q[8 + c] >> 4 << 4 | q[12 + c] >> 4 << 6);
+        uint32_t low[2] = {}, high = 0;
+        for (int g = 0; g < 4; g++) {
+            low[g / 2] |= (four(q + 4 * g) & 0x0f0f0f0f) << 4 * (g % 2);
+            high |= (four(q + 4 * g) >> 4 & 0x03030303) << 2 * g;
         }
-        memcpy(out->low[s][0] + 4 * r, low, 4);
-        memcpy(out->low[s][1] + 4 * r, low + 4, 4);
-        memcpy(out->high[s] + 4 * r, high, 4);
+        memcpy(out->low[s][0] + 4 * r, &low[0], 4);
+        memcpy(out->low[s][1] + 4 * r, &low[1], 4);
+        memcpy(out->high[s] + 4 * r, &high, 4);
         out->scales[s / 2][r][s % 2] = (int8_t)in.scales[s];
     }
     out->d[r] = in.d;
@@ -118,12 +139,12 @@ template <class Block, class Panel> void put(const Block *in, int r, Panel *out)
     put_lines(in->qs, r, out->q);
     memcpy(&out->d[r], &in->d, 2);
     if constexpr (std::is_same_v<Panel, PanelQ5_0> || std::is_same_v<Panel, PanelQ5_1>) {
-        uint32_t high;
-        memcpy(&high, in->qh, 4);
         for (int c = 0; c < 4; c++) {
-            uint8_t bits = 0;
-            for (int g = 0; g < 8; g++) bits |= (uint8_t)((high >> (4 * g + c) & 1) << g);
-            out->high[4 * r + c] = bits;
+            // Every fourth bit, brought together.
+            uint32_t bits = four(in->qh) >> c & 0x11111111;
+            bits = (bits | bits >> 3) & 0x03030303;
+            bits = (bits | bits >> 6) & 0x000f000f;
+            out->high[4 * r + c] = (uint8_t)(bits | bits >> 12);
         }
     }
     if constexpr (std::is_same_v<Panel, PanelQ4_1> || std::is_same_v<Panel, PanelQ5_1>) memcpy(&out->m[r], &in->m, 2);

@@ -647,6 +647,7 @@ bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset) {
         GGML_ABORT("packed weights cannot be mapped: %s", strerror(errno));
     }
 #ifdef MADV_POPULATE_READ
+    madvise(data, n, MADV_HUGEPAGE);  // if the file has to be read
     madvise(data, n, MADV_POPULATE_READ);
 #endif
     return true;

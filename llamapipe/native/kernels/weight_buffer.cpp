@@ -391,7 +391,8 @@ struct Memory {
 
 Memory * memory_of(ggml_backend_buffer_t buffer) { return (Memory *) buffer->context; }
 
-// Anonymous memory, on huge pages where it is large and the system has them.
+// Anonymous memory; where it is large, it begins at a huge page, as a file that is mapped over it can have them. It asks for
+// none itself: virtual machines may have to get them from their host, which took several times as long as packing.
 void * map_memory(size_t size) {
     const size_t spare = size >= 8 * huge_page_bytes ? huge_page_bytes : 0;
     void *       found = mmap(nullptr, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -407,9 +408,6 @@ void * map_memory(size_t size) {
             munmap((void *) (base + size), begin + spare - base);
         }
         found = (void *) base;
-#ifdef MADV_HUGEPAGE
-        madvise(found, size, MADV_HUGEPAGE);
-#endif
     }
     return found;
 }

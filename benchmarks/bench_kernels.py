@@ -3,10 +3,13 @@
     python benchmarks/bench_kernels.py products                          # each type, by rows of activations
     python benchmarks/bench_kernels.py products --shape 4096x14336 --types Q4_K Q6_K --rows 1 8 256
     python benchmarks/bench_kernels.py model MODEL.gguf                  # decoding by callers, prompts, loading
+    python benchmarks/bench_kernels.py model MODEL.gguf --batched-bench --openvino VENV/bin/python
 
-Both sides run in turns in one process, and medians are printed. Run it alone on the machine: threads of a product wait
-for each other, so other work slows both sides by much more than its share. Limits of the machine are printed first: how
-fast memory is read, and, with torch installed, products of 8-bit integers by oneDNN.
+All sides run in turns, and medians are printed. The peers are processes: `compare/peers.py` builds llama-batched-bench,
+which loads the model again for each figure, and OpenVINO GenAI needs an environment with `openvino-genai`. Run it alone
+on the machine: threads of a product wait for each other, so other work slows all sides by much more than its share.
+Limits of the machine are printed first: how fast memory is read, and, with torch installed, products of 8-bit integers
+by oneDNN. `tools/make_model.py` makes models of other shapes.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -32,6 +37,8 @@ TYPES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split()
 SHAPES = ("1536x8960", "8960x1536")  # columns x rows: the feed-forward layers of Qwen2.5 1.5B
 SIDES: tuple[Literal["ggml", "auto"], ...] = ("ggml", "auto")
 Result = dict[str, Any]
+# Tokens per second of a number of callers, or, with None, of one prompt; also takes a seed.
+Rate = Callable[[int | None, int], float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.add_argument("--callers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     model.add_argument("--prompt", type=int, default=256)
     model.add_argument("--tokens", type=int, default=32, help="tokens that each caller generates")
+    model.add_argument("--batched-bench", action="store_true", help="measure llama-batched-bench, too")
+    model.add_argument(
+        "--openvino", type=Path, metavar="PYTHON", help="and OpenVINO GenAI, of this interpreter"
+    )
     args = parser.parse_args(argv)
     results = measure_products(args) if args.what == "products" else measure_model(args)
     if args.json:
@@ -186,58 +197,137 @@ def plot(results: Result, path: Path) -> None:
 
 # ---- whole models
 def measure_model(args: argparse.Namespace) -> Result:
-    """Tokens per second of both kernels."""
-    found: Result = {"load_s": {}, "callers": {}, "prompt": {}}
-    n_ctx = args.prompt + args.tokens + 16
-    engines: dict[str, lp.Engine] = {}
-    for side in SIDES:
-        start = perf_counter()
-        model = lp.Model(args.model, kernels=side)
-        found["load_s"][side] = perf_counter() - start
-        engines[side] = lp.Engine(
-            model, n_ctx=n_ctx, n_seq_max=max(args.callers), prefix_cache=False, n_threads=args.n_threads
-        )
-    loads = ", ".join(f"{seconds:.2f} s with kernels={side!r}" for side, seconds in found["load_s"].items())
-    print(f"{Path(args.model).name}: loaded in {loads}")
-    print(f"{'work':>14} {'ggml':>8} {'ours':>8} {'ratio':>6}   tokens/s, median and quartiles of the ratio")
-    for n in args.callers:
-        found["callers"][n] = compare(
-            f"{n} callers", engines, args, lambda engine, seed, n=n: decode(engine, seed, n, args.tokens)
-        )
-    found["prompt"] = compare(
-        f"prompt of {args.prompt}", engines, args, lambda engine, seed: prefill(engine, seed, args.prompt)
-    )
-    for engine in engines.values():
-        engine.close()
+    """Tokens per second of both kernels, and of the peers."""
+    found: Result = {"load_s": {}, "work": {}}
+    with ExitStack() as stack:
+        sides: dict[str, Rate] = {}
+        for side in SIDES:
+            start = perf_counter()
+            model = stack.enter_context(lp.Model(args.model, kernels=side))
+            found["load_s"][side] = perf_counter() - start
+            sides[side] = engine_rate(stack.enter_context(new_engine(model, args)), args)
+        if args.batched_bench:
+            sides["batched-bench"] = batched_bench_rate(args)
+        if args.openvino:
+            sides["openvino"] = stack.enter_context(openvino_rate(args))
+        loads = ", ".join(f"{s:.2f} s with kernels={side!r}" for side, s in found["load_s"].items())
+        print(f"{Path(args.model).name}: loaded in {loads}")
+        print(f"tokens/s, medians of {args.repeats}; ratio of auto to ggml: median and quartiles")
+        print(f"{'work':>14}" + "".join(f" {side:>13}" for side in sides) + "   ratio", flush=True)
+        for n in (*args.callers, None):
+            what = f"prompt of {args.prompt}" if n is None else f"{n} callers"
+            found["work"][what] = compare(what, sides, n, args.repeats)
     return found
 
 
-def compare(what: str, engines: dict[str, lp.Engine], args: argparse.Namespace, run: Any) -> Result:
-    """Both engines in turns."""
-    rates: dict[str, list[float]] = {side: [] for side in engines}
-    for i in range(args.repeats):
-        for side in SIDES if i % 2 else SIDES[::-1]:
-            rates[side].append(run(engines[side], i))
+def compare(what: str, sides: dict[str, Rate], n: int | None, repeats: int) -> Result:
+    """All sides in turns."""
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    for i in range(repeats):
+        for side in list(sides)[:: 1 if i % 2 else -1]:
+            rates[side].append(sides[side](n, i))
     ratios = sorted(ours / theirs for ours, theirs in zip(rates["auto"], rates["ggml"], strict=True))
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    theirs, ours = (median(rates[side]) for side in SIDES)
-    print(f"{what:>14} {theirs:8.1f} {ours:8.1f} {median(ratios):6.2f}   {low:.2f} to {high:.2f}")
-    return {**{side: median(values) for side, values in rates.items()}, "ratio": median(ratios)}
+    medians = {side: median(values) for side, values in rates.items()}
+    row = "".join(f" {value:13.1f}" for value in medians.values())
+    print(f"{what:>14}{row}   {median(ratios):.2f}, {low:.2f} to {high:.2f}", flush=True)
+    return {**medians, "ratio": median(ratios)}
 
 
-def decode(engine: lp.Engine, seed: int, n: int, n_tokens: int) -> float:
-    """Tokens per second of n callers with short prompts."""
+def new_engine(model: lp.Model, args: argparse.Namespace) -> lp.Engine:
+    """An engine that computes every prompt."""
+    return lp.Engine(
+        model,
+        n_ctx=args.prompt + args.tokens + 16,
+        n_seq_max=max(args.callers),
+        prefix_cache=False,
+        n_threads=args.n_threads,
+    )
+
+
+def engine_rate(engine: lp.Engine, args: argparse.Namespace) -> Rate:
+    """Decoding after the last caller's first token, or a whole prompt with one token."""
+
+    def rate(n: int | None, seed: int) -> float:
+        prompts = random_prompts(engine.model.n_vocab, n, args.prompt, seed)
+        params = lp.SamplingParams(max_tokens=1 if n is None else args.tokens, temperature=0, ignore_eos=True)
+        start = perf_counter()
+        done = engine.generate(prompts, params)
+        seconds = perf_counter() - start
+        if n is None:
+            return float(args.prompt / seconds)
+        return float(n * (args.tokens - 1) / (seconds - max(one.timings.first_token_s or 0 for one in done)))
+
+    return rate
+
+
+def random_prompts(n_vocab: int, n: int | None, n_long: int, seed: int) -> list[list[int]]:
+    """Prompts of 4 tokens for n callers; None: one of n_long."""
     draw = random.Random(seed)
-    prompts = [[draw.randrange(100, engine.model.n_vocab - 1000) for _ in range(4)] for _ in range(n)]
-    params = lp.SamplingParams(max_tokens=n_tokens, temperature=0, ignore_eos=True)
-    return n * n_tokens / timed(lambda: engine.generate(prompts, params))
+    n_each = n_long if n is None else 4
+    return [[draw.randrange(100, n_vocab - 1000) for _ in range(n_each)] for _ in range(n or 1)]
 
 
-def prefill(engine: lp.Engine, seed: int, n_tokens: int) -> float:
-    """Tokens per second of one prompt."""
-    draw = random.Random(seed)
-    prompt = [draw.randrange(100, engine.model.n_vocab - 1000) for _ in range(n_tokens)]
-    return n_tokens / timed(lambda: engine.generate(prompt, lp.SamplingParams(max_tokens=1, temperature=0)))
+def batched_bench_rate(args: argparse.Namespace) -> Rate:
+    """llama.cpp's program."""
+    sys.path.append(str(Path(__file__).parent / "compare"))
+    from peers import find_peers
+
+    program = find_peers().program("llama-batched-bench")
+
+    def rate(n: int | None, seed: int) -> float:
+        n_prompt, n_tokens = (args.prompt, 1) if n is None else (4, args.tokens)
+        command = [program, "-m", args.model, "--output-format", "jsonl", "-t", args.n_threads, "-tb", args.n_threads,
+                   "-npp", n_prompt, "-ntg", n_tokens, "-npl", n or 1, "-c", (n or 1) * 1024,
+                   "-b", 2048, "-ub", 512]  # fmt: skip
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
+        (record,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return float(record["speed_pp" if n is None else "speed_tg"])
+
+    return rate
+
+
+# What the other interpreter runs: a line of token ids and a number of tokens to generate, answered with the seconds
+# until the first token and until the end.
+_OPENVINO = """
+import json, sys, time
+import numpy as np, openvino as ov, openvino_genai as genai
+pipeline = genai.LLMPipeline(sys.argv[1], "CPU", INFERENCE_NUM_THREADS=int(sys.argv[2]))
+print("ready", flush=True)
+for line in sys.stdin:
+    ids, n_tokens = json.loads(line)
+    ids = np.array(ids, np.int64)
+    given = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
+    start = time.perf_counter()
+    out = pipeline.generate(given, max_new_tokens=n_tokens, ignore_eos=True, do_sample=False)
+    seconds = time.perf_counter() - start
+    assert [len(one) for one in out.tokens] == [n_tokens] * len(ids), [len(one) for one in out.tokens]
+    print(json.dumps([out.perf_metrics.get_ttft().mean / 1e3, seconds]), flush=True)
+"""
+
+
+@contextmanager
+def openvino_rate(args: argparse.Namespace) -> Iterator[Rate]:
+    """OpenVINO GenAI, which reads some GGUF files; measured as our engine is."""
+    command = [args.openvino, "-c", _OPENVINO, args.model, args.n_threads]
+    vocabulary = len(gguf.GGUFReader(args.model).fields["tokenizer.ggml.tokens"].data)
+    with subprocess.Popen(
+        [*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def rate(n: int | None, seed: int) -> float:
+            assert process.stdin is not None and process.stdout is not None
+            n_tokens = 1 if n is None else args.tokens
+            prompts = random_prompts(vocabulary, n, args.prompt, seed)
+            process.stdin.write(json.dumps([prompts, n_tokens]) + "\n")
+            first_s, seconds = json.loads(process.stdout.readline())
+            return float(args.prompt / seconds if n is None else n * (n_tokens - 1) / (seconds - first_s))
+
+        while (line := process.stdout.readline()) and line != "ready\n":
+            pass  # what it says while it loads
+        yield rate
+        process.stdin.close()
 
 
 if __name__ == "__main__":

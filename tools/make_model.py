@@ -38,7 +38,10 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # token types of llama.h
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model: counts of layers, channels, heads and feed-forward channels, trained context in tokens."""
+    """The sizes of a model: counts of layers, channels, heads and feed-forward channels, trained context in tokens.
+
+    ``experts``: feed-forward networks of a layer, of which each token uses ``experts_used``; 0: one, for all tokens.
+    """
 
     layers: int = 8
     width: int = 256
@@ -46,12 +49,18 @@ class Shape:
     heads_kv: int = 4
     ffn: int = 704
     context: int = 2048
+    experts: int = 0
+    experts_used: int = 0
 
     def check(self, type_name: str) -> None:
         """Raise ValueError when llama.cpp could not run a model of these sizes in this weight type."""
         for name, value in vars(self).items():
-            if value < 1:
+            if value < 1 and not name.startswith("experts"):
                 raise ValueError(f"{name} is {value}, it must be at least 1")
+        if not (0 < self.experts_used <= self.experts or self.experts == self.experts_used == 0):
+            raise ValueError(
+                f"experts_used is {self.experts_used}, it must be 1 to experts, which is {self.experts}"
+            )
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(f"width {self.width} must be an even multiple of heads {self.heads}")
         if self.heads % self.heads_kv:
@@ -99,6 +108,7 @@ def make_model(
     vocab: str = "builtin-spm",
     seed: int = 1,
     source: str | os.PathLike[str] | None = None,
+    distinct_rows: int | None = None,
 ) -> Path:
     """Write a random-weight model to `path` and return it.
 
@@ -109,6 +119,7 @@ def make_model(
         vocab: ``builtin-spm``, ``builtin-bpe``, a path to a GGUF file, or a name as ``llama-spm``.
         seed: of the weights; the same arguments give the same bytes.
         source: the llama.cpp tree in which a vocabulary's name is looked up; see `find_source`.
+        distinct_rows: of a matrix, whose other rows repeat them. Large models for benchmarks are made in seconds then.
 
     The output matrix is the token embedding (tied). Weights are scaled so that logits have a standard deviation of
     about 1 and depend on the layers rather than on the last token alone.
@@ -133,15 +144,22 @@ def make_model(
     writer.add_rope_dimension_count(shape.width // shape.heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(n_vocab)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.experts_used)
     writer.add_file_type(int(TYPES[type_name][1]))
     for key, field in fields.items():
         writer.add_key_value(key, field.value, field.type, field.sub_type)
-    for name, tensor in _weights(shape, n_vocab, seed):
+    for name, tensor, n_rows in _weights(shape, n_vocab, seed, distinct_rows):
         if tensor.ndim == 1:
             writer.add_tensor(name, tensor)
         else:
             qtype = _tensor_type(type_name, name, shape.layers)
-            writer.add_tensor(name, k_quants.quantize(tensor, qtype), raw_dtype=qtype)
+            rows = k_quants.quantize(tensor.reshape(-1, tensor.shape[-1]), qtype)
+            rows = rows.reshape(*tensor.shape[:-1], -1)
+            if n_rows > rows.shape[-2]:
+                rows = np.take(rows, np.arange(n_rows) % rows.shape[-2], axis=-2)
+            writer.add_tensor(name, rows, raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -154,15 +172,19 @@ def _tensor_type(type_name: str, name: str, n_layers: int) -> gguf.GGMLQuantizat
     if type_name == "q4_k_m":
         if name == "token_embd.weight":  # it is also the output matrix
             return gguf.GGMLQuantizationType.Q6_K
-        if name.endswith(("attn_v.weight", "ffn_down.weight")):
+        if name.endswith(("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")):
             layer, eighth = int(name.split(".")[1]), n_layers // 8
             if layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2:
                 return gguf.GGMLQuantizationType.Q6_K
     return TYPES[type_name][0]
 
 
-def _weights(shape: Shape, n_vocab: int, seed: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+def _weights(
+    shape: Shape, n_vocab: int, seed: int, distinct_rows: int | None
+) -> Iterator[tuple[str, npt.NDArray[np.float32], int]]:
     """Yields tensors in file order, float32 in numpy's order of dimensions (GGUF stores them reversed).
+
+    With each comes the number of its rows: a matrix may have the distinct ones only.
 
     One at a time: all tensors of an 8B model would take 32 GB.
     """
@@ -170,25 +192,35 @@ def _weights(shape: Shape, n_vocab: int, seed: int) -> Iterator[tuple[str, npt.N
 
     def matrix(rows: int, cols: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
         # Rows of standard deviation gain / sqrt(cols) turn inputs of unit size into outputs of size `gain`.
+        rows = rows if distinct_rows is None else min(rows, distinct_rows)
         return rng.standard_normal((rows, cols), dtype=np.float32) * np.float32(gain / np.sqrt(cols))
+
+    def experts(rows: int, cols: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
+        return np.stack([matrix(rows, cols, gain) for _ in range(shape.experts)])
 
     def ones(n: int) -> npt.NDArray[np.float32]:
         return np.ones(n, dtype=np.float32)
 
     width, kv = shape.width, shape.width // shape.heads * shape.heads_kv
     # The embedding must be small compared with the layers, or a tied output would always repeat the last token.
-    yield "token_embd.weight", matrix(n_vocab, width)
+    yield "token_embd.weight", matrix(n_vocab, width), n_vocab
     for i in range(shape.layers):
-        yield f"blk.{i}.attn_norm.weight", ones(width)
-        yield f"blk.{i}.attn_q.weight", matrix(width, width)
-        yield f"blk.{i}.attn_k.weight", matrix(kv, width)
-        yield f"blk.{i}.attn_v.weight", matrix(kv, width)
-        yield f"blk.{i}.attn_output.weight", matrix(width, width)
-        yield f"blk.{i}.ffn_norm.weight", ones(width)
-        yield f"blk.{i}.ffn_gate.weight", matrix(shape.ffn, width)
-        yield f"blk.{i}.ffn_up.weight", matrix(shape.ffn, width)
-        yield f"blk.{i}.ffn_down.weight", matrix(width, shape.ffn, gain=2.0)
-    yield "output_norm.weight", ones(width)
+        yield f"blk.{i}.attn_norm.weight", ones(width), 1
+        yield f"blk.{i}.attn_q.weight", matrix(width, width), width
+        yield f"blk.{i}.attn_k.weight", matrix(kv, width), kv
+        yield f"blk.{i}.attn_v.weight", matrix(kv, width), kv
+        yield f"blk.{i}.attn_output.weight", matrix(width, width), width
+        yield f"blk.{i}.ffn_norm.weight", ones(width), 1
+        if shape.experts:
+            yield f"blk.{i}.ffn_gate_inp.weight", matrix(shape.experts, width), shape.experts
+            yield f"blk.{i}.ffn_gate_exps.weight", experts(shape.ffn, width), shape.ffn
+            yield f"blk.{i}.ffn_up_exps.weight", experts(shape.ffn, width), shape.ffn
+            yield f"blk.{i}.ffn_down_exps.weight", experts(width, shape.ffn, gain=2.0), width
+            continue
+        yield f"blk.{i}.ffn_gate.weight", matrix(shape.ffn, width), shape.ffn
+        yield f"blk.{i}.ffn_up.weight", matrix(shape.ffn, width), shape.ffn
+        yield f"blk.{i}.ffn_down.weight", matrix(width, shape.ffn, gain=2.0), width
+    yield "output_norm.weight", ones(width), 1
 
 
 def vocabulary(vocab: str, source: str | os.PathLike[str] | None = None) -> dict[str, Field]:
@@ -315,6 +347,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab", help="builtin-spm, builtin-bpe, a GGUF file, or a name such as llama-spm")
     parser.add_argument("--seed", type=int, default=1, help="of the weights (%(default)s)")
     parser.add_argument("--source", metavar="DIR", help="llama.cpp tree that holds the named vocabularies")
+    parser.add_argument(
+        "--distinct-rows", type=int, metavar="N", help="of each matrix, the others repeat them; quick (all)"
+    )
     for name in vars(Shape()):
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=int, metavar="N", help="instead of the preset's"
@@ -337,6 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             vocab=args.vocab or preset.vocab,
             seed=args.seed,
             source=args.source,
+            distinct_rows=args.distinct_rows,
         )
     except (ValueError, OSError) as error:
         print(f"make_model: {error}", file=sys.stderr)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from llamapipe.errors import ModelLoadError
-from llamapipe.gguf.reader import U16, Damage, Head, parse_head
+from llamapipe.gguf.reader import U16, Damage, Head, Tensor, parse_head
 from llamapipe.gguf.shapes import check_shapes
 from llamapipe.gguf.tensors import check_tensors
 from llamapipe.gguf.vocab import check_vocabulary
@@ -76,8 +76,8 @@ class GgufInfo:
     later ones, such as encoders. `has_rank_head`: it has the output layer of a reranker. `n_rot`: values of
     a head that positions rotate, None if the file leaves it to llama.cpp; `has_rope_sections`: it says how several
     kinds of positions share them. `n_layer`, `n_embd` and
-    `n_ctx_train` are 0 if a vocabulary-only file omits them. `size_bytes` is the size of all files,
-    `stamps` their identities.
+    `n_ctx_train` are 0 if a vocabulary-only file omits them. `tensors`: those of all files. `size_bytes` is the size
+    of all files, `stamps` their identities.
     """
 
     path: Path
@@ -96,6 +96,7 @@ class GgufInfo:
     has_rank_head: bool
     n_rot: int | None
     has_rope_sections: bool
+    tensors: tuple[Tensor, ...]
     size_bytes: int
     stamps: tuple[Stamp, ...]
 
@@ -130,6 +131,7 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
         check_tensors(head)
     except Damage as damage:
         raise ModelLoadError(f"{file}: {damage}") from None
+    tensors = tuple(tensor for one in (head, *(part.head for part in parts)) for tensor in one.tensors)
     return GgufInfo(
         path=file,
         version=head.version,
@@ -144,13 +146,10 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufInfo:
         n_ctx_train=shapes.n_ctx_train,
         is_causal=shapes.is_causal,
         is_vocab_only=n_tensors == 0,
-        has_rank_head=any(
-            tensor.name in RANK_HEADS
-            for one in (head, *(part.head for part in parts))
-            for tensor in one.tensors
-        ),
+        has_rank_head=any(tensor.name in RANK_HEADS for tensor in tensors),
         n_rot=shapes.n_rot,
         has_rope_sections=shapes.has_rope_sections,
+        tensors=tensors,
         size_bytes=len(head.buffer) + sum(len(part.head.buffer) for part in parts),
         stamps=(first.stamp, *(part.stamp for part in parts)),
     )

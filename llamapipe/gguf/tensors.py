@@ -64,6 +64,16 @@ def check_tensors(head: Head) -> None:
         )
 
 
+def type_name(tensor: Tensor) -> str:
+    """The name of a tensor's type, such as ``Q4_K``; its number if it is newer than this check."""
+    return _TYPES[tensor.kind][0] if tensor.kind in _TYPES else str(tensor.kind)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a checked tensor's data; 0 if its type is newer than this check."""
+    return _n_bytes(tensor) or 0
+
+
 def _n_bytes(tensor: Tensor) -> int | None:
     """Bytes of the tensor's data; None for an unknown type."""
     shape = " × ".join(map(str, tensor.dims))

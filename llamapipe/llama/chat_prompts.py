@@ -17,6 +17,7 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import Lock
 
 if TYPE_CHECKING:
+    from llamapipe.chat.chat_format import ChatFormat
     from llamapipe.chat.template import ChatTemplate
     from llamapipe.chat.tools import ToolDefinition
     from llamapipe.llama.model import Model
@@ -31,6 +32,8 @@ class ChatPrompts:
         self._model = model
         self._compiled: dict[str, ChatTemplate] = {}
         self._lock = Lock()
+        self._format: ChatFormat | None = None
+        self._format_lock = Lock()
         self._has_warned = False
 
     def __repr__(self) -> str:
@@ -103,6 +106,23 @@ class ChatPrompts:
         return self._for(tools).render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, template_args=template_args
         )
+
+    def chat_format(self) -> ChatFormat:
+        """How the template writes tool calls and reasoning; found once. Raises as ``template`` does."""
+        with self._format_lock:
+            if self._format is None:
+                from llamapipe.chat.chat_format import ChatFormat
+
+                self._format = ChatFormat.of(self.render_probe, self._special_id, self._model.vocab.is_eog)
+            return self._format
+
+    def _special_id(self, text: str) -> int | None:
+        """The id of a text that is one control or user-defined token."""
+        vocab = self._model.vocab
+        tokens = vocab.tokenize(text, add_special=False, parse_special=True)
+        if len(tokens) == 1 and vocab.tokenize(text, add_special=False) != tokens:
+            return tokens[0]
+        return None
 
     @staticmethod
     def definitions(tools: Iterable[ToolDefinition] | None) -> list[dict[str, Any]] | None:

@@ -7,6 +7,8 @@ can never fit is refused here, before anything is allocated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from llamapipe.errors import BackendError
 from llamapipe.host.memory import memory_limit
 from llamapipe.llama.devices import devices
@@ -22,26 +24,35 @@ _GIB = 2**30
 def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None:
     """Bytes of the keys and values of ``n_cells`` KV cells, on whichever devices the layers are placed.
 
-    ``type_k`` and ``type_v`` are names of ``TYPE_BYTES``. None where the metadata does not give the size: models with
-    a recurrent state, sliding windows or compressed keys, and models whose heads differ between layers. Any thread.
+    ``type_k`` and ``type_v`` are names of ``TYPE_BYTES``. None where the metadata does not give the size: see
+    ``cell_bytes``. Any thread.
 
     Raises EngineClosedError when the model is closed.
     """
-    sizes = model.metadata
-    arch = sizes.get("general.architecture", "")
-    if model.is_recurrent or any(
-        f"{arch}.attention.{key}" in sizes for key in ("sliding_window", "kv_lora_rank")
-    ):
+    if model.is_recurrent:
         return None
-    n_head = _int(sizes.get(f"{arch}.attention.head_count"))
+    cell = cell_bytes(model.metadata, model.n_layer, model.n_embd, type_k, type_v)
+    return None if cell is None else int(n_cells * cell)
+
+
+def cell_bytes(
+    metadata: Mapping[str, str], n_layer: int, n_embd: int, type_k: str, type_v: str
+) -> float | None:
+    """Bytes of the keys and values of one KV cell in all layers, from a file's metadata. Any thread.
+
+    None where the metadata does not give the size: models with sliding windows or compressed keys, and models whose
+    heads differ between layers. A recurrent state is not counted.
+    """
+    arch = metadata.get("general.architecture", "")
+    if any(f"{arch}.attention.{key}" in metadata for key in ("sliding_window", "kv_lora_rank")):
+        return None
+    n_head = _int(metadata.get(f"{arch}.attention.head_count"))
     if n_head == 0:
         return None
-    n_head_kv = _int(sizes.get(f"{arch}.attention.head_count_kv"), n_head)
-    value_size = _int(sizes.get(f"{arch}.attention.value_length"), model.n_embd // n_head)
-    cell = (
-        model.n_layer * n_head_kv * (head_size(model) * TYPE_BYTES[type_k] + value_size * TYPE_BYTES[type_v])
-    )
-    return int(n_cells * cell)
+    n_head_kv = _int(metadata.get(f"{arch}.attention.head_count_kv"), n_head)
+    key_size = _int(metadata.get(f"{arch}.attention.key_length"), n_embd // n_head)
+    value_size = _int(metadata.get(f"{arch}.attention.value_length"), n_embd // n_head)
+    return n_layer * n_head_kv * (key_size * TYPE_BYTES[type_k] + value_size * TYPE_BYTES[type_v])
 
 
 def check_kv_memory(model: Model, n_cells: int, type_k: str, type_v: str) -> None:

@@ -56,6 +56,11 @@ _READ_AS_ROWS = frozenset({"clef"})
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
+def packs_architecture(name: str) -> bool:
+    """Whether weights of an architecture are packed for llamapipe's kernels, where there are any."""
+    return name not in _READ_AS_ROWS
+
+
 def demo_model_path() -> Path:
     """Path of the bundled model, a small GGUF file inside the package."""
     return Path(__file__).parent.parent / "data" / "demo.gguf"
@@ -198,7 +203,7 @@ class Model(Owner):
         self, info: GgufInfo, params: Any, progress: Progress | None, packs: bool, folder: Path | None
     ) -> None:
         lib, ffi = self._native.lib, self._native.ffi
-        packs = packs and info.architecture not in _READ_AS_ROWS and lib.lp_kernels_level() != ffi.NULL
+        packs = packs and packs_architecture(info.architecture) and lib.lp_kernels_level() != ffi.NULL
         with ExitStack() as stack:
             cache = None
             if packs and folder is not None and not self.vocab_only:

@@ -1,4 +1,4 @@
-"""``llamapipe doctor``: check versions, build, devices and the bundled model, with a fix for every problem."""
+"""``llamapipe doctor``: check versions, build, devices, and a model's file, with a fix for every problem."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe.cli.check import model_file
+from llamapipe.cli.check.finding import Finding
+from llamapipe.cli.options import MODEL_HELP, model_path
 from llamapipe.cli.terminal import Terminal
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores, has_run_delay
@@ -36,18 +39,8 @@ _DRIVERS = {
 # The parent's search path: a source tree in the current folder must not shadow the installed package.
 _PROBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from llamapipe.cli.check.probe import main; sys.exit(main())"
+    "from llamapipe.cli.check.probe import main; sys.exit(main(sys.argv[2:]))"
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check. `fix`: what to do if it is not `ok`."""
-
-    name: str
-    ok: bool
-    detail: str
-    fix: str = ""
 
 
 def add_parser(
@@ -58,31 +51,56 @@ def add_parser(
         "doctor",
         parents=[common],
         allow_abbrev=False,
-        help="check versions, build, devices and the bundled model",
+        help="check the installation, or whether and how a model runs on this machine",
         description="Check the installation: versions, native build, devices and the bundled model. "
-        "Prints a fix for every problem found and exits with status 1 if there is one.",
+        "Prints a fix for every problem found and exits with status 1 if there is one. With -m, also tell what a model "
+        "is, how many requests at which context fit into the memory, and how to serve it; no weights are loaded.",
+    )
+    parser.add_argument(
+        "-m",
+        "--model",
+        type=_named_model,
+        metavar="FILE",
+        help=MODEL_HELP.removesuffix(" (default)"),
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
+def _named_model(text: str) -> tuple[str, Path]:
+    return text, model_path(text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     build = build_info()
-    results = _probe()
+    name, file = args.model or ("", None)
+    results = _probe([] if file is None else [str(file)])
+    about_model = results.pop(f"model {file}", None)
     findings = [*_versions(), *_build(build), *_packages(build, results), *_probed(results)]
-    ok = all(finding.ok for finding in findings)
+    model = [] if about_model is None else [*_of_model(about_model, name)]
+    ok = all(finding.ok for finding in (*findings, *model))
     if args.json:
         report = {
             "ok": ok,
-            "findings": [asdict(finding) for finding in findings],
+            "findings": [asdict(finding) for finding in (*findings, *model)],
             "build": build,
             "devices": results.get("devices", {}).get("devices", []),
         }
+        if about_model is not None and about_model["ok"]:
+            facts = {key: value for key, value in about_model.items() if key not in ("name", "ok")}
+            report["model"] = facts | {"command": model_file.suggestion(about_model, name)}
         print(json.dumps(report, indent=2))
     else:
-        _show(Terminal(sys.stdout), findings)
+        _show(Terminal(sys.stdout), findings, model)
     return 0 if ok else 1
+
+
+def _of_model(about: dict[str, Any], name: str) -> Iterator[Finding]:
+    if not about["ok"]:
+        yield Finding("model", False, about["error"])
+    else:
+        yield from model_file.findings(about, name)
 
 
 def _versions() -> Iterator[Finding]:
@@ -159,9 +177,12 @@ def _packages(build: dict[str, Any], results: dict[str, dict[str, Any]]) -> Iter
             yield Finding(name, True, about)
 
 
-def _probe() -> dict[str, dict[str, Any]]:
-    """Run the probes in a child process. Returns their results by name, up to the first failure."""
-    command = [sys.executable, "-c", _PROBE, json.dumps(sys.path)]
+def _probe(files: list[str]) -> dict[str, dict[str, Any]]:
+    """Run the probes in a child process, then look at model files.
+
+    Returns the results by name, up to the first failure.
+    """
+    command = [sys.executable, "-c", _PROBE, json.dumps(sys.path), *files]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             output, errors = process.communicate(timeout=_PROBE_LIMIT_S)
@@ -223,14 +244,19 @@ def _device(device: dict[str, Any]) -> Finding:
     return Finding(f"device {device['name']}", True, about)
 
 
-def _show(terminal: Terminal, findings: list[Finding]) -> None:
+def _show(terminal: Terminal, installation: list[Finding], model: list[Finding]) -> None:
+    findings = installation + model
     width = max(len(finding.name) for finding in findings)
     good = terminal.style(terminal.symbol("✓"), "green")
     bad = terminal.style(terminal.symbol("■"), "red")
-    for finding in findings:
-        terminal.line(f"{good if finding.ok else bad} {finding.name.ljust(width)}  {finding.detail}")
-        if finding.fix:
-            terminal.line(f"  {' ' * width}  " + terminal.style(f"fix: {finding.fix}", "yellow"))
+    for part in filter(None, (installation, model)):
+        if part is model:
+            terminal.line()
+        for finding in part:
+            terminal.line(f"{good if finding.ok else bad} {finding.name.ljust(width)}  {finding.detail}")
+            if finding.fix:
+                word = "note" if finding.ok else "fix"
+                terminal.line(f"  {' ' * width}  " + terminal.style(f"{word}: {finding.fix}", "yellow"))
     wrong = ", ".join(finding.name for finding in findings if not finding.ok)
     terminal.line()
     terminal.line(

@@ -1,6 +1,6 @@
 """The checks that `llamapipe doctor` runs in a child process, which a library for another processor would kill.
 
-``python -m llamapipe.cli.check.probe`` writes one JSON object a line, ``{"name": …, …}``, each as soon as it is known,
+``main`` writes one JSON object a line, ``{"name": …, …}``, each as soon as it is known,
 so the parent knows which probe failed.
 """
 
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from llamapipe.cli.check.model_file import look_at
+from llamapipe.errors import LlamapipeError
 
 
 def native() -> dict[str, Any]:
@@ -64,19 +67,17 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main() -> int:
-    """Run the probes in order and stop at the first failure."""
-    for name, probe in PROBES.items():
+def main(files: Sequence[str] = ()) -> int:
+    """Run the probes in order, then look at model files, and stop at the first failure."""
+    probes = PROBES | {f"model {file}": lambda file=file: look_at(Path(file)) for file in files}
+    for name, probe in probes.items():
         print(json.dumps({"name": name, "begin": True}), flush=True)
         try:
             result = {"name": name, "ok": True, **probe()}
         except Exception as error:
-            result = {"name": name, "ok": False, "error": f"{type(error).__name__}: {error}"}
+            text = str(error) if isinstance(error, LlamapipeError) else f"{type(error).__name__}: {error}"
+            result = {"name": name, "ok": False, "error": text}
         print(json.dumps(result), flush=True)
         if not result["ok"]:
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

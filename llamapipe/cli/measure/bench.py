@@ -19,11 +19,15 @@ from llamapipe.cli.options import (
     model_path,
 )
 from llamapipe.cli.terminal import Terminal
+from llamapipe.host.cores import usable_cores
+from llamapipe.host.cpu_load import free_cores
 
 _DESCRIPTION = """\
 Measure a model on this machine: the generated tokens per second of all requests together, and the time to the first
 token, for several numbers of concurrent requests. Prompts are random tokens."""
 _BAR = 32  # characters
+_LOOK_S = 0.2  # at the machine's load
+_BUSY_CORES = 0.5  # that other work uses
 
 
 def add_parser(
@@ -64,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--prompt-tokens and --max-tokens must be at least 1")
     terminal = Terminal(sys.stdout)
     most = max(args.requests)
+    if (note := _busy_note()) is not None:
+        Terminal(sys.stderr).line(f"llamapipe: {note}")
     options = {"n_ctx": args.prompt_tokens + args.max_tokens, "n_seq_max": most, **given(args, ENGINE)}
     with open_model(args.model, given(args, MODEL)) as model, open_engine(model, options) as engine:
         if not args.json:
@@ -83,6 +89,17 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         _draw(terminal, speeds)
     return 0
+
+
+def _busy_note() -> str | None:
+    """A warning if other work uses the cores now, which slows every step down; None if they are free or unknown."""
+    free, n = free_cores(_LOOK_S), usable_cores()
+    if free is None or free > n - _BUSY_CORES:
+        return None
+    return (
+        f"the machine is busy: {max(free, 0):.1f} of {n} cores are free now, so the model is slower than it could be; "
+        "measure while nothing else runs"
+    )
 
 
 def _draw(terminal: Terminal, speeds: dict[int, float]) -> None:

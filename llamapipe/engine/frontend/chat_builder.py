@@ -21,7 +21,6 @@ from llamapipe.engine.params import CONSTRAINTS, SamplingParams
 from llamapipe.engine.results import Choice, Completion
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
-from llamapipe.locks import Lock
 
 if TYPE_CHECKING:
     from llamapipe.chat.chat_format import ChatFormat
@@ -97,8 +96,6 @@ class ChatBuilder:
     def __init__(self, model: Model, request_builder: RequestBuilder) -> None:
         self._model = model
         self._request_builder = request_builder
-        self._lock = Lock()
-        self._format: ChatFormat | None = None
         self._tool_schemas = ToolSchemas(request_builder)
 
     def __repr__(self) -> str:
@@ -193,23 +190,7 @@ class ChatBuilder:
 
     def chat_format(self) -> ChatFormat:
         """How the model's template writes tool calls and reasoning; found once."""
-        if self._format is None:
-            from llamapipe.chat.chat_format import ChatFormat
-
-            with self._lock:
-                if self._format is None:
-                    self._format = ChatFormat.of(
-                        self._model.chat_prompts.render_probe, self._special_id, self._model.vocab.is_eog
-                    )
-        return self._format
-
-    def _special_id(self, text: str) -> int | None:
-        """The id of a text that is one control or user-defined token."""
-        vocab = self._model.vocab
-        tokens = vocab.tokenize(text, add_special=False, parse_special=True)
-        if len(tokens) == 1 and vocab.tokenize(text, add_special=False) != tokens:
-            return tokens[0]
-        return None
+        return self._model.chat_prompts.chat_format()
 
     def _constrained(
         self,

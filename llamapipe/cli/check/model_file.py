@@ -1,0 +1,231 @@
+"""What ``llamapipe doctor -m FILE`` says about a model: what the file is, whether and how it fits, how to serve it.
+
+``look_at`` runs in the probe's process. It reads the head of the file and the vocabulary, no weights. ``findings`` puts
+its result into words.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llamapipe.cli.check.finding import Finding
+
+if TYPE_CHECKING:
+    import llamapipe as lp
+    from llamapipe.gguf.check import GgufInfo
+
+_GIB = 2**30
+_CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_USUAL_CONTEXT, _USUAL_SLOTS, _MOST_SLOTS = 8192, 8, 64
+# Of the memory that is free: the engine's prefix cache takes a tenth, and compute buffers and the program need some.
+_SHARE = 0.8
+
+
+def look_at(path: Path) -> dict[str, Any]:
+    """The facts about a file, for JSON. Raises ModelLoadError."""
+    import llamapipe as lp
+    from llamapipe.gguf.check import check_gguf
+    from llamapipe.llama.kv_memory import cell_bytes
+    from llamapipe.native.load import native
+
+    info = check_gguf(path)
+    if info.is_vocab_only:
+        raise lp.errors.ModelLoadError(
+            f"{path} holds a vocabulary without weights; give the file of a whole model"
+        )
+    ffi, level = native().ffi, native().lib.lp_kernels_level()
+    with lp.Model(path, vocab_only=True) as model:
+        found = {
+            "path": str(path),
+            "title": model.metadata.get("general.name", ""),
+            "architecture": info.architecture,
+            "n_params": sum(math.prod(tensor.dims) for tensor in info.tensors),
+            "n_layer": info.n_layer,
+            "n_ctx_train": info.n_ctx_train,
+            "n_vocab": info.n_vocab,
+            "n_parts": info.n_parts,
+            "size_bytes": info.size_bytes,
+            "generates": info.is_causal and not info.has_rank_head,
+            "is_recurrent": model.is_recurrent,
+            "weights": _weights(info),
+            "kernels": None if level == ffi.NULL else ffi.string(level).decode(),
+            **_template(model),
+        }
+        sizes = dict(model.metadata)
+    # Layers with a sliding window may hold fewer cells than the others: this is the most.
+    found["kv_is_upper_limit"] = sizes.pop(f"{info.architecture}.attention.sliding_window", None) is not None
+    found["kv_bytes_per_token"] = cell_bytes(sizes, info.n_layer, info.n_embd, "f16", "f16")
+    return found | _memory(found)
+
+
+def _weights(info: GgufInfo) -> list[dict[str, Any]]:
+    """Bytes and number of the matrices of products by type, with what computes them on the CPU; the largest first."""
+    from llamapipe.gguf.tensors import tensor_bytes, type_name
+    from llamapipe.llama.model import packs_architecture
+    from llamapipe.native.load import native
+
+    lib = native().lib
+    names = {tensor.name for tensor in info.tensors}
+    by_kind: dict[str, dict[str, Any]] = {}
+    for tensor in info.tensors:
+        if len(tensor.dims) < 2 or tensor.dims[1] == 1 or not tensor.name.endswith(".weight"):
+            continue
+        if "embd" in tensor.name and not (
+            tensor.name == "token_embd.weight" and "output.weight" not in names
+        ):
+            continue  # rows are looked up; a file without an output matrix uses this one for it
+        name = type_name(tensor)
+        ours = packs_architecture(info.architecture) and lib.lp_kernels_have(tensor.kind, *tensor.dims[:2])
+        one = by_kind.setdefault(
+            f"{name} {ours}", {"type": name, "n_tensors": 0, "size_bytes": 0, "packed": bool(ours)}
+        )
+        one["n_tensors"] += 1
+        one["size_bytes"] += tensor_bytes(tensor)
+    return sorted(by_kind.values(), key=lambda one: -int(one["size_bytes"]))
+
+
+def _template(model: lp.Model) -> dict[str, Any]:
+    """Whether the model can chat, and what its template has; None: not known."""
+    from llamapipe.cli.loading import template_problem
+
+    try:
+        if (problem := template_problem(model)) is not None:
+            return {"chat": False, "chat_problem": problem, "tools": None, "reasoning": None}
+        form = model.chat_prompts.chat_format()
+    except ImportError as error:  # the extra `chat` is not installed
+        return {"chat": None, "chat_problem": str(error), "tools": None, "reasoning": None}
+    return {
+        "chat": True,
+        "chat_problem": None,
+        "tools": form.supports_tools,
+        "reasoning": form.reasoning is not None,
+    }
+
+
+def _memory(found: dict[str, Any]) -> dict[str, Any]:
+    """Free memory, and how many slots fit beside the weights by context; on GPUs if there are any, else on the host."""
+    import llamapipe as lp
+    from llamapipe.host.memory import free_memory
+
+    gpus = [device for device in lp.devices() if device.type in ("gpu", "igpu")]
+    free = sum(device.memory_free for device in gpus) if gpus else free_memory()
+    slots = []
+    if free is not None and found["kv_bytes_per_token"]:
+        room = free * _SHARE - found["size_bytes"]
+        contexts = {n for n in _CONTEXTS if n < found["n_ctx_train"]} | {found["n_ctx_train"]}
+        for n_ctx in sorted(contexts):
+            kv = found["kv_bytes_per_token"] * n_ctx
+            slots.append({"n_ctx": n_ctx, "kv_bytes_per_slot": int(kv), "n_slots": max(int(room // kv), 0)})
+    return {"memory": "gpu" if gpus else "host", "memory_free": free, "slots": slots}
+
+
+def suggestion(found: dict[str, Any], name: str) -> str | None:
+    """The command that serves the model on this machine; None if it does not fit."""
+    if not found["generates"]:
+        return f"llamapipe serve --embeddings {shlex.quote(name)}"
+    command = f"llamapipe serve -m {shlex.quote(name)}"
+    if not found["slots"]:
+        return command
+    # Slots before context: the usual number of slots, with the largest of the usual contexts that they fit with.
+    usual = [one for one in found["slots"] if one["n_ctx"] <= max(_USUAL_CONTEXT, found["slots"][0]["n_ctx"])]
+    for n_slots in (_USUAL_SLOTS, 4, 2, 1):
+        for one in reversed(usual):
+            if one["n_slots"] >= n_slots:
+                return f"{command} -c {one['n_ctx']} -np {n_slots}"
+    return None
+
+
+def findings(found: dict[str, Any], name: str) -> Iterator[Finding]:
+    """The facts in words, and what is wrong. ``name``: what the user called the model."""
+    size = f"{_size(found['size_bytes'])}{f' in {n} files' if (n := found['n_parts']) > 1 else ''}"
+    title = f"{found['title']}: " if found["title"] else ""
+    about = f"{title}{found['architecture']}, {_count(found['n_params'])} parameters, {size}"
+    yield Finding("model", True, about)
+    yield Finding(
+        "context", True, f"trained with {found['n_ctx_train']:,} tokens; vocabulary of {found['n_vocab']:,}"
+    )
+    yield _weights_finding(found)
+    if not found["generates"]:
+        yield Finding("use", True, "embeds or ranks texts; it does not generate any")
+    else:
+        yield _chat_finding(found)
+    command = suggestion(found, name)
+    if found["generates"]:
+        yield from _memory_findings(found, command is not None)
+    if command is not None:
+        yield Finding("serve it with", True, command)
+
+
+def _weights_finding(found: dict[str, Any]) -> Finding:
+    """The types of the weights, and what multiplies them on a CPU."""
+    total = sum(one["size_bytes"] for one in found["weights"]) or 1
+    shares = [
+        (f"{one['type']} {100 * one['size_bytes'] / total:.0f} %", one["packed"]) for one in found["weights"]
+    ]
+    if found["memory"] == "gpu":
+        return Finding("weights", True, ", ".join(share for share, _ in shares))
+    ours, theirs = (", ".join(share for share, packed in shares if packed is mine) for mine in (True, False))
+    parts = [f"{ours} with llamapipe's kernels for {found['kernels']}"] if ours else []
+    parts += [f"{theirs} with ggml's kernels"] if theirs else []
+    n_slow = sum(one["size_bytes"] for one in found["weights"] if not one["packed"])
+    note = ""
+    if found["kernels"] is not None and n_slow > total / 2:
+        note = (
+            "slow on this CPU for several requests at once: ggml's kernels unpack weights again for every few of them; "
+            "Q4_K_M, Q5_K_M, Q6_K and Q8_0 files of the same model are faster"
+        )
+    return Finding("weights", True, "; ".join(parts) or "no matrices", note)
+
+
+def _chat_finding(found: dict[str, Any]) -> Finding:
+    if found["chat"] is None:
+        return Finding("chat", True, "has a template", found["chat_problem"])
+    if not found["chat"]:
+        return Finding("chat", True, f"no: {found['chat_problem']}; it completes texts")
+    tools, reasoning = (("yes" if found[key] else "no") for key in ("tools", "reasoning"))
+    return Finding("chat", True, f"yes; tools: {tools}; reasoning: {reasoning}")
+
+
+def _memory_findings(found: dict[str, Any], fits: bool) -> Iterator[Finding]:
+    free, kv = found["memory_free"], found["kv_bytes_per_token"]
+    where = "on GPUs" if found["memory"] == "gpu" else "for this process"
+    if kv is None or found["is_recurrent"]:
+        yield Finding(
+            "KV cache", True, "the file's metadata does not tell its size; `repr(engine)` or the log does"
+        )
+    else:
+        most = "at most " if found["kv_is_upper_limit"] else ""
+        yield Finding("KV cells", True, f"{most}{_size(kv)} for each token of a context (f16)")
+    if free is None:
+        return
+    detail = f"{_size(free)} free {where}; weights {_size(found['size_bytes'])}"
+    if found["size_bytes"] > free or not fits:
+        fix = "use a file of a smaller quantization, a smaller model, or a machine with more memory"
+        yield Finding("memory", False, f"{detail}: too little for one request", fix)
+        return
+    yield Finding("memory", True, detail)
+    many = [one for one in found["slots"] if one["n_slots"] > _MOST_SLOTS][-1:]
+    rows = [f"over {_MOST_SLOTS} with {one['n_ctx']:,} tokens" for one in many]
+    rows += [
+        f"{one['n_slots']} with {one['n_ctx']:,}" for one in found["slots"] if one["n_slots"] <= _MOST_SLOTS
+    ]
+    if rows:
+        yield Finding("requests", True, f"fit at once, by context: {', '.join(rows)}")
+
+
+def _size(n_bytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:,.1f} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
+def _count(n: int) -> str:
+    for unit, size in (("billion", 1e9), ("million", 1e6)):
+        if n >= size:
+            return f"{n / size:,.1f} {unit}"
+    return f"{n:,}"

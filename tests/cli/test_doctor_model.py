@@ -1,0 +1,184 @@
+"""`llamapipe doctor -m FILE`: what it says about files, as a process and for other machines."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bert_model import bert_model
+from support.gguf_models import damaged_model, recurrent_model, tiny_model, with_templates
+from support.run_script import command, environment
+
+import llamapipe as lp
+from llamapipe.cli.check.finding import Finding
+from llamapipe.cli.check.model_file import findings, look_at, suggestion
+from llamapipe.llama.kv_memory import kv_bytes
+
+CLI = "import sys; from llamapipe.cli import main; sys.exit(main())"
+GIB = 2**30
+TOOLS = """{%- if tools %}Tools:{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif -%}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}</tool_call>{% endfor %}</s>
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""  # noqa: E501
+
+
+def doctor(*words: object, status: int = 0) -> str:
+    done = subprocess.run(
+        command(CLI, "doctor", *map(str, words)),
+        env=environment(),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def words_of(found: dict[str, Any], name: str = "model.gguf") -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings(found, name)}
+
+
+class TestCommand:
+    def test_the_bundled_model(self) -> None:
+        said = doctor("-m", "demo")
+        lines = said[said.index("✓ model ") :].splitlines()
+        names = [line[2:].partition("  ")[0] for line in lines if line.startswith("✓")]
+        assert names[:4] == ["model", "context", "weights", "chat"]
+        assert names[-1] == "serve it with"
+        assert "llamapipe serve -m demo -c 1024 -np 8" in said
+        assert said.endswith("No problems found.\n")
+
+    def test_json(self) -> None:
+        report = json.loads(doctor("-m", "demo", "--json"))
+        assert report["ok"]
+        assert report["model"]["architecture"] == "llama"
+        assert report["model"]["chat"] is True
+        assert report["model"]["command"].startswith("llamapipe serve -m demo -c ")
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        said = doctor("-m", tmp_path / "none.gguf", status=1)
+        assert f"■ model            {tmp_path / 'none.gguf'} does not exist" in said
+        assert said.endswith("Problems found: model\n")
+
+    def test_a_damaged_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "cut.gguf"
+        path.write_bytes(lp.demo_model_path().read_bytes()[:-1000])
+        assert "it is truncated, download or convert it again" in doctor("-m", path, status=1)
+        report = json.loads(doctor("-m", damaged_model(tmp_path / "damaged.gguf"), "--json"))
+        assert report["ok"], "damage inside tensor data cannot be seen without loading it"
+
+    def test_a_name_of_no_model(self) -> None:
+        done = subprocess.run(
+            command(CLI, "doctor", "-m", "hf:nothing"),
+            env=environment(),
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert "names no model on the hub" in done.stderr
+
+    def test_without_a_model_nothing_is_said_about_one(self) -> None:
+        assert "serve it with" not in doctor()
+
+
+class TestFacts:
+    """What is told without loading weights is what a loaded model has."""
+
+    @pytest.mark.parametrize("kind", ["demo", "f16"])
+    def test_a_loaded_model_agrees(self, kind: str, tmp_path: Path) -> None:
+        path = lp.demo_model_path() if kind == "demo" else tiny_model(tmp_path / "tiny.gguf")
+        found = look_at(path)
+        with lp.Model(path) as model:
+            assert (
+                sum(one["n_tensors"] for one in found["weights"] if one["packed"]) == model.n_packed_tensors
+            )
+            assert found["n_params"] == model.n_params
+            assert found["n_ctx_train"] == model.n_ctx_train
+            assert found["n_vocab"] == model.n_vocab
+            assert found["kv_bytes_per_token"] == kv_bytes(model, 1, "f16", "f16")
+
+    def test_tools(self, tmp_path: Path) -> None:
+        assert look_at(lp.demo_model_path())["tools"] is False
+        assert look_at(with_templates(tmp_path / "tools.gguf", TOOLS))["tools"] is True
+
+    def test_a_broken_template(self, tmp_path: Path) -> None:
+        found = look_at(with_templates(tmp_path / "broken.gguf", "{% if %}"))
+        assert found["chat"] is False
+        assert words_of(found)["chat"].detail.startswith("no: ")
+
+    def test_a_model_without_a_template(self, tmp_path: Path) -> None:
+        assert "has no chat template" in words_of(look_at(tiny_model(tmp_path / "tiny.gguf")))["chat"].detail
+
+    def test_a_recurrent_model(self, tmp_path: Path) -> None:
+        found = look_at(recurrent_model(tmp_path / "mamba.gguf"))
+        assert found["is_recurrent"]
+        assert found["slots"] == []
+        assert suggestion(found, "m.gguf") == "llamapipe serve -m m.gguf"
+
+    def test_a_model_of_embeddings(self, tmp_path: Path) -> None:
+        found = look_at(bert_model(tmp_path / "bert.gguf")[0])
+        assert not found["generates"]
+        assert suggestion(found, "my model.gguf") == "llamapipe serve --embeddings 'my model.gguf'"
+        assert "requests" not in words_of(found)
+
+
+class TestMemory:
+    """A model of 4 GiB, whose KV cells take 128 KiB each, on machines of several sizes."""
+
+    @staticmethod
+    def on(free: int, contexts: dict[int, int]) -> dict[str, Any]:
+        slots = [{"n_ctx": n_ctx, "kv_bytes_per_slot": 0, "n_slots": n} for n_ctx, n in contexts.items()]
+        sizes = {"size_bytes": 4 * GIB, "memory_free": free, "kv_bytes_per_token": 131072.0, "slots": slots}
+        return look_at(lp.demo_model_path()) | sizes
+
+    @pytest.mark.parametrize(
+        ("contexts", "options"),
+        [
+            ({2048: 90, 8192: 22, 16384: 11}, "-c 8192 -np 8"),
+            ({2048: 30, 4096: 15, 8192: 7}, "-c 4096 -np 8"),
+            ({2048: 5, 4096: 2}, "-c 2048 -np 4"),
+            ({2048: 1, 4096: 0}, "-c 2048 -np 1"),
+            ({1024: 3}, "-c 1024 -np 2"),
+        ],
+    )
+    def test_the_command_keeps_slots_before_context(self, contexts: dict[int, int], options: str) -> None:
+        found = self.on(16 * GIB, contexts)
+        assert suggestion(found, "m.gguf") == f"llamapipe serve -m m.gguf {options}"
+        shown = words_of(found, "m.gguf")
+        assert shown["memory"].ok
+        assert shlex.split(shown["serve it with"].detail)[-4:] == options.split()
+
+    def test_a_model_that_does_not_fit(self) -> None:
+        shown = words_of(self.on(2 * GIB, {2048: 0}))
+        assert not shown["memory"].ok
+        assert "2.0 GiB free" in shown["memory"].detail
+        assert "smaller quantization" in shown["memory"].fix
+        assert "serve it with" not in shown
+
+    def test_weights_without_kernels_are_called_slow(self) -> None:
+        slow = {"type": "Q3_K", "n_tensors": 3, "size_bytes": 3000, "packed": False}
+        fast = {"type": "Q6_K", "n_tensors": 1, "size_bytes": 1000, "packed": True}
+        found = self.on(16 * GIB, {2048: 90}) | {"kernels": "avx2", "memory": "host"}
+        shown = words_of(found | {"weights": [slow, fast]})["weights"]
+        assert shown.detail == "Q6_K 25 % with llamapipe's kernels for avx2; Q3_K 75 % with ggml's kernels"
+        assert "slow on this CPU" in shown.fix
+        assert not words_of(found | {"weights": [fast]})["weights"].fix
+        assert not words_of(found | {"weights": [slow], "kernels": None})["weights"].fix
+        assert not words_of(found | {"weights": [slow], "memory": "gpu"})["weights"].fix
+
+
+def test_bench_tells_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llamapipe.cli.measure import bench
+
+    monkeypatch.setattr(bench, "usable_cores", lambda: 4)
+    for free, is_busy in ((4.0, False), (3.7, False), (3.2, True), (0.0, True), (None, False)):
+        monkeypatch.setattr(bench, "free_cores", lambda seconds, free=free: free)
+        note = bench._busy_note()
+        assert (note is not None) is is_busy
+        assert note is None or f"{free:.1f} of 4 cores are free" in note

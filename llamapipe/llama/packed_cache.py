@@ -5,8 +5,8 @@ they were packed from (fingerprint, size, time of the last change), and has the 
 tensors and their form. A file of other kernels or other tensors has another number, so it is not mapped.
 
 The first load locks a partial file, packs into memory, writes, and renames the file when it is on disk. Other loads of
-the same model wait for it. A file that exists is never changed, only replaced: whoever has mapped it keeps it. Its
-weights are trusted as a model's file is, so it must belong to this user or to root, and nobody else may write to it.
+the same model wait for it. A file that exists is never changed, only replaced: a process that has mapped it keeps it.
+Its weights are trusted as a model's file is, so it must belong to this user or root, and nobody else may write to it.
 """
 
 from __future__ import annotations

@@ -135,6 +135,15 @@ def agents(session: nox.Session) -> None:
 
 
 @nox.session
+def real_models(session: nox.Session) -> None:
+    """Test with real models, which packages of the index carry: 0.8 GB, fetched once."""
+    session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
+    _install(session, "backend=cpu")
+    session.env["LLAMAPIPE_REAL_MODELS"] = "1"
+    _pytest(session, default=["tests/real_models"])
+
+
+@nox.session
 def schemas(session: nox.Session) -> None:
     """Hold JSON schemas against the JSON-Schema-Test-Suite, and generate fields of pydantic 2.12 and the newest."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")

@@ -279,6 +279,12 @@ ENGINE = [
         "MS",
         "compute prompts in chunks so that streams wait at most MS milliseconds between tokens",
     ),
+    Option(
+        "batch_invariant",
+        bool,
+        "",
+        "the same request gives the same text whatever else runs; refuses models whose texts could differ",
+    ),
     Option("overflow", str, "MODE", "when the output fills the context: stop, recompute or shift"),
     Option("n_keep", int, "N", "tokens at the start that --overflow keeps"),
 ]

@@ -22,6 +22,7 @@ from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.frontend.request_builder import RequestBuilder
 from llamapipe.engine.frontend.snapshot import Layout
 from llamapipe.engine.frontend.submission import Submission
+from llamapipe.engine.invariance import check_invariance
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import EngineStats
 from llamapipe.engine.scheduler.overflow import MODES, Overflow
@@ -59,10 +60,10 @@ class Engine(ChatCalls, Owner):
       ones take less memory. ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
     - ``n_batch``: maximum tokens of a step. ``n_ubatch``: maximum tokens that llama.cpp computes at a time.
     - ``n_threads``: compute threads. Default: the cores this process may use, or fewer in a container with a CPU
-      limit, and fewer for as long as other work needs the cores; this may change how texts of 512 tokens or more are
-      rounded (``docs/design/10-threads.md``). A given number stays fixed: more threads than free cores slow
-      the engine down several-fold. ``n_threads_batch``: the same for steps of more than one token; default:
-      ``n_threads``.
+      limit, and fewer for as long as other work needs the cores; with ``kernels="ggml"`` this may change how texts
+      of 512 tokens or more are rounded (``docs/design/10-threads.md``). A given number stays fixed: more threads than
+      free cores slow the engine down several-fold. ``n_threads_batch``: the same for steps of more than one token;
+      default: ``n_threads``.
     - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.
     - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
       with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
@@ -80,6 +81,8 @@ class Engine(ChatCalls, Owner):
       which are computed again; its text then ends only by ``max_tokens``, a stop string or an end token. ``"shift"``:
       the same without computing them again, with llama.cpp's shift of positions. That is faster and only approximate;
       it needs ``kv_unified=False`` and a model whose positions can be shifted.
+    - ``batch_invariant``: True: the same request gives the same text whatever else runs, or a ValueError here says why
+      this model's texts could differ; see ``docs/sampling.md``.
     - ``kv_events``: publish what the prefix cache holds, for routers; see ``docs/guides/routers.md``. The attribute of
       this name has the addresses that are in use. Needs the extra ``kv-events``.
     - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
@@ -125,6 +128,7 @@ class Engine(ChatCalls, Owner):
         overflow: Literal["stop", "recompute", "shift"] = "stop",
         n_keep: int = 0,
         kv_events: KvEvents | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
         if not isinstance(model, (Model, str, os.PathLike)):
@@ -168,6 +172,10 @@ class Engine(ChatCalls, Owner):
                 graph_sampling=wants_graph_sampling(model, ring, graph_sampling),
             )
             context = undo.enter_context(closing(new_context()))
+            if check_flag("batch_invariant", batch_invariant):
+                check_invariance(
+                    model, unified, flash_attn, partial(new_context, n_ring_slots=0, graph_sampling=False)
+                )
             if not model.is_causal:
                 raise ValueError(
                     f"{model.path.name} is not causal, so it cannot generate text; "

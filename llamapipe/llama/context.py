@@ -210,7 +210,9 @@ class Context(Owner):
         ffi, lib = self._native.ffi, self._native.lib
         n_rows = max(n_ring_slots, 0) * self.n_outputs_max
         with awaited_at_exit():
-            new = lib.lp_context_new(self.model.handle, params, _POLL, n_rows, self.graph_sampling)
+            new = lib.lp_context_new(
+                self.model.handle, params, _POLL, n_rows, self.graph_sampling, self.model.attends
+            )
         if new == ffi.NULL:
             return new
         self._llama = lib.lp_context_llama(new)

@@ -144,11 +144,11 @@ class Model(Owner):
         mapped, locked = check_flag("use_mmap", use_mmap), check_flag("use_mlock", use_mlock)
         self.vocab_only = check_flag("vocab_only", vocab_only)
         self.tool_calls = check_choice("tool_calls", tool_calls, ("lenient", "strict"))
-        wanted = check_choice("kernels", kernels, ("auto", "ggml"))
+        self.attends = check_choice("kernels", kernels, ("auto", "ggml")) == "auto"
         folder = _packed_folder(packed_cache)
         if folder is not None:
             for name, value, is_wrong in (
-                ("kernels", kernels, wanted == "ggml"),
+                ("kernels", kernels, not self.attends),
                 ("use_mmap", use_mmap, not mapped),
                 ("use_mlock", use_mlock, locked),
             ):
@@ -192,18 +192,16 @@ class Model(Owner):
             keep = [device_list(ffi, devices, far), shares]
             params.devices, params.tensor_split = keep
             self.devices = used_devices(devices, n_layers, far)
-            self._load(info, params, progress, wanted == "auto", folder)
+            self._load(info, params, progress, folder)
             self._read_sizes()
             self._check_rope(info)
         except BaseException:  # Ctrl-C: the caller never gets this object, so cannot close it
             self.close()
             raise
 
-    def _load(
-        self, info: GgufInfo, params: Any, progress: Progress | None, packs: bool, folder: Path | None
-    ) -> None:
+    def _load(self, info: GgufInfo, params: Any, progress: Progress | None, folder: Path | None) -> None:
         lib, ffi = self._native.lib, self._native.ffi
-        packs = packs and packs_architecture(info.architecture) and lib.lp_kernels_level() != ffi.NULL
+        packs = self.attends and packs_architecture(info.architecture) and lib.lp_kernels_level() != ffi.NULL
         with ExitStack() as stack:
             cache = None
             if packs and folder is not None and not self.vocab_only:

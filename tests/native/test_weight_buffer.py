@@ -1,4 +1,4 @@
-"""Products of packed weights, computed by ggml's threads through our buffer type, are those that ggml computes."""
+"""Products by our kernels, of packed weights and of floats, on ggml's threads, are those that ggml computes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from llamapipe.native.load import last_error, native
 Type = gguf.GGMLQuantizationType
 NAMES = "Q4_K Q5_K Q6_K Q8_0 Q5_0 Q4_0 Q4_1 Q5_1 IQ4_NL IQ4_XS MXFP4".split()
 TYPES: list[gguf.GGMLQuantizationType] = [gguf.GGMLQuantizationType[name] for name in NAMES]
+FLOATS = [Type.F32, Type.F16, Type.BF16]  # multiplied as they are in the file
 N_COLUMNS = 512
 
 pytestmark = pytest.mark.native
@@ -52,10 +53,12 @@ class Product:
         values = np.ascontiguousarray(self.weights, np.float32)
         n = lib.lp_quantize(self.kind, n_matrices * n_rows, n_columns, _floats(values), self.quantized)
         assert n > 0
-        self.plain = np.empty_like(values)
+        self.plain = values.copy()
+        if self.kind == Type.F32:
+            return
         assert lib.lp_dequantize(self.kind, values.size, self.quantized, _floats(self.plain)) == 0
 
-    def compute(self, packed: bool = True, n_threads: int | None = None) -> np.ndarray:
+    def compute(self, is_ours: bool = True, n_threads: int | None = None) -> np.ndarray:
         """What ggml computes, (tokens or matrices, rows of activations, rows of weights)."""
         ffi, lib = native().ffi, native().lib
         n_matrices, n_rows, n_columns = self.weights.shape
@@ -74,7 +77,8 @@ class Product:
             "n_rows": n_rows,
             "n_matrices": n_matrices,
             "weights": self.quantized,
-            "form": lib.LP_WEIGHTS_PACKED if packed else lib.LP_WEIGHTS_OF_FILES,
+            "form": lib.LP_WEIGHTS_PACKED if is_ours and self.kind not in FLOATS else lib.LP_WEIGHTS_OF_FILES,
+            "is_ours": is_ours,
             "first_view_row": self.view[0],
             "n_view_rows": self.view[1],
             "x_stride": n_columns + 32,
@@ -101,7 +105,7 @@ class Product:
 
     def check(self) -> np.ndarray:
         """Compares with ggml's own product and with the exact one; returns ours."""
-        ours, theirs, exact = self.compute(), self.compute(packed=False), self.exact()
+        ours, theirs, exact = self.compute(), self.compute(is_ours=False), self.exact()
         size = np.sqrt(np.mean(exact**2))
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * size)
         error, own = (np.sqrt(np.mean((y - exact) ** 2)) / size for y in (ours, theirs))
@@ -191,3 +195,27 @@ def test_weights_without_a_kernel_are_not_packed() -> None:
     for shape in ((1, 17, N_COLUMNS),):
         with pytest.raises(RuntimeError, match="only whole weights can be packed"):
             Product(Type.Q4_K, random(*shape), random(1, 1, shape[-1])).compute()
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("n_columns", [8, 67, 1024])
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 100])
+def test_floats(kind: Type, n_columns: int, n: int) -> None:
+    """Activations stay 32-bit floats, so the error is smaller than that of ggml, which rounds them as weights are."""
+    product = Product(kind, random(2, 93, n_columns), random(4, n, n_columns, seed=n))
+    exact = product.exact()
+    np.testing.assert_allclose(product.compute(), exact, rtol=0, atol=2e-6 * np.sqrt(n_columns) * 3)
+    errors = [np.abs(product.compute(is_ours) - exact).mean() for is_ours in (True, False)]
+    assert errors[0] <= errors[1] * 1.5 + 1e-9
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=lambda kind: kind.name)
+def test_a_row_of_floats_does_not_depend_on_other_rows_or_threads(kind: Type) -> None:
+    product = Product(kind, random(1, 203, 1001), random(1, 37, 1001))
+    together = product.compute()
+    for n_threads in (1, 3):
+        np.testing.assert_array_equal(product.compute(n_threads=n_threads), together)
+    x = product.x
+    for i in (0, 8, 36):
+        product.x = x[:, i : i + 1]
+        np.testing.assert_array_equal(product.compute()[0, 0], together[0, i])

@@ -70,9 +70,10 @@ int lp_mapping_guard_end(void);                                       // not 0 i
 // ---- context (context_api.cpp): a llama_context with its logits ring and its compute threads
 typedef struct lp_context lp_context;
 // `poll`: how eagerly idle compute threads spin for the next graph, 0 to 100. `n_ring_rows`: rows to stage logits in, or 0.
-// `samples`: with a ring, the graph shall sample, too. Where rows cannot be staged the context has no ring.
+// `samples`: with a ring, the graph shall sample, too. `attends`: attention is computed by llamapipe's kernels where they can.
+// Where rows cannot be staged the context has no ring.
 lp_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll,
-                            int64_t n_ring_rows, bool samples);
+                            int64_t n_ring_rows, bool samples, bool attends);
 void         lp_context_free(lp_context * context);  // in any order with its pipeline, which keeps it until it is closed
 struct llama_context * lp_context_llama(const lp_context * context);
 bool         lp_context_has_ring(const lp_context * context);

@@ -34,6 +34,7 @@ typedef struct {
     int64_t n_columns, n_rows, n_matrices;
     const void * weights;  // in the form of files
     enum lp_weights_form form;  // that the product reads
+    bool is_ours;               // floats are multiplied by our loops
     int64_t first_view_row, n_view_rows;  // of each matrix; 0: all
     int64_t x_stride, nx1, nx2;           // of activations: floats from row to row; rows of a matrix, or of a token; matrices or tokens
     const float * x;
@@ -44,5 +45,22 @@ typedef struct {
 } lp_product;
 bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows);  // whether weights would be packed
 int lp_product_compute(const lp_product * product, float * out);
+// Attention, as ggml's CPU backend computes it: queries float32 (n_streams, n_heads, n_rows, n_dims), keys and values
+// (n_streams, n_kv_heads, n_cells, dimensions) in the form of a cache, masks float16 (n_streams, n_rows, n_cells) or NULL, sinks
+// (n_heads) or NULL. The result is float32 (n_streams, n_rows, n_heads, n_value_dims).
+typedef struct {
+    int64_t n_streams, n_heads, n_kv_heads, n_rows, n_cells, n_dims, n_value_dims;
+    enum ggml_type type;  // of keys and values
+    const float * queries;
+    const void * keys;
+    const void * values;
+    const uint16_t * masks;
+    const float * sinks;
+    float scale, max_bias, softcap;
+    bool is_ours;
+    int n_threads, n_times;
+    double * seconds;  // of each time, or NULL
+} lp_attention;
+int lp_attention_compute(const lp_attention * attention, float * out);
 int lp_quantize(enum ggml_type type, int64_t n_rows, int64_t n_columns, const float * values, void * out);  // bytes
 int lp_dequantize(enum ggml_type type, int64_t n, const void * quantized, float * out);

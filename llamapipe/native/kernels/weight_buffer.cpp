@@ -18,6 +18,8 @@
 // them through our objects and asks for no type information, and its library, opened with RTLD_LOCAL, needs no link.
 #include "weight_buffer.hpp"
 
+#include "attention.hpp"
+#include "float_products.hpp"
 #include "kernels.hpp"
 #include "mappings.hpp"
 
@@ -60,6 +62,7 @@ constexpr int    max_rows        = 256;         // the same as a number
 
 void (*barrier)(ggml_threadpool *) = nullptr;  // ggml_barrier
 thread_local Packing * t_packing   = nullptr;
+thread_local bool      t_computes  = false;  // the graphs of this thread use our attention
 
 extern ggml_backend_buffer_type buffer_type;
 
@@ -316,6 +319,30 @@ struct Traits : ggml::cpu::tensor_traits {
 
 Traits traits;
 
+// Operations without packed weights do not tell whose they are. A graph is planned on the thread that computes it, each time:
+// there the operation gets a mark, which all of ggml's threads see. Returning false leaves it to ggml.
+struct OtherTraits : ggml::cpu::tensor_traits {
+    static constexpr int mark = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1;  // ggml has no option there
+
+    bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
+        const_cast<ggml_tensor *>(op)->op_params[mark] = t_computes;
+        if (t_computes) {
+            size = is_attention(op) ? attention_work_size(op, n_threads) : float_product_work_size();
+        }
+        return t_computes;
+    }
+
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        if (!op->op_params[mark]) {
+            return false;
+        }
+        (is_attention(op) ? compute_attention : compute_float_product)(params, op, barrier);
+        return true;
+    }
+};
+
+OtherTraits other_traits;
+
 struct BufferType : ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
         if (op->op != GGML_OP_MUL_MAT && op->op != GGML_OP_MUL_MAT_ID) {
@@ -331,6 +358,9 @@ struct BufferType : ggml::cpu::extra_buffer_type {
     }
 
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
+        if (is_attention(op) || is_float_product(op)) {
+            return &other_traits;
+        }
         const bool is_product = op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID;
         return is_product && is_ours(op->src[0]) ? &traits : nullptr;
     }
@@ -654,5 +684,9 @@ bool map_file(void * data, int64_t n_bytes, int fd, int64_t offset) {
 PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_packing = packing; }
 
 PackingScope::~PackingScope() { t_packing = outer_; }
+
+ComputeScope::ComputeScope(bool is_ours) noexcept : outer_(t_computes) { t_computes = is_ours; }
+
+ComputeScope::~ComputeScope() { t_computes = outer_; }
 
 }  // namespace llamapipe::kernels

@@ -55,4 +55,16 @@ private:
     Packing * outer_;
 };
 
+// While one lives, the graphs that this thread computes use our attention, or ggml's.
+class ComputeScope {
+public:
+    explicit ComputeScope(bool is_ours) noexcept;
+    ~ComputeScope();
+    ComputeScope(const ComputeScope &)             = delete;
+    ComputeScope & operator=(const ComputeScope &) = delete;
+
+private:
+    bool outer_;
+};
+
 }  // namespace llamapipe::kernels

@@ -3,12 +3,14 @@
 
 #include "assertions.hpp"
 #include "guard.hpp"
+#include "weight_buffer.hpp"
 
 #include <stdexcept>
 
 namespace lp {
 
-Context::Context(llama_model * model, const llama_context_params & params, const Options & options) {
+Context::Context(llama_model * model, const llama_context_params & params, const Options & options)
+    : attends_(options.attends) {
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     if (options.n_ring_rows > 0) {
         llama_context_params with_stager = params;
@@ -52,7 +54,8 @@ int Context::decode(const BatchArrays & batch) {
     }
     threads_->apply();
     set_error("see the log llamapipe.native");
-    const DecodeAssertionsThrow throwing;
+    const DecodeAssertionsThrow          throwing;
+    const llamapipe::kernels::ComputeScope scope(attends_);
     try {
         return (int) llama_decode(llama_.get(), given);
     } catch (...) {

@@ -1,4 +1,4 @@
-// Computes products of weights with activations through ggml, without a model: for tests and benchmarks.
+// Computes products and attention through ggml, without a model: for tests and benchmarks.
 #include "assertions.hpp"
 #include "ggml_objects.hpp"
 #include "guard.hpp"
@@ -45,12 +45,31 @@ Type buffer_type(ggml_backend_dev_t cpu, const lp_product & p) {
     return ggml_backend_dev_buffer_type(cpu);
 }
 
+Backend backend_with(ggml_backend_dev_t cpu, int n_threads) {
+    Backend    backend(made(ggml_backend_dev_init(cpu, nullptr), "the device cannot be used"));
+    const auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads");
+    set_n_threads(backend.get(), n_threads);
+    return backend;
+}
+
+// Computes a graph some times, and writes down how long each took.
+void compute(const Backend & backend, ggml_cgraph * graph, bool is_ours, int n_times, double * seconds) {
+    const llamapipe::kernels::ComputeScope scope(is_ours);
+    for (int i = 0; i < n_times; i++) {
+        const auto start = std::chrono::steady_clock::now();
+        if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
+            throw std::runtime_error("the device failed to compute");
+        }
+        if (seconds) {
+            seconds[i] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        }
+    }
+}
+
 void compute(const lp_product & p, float * out) {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    const Backend      backend(made(ggml_backend_dev_init(cpu, nullptr), "the device cannot be used"));
-    const auto         set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(
-        ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads");
-    set_n_threads(backend.get(), p.n_threads);
+    const Backend      backend = backend_with(cpu, p.n_threads);
 
     const size_t  n_bytes = ggml_tensor_overhead() * 16 + ggml_graph_overhead();
     const Context kept(made(ggml_init({ n_bytes, nullptr, true }), "there is no memory"));
@@ -81,15 +100,41 @@ void compute(const lp_product & p, float * out) {
     if (ids) {
         ggml_backend_tensor_set(ids, p.ids, 0, ggml_nbytes(ids));
     }
-    for (int i = 0; i < p.n_times; i++) {
-        const auto start = std::chrono::steady_clock::now();
-        if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
-            throw std::runtime_error("the device failed to compute");
-        }
-        if (p.seconds) {
-            p.seconds[i] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        }
+    compute(backend, graph, p.is_ours, p.n_times, p.seconds);
+    ggml_backend_tensor_get(y, out, 0, ggml_nbytes(y));
+}
+
+void compute(const lp_attention & a, float * out) {
+    ggml_backend_dev_t cpu     = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    const Backend      backend = backend_with(cpu, a.n_threads);
+    if (a.is_ours && llamapipe::kernels::install()) {
+        throw std::runtime_error("there are no kernels");
     }
+
+    const Context context(made(ggml_init({ ggml_tensor_overhead() * 16 + ggml_graph_overhead(), nullptr, true }), "there is no memory"));
+    const auto    tensor = [&](ggml_type type, int64_t n0, int64_t n1, int64_t n2) {
+        return ggml_new_tensor_4d(context.get(), type, n0, n1, n2, a.n_streams);
+    };
+    ggml_tensor * q     = tensor(GGML_TYPE_F32, a.n_dims, a.n_rows, a.n_heads);
+    ggml_tensor * k     = tensor(a.type, a.n_dims, a.n_cells, a.n_kv_heads);
+    ggml_tensor * v     = tensor(a.type, a.n_value_dims, a.n_cells, a.n_kv_heads);
+    ggml_tensor * mask  = a.masks ? tensor(GGML_TYPE_F16, a.n_cells, a.n_rows, 1) : nullptr;
+    ggml_tensor * sinks = a.sinks ? ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, a.n_heads) : nullptr;
+    ggml_tensor * y     = ggml_flash_attn_ext(context.get(), q, k, v, mask, a.scale, a.max_bias, a.softcap);
+    ggml_flash_attn_ext_add_sinks(y, sinks);
+    ggml_cgraph * graph = ggml_new_graph(context.get());
+    ggml_build_forward_expand(graph, y);
+    const Buffer memory(made(ggml_backend_alloc_ctx_tensors_from_buft(context.get(), ggml_backend_dev_buffer_type(cpu)), "no memory"));
+    ggml_backend_tensor_set(q, a.queries, 0, ggml_nbytes(q));
+    ggml_backend_tensor_set(k, a.keys, 0, ggml_nbytes(k));
+    ggml_backend_tensor_set(v, a.values, 0, ggml_nbytes(v));
+    if (mask) {
+        ggml_backend_tensor_set(mask, a.masks, 0, ggml_nbytes(mask));
+    }
+    if (sinks) {
+        ggml_backend_tensor_set(sinks, a.sinks, 0, ggml_nbytes(sinks));
+    }
+    compute(backend, graph, a.is_ours, a.n_times, a.seconds);
     ggml_backend_tensor_get(y, out, 0, ggml_nbytes(y));
 }
 
@@ -102,6 +147,13 @@ bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows) {
 int lp_product_compute(const lp_product * product, float * out) {
     return lp::guard(LP_ERROR, [&] {
         compute(*product, out);
+        return 0;
+    });
+}
+
+int lp_attention_compute(const lp_attention * attention, float * out) {
+    return lp::guard(LP_ERROR, [&] {
+        compute(*attention, out);
         return 0;
     });
 }

@@ -1,0 +1,333 @@
+// Attention: which rows and heads are computed together, and which cells they see.
+#include "attention.hpp"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpu/traits.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+namespace llamapipe::kernels {
+
+#if defined(__x86_64__)
+extern const AttentionLevel kAttentionAvx2;
+#endif
+
+const AttentionLevel * attention_level() {
+#if defined(__x86_64__)
+    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return has_avx2 ? &kAttentionAvx2 : nullptr;
+#else
+    return nullptr;
+#endif
+}
+
+namespace {
+
+constexpr uint16_t unseen       = 0xfc00;        // -infinity, in 16 bits
+constexpr int64_t  scores_bytes = 512 << 10;     // of a tile: as large as a second-level cache
+constexpr int64_t  most_queries = 48;            // of a tile
+constexpr size_t   alignment    = 64;
+
+int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+bool is_supported(ggml_type type) {
+    return type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || ggml_get_type_traits(type)->to_float;
+}
+
+// A tile: rows [row, row + n_rows) of a stream and n_heads heads from `head` on, which read the keys and values of one head.
+struct Tile {
+    int64_t stream, head, n_heads, row, n_rows;
+
+    int64_t n_queries() const { return n_heads * n_rows; }
+};
+
+// How an operation is cut into tiles. Results do not depend on it.
+struct Tiling {
+    int64_t n_rows, n_heads, n_kv_heads, n_streams, n_cells, group;  // heads that share keys
+    int64_t heads_each, rows_each;                                   // of a tile
+    int64_t most_queries_each, most_rows_each;                       // whatever the number of threads
+    int64_t head_tiles, row_tiles, n;                                // of a head of keys, of a stream, of all
+
+    Tiling(const ggml_tensor * op, int n_threads)
+        : n_rows(op->src[0]->ne[1]), n_heads(op->src[0]->ne[2]), n_kv_heads(op->src[1]->ne[2]), n_streams(op->src[0]->ne[3]),
+          n_cells(padded(op->src[1]->ne[1], kKeyBlock)), group(n_heads / n_kv_heads) {
+        const int64_t most = std::clamp<int64_t>(scores_bytes / (int64_t) sizeof(float) / std::max<int64_t>(n_cells, 1), 6, most_queries);
+        heads_each         = std::min(group, most);
+        rows_each          = std::clamp<int64_t>(most / heads_each, 1, n_rows);
+        most_queries_each  = heads_each * rows_each;
+        most_rows_each     = rows_each;
+        count();
+        // Two tiles for a thread at least, so that none waits long for another; not by loading all keys for single heads.
+        while (n < 2 * n_threads && rows_each > 1) {
+            rows_each = (rows_each + 1) / 2;
+            count();
+        }
+        while (n < 2 * n_threads && heads_each > (n < n_threads ? 1 : 4)) {
+            heads_each = (heads_each + 1) / 2;
+            count();
+        }
+    }
+
+    void count() {
+        head_tiles = (group + heads_each - 1) / heads_each;
+        row_tiles  = (n_rows + rows_each - 1) / rows_each;
+        n          = head_tiles * row_tiles * n_kv_heads * n_streams;
+    }
+
+    Tile tile(int64_t i) const {
+        const int64_t row = i % row_tiles * rows_each, part = i / row_tiles % head_tiles * heads_each;
+        const int64_t kv_head = i / row_tiles / head_tiles % n_kv_heads, stream = i / row_tiles / head_tiles / n_kv_heads;
+        return { stream, kv_head * group + part, std::min(heads_each, group - part), row, std::min(rows_each, n_rows - row) };
+    }
+};
+
+// A thread's part of the work memory.
+struct Scratch {
+    size_t queries, results, scores, masks, cells, keys, rows, bytes = alignment;
+
+    Scratch(const Tiling & t, int64_t key_dims, int64_t value_dims) {
+        const int64_t n = t.most_queries_each;
+        queries         = take<float>(n * key_dims);
+        results         = take<float>(n * value_dims);
+        scores          = take<float>(n * t.n_cells);
+        masks           = take<uint16_t>(t.most_rows_each * t.n_cells);
+        cells           = take<int32_t>(t.n_cells);
+        keys            = take<float>(kKeyBlock * key_dims);
+        rows            = take<float>(std::max(kKeyBlock * key_dims, kValueBlock * value_dims));  // of keys, then of values
+    }
+
+private:
+    template <typename T> size_t take(int64_t n) {
+        const size_t at = bytes;
+        bytes += (size_t) padded(n * (int64_t) sizeof(T), alignment);
+        return at;
+    }
+};
+
+class Attention {
+public:
+    Attention(const ggml_compute_params * params, ggml_tensor * op)
+        : op_(op), q_(op->src[0]), k_(op->src[1]), v_(op->src[2]), mask_(op->src[3]), sinks_(op->src[4]), level_(*attention_level()),
+          tiling_(op, params->nth), at_(tiling_, q_->ne[0], v_->ne[0]), ith_(params->ith) {
+        GGML_ASSERT(params->wsize >= alignment * 2 + (size_t) params->nth * at_.bytes);
+        char * begin = (char *) padded((int64_t) params->wdata, alignment);
+        next_        = (std::atomic<int64_t> *) begin;
+        scratch_     = begin + alignment + (size_t) params->ith * at_.bytes;
+        float options[3];
+        memcpy(options, op->op_params, sizeof(options));
+        softcap_  = options[2];
+        scale_    = softcap_ != 0 ? options[0] / softcap_ : options[0];
+        max_bias_ = options[1];
+        if (ith_ == 0) {
+            new (next_) std::atomic<int64_t>(params->nth);  // each thread begins with the tile of its number
+        }
+    }
+
+    void compute() const {
+        for (int64_t i = ith_; i < tiling_.n; i = next_->fetch_add(1, std::memory_order_relaxed)) {
+            compute(tiling_.tile(i));
+        }
+    }
+
+private:
+    template <typename T> T * at(size_t offset) const { return (T *) (scratch_ + offset); }
+
+    void compute(const Tile & tile) const {
+        const int64_t n = list_cells(tile), n_padded = padded(n, kKeyBlock);
+        read_queries(tile);
+        score(tile, n);
+        float * scores = at<float>(at_.scores);
+        float   sums[most_queries];
+        for (int64_t r = 0; r < tile.n_queries(); r++) {
+            const int64_t head = tile.head + r % tile.n_heads;
+            sums[r] = weigh(scores + r * n_padded, n_padded, at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded, head);
+        }
+        add_values(tile, n);
+        for (int64_t r = 0; r < tile.n_queries(); r++) {
+            write(tile.stream, tile.row + r / tile.n_heads, tile.head + r % tile.n_heads, at<float>(at_.results) + r * v_->ne[0],
+                  sums[r]);
+        }
+    }
+
+    // Lists the cells that any of the tile's rows sees, with the masks of each row for them. Returns how many they are.
+    int64_t list_cells(const Tile & tile) const {
+        int32_t *  cells = at<int32_t>(at_.cells);
+        uint16_t * masks = at<uint16_t>(at_.masks);
+        int64_t    n     = 0;
+        if (!mask_) {
+            for (; n < k_->ne[1]; n++) {
+                cells[n] = (int32_t) n;
+            }
+            const int64_t n_padded = padded(n, kKeyBlock);
+            for (int64_t r = 0; r < tile.n_rows; r++) {
+                std::fill_n(masks + r * n_padded, n, (uint16_t) 0);
+                std::fill_n(masks + r * n_padded + n, n_padded - n, unseen);
+            }
+            return n;
+        }
+        const auto row_of = [&](int64_t r) {
+            return (const uint16_t *) ((const char *) mask_->data + (size_t) (tile.row + r) * mask_->nb[1] +
+                                       (size_t) (tile.stream % mask_->ne[3]) * mask_->nb[3]);
+        };
+        uint16_t * seen = masks;  // for each cell, whether a row sees it: gone when the masks are written
+        memset(seen, 0, (size_t) k_->ne[1] * sizeof(*seen));
+        for (int64_t r = 0; r < tile.n_rows; r++) {
+            const uint16_t * row = row_of(r);
+            for (int64_t c = 0; c < k_->ne[1]; c++) {
+                seen[c] |= row[c] != unseen;
+            }
+        }
+        for (int64_t c = 0; c < k_->ne[1]; c++) {
+            cells[n] = (int32_t) c;
+            n += seen[c];
+        }
+        const int64_t n_padded = padded(n, kKeyBlock);
+        for (int64_t r = 0; r < tile.n_rows; r++) {
+            const uint16_t * row = row_of(r);
+            for (int64_t i = 0; i < n; i++) {
+                masks[r * n_padded + i] = row[cells[i]];
+            }
+            std::fill_n(masks + r * n_padded + n, n_padded - n, unseen);
+        }
+        return n;
+    }
+
+    void read_queries(const Tile & tile) const {
+        float * to = at<float>(at_.queries);
+        for (int64_t r = 0; r < tile.n_queries(); r++, to += q_->ne[0]) {
+            const char * from = (const char *) q_->data + (size_t) (tile.row + r / tile.n_heads) * q_->nb[1] +
+                                (size_t) (tile.head + r % tile.n_heads) * q_->nb[2] + (size_t) tile.stream * q_->nb[3];
+            memcpy(to, from, (size_t) q_->ne[0] * sizeof(float));
+        }
+    }
+
+    // Reads cells [first, first + n) of the list.
+    void read(const ggml_tensor * from, const Tile & tile, int64_t first, int64_t n) const {
+        const int64_t n_dims = from->ne[0], head = tile.head / (q_->ne[2] / from->ne[2]);
+        const int64_t stream = tile.stream / (q_->ne[3] / from->ne[3]);
+        const char *  data   = (const char *) from->data + (size_t) head * from->nb[2] + (size_t) stream * from->nb[3];
+        const auto    to_float = ggml_get_type_traits(from->type)->to_float;
+        float *       to       = at<float>(at_.rows);
+        for (int64_t i = first; i < first + n; i++, to += n_dims) {
+            const char * cell = data + (size_t) at<int32_t>(at_.cells)[i] * from->nb[1];
+            if (from->type == GGML_TYPE_F16) {
+                level_.to_float((const uint16_t *) cell, n_dims, to);
+            } else if (from->type == GGML_TYPE_F32) {
+                memcpy(to, cell, (size_t) n_dims * sizeof(float));
+            } else {
+                to_float(cell, to, n_dims);
+            }
+        }
+    }
+
+    void score(const Tile & tile, int64_t n) const {
+        const int64_t n_dims = k_->ne[0], n_padded = padded(n, kKeyBlock);
+        for (int64_t c = 0; c < n; c += kKeyBlock) {
+            const int64_t n_read = std::min<int64_t>(kKeyBlock, n - c);
+            read(k_, tile, c, n_read);
+            std::fill_n(at<float>(at_.rows) + n_read * n_dims, (kKeyBlock - n_read) * n_dims, 0.0f);
+            level_.transpose(at<float>(at_.rows), n_dims, at<float>(at_.keys));
+            level_.score(at<float>(at_.queries), tile.n_queries(), n_dims, at<float>(at_.keys), at<float>(at_.scores) + c, n_padded);
+        }
+    }
+
+    // Makes weights of scores, and returns their sum.
+    float weigh(float * scores, int64_t n, const uint16_t * mask, int64_t head) const {
+        if (softcap_ != 0) {
+            for (int64_t i = 0; i < n; i++) {
+                scores[i] = softcap_ * std::tanh(scores[i] * scale_);
+            }
+        }
+        const float found = level_.mask(scores, n, softcap_ != 0 ? 1.0f : scale_, slope(head), mask);
+        const float sink  = sinks_ ? ((const float *) sinks_->data)[head] : -INFINITY;  // of a cell without a value
+        const float maximum = sink > found ? sink : found;
+        if (std::isfinite(maximum)) {
+            return level_.exponentials(scores, n, maximum) + (sinks_ ? std::exp(sink - maximum) : 0.0f);
+        }
+        const float all = maximum == -INFINITY ? 0.0f : NAN;  // no cell is seen, or the result is not a number
+        std::fill_n(scores, n, all);
+        return all;
+    }
+
+    // What a mask is multiplied with: other than 1 with ALiBi, whose masks hold distances.
+    float slope(int64_t head) const {
+        if (max_bias_ <= 0) {
+            return 1;
+        }
+        const int64_t half = (int64_t) 1 << (int) std::floor(std::log2((double) q_->ne[2]));
+        return head < half ? std::pow(std::exp2(-max_bias_ / (float) half), (float) (head + 1)) :
+                             std::pow(std::exp2(-max_bias_ / 2 / (float) half), (float) (2 * (head - half) + 1));
+    }
+
+    void add_values(const Tile & tile, int64_t n) const {
+        const int64_t n_dims = v_->ne[0], n_padded = padded(n, kKeyBlock);
+        const float * values  = at<float>(at_.rows);
+        const float * weights = at<float>(at_.scores);
+        float *       results = at<float>(at_.results);
+        std::fill_n(results, tile.n_queries() * n_dims, 0.0f);
+        for (int64_t c = 0; c < n; c += kValueBlock) {
+            const int64_t n_read = std::min<int64_t>(kValueBlock, n - c);
+            read(v_, tile, c, n_read);
+            if (level_.are_finite(values, n_read * n_dims)) {
+                level_.add(weights + c, tile.n_queries(), n_padded, values, n_read, n_dims, results);
+                continue;
+            }
+            // Such values are a row's own, and times 0 they are not 0: each row gets those of the cells that it sees.
+            for (int64_t r = 0; r < tile.n_queries(); r++) {
+                const uint16_t * mask = at<uint16_t>(at_.masks) + r / tile.n_heads * n_padded + c;
+                for (int64_t i = 0; i < n_read; i++) {
+                    if (mask[i] != unseen) {
+                        level_.add(weights + r * n_padded + c + i, 1, n_padded, values + i * n_dims, 1, n_dims, results + r * n_dims);
+                    }
+                }
+            }
+        }
+    }
+
+    void write(int64_t stream, int64_t row, int64_t head, const float * result, float sum) const {
+        float * to = (float *) ((char *) op_->data + (size_t) head * op_->nb[1] + (size_t) row * op_->nb[2] +
+                                (size_t) stream * op_->nb[3]);
+        const float by = sum == 0 ? 0 : 1 / sum;
+        for (int64_t d = 0; d < v_->ne[0]; d++) {
+            to[d] = result[d] * by;
+        }
+    }
+
+    ggml_tensor *           op_;
+    const ggml_tensor *     q_, *k_, *v_, *mask_, *sinks_;
+    const AttentionLevel &  level_;
+    const Tiling            tiling_;
+    const Scratch           at_;
+    const int               ith_;
+    float                   scale_, softcap_, max_bias_;
+    std::atomic<int64_t> *  next_;
+    char *                  scratch_;
+};
+
+}  // namespace
+
+bool is_attention(const ggml_tensor * op) {
+    if (op->op != GGML_OP_FLASH_ATTN_EXT || !attention_level()) {
+        return false;
+    }
+    const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
+    const auto         is_contiguous = [](const ggml_tensor * t) { return t->nb[0] == ggml_type_size(t->type); };
+    return q->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && is_supported(k->type) && is_supported(v->type) &&
+           is_contiguous(q) && is_contiguous(k) && is_contiguous(v) && k->ne[0] % 8 == 0 && v->ne[0] % 8 == 0 &&
+           k->ne[2] == v->ne[2] && k->ne[1] > 0 && (!mask || (mask->type == GGML_TYPE_F16 && mask->ne[2] == 1));
+}
+
+size_t attention_work_size(const ggml_tensor * op, int n_threads) {
+    return alignment * 2 + (size_t) n_threads * Scratch(Tiling(op, n_threads), op->src[0]->ne[0], op->src[2]->ne[0]).bytes;
+}
+
+void compute_attention(const ggml_compute_params * params, ggml_tensor * op, void (*barrier)(ggml_threadpool *)) {
+    const Attention attention(params, op);
+    barrier(params->threadpool);
+    attention.compute();
+}
+
+}  // namespace llamapipe::kernels

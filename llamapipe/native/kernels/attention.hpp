@@ -1,0 +1,61 @@
+// Attention whose rows do not depend on each other. Open this file to add a CPU level.
+//
+// ggml chooses among three loops by the number of rows, cuts a row's cells by the number of threads, and adds values in
+// 16 bits; so a row's result depends on what is computed beside it. Here it depends on nothing but the row's query and its
+// cells in their order:
+//   - a score is one chain of additions over the dimensions of a head;
+//   - the softmax takes the exact maximum of all scores, and adds the weights in fixed point, where order does not matter;
+//   - a dimension of the result is one chain of additions over the cells. Cells that a row does not see have weight 0 there,
+//     which changes nothing.
+// Rows and heads that read the same keys and values are computed together, and read and convert them once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct ggml_tensor;
+struct ggml_compute_params;
+struct ggml_threadpool;
+
+namespace llamapipe::kernels {
+
+constexpr int kKeyBlock = 32;    // cells whose keys are transposed together
+constexpr int kValueBlock = 64;  // cells whose values are converted together
+
+// The loops of one CPU level. Pointers need no alignment.
+struct AttentionLevel {
+    // n 16-bit floats as 32-bit ones.
+    void (*to_float)(const uint16_t *from, int64_t n, float *to);
+
+    // keys[d][c] = cells[c][d] for kKeyBlock cells of n_dims dimensions, a multiple of 8.
+    void (*transpose)(const float *cells, int64_t n_dims, float *keys);
+
+    // scores[r * stride + c] = the product of query r and the key of cell c, for kKeyBlock cells.
+    void (*score)(const float *queries, int64_t n_queries, int64_t n_dims, const float *keys, float *scores, int64_t stride);
+
+    // scores = scores * scale + slope * mask, for n cells, a multiple of 8; -infinity where the mask is. Returns the largest, or
+    // NaN if one is.
+    float (*mask)(float *scores, int64_t n, float scale, float slope, const uint16_t *mask);
+
+    // Replaces n scores, a multiple of 8, by the exponentials of their distance to a finite maximum, and returns their sum.
+    float (*exponentials)(float *scores, int64_t n, float maximum);
+
+    // results[r][d] += the sum of weights[r * stride + c] * values[c][d] over n_cells cells, for n_dims, a multiple of 8.
+    void (*add)(const float *weights, int64_t n_queries, int64_t stride, const float *values, int64_t n_cells, int64_t n_dims,
+                float *results);
+
+    // Whether all n values, a multiple of 8, are finite.
+    bool (*are_finite)(const float *values, int64_t n);
+};
+
+// The loops of this machine, or null.
+const AttentionLevel *attention_level();
+
+// Whether an operation is attention that is computed here.
+bool is_attention(const ggml_tensor *op);
+
+// The bytes of work memory that it needs, and the computation, on all of ggml's threads.
+size_t attention_work_size(const ggml_tensor *op, int n_threads);
+void compute_attention(const ggml_compute_params *params, ggml_tensor *op, void (*barrier)(ggml_threadpool *));
+
+}  // namespace llamapipe::kernels

@@ -1,0 +1,22 @@
+// Products of weights that are not packed: F32, F16 and BF16, such as routers of experts, adapters and unquantized models.
+//
+// ggml multiplies one row by other loops than several, so a row's result depends on the others. Here each result is one
+// chain of additions in eight lanes, whatever the number of rows, and activations stay 32-bit floats.
+#pragma once
+
+#include <cstddef>
+
+struct ggml_tensor;
+struct ggml_compute_params;
+struct ggml_threadpool;
+
+namespace llamapipe::kernels {
+
+// Whether an operation is such a product.
+bool is_float_product(const ggml_tensor *op);
+
+// The bytes of work memory that it needs, and the computation, on all of ggml's threads.
+size_t float_product_work_size();
+void compute_float_product(const ggml_compute_params *params, ggml_tensor *op, void (*barrier)(ggml_threadpool *));
+
+}  // namespace llamapipe::kernels

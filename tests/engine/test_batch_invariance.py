@@ -1,0 +1,80 @@
+"""``Engine(batch_invariant=True)``: the same request gives the same text, whatever else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gguf_models import Shape, make_model, recurrent_model
+from support.memory_models import sliding_window_model
+from support.mixed_requests import mixed_requests, told_alone, told_among_others
+
+import llamapipe as lp
+from llamapipe.engine.invariance import _is_invariant
+from llamapipe.llama import Context
+from llamapipe.native.load import native
+
+pytestmark = pytest.mark.native
+SHAPE = Shape(layers=2, width=256, heads=4, heads_kv=2, ffn=512, context=512)
+MODELS = ["demo", "q4_k_m", "q8_0", "f16", "f32", "sliding window"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
+    if native().lib.lp_kernels_level() == native().ffi.NULL:
+        pytest.skip("this processor has no kernels")
+    path = tmp_path_factory.mktemp("models") / "model.gguf"
+    if request.param == "demo":
+        path = lp.demo_model_path()
+    elif request.param == "sliding window":
+        sliding_window_model(path)
+    else:
+        make_model(path, shape=SHAPE, type_name=request.param, vocab="builtin-spm")
+    with lp.Model(path) as model:
+        yield model
+
+
+def test_a_text_does_not_depend_on_what_else_runs(model: lp.Model) -> None:
+    jobs = mixed_requests(24, list(range(5, 50)), n_shared=90)
+    alone = told_alone(model, jobs, n_ctx=256)
+    assert told_among_others(model, jobs, n_ctx=256, n_seq_max=3) == alone
+    assert told_among_others(model, jobs, n_ctx=256, n_seq_max=16) == alone
+    assert told_among_others(model, jobs, n_ctx=256, n_seq_max=8, max_itl_ms=1.0) == alone
+
+
+def test_what_depends_is_refused(model: lp.Model) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"kv_unified": True}, "share one KV cache"),
+        ({"n_cells": 300}, "share one KV cache"),
+        ({"flash_attn": "off"}, "flash_attn"),
+    ]
+    for options, why in refused:
+        with pytest.raises(ValueError, match=f"batch_invariant=True, but .*{why}"):
+            lp.Engine(model, n_ctx=256, batch_invariant=True, **options)
+
+
+def test_ggmls_kernels_are_refused() -> None:
+    with (
+        lp.Model(lp.demo_model_path(), kernels="ggml") as model,
+        pytest.raises(ValueError, match="kernels='ggml'"),
+    ):
+        lp.Engine(model, n_ctx=256, batch_invariant=True)
+
+
+def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
+    with (
+        lp.Model(recurrent_model(tmp_path / "model.gguf")) as model,
+        pytest.raises(ValueError, match=r"kernels for this processor|recurrent"),
+    ):
+        lp.Engine(model, n_ctx=256, batch_invariant=True)
+
+
+def test_operations_of_ggml_are_found(model: lp.Model) -> None:
+    """The check computes: it finds that ggml's loops depend on the number of rows."""
+    assert model.path is not None
+    with lp.Model(model.path, kernels="ggml") as plain:
+        assert not _is_invariant(partial(Context, plain, n_threads=2))
+    assert _is_invariant(partial(Context, model, n_threads=2))

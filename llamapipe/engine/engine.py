@@ -170,9 +170,10 @@ class Engine(ChatCalls, Owner):
                 flash_attn=flash_attn,
                 n_ring_slots=ring_slots(model, ring, 2 if depth is None else depth + 1),
                 graph_sampling=wants_graph_sampling(model, ring, graph_sampling),
+                batch_invariant=check_flag("batch_invariant", batch_invariant),
             )
             context = undo.enter_context(closing(new_context()))
-            if check_flag("batch_invariant", batch_invariant):
+            if batch_invariant:
                 check_invariance(
                     model, unified, flash_attn, partial(new_context, n_ring_slots=0, graph_sampling=False)
                 )

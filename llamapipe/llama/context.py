@@ -60,7 +60,8 @@ class Context(Owner):
     ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``has_ring``
     is False where that cannot be); ``logits`` has nothing then.
     ``graph_sampling``: with a ring, let the graph sample, too; the attribute tells whether it does, and
-    ``graph_problem`` why not.
+    ``graph_problem`` why not. ``batch_invariant``: products of floats, too, are computed by llamapipe's kernels, where
+    rows do not depend on each other.
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
@@ -85,9 +86,11 @@ class Context(Owner):
         flash_attn: str = "auto",
         n_ring_slots: int = 0,
         graph_sampling: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self._handle: Any = None
         self._llama: Any = None
+        self.batch_invariant = batch_invariant
         self.graph_sampling = graph_sampling and n_ring_slots > 0
         self.graph_problem = "outputs go through llama.cpp's own buffer" if graph_sampling else ""
         self.has_ring = False
@@ -211,7 +214,13 @@ class Context(Owner):
         n_rows = max(n_ring_slots, 0) * self.n_outputs_max
         with awaited_at_exit():
             new = lib.lp_context_new(
-                self.model.handle, params, _POLL, n_rows, self.graph_sampling, self.model.attends
+                self.model.handle,
+                params,
+                _POLL,
+                n_rows,
+                self.graph_sampling,
+                self.model.attends,
+                self.batch_invariant,
             )
         if new == ffi.NULL:
             return new

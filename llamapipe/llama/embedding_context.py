@@ -84,7 +84,7 @@ class EmbeddingContext(Owner):
         try:
             drain_log(self._native)
             with awaited_at_exit():
-                self._handle = lib.lp_context_new(handle, params, _POLL, 0, False) or None
+                self._handle = lib.lp_context_new(handle, params, _POLL, 0, False, False, False) or None
             if self._handle is None:
                 reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)
                 raise BackendError(

@@ -96,8 +96,8 @@ class Model(Owner):
     engines refuse such models. ``devices``: the devices its layers may be placed on; the CPU if no GPU is used.
     ``kernels``: what computes the products of packed weights, such as ``"avx2"``, or ``"ggml"`` if none are packed;
     ``n_packed_tensors``: these weights' number; ``packed_bytes``: the memory they take, which is not part of the file.
-    ``packed_file``: the file in ``packed_cache`` that they are mapped from, or None. ``attends``: whether contexts compute
-    attention, and products of floats, with these kernels, too.
+    ``packed_file``: the file in ``packed_cache`` that they are mapped from, or None. ``attends``: whether contexts
+    compute attention with kernels of llamapipe, too.
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 

@@ -25,7 +25,7 @@ class Handles:
         params.n_ctx, params.n_batch, params.n_ubatch = N_CTX, N_UBATCH, N_UBATCH
         params.n_seq_max, params.n_outputs_max = 1, N_UBATCH
         params.n_threads = params.n_threads_batch = 1
-        context = lib.lp_context_new(model.handle, params, 0, (DEPTH + 1) * N_UBATCH, False)
+        context = lib.lp_context_new(model.handle, params, 0, (DEPTH + 1) * N_UBATCH, False, False, False)
         assert context != self.ffi.NULL and lib.lp_context_has_ring(context)
         mode = lib.LP_HOST if lib.lp_context_ring_in_host_memory(context) else lib.LP_SYNC
         pipeline = lib.lp_pipeline_new(context, mode, DEPTH, DEPTH + 1, N_UBATCH, N_UBATCH, False, threaded)

@@ -24,6 +24,7 @@ int          lp_log_next(char * text, int n_bytes, int * level);  // the oldest 
 // ---- our kernels (kernels/weight_buffer.hpp says what they do)
 const char * lp_kernels_level(void);    // the CPU level, such as "avx2"; NULL where ggml's are used for everything
 const char * lp_kernels_problem(void);  // why ggml's are used for everything; NULL if ours can be used
+bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows);  // whether weights would be packed
 // What a load shall pack for our kernels, on how many threads; and what it has packed. A file that holds the same weights,
 // packed, is mapped instead: `fd` (negative: there is none), from `offset` on, a multiple of the page size.
 typedef struct {
@@ -70,10 +71,11 @@ int lp_mapping_guard_end(void);                                       // not 0 i
 // ---- context (context_api.cpp): a llama_context with its logits ring and its compute threads
 typedef struct lp_context lp_context;
 // `poll`: how eagerly idle compute threads spin for the next graph, 0 to 100. `n_ring_rows`: rows to stage logits in, or 0.
-// `samples`: with a ring, the graph shall sample, too. `attends`: attention is computed by llamapipe's kernels where they can.
+// `samples`: with a ring, the graph shall sample, too. `attends`, `multiplies`: attention, and products of floats, are computed
+// by llamapipe's kernels where they can.
 // Where rows cannot be staged the context has no ring.
 lp_context * lp_context_new(struct llama_model * model, const struct llama_context_params * params, int poll,
-                            int64_t n_ring_rows, bool samples, bool attends);
+                            int64_t n_ring_rows, bool samples, bool attends, bool multiplies);
 void         lp_context_free(lp_context * context);  // in any order with its pipeline, which keeps it until it is closed
 struct llama_context * lp_context_llama(const lp_context * context);
 bool         lp_context_has_ring(const lp_context * context);

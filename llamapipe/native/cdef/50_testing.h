@@ -43,7 +43,6 @@ typedef struct {
     int n_threads, n_times;
     double * seconds;     // of each time, or NULL
 } lp_product;
-bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows);  // whether weights would be packed
 int lp_product_compute(const lp_product * product, float * out);
 // Attention, as ggml's CPU backend computes it: queries float32 (n_streams, n_heads, n_rows, n_dims), keys and values
 // (n_streams, n_kv_heads, n_cells, dimensions) in the form of a cache, masks float16 (n_streams, n_rows, n_cells) or NULL, sinks

@@ -62,7 +62,7 @@ constexpr int    max_rows        = 256;         // the same as a number
 
 void (*barrier)(ggml_threadpool *) = nullptr;  // ggml_barrier
 thread_local Packing * t_packing   = nullptr;
-thread_local bool      t_computes  = false;  // the graphs of this thread use our attention
+thread_local bool      t_attends = false, t_multiplies = false;  // the graphs of this thread use our attention, our products of floats
 
 extern ggml_backend_buffer_type buffer_type;
 
@@ -325,11 +325,12 @@ struct OtherTraits : ggml::cpu::tensor_traits {
     static constexpr int mark = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1;  // ggml has no option there
 
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
-        const_cast<ggml_tensor *>(op)->op_params[mark] = t_computes;
-        if (t_computes) {
+        const bool is_ours                             = is_attention(op) ? t_attends : t_multiplies;
+        const_cast<ggml_tensor *>(op)->op_params[mark] = is_ours;
+        if (is_ours) {
             size = is_attention(op) ? attention_work_size(op, n_threads) : float_product_work_size();
         }
-        return t_computes;
+        return is_ours;
     }
 
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
@@ -685,8 +686,14 @@ PackingScope::PackingScope(Packing * packing) noexcept : outer_(t_packing) { t_p
 
 PackingScope::~PackingScope() { t_packing = outer_; }
 
-ComputeScope::ComputeScope(bool is_ours) noexcept : outer_(t_computes) { t_computes = is_ours; }
+ComputeScope::ComputeScope(bool attends, bool multiplies) noexcept : outer_attends_(t_attends), outer_multiplies_(t_multiplies) {
+    t_attends    = attends;
+    t_multiplies = multiplies;
+}
 
-ComputeScope::~ComputeScope() { t_computes = outer_; }
+ComputeScope::~ComputeScope() {
+    t_attends    = outer_attends_;
+    t_multiplies = outer_multiplies_;
+}
 
 }  // namespace llamapipe::kernels

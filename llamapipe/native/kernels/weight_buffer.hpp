@@ -55,16 +55,16 @@ private:
     Packing * outer_;
 };
 
-// While one lives, the graphs that this thread computes use our attention, or ggml's.
+// While one lives, the graphs that this thread computes use our attention and our products of floats, or ggml's.
 class ComputeScope {
 public:
-    explicit ComputeScope(bool is_ours) noexcept;
+    ComputeScope(bool attends, bool multiplies) noexcept;
     ~ComputeScope();
     ComputeScope(const ComputeScope &)             = delete;
     ComputeScope & operator=(const ComputeScope &) = delete;
 
 private:
-    bool outer_;
+    bool outer_attends_, outer_multiplies_;
 };
 
 }  // namespace llamapipe::kernels

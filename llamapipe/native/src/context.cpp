@@ -10,7 +10,7 @@
 namespace lp {
 
 Context::Context(llama_model * model, const llama_context_params & params, const Options & options)
-    : attends_(options.attends) {
+    : attends_(options.attends), multiplies_(options.multiplies) {
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     if (options.n_ring_rows > 0) {
         llama_context_params with_stager = params;
@@ -55,7 +55,7 @@ int Context::decode(const BatchArrays & batch) {
     threads_->apply();
     set_error("see the log llamapipe.native");
     const DecodeAssertionsThrow          throwing;
-    const llamapipe::kernels::ComputeScope scope(attends_);
+    const llamapipe::kernels::ComputeScope scope(attends_, multiplies_);
     try {
         return (int) llama_decode(llama_.get(), given);
     } catch (...) {

@@ -21,6 +21,7 @@ public:
         int64_t n_ring_rows;  // rows to stage logits in; 0: none
         bool    samples;      // with a ring: the graph shall sample, too
         bool    attends;      // attention is computed by llamapipe's kernels where they can
+        bool    multiplies;   // and so are products of floats
     };
 
     // Where rows cannot be staged, the context is made without a stager. Throws std::runtime_error.
@@ -49,7 +50,7 @@ private:
     std::string                          staging_problem_;
     std::vector<int32_t>                 n_seq_id_;  // scratch of `decode`
     std::vector<llama_seq_id *>          seq_id_;
-    const bool                           attends_;
+    const bool                           attends_, multiplies_;
     bool                                 is_broken_ = false;
     std::unique_ptr<llama_context, Free> llama_;     // the last member, so the first to end
 };

@@ -10,10 +10,10 @@
 #include <vector>
 
 lp_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll, int64_t n_ring_rows,
-                            bool samples, bool attends) {
+                            bool samples, bool attends, bool multiplies) {
     return lp::guard((lp_context *) nullptr, [&] {
         const lp::AssertionsThrow  throwing;
-        const lp::Context::Options options = { poll, n_ring_rows, samples, attends };
+        const lp::Context::Options options = { poll, n_ring_rows, samples, attends, multiplies };
         return lp::without_faults((lp_context *) nullptr, [&] {
             return new lp_context{ std::make_shared<lp::Context>(model, *params, options) };
         });

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from support.control import Gate, Worker, all_results, held, wait_until
-from support.plain import PlainLoop, greedy
+from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
 from llamapipe.engine.stream import BUFFER_TOKENS
@@ -297,11 +297,12 @@ class TestSlowReader:
         assert tokens_of(deltas) == loop.greedy(engine.model.tokenize(PROMPT), 150)
         assert deltas[-1].finish_reason == "length"
 
-    def test_drained_while_it_is_read(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
+    def test_drained_while_it_is_read(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         """Readers raise their limits in the moment the engine lifts them."""
-        expected = loop.greedy([1, *range(300, 310)], 200)
+        with plain_loop(demo, n_ubatch=32) as loop:
+            expected = loop.greedy([1, *range(300, 310)], 200)
         for _ in range(20):
-            engine = make_engine(n_seq_max=4, n_ubatch=32)
+            engine = make_engine(demo, n_seq_max=4, n_ubatch=32)
             barrier = threading.Barrier(5)
 
             def read(engine: lp.Engine = engine, barrier: threading.Barrier = barrier) -> list[int]:

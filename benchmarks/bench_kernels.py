@@ -256,7 +256,9 @@ def engine_rate(engine: lp.Engine, args: argparse.Namespace) -> Rate:
         seconds = perf_counter() - start
         if n is None:
             return float(args.prompt / seconds)
-        return float(n * (args.tokens - 1) / (seconds - max(one.timings.first_token_s or 0 for one in done)))
+        return float(
+            n * (args.tokens - 1) / (seconds - max(text.timings.first_token_s or 0 for text in done))
+        )
 
     return rate
 
@@ -301,7 +303,7 @@ for line in sys.stdin:
     start = time.perf_counter()
     out = pipeline.generate(given, max_new_tokens=n_tokens, ignore_eos=True, do_sample=False)
     seconds = time.perf_counter() - start
-    assert [len(one) for one in out.tokens] == [n_tokens] * len(ids), [len(one) for one in out.tokens]
+    assert [len(row) for row in out.tokens] == [n_tokens] * len(ids), [len(row) for row in out.tokens]
     print(json.dumps([out.perf_metrics.get_ttft().mean / 1e3, seconds]), flush=True)
 """
 

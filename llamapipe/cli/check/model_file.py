@@ -80,12 +80,12 @@ def _weights(info: GgufInfo) -> list[dict[str, Any]]:
             continue  # rows are looked up; a file without an output matrix uses this one for it
         name = type_name(tensor)
         ours = packs_architecture(info.architecture) and lib.lp_kernels_have(tensor.kind, *tensor.dims[:2])
-        one = by_kind.setdefault(
+        entry = by_kind.setdefault(
             f"{name} {ours}", {"type": name, "n_tensors": 0, "size_bytes": 0, "packed": bool(ours)}
         )
-        one["n_tensors"] += 1
-        one["size_bytes"] += tensor_bytes(tensor)
-    return sorted(by_kind.values(), key=lambda one: -int(one["size_bytes"]))
+        entry["n_tensors"] += 1
+        entry["size_bytes"] += tensor_bytes(tensor)
+    return sorted(by_kind.values(), key=lambda entry: -int(entry["size_bytes"]))
 
 
 def _template(model: lp.Model) -> dict[str, Any]:
@@ -131,11 +131,13 @@ def suggestion(found: dict[str, Any], name: str) -> str | None:
     if not found["slots"]:
         return command
     # Slots before context: the usual number of slots, with the largest of the usual contexts that they fit with.
-    usual = [one for one in found["slots"] if one["n_ctx"] <= max(_USUAL_CONTEXT, found["slots"][0]["n_ctx"])]
+    usual = [
+        entry for entry in found["slots"] if entry["n_ctx"] <= max(_USUAL_CONTEXT, found["slots"][0]["n_ctx"])
+    ]
     for n_slots in (_USUAL_SLOTS, 4, 2, 1):
-        for one in reversed(usual):
-            if one["n_slots"] >= n_slots:
-                return f"{command} -c {one['n_ctx']} -np {n_slots}"
+        for entry in reversed(usual):
+            if entry["n_slots"] >= n_slots:
+                return f"{command} -c {entry['n_ctx']} -np {n_slots}"
     return None
 
 
@@ -162,16 +164,17 @@ def findings(found: dict[str, Any], name: str) -> Iterator[Finding]:
 
 def _weights_finding(found: dict[str, Any]) -> Finding:
     """The types of the weights, and what multiplies them on a CPU."""
-    total = sum(one["size_bytes"] for one in found["weights"]) or 1
+    total = sum(entry["size_bytes"] for entry in found["weights"]) or 1
     shares = [
-        (f"{one['type']} {100 * one['size_bytes'] / total:.0f} %", one["packed"]) for one in found["weights"]
+        (f"{entry['type']} {100 * entry['size_bytes'] / total:.0f} %", entry["packed"])
+        for entry in found["weights"]
     ]
     if found["memory"] == "gpu":
         return Finding("weights", True, ", ".join(share for share, _ in shares))
     ours, theirs = (", ".join(share for share, packed in shares if packed is mine) for mine in (True, False))
     parts = [f"{ours} with llamapipe's kernels for {found['kernels']}"] if ours else []
     parts += [f"{theirs} with ggml's kernels"] if theirs else []
-    n_slow = sum(one["size_bytes"] for one in found["weights"] if not one["packed"])
+    n_slow = sum(entry["size_bytes"] for entry in found["weights"] if not entry["packed"])
     note = ""
     if found["kernels"] is not None and n_slow > total / 2:
         note = (
@@ -208,10 +211,12 @@ def _memory_findings(found: dict[str, Any], fits: bool) -> Iterator[Finding]:
         yield Finding("memory", False, f"{detail}: too little for one request", fix)
         return
     yield Finding("memory", True, detail)
-    many = [one for one in found["slots"] if one["n_slots"] > _MOST_SLOTS][-1:]
-    rows = [f"over {_MOST_SLOTS} with {one['n_ctx']:,} tokens" for one in many]
+    many = [entry for entry in found["slots"] if entry["n_slots"] > _MOST_SLOTS][-1:]
+    rows = [f"over {_MOST_SLOTS} with {entry['n_ctx']:,} tokens" for entry in many]
     rows += [
-        f"{one['n_slots']} with {one['n_ctx']:,}" for one in found["slots"] if one["n_slots"] <= _MOST_SLOTS
+        f"{entry['n_slots']} with {entry['n_ctx']:,}"
+        for entry in found["slots"]
+        if entry["n_slots"] <= _MOST_SLOTS
     ]
     if rows:
         yield Finding("requests", True, f"fit at once, by context: {', '.join(rows)}")

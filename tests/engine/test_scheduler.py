@@ -1532,6 +1532,7 @@ class Machine(RuleBasedStateMachine):
         self.least_gaps = patch.object(scheduler_module, "_LEAST_GAPS", least_gaps)
         self.least_gaps.start()
         self.n_ctx = n_ctx
+        n_batch = max(n_batch, n_slots)  # every context is so
         n_cells = (
             min(n_ctx + scarcity, n_ctx * n_slots) if scarcity is not None and kind == "unified" else None
         )
@@ -1669,5 +1670,5 @@ class Machine(RuleBasedStateMachine):
         assert self.bench.context.n_used == 0
 
 
-TestMachine = Machine.TestCase
+TestMachine = pytest.mark.timeout(900)(Machine.TestCase)  # a failure is made smaller for up to five minutes
 TestMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

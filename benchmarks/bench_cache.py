@@ -19,10 +19,9 @@ from pathlib import Path
 sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
 
 import llamapipe as lp  # noqa: E402
-from llamapipe.engine.scheduler.kv_cache import KvCache  # noqa: E402
-from llamapipe.engine.scheduler.prefix_tree import PrefixTree  # noqa: E402
-from llamapipe.engine.scheduler.request import Request  # noqa: E402
-from llamapipe.engine.scheduler.scheduler import Scheduler  # noqa: E402
+from llamapipe._engine.kv import KvCache, PrefixTree  # noqa: E402
+from llamapipe._engine.request import Request  # noqa: E402
+from llamapipe._engine.scheduler import Scheduler  # noqa: E402
 
 
 def main() -> None:

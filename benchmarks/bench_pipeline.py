@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import llamapipe as lp
-from llamapipe.engine.worker.executor import StepExecutor
+from llamapipe._engine.executor import StepExecutor
 from llamapipe.llama import Batch
 from llamapipe.llama.context import Context
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots

@@ -18,8 +18,8 @@ from time import perf_counter
 import numpy as np
 
 import llamapipe as lp
+from llamapipe._engine.request import Request
 from llamapipe.engine.sampling.factory import SamplerFactoryCache
-from llamapipe.engine.scheduler.request import Request
 from llamapipe.llama.devices import device_handles
 from llamapipe.native.load import last_error, native
 

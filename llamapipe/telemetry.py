@@ -13,9 +13,9 @@ from importlib import import_module
 from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 
+from llamapipe._engine.request import UNLIMITED, Request, ResultSink
 from llamapipe.engine.engine import Engine
 from llamapipe.engine.sampling.factory import SamplerFactory
-from llamapipe.engine.scheduler.request import UNLIMITED, Request, ResultSink
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider

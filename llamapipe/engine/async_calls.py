@@ -7,6 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal, overload
 
+from llamapipe._engine.request import Request
 from llamapipe.arguments import check_choice, check_int, explains_options, refuse_table
 from llamapipe.engine.calls import EngineCalls
 from llamapipe.engine.delivery.mailbox import AsyncMailbox
@@ -19,7 +20,6 @@ from llamapipe.engine.frontend.request_builder import Item, Prompt
 from llamapipe.engine.frontend.score_jobs import score_job
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion, Score
-from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream
 
 

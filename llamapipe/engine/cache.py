@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from llamapipe.engine.scheduler.kv_cache import KvCache
-from llamapipe.engine.scheduler.prefix_tree import TreeObserver
+from llamapipe._engine.kv import KvCache, TreeObserver
 from llamapipe.host.memory import free_memory
 from llamapipe.llama.context import Context
 

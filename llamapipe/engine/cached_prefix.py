@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from llamapipe.engine.scheduler.request import Request
-from llamapipe.engine.worker.engine_thread import EngineThread
+from llamapipe._engine.request import Request
+from llamapipe._engine.thread import EngineThread
 from llamapipe.native.owner import Owner
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, Literal, TypeVar, overload
 
+from llamapipe._engine.request import Request
+from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_choice, check_flag, check_int, explains_options, refuse_table
 from llamapipe.engine.cache import MIN_PREFIX
 from llamapipe.engine.cached_prefix import CachedPrefix
@@ -21,9 +23,7 @@ from llamapipe.engine.frontend.submission import Submission
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.params import SamplingParams, check_salt
 from llamapipe.engine.results import Completion, Score
-from llamapipe.engine.scheduler.request import Request
 from llamapipe.engine.stream import BUFFER_TOKENS, Stream
-from llamapipe.engine.worker.engine_thread import EngineThread
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
 

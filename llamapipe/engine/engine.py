@@ -12,6 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from llamapipe._engine.compute_threads import tuner_of
+from llamapipe._engine.executor import StepExecutor
+from llamapipe._engine.invariance import check_invariance
+from llamapipe._engine.loop import EngineLoop
+from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
+from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_choice, check_flag, check_float, check_int, explains_options
 from llamapipe.engine.cache import cache_of
 from llamapipe.engine.chat_calls import ChatCalls
@@ -22,15 +28,8 @@ from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.frontend.request_builder import RequestBuilder
 from llamapipe.engine.frontend.snapshot import Layout
 from llamapipe.engine.frontend.submission import Submission
-from llamapipe.engine.invariance import check_invariance
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import EngineStats
-from llamapipe.engine.scheduler.overflow import MODES, Overflow
-from llamapipe.engine.scheduler.scheduler import Scheduler
-from llamapipe.engine.worker.engine_loop import EngineLoop
-from llamapipe.engine.worker.engine_thread import EngineThread
-from llamapipe.engine.worker.executor import StepExecutor
-from llamapipe.engine.worker.thread_tuner import tuner_of
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events.options import KvEvents
 from llamapipe.llama.context import Context, state_version

@@ -7,13 +7,13 @@ from functools import partial
 from types import TracebackType
 from typing import SupportsIndex
 
+from llamapipe._engine.request import Request, State
+from llamapipe._engine.thread import EngineThread, single_caller
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.engine.delivery.mailbox import ThreadMailbox
 from llamapipe.engine.delivery.sink import Failure, TokenSink
 from llamapipe.engine.frontend.snapshot import Layout, Snapshot, pack
 from llamapipe.engine.results import FinishReason, Token
-from llamapipe.engine.scheduler.request import Request, State
-from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
 from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import OneCall
 from llamapipe.native.owner import Owner

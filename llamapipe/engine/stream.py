@@ -8,12 +8,12 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from llamapipe._engine.request import Request, State
+from llamapipe._engine.thread import EngineThread
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.frontend.observer import ObservedRequest
 from llamapipe.engine.results import Delta
-from llamapipe.engine.scheduler.request import Request, State
-from llamapipe.engine.worker.engine_thread import EngineThread
 from llamapipe.locks import OneCall, OneTask
 from llamapipe.native.owner import Owner
 

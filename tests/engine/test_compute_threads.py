@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from llamapipe.engine.worker.compute_threads import RunDelayPolicy
-from llamapipe.engine.worker.step_time_policy import StepTimePolicy
+from llamapipe._engine.compute_threads import RunDelayPolicy, StepTimePolicy
 
 WINDOW_S = 0.005  # between two readings of the run delay
 CORES_S = 0.15  # between two readings of the idle cores

@@ -19,14 +19,14 @@ from support.memory import cache_of
 from support.run_script import run_script
 
 import llamapipe as lp
+from llamapipe._engine import loop as engine_loop_module
+from llamapipe._engine.request import UNLIMITED, Request, State
 from llamapipe.engine.delivery import result_dispatcher as dispatcher_module
 from llamapipe.engine.delivery.mailbox import AsyncMailbox
 from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.results import Token
-from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
 from llamapipe.engine.stream import BUFFER_TOKENS, Stream
-from llamapipe.engine.worker import engine_loop as engine_loop_module
 from llamapipe.errors import (
     BackendError,
     ContextFullError,

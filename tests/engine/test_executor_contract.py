@@ -17,7 +17,7 @@ from support.fakes import FakeContext, FakeSampler, next_token
 from support.gguf_models import BROKEN, PRESETS, damaged_model, make_model, recurrent_model
 
 import llamapipe as lp
-from llamapipe.engine.worker.executor import Executor, StepExecutor
+from llamapipe._engine.executor import Executor, StepExecutor
 from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 from llamapipe.llama import Batch, Context, Model, SamplerChain
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llamapipe.engine.scheduler.batch_builder import BatchBuilder
-from llamapipe.engine.scheduler.logprob_targets import PromptTargets
-from llamapipe.engine.scheduler.prefill_budget import PrefillBudget
-from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
-from llamapipe.engine.scheduler.running import Running
+from llamapipe._engine.planner import BatchBuilder, PrefillBudget
+from llamapipe._engine.request import UNLIMITED, Request, State
+from llamapipe._engine.scheduler import Running
+from llamapipe._engine.scoring import PromptTargets
 
 
 def running_of(n_decoding: int, *prompts: int) -> Running:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from llamapipe.engine.scheduler.prefix_tree import PrefixTree
+from llamapipe._engine.kv import PrefixTree
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
 KEYS = st.sampled_from([None, ("a", None), "b"])

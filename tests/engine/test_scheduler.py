@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.fakes import N_VOCAB, FakeContext, continuation
 from support.memory import cache_of
 
-from llamapipe.engine.scheduler import scheduler as scheduler_module
-from llamapipe.engine.scheduler.batch_plan import BatchPlan, Shift
-from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
-from llamapipe.engine.scheduler.scheduler import Scheduler
-from llamapipe.engine.worker.cell_keeper import CellKeeper
+from llamapipe._engine import scheduler as scheduler_module
+from llamapipe._engine.executor import CellKeeper
+from llamapipe._engine.kv import Shift
+from llamapipe._engine.planner import BatchPlan
+from llamapipe._engine.request import UNLIMITED, Request, State
+from llamapipe._engine.scheduler import Scheduler
 from llamapipe.errors import ContextFullError, DecodeError, NoToken
 
 PADDING = 0

@@ -10,11 +10,11 @@ import pytest
 from support.fakes import FakeContext, continuation, next_token, score_of
 from support.memory import cache_of
 
-from llamapipe.engine.scheduler.batch_plan import BatchPlan
-from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets, TokenScore
-from llamapipe.engine.scheduler.request import Request, State
-from llamapipe.engine.scheduler.scheduler import Scheduler
-from llamapipe.engine.worker.cell_keeper import CellKeeper
+from llamapipe._engine.executor import CellKeeper
+from llamapipe._engine.planner import BatchPlan
+from llamapipe._engine.request import Request, State
+from llamapipe._engine.scheduler import Scheduler
+from llamapipe._engine.scoring import ContinuationTargets, PromptTargets, TokenScore
 from llamapipe.errors import ContextFullError
 
 N_CTX = 48

@@ -10,19 +10,14 @@ from unittest.mock import patch
 import pytest
 from support.simulation import simulate
 
+from llamapipe._engine import loop as engine_loop
+from llamapipe._engine.kv import KvCache
+from llamapipe._engine.loop import EngineLoop, InFlightStep, LateDraws, StepsInFlight
+from llamapipe._engine.planner import BatchBuilder, BatchPlan
+from llamapipe._engine.request import Request, State
+from llamapipe._engine.scheduler import Running, Scheduler, Waiting
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 from llamapipe.engine.frontend.queue_limit import QueueLimit
-from llamapipe.engine.scheduler.batch_builder import BatchBuilder
-from llamapipe.engine.scheduler.batch_plan import BatchPlan
-from llamapipe.engine.scheduler.kv_cache import KvCache
-from llamapipe.engine.scheduler.request import Request, State
-from llamapipe.engine.scheduler.running import Running
-from llamapipe.engine.scheduler.scheduler import Scheduler
-from llamapipe.engine.scheduler.waiting import Waiting
-from llamapipe.engine.worker import engine_loop
-from llamapipe.engine.worker.engine_loop import EngineLoop
-from llamapipe.engine.worker.in_flight import InFlightStep, StepsInFlight
-from llamapipe.engine.worker.late_draws import LateDraws
 
 N_SEEDS = 3_000  # `nox -s simulate` runs 100,000
 N_CHUNKS = 10

@@ -10,8 +10,8 @@ import pytest
 from support.inside import embedding_context_of
 
 import llamapipe as lp
-from llamapipe.engine.worker import thread_tuner as module
-from llamapipe.engine.worker.thread_tuner import ThreadTuner
+from llamapipe._engine import compute_threads as module
+from llamapipe._engine.compute_threads import ThreadTuner
 from llamapipe.errors import BackendError
 from llamapipe.host.core_budget import CoreBudget
 

@@ -19,7 +19,7 @@ from support.plain import greedy
 from support.run_script import run_script
 
 import llamapipe as lp
-from llamapipe.engine.scheduler.prefix_tree import PrefixTree
+from llamapipe._engine.kv import PrefixTree
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 

@@ -28,9 +28,9 @@ from support.sampler_definitions import (
     vocab_model,
 )
 
+from llamapipe._engine.request import Request
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.sampling.factory import SamplerFactoryCache, choose_seed
-from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import DecodeError
 from llamapipe.llama import Model, SamplerChain, Vocab
 

@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from queue import Empty
 from typing import Any
 
+from llamapipe._engine.kv import KvCache
+from llamapipe._engine.loop import EngineLoop
+from llamapipe._engine.request import Request
+from llamapipe._engine.scheduler import Scheduler
+from llamapipe._engine.thread import EngineThread
 from llamapipe.engine.delivery.mailbox import ThreadMailbox
 from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink, Failure, TokenSink
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.frontend.snapshot import Layout, unpack
 from llamapipe.engine.generation import Generation
 from llamapipe.engine.results import Completion
-from llamapipe.engine.scheduler.kv_cache import KvCache
-from llamapipe.engine.scheduler.request import Request
-from llamapipe.engine.scheduler.scheduler import Scheduler
 from llamapipe.engine.stream import BUFFER_TOKENS, Stream
-from llamapipe.engine.worker.engine_loop import EngineLoop
-from llamapipe.engine.worker.engine_thread import EngineThread
 from support.control import PATIENCE_S, Worker, wait_until
 from support.fakes import N_VOCAB, FakeContext, FakeSampler, continuation
 from support.memory import cache_of

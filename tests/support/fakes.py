@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from llamapipe.engine.scheduler.logprob_targets import TokenScore
+from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import ContextFullError, EngineClosedError
 
 N_VOCAB = 101

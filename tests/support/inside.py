@@ -14,21 +14,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
-from llamapipe.engine.worker.executor import StepExecutor
+from llamapipe._engine.executor import StepExecutor
 
 if TYPE_CHECKING:
+    from llamapipe._engine.executor import Executor
+    from llamapipe._engine.kv import Cells, KvCache, PrefixTree
+    from llamapipe._engine.loop import EngineLoop, Inbox
+    from llamapipe._engine.request import Request
+    from llamapipe._engine.scheduler import Scheduler
+    from llamapipe._engine.thread import EngineThread
     from llamapipe.engine.delivery.loop_waker import LoopWaker
     from llamapipe.engine.delivery.mailbox import AsyncMailbox
     from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
     from llamapipe.engine.frontend.queue_limit import QueueLimit
-    from llamapipe.engine.scheduler.kv_cache import Cells, KvCache
-    from llamapipe.engine.scheduler.prefix_tree import PrefixTree
-    from llamapipe.engine.scheduler.request import Request
-    from llamapipe.engine.scheduler.scheduler import Scheduler
-    from llamapipe.engine.worker.engine_loop import EngineLoop
-    from llamapipe.engine.worker.engine_thread import EngineThread
-    from llamapipe.engine.worker.executor import Executor
-    from llamapipe.engine.worker.inbox import Inbox
     from llamapipe.llama.embedding_context import EmbeddingContext
     from llamapipe.llama.native_pipeline import NativePipeline
 

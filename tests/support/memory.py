@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llamapipe.engine.scheduler.kv_cache import KvCache
+from llamapipe._engine.kv import KvCache
 
 
 def cache_of(n_slots: int, enabled: bool = False, **options: Any) -> KvCache:

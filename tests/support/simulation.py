@@ -24,19 +24,17 @@ from queue import Empty
 from typing import Any
 from unittest.mock import patch
 
+from llamapipe._engine import loop as engine_loop
+from llamapipe._engine.kv import KvCache
+from llamapipe._engine.loop import EngineLoop, Inbox
+from llamapipe._engine.request import Request, State
+from llamapipe._engine.scheduler import Overflow, Scheduler
 from llamapipe.engine.delivery import result_dispatcher, sink
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
 from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink, Failure, TokenSink
 from llamapipe.engine.frontend import queue_limit
 from llamapipe.engine.frontend.queue_limit import QueueLimit
 from llamapipe.engine.results import Completion, Delta, Token
-from llamapipe.engine.scheduler.kv_cache import KvCache
-from llamapipe.engine.scheduler.overflow import Overflow
-from llamapipe.engine.scheduler.request import Request, State
-from llamapipe.engine.scheduler.scheduler import Scheduler
-from llamapipe.engine.worker import engine_loop
-from llamapipe.engine.worker.engine_loop import EngineLoop
-from llamapipe.engine.worker.inbox import Inbox
 from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError, NoToken
 
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from llamapipe.engine.scheduler.batch_plan import BatchPlan, Copy, MemoryOp, Save
-from llamapipe.engine.scheduler.batch_plan import Load as LoadCells
-from llamapipe.engine.scheduler.kv_cache import KvCache
-from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
-from llamapipe.engine.scheduler.scheduler import Scheduler
+from llamapipe._engine.kv import Copy, KvCache, MemoryOp, Save
+from llamapipe._engine.kv import Load as LoadCells
+from llamapipe._engine.planner import BatchPlan
+from llamapipe._engine.request import UNLIMITED, Request, State
+from llamapipe._engine.scheduler import Scheduler
 from simulate.cost import Load as StepLoad
 from simulate.cost import StepCost, load_of
 from simulate.workload import TOKENS

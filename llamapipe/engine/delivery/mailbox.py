@@ -7,9 +7,9 @@ from queue import Empty
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llamapipe._engine.request import Request
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 from llamapipe.engine.delivery.wake_queue import Waiter
-from llamapipe.engine.scheduler.request import Request
 
 if TYPE_CHECKING:
     import asyncio  # a third of the cost of importing llamapipe, and not every program needs it

@@ -10,9 +10,9 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from llamapipe._engine.request import Request
 from llamapipe.engine.delivery.loop_waker import LoopWaker
 from llamapipe.engine.delivery.wake_queue import LaunchWakeList, Waiter, WakeQueue
-from llamapipe.engine.scheduler.request import Request
 
 if TYPE_CHECKING:
     import asyncio  # a third of the cost of importing llamapipe, and not every program needs it

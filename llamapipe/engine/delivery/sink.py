@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+from llamapipe._engine.request import Request
+from llamapipe._engine.scoring import ContinuationTargets, PromptTargets, TokenScore
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.results import (
     Choice,
@@ -16,8 +18,6 @@ from llamapipe.engine.results import (
     TokenLogprob,
     TopLogprob,
 )
-from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets, TokenScore
-from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import EngineClosedError
 from llamapipe.text import TextStream
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from llamapipe.engine.scheduler.request import Request
+from llamapipe._engine.request import Request
 
 
 class ObservedRequest(Protocol):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from llamapipe._engine.request import Request
 from llamapipe.engine.delivery.sink import Failure
 from llamapipe.engine.frontend.call_options import CallOptions
 from llamapipe.engine.frontend.observer import ObservedRequest, RequestObserver
 from llamapipe.engine.frontend.request_builder import Groups, named
 from llamapipe.engine.results import Completion
-from llamapipe.engine.scheduler.request import Request
 from llamapipe.errors import EngineClosedError, QueueFullError
 from llamapipe.locks import Lock
 

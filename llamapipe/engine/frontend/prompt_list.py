@@ -7,13 +7,13 @@ from functools import partial
 from itertools import repeat
 from typing import Any, TypeVar
 
+from llamapipe._engine.request import Request
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.frontend.long_work import LongWork
 from llamapipe.engine.frontend.pending import Pending
 from llamapipe.engine.frontend.request_builder import Item, Make, Prompt, RequestBuilder
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Completion
-from llamapipe.engine.scheduler.request import Request
 
 T = TypeVar("T")
 

@@ -15,15 +15,15 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from llamapipe.engine.worker.time_counter import TimeCounter
+from llamapipe._engine.loop import TimeCounter
 from llamapipe.errors import QueueFullError
 from llamapipe.locks import Lock
 
 if TYPE_CHECKING:
     import asyncio
 
+    from llamapipe._engine.request import Request
     from llamapipe.engine.results import TimeHistogram
-    from llamapipe.engine.scheduler.request import Request
 
 
 class ExpiredError(TimeoutError):

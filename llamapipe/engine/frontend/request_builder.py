@@ -7,6 +7,8 @@ from functools import partial
 from time import thread_time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 
+from llamapipe._engine.request import UNLIMITED, Request
+from llamapipe._engine.scoring import ContinuationTargets, PromptTargets
 from llamapipe.arguments import check_tokens, from_column
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.delivery.sink import (
@@ -22,8 +24,6 @@ from llamapipe.engine.frontend.tenant import cache_key, grammar_limit, tenant
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.sampling.background import GrammarBudget
 from llamapipe.engine.sampling.factory import SamplerFactory, SamplerFactoryCache, choose_seed
-from llamapipe.engine.scheduler.logprob_targets import ContinuationTargets, PromptTargets
-from llamapipe.engine.scheduler.request import UNLIMITED, Request
 from llamapipe.errors import InvalidRequestError, LlamapipeError
 from llamapipe.llama.model import Model
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from llamapipe._engine.scoring import TokenScore
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.engine.delivery.mailbox import Mailbox
 from llamapipe.engine.frontend.request_builder import (
@@ -22,7 +23,6 @@ from llamapipe.engine.frontend.request_builder import (
     split_prompts,
 )
 from llamapipe.engine.results import Score
-from llamapipe.engine.scheduler.logprob_targets import TokenScore
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
 

@@ -14,6 +14,8 @@ from itertools import chain, islice
 from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from llamapipe._engine.request import Request
+from llamapipe._engine.thread import EngineThread, single_caller
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, Mailbox, ThreadMailbox
 from llamapipe.engine.delivery.progress import Progress
 from llamapipe.engine.frontend.call_options import CallOptions, left_s
@@ -21,8 +23,6 @@ from llamapipe.engine.frontend.observer import RequestObserver
 from llamapipe.engine.frontend.pending import Pending
 from llamapipe.engine.frontend.queue_limit import ExpiredError, QueueLimit
 from llamapipe.engine.frontend.request_builder import PORTION, Groups, Make
-from llamapipe.engine.scheduler.request import Request
-from llamapipe.engine.worker.engine_thread import EngineThread, single_caller
 from llamapipe.errors import EngineClosedError
 
 if TYPE_CHECKING:

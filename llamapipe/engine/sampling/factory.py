@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
+from llamapipe._engine.request import Request, Sampler
 from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
 from llamapipe.engine.sampling.background import BackgroundSampler, GrammarBudget
-from llamapipe.engine.scheduler.request import Request, Sampler
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.sampler import Guide, SamplerChain, takes_tokens
 from llamapipe.llama.sampling_options import Dry, SamplingOptions

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from llamapipe.errors import ConstraintError, DecodeError, NoToken
 
 if TYPE_CHECKING:
-    from llamapipe.engine.scheduler.batch_plan import BatchPlan
-    from llamapipe.engine.scheduler.kv_cache import Cells
-    from llamapipe.engine.scheduler.logprob_targets import LogprobTargets
+    from llamapipe._engine.kv import Cells
+    from llamapipe._engine.planner import BatchPlan
+    from llamapipe._engine.scoring import LogprobTargets
 
 UNLIMITED = 2**62
 

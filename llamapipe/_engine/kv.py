@@ -1,4 +1,12 @@
-"""The KV cells of a context: which slots are free, which tokens they and the host's memory hold, and what to change.
+"""Which sequences are saved in host memory: a budget in bytes, and the least recently used first out. Pure policy.
+
+A radix tree over token ids: finds which holders begin with the tokens of a prompt, and how many they share.
+
+A holder is anything that has a sequence of tokens; here, KV cells. Holders of different keys share nothing: a key is
+whatever besides the tokens made the cells, or may see them. Lookups and insertions take time in the number of tokens,
+whatever the number of holders.
+
+The KV cells of a context: which slots are free, which tokens they and the host's memory hold, and what to change.
 
 A request that ends leaves its cells in its slot: they are *parked*. When the slot is needed, they are saved to host
 memory if nothing else holds these tokens, or dropped. A request that begins with the tokens of parked, running or saved
@@ -8,14 +16,353 @@ cells of its ``cache_key`` starts with them: in place, with a copy, or loaded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from llamapipe.engine.scheduler.batch_plan import Copy, Forget, Load, MemoryOp, Remove, Save, Shift
-from llamapipe.engine.scheduler.host_store import HostStore
-from llamapipe.engine.scheduler.prefix_tree import ObservedTree, PrefixTree, TreeObserver
-from llamapipe.engine.scheduler.request import Request, State
+from llamapipe._engine.request import Request, State
+
+
+class Remove(NamedTuple):
+    """Remove the cells of a sequence from ``position`` on."""
+
+    slot: int
+    position: int
+
+
+class Copy(NamedTuple):
+    """Copy the first ``n`` cells of a sequence to another one, which is empty."""
+
+    source: int
+    slot: int
+    n: int
+
+
+class Save(NamedTuple):
+    """Copy the cells of a sequence to host memory, as ``key``, if they take at most ``max_bytes``."""
+
+    slot: int
+    key: int
+    max_bytes: int
+
+
+class Load(NamedTuple):
+    """Copy the first ``n`` saved cells to a sequence, which is empty."""
+
+    key: int
+    slot: int
+    n: int
+
+
+class Forget(NamedTuple):
+    """Free saved cells."""
+
+    key: int
+
+
+class Shift(NamedTuple):
+    """Remove the cells of a sequence at the positions from ``begin`` to before ``end``, and move those after them."""
+
+    slot: int
+    begin: int
+    end: int
+
+
+MemoryOp = Shift | Remove | Copy | Save | Load | Forget
+
+
+class Saved(Protocol):
+    """An entry. ``n_bytes``: what it takes. ``pinned``: it is kept until it is unpinned."""
+
+    n_bytes: int
+    pinned: bool
+
+
+class HostStore:
+    """Saved sequences by key. ``budget``: bytes for all of them, the pinned ones included."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.n_bytes = 0
+        self._entries: OrderedDict[int, Saved] = OrderedDict()  # least recently used first
+
+    def __repr__(self) -> str:
+        return f"<HostStore n={len(self)} n_bytes={self.n_bytes}/{self.budget}>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def make_room(self, n_bytes: int) -> list[int] | None:
+        """The keys of entries to drop, so that ``n_bytes`` more fit; None if that is impossible."""
+        missing = self.n_bytes + n_bytes - self.budget
+        if missing <= 0:
+            return []
+        keys = []
+        for key, entry in self._entries.items():
+            if not entry.pinned:
+                keys.append(key)
+                missing -= entry.n_bytes
+                if missing <= 0:
+                    return keys
+        return None
+
+    def add(self, key: int, entry: Saved) -> None:
+        """Adds an entry, as the one used last."""
+        self._entries[key] = entry
+        self.n_bytes += entry.n_bytes
+
+    def resize(self, key: int, n_bytes: int) -> None:
+        """Corrects the size of an entry."""
+        entry = self._entries[key]
+        self.n_bytes += n_bytes - entry.n_bytes
+        entry.n_bytes = n_bytes
+
+    def use(self, key: int) -> None:
+        """Notes that an entry was used."""
+        self._entries.move_to_end(key)
+
+    def drop(self, key: int) -> None:
+        """Removes an entry."""
+        self.n_bytes -= self._entries.pop(key).n_bytes
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the bytes are miscounted."""
+        assert self.n_bytes == sum(entry.n_bytes for entry in self._entries.values())
+        assert self.n_bytes <= self.budget or not self._entries
+
+
+H = TypeVar("H", bound=Hashable)
+_MAX_LOOKED_AT = 8  # holders of one node; all of them share the same tokens
+
+
+class _Node(Generic[H]):
+    """Tokens that its holders share after those of its parent."""
+
+    __slots__ = ("children", "holders", "parent", "tokens")
+
+    def __init__(self, tokens: list[int], parent: _Node[H] | None) -> None:
+        self.tokens = tokens
+        self.parent = parent
+        self.children: dict[int, _Node[H]] = {}
+        self.holders: dict[H, None] = {}  # whose tokens lead to this node's end or further, the newest last
+
+
+class _Root(_Node[H]):
+    """The node above all tokens of one key."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Hashable) -> None:
+        super().__init__([], None)
+        self.key = key
+
+
+class PrefixTree(Generic[H]):
+    """The holders by their keys and tokens."""
+
+    def __init__(self) -> None:
+        self._roots: dict[Hashable, _Root[H]] = {}
+        self._ends: dict[H, _Node[H]] = {}  # the node where a holder's tokens end
+
+    def __repr__(self) -> str:
+        return f"<PrefixTree n_holders={len(self._ends)}>"
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __contains__(self, holder: H) -> bool:
+        return holder in self._ends
+
+    def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
+        """Adds a holder, which must not be in the tree, with its tokens, among those of a key."""
+        root = self._roots.get(key)
+        if root is None:
+            root = self._roots[key] = _Root(key)
+        root.holders[holder] = None
+        self._insert_below(root, holder, tokens, 0)
+
+    def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
+        """Adds the tokens after the first ``n``, with which the holder is in the tree."""
+        end = self._ends[holder]
+        self._insert_below(end, holder, tokens, n)
+        if end.parent is not None and len(end.children) == 1:
+            _merge(end)
+
+    def _insert_below(self, node: _Node[H], holder: H, tokens: Sequence[int], i: int) -> None:
+        n = len(tokens)
+        while i < n:
+            child = node.children.get(tokens[i])
+            if child is None:
+                child = _Node(list(tokens[i:]), node)
+                node.children[tokens[i]] = child
+                i = n
+            else:
+                k = _n_shared(tokens, i, child.tokens)
+                if k < len(child.tokens):
+                    child = _split(child, k)
+                i += k
+            child.holders[holder] = None
+            node = child
+        self._ends[holder] = node
+
+    def remove(self, holder: H) -> None:
+        """Removes a holder; does nothing if it is not in the tree."""
+        node = self._ends.pop(holder, None)
+        while node is not None:
+            parent = node.parent
+            del node.holders[holder]
+            if parent is None:
+                if not node.holders:
+                    assert isinstance(node, _Root)
+                    del self._roots[node.key]
+            elif not node.holders:
+                del parent.children[node.tokens[0]]
+            elif len(node.children) == 1:
+                _merge(node)
+            node = parent
+
+    def find(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
+        """Holders of a key that share tokens with a prompt, and how many, at most ``limit``; the most first.
+
+        Of holders that share equally many, the newest few.
+        """
+        path: list[tuple[int, _Node[H]]] = []
+        node: _Node[H] | None = self._roots.get(key)
+        i = 0
+        while node is not None and i < limit:
+            child = node.children.get(tokens[i])
+            if child is None:
+                break
+            k = min(_n_shared(tokens, i, child.tokens), limit - i)
+            i += k
+            path.append((i, child))
+            if k < len(child.tokens):
+                break
+            node = child
+        for n, node in reversed(path):
+            for holder in islice(reversed(node.holders), _MAX_LOOKED_AT):
+                yield n, holder
+
+    def sharing(self, holder: H, n: int) -> tuple[int, list[H]]:
+        """How many of a holder's ``n`` tokens another one begins with, and the newest few that do."""
+        node: _Node[H] | None = self._ends[holder]
+        while node is not None and node.parent is not None and len(node.holders) == 1:
+            n -= len(node.tokens)
+            node = node.parent
+        if node is None or node.parent is None:
+            return 0, []
+        found = islice(reversed(node.holders), _MAX_LOOKED_AT + 1)
+        return n, [other for other in found if other != holder]
+
+    def tokens_of(self, holder: H) -> list[int]:
+        """The tokens with which a holder is in the tree."""
+        parts = []
+        node: _Node[H] | None = self._ends[holder]
+        while node is not None:
+            parts.append(node.tokens)
+            node = node.parent
+        return [token for part in reversed(parts) for token in part]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if nodes and holders disagree."""
+        stack: list[_Node[H]] = list(self._roots.values())
+        assert sum(len(root.holders) for root in stack) == len(self._ends)
+        assert all(root.holders and root.key == key for key, root in self._roots.items())
+        while stack:
+            node = stack.pop()
+            for first, child in node.children.items():
+                assert child.parent is node and child.tokens[0] == first, child.tokens
+                assert child.holders, "a node without holders"
+                assert child.holders.keys() <= node.holders.keys()
+                assert len(child.children) != 1 or len(child.holders) > len(
+                    next(iter(child.children.values())).holders
+                ), "a node that could be one with its child"
+                stack.append(child)
+        for holder, node in self._ends.items():
+            assert holder in node.holders, holder
+
+
+class TreeObserver(Protocol):
+    """Is told what changes in a tree."""
+
+    def inserted(self, holder: Any, tokens: Sequence[int]) -> None:
+        """A holder is in the tree with these tokens."""
+
+    def extended(self, holder: Any, tokens: Sequence[int]) -> None:
+        """A holder has these tokens now, which begin with those that it had."""
+
+    def removed(self, holder: Any) -> None:
+        """A holder is not in the tree."""
+
+
+class ObservedTree(PrefixTree[H]):
+    """A tree that tells an observer of the changes among the holders without a key."""
+
+    def __init__(self, observer: TreeObserver) -> None:
+        super().__init__()
+        self._observer = observer
+        self._told: set[H] = set()
+
+    def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
+        """Adds a holder, which must not be in the tree, with its tokens, among those of a key."""
+        super().insert(holder, tokens, key)
+        if key is None:
+            self._told.add(holder)
+            self._observer.inserted(holder, tokens)
+
+    def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
+        """Adds the tokens after the first ``n``, with which the holder is in the tree."""
+        super().extend(holder, tokens, n)
+        if holder in self._told:
+            self._observer.extended(holder, tokens)
+
+    def remove(self, holder: H) -> None:
+        """Removes a holder; does nothing if it is not in the tree."""
+        super().remove(holder)
+        if holder in self._told:
+            self._told.remove(holder)
+            self._observer.removed(holder)
+
+
+def _n_shared(tokens: Sequence[int], begin: int, edge: list[int]) -> int:
+    """How many tokens of an edge the tokens from ``begin`` on share."""
+    n = min(len(tokens) - begin, len(edge))
+    if tokens[begin : begin + n] == edge[:n]:
+        return n
+    low, high = 0, n - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tokens[begin + low : begin + middle] == edge[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _split(node: _Node[H], k: int) -> _Node[H]:
+    """Splits a node after its first ``k`` tokens. Returns the new node, which has these."""
+    parent = node.parent
+    assert parent is not None
+    upper = _Node[H](node.tokens[:k], parent)
+    upper.holders = dict(node.holders)
+    parent.children[upper.tokens[0]] = upper
+    node.tokens = node.tokens[k:]
+    node.parent = upper
+    upper.children[node.tokens[0]] = node
+    return upper
+
+
+def _merge(node: _Node[H]) -> None:
+    """Makes a node one with its only child if no holder ends between them."""
+    (child,) = node.children.values()
+    if len(child.holders) != len(node.holders):
+        return
+    assert node.parent is not None
+    child.tokens = node.tokens + child.tokens
+    child.parent = node.parent
+    node.parent.children[child.tokens[0]] = child
+
 
 MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
 _OVERHEAD_BYTES = 1024  # of a saved sequence

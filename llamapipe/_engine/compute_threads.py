@@ -1,4 +1,17 @@
-"""Watches the core time that a context's compute threads get, and changes their number between two steps.
+"""Decides how many threads compute, from the core time that they got. Pure: no clock, no files, no threads.
+
+llama.cpp's threads wait for each other after every operation by spinning. So if other work takes one of their cores for
+a part D of the time, all of them stand still for about that part, and a step with n threads is as fast as 1 - D of what
+it would be. With one thread less no thread has to wait. Hence the rule: fewer threads as soon as the run delay
+says that others want the cores, more again when cores are idle.
+
+How many threads should compute, decided from step times alone: for systems that tell nothing of their cores. Pure.
+
+A step is compared with the last ones of the same number of tokens. When they take far longer than they once did, one
+thread less is tried at once; from time to time, one less or one more is tried in any case. A try lasts a few like steps
+and is undone unless they were faster.
+
+Watches the core time that a context's compute threads get, and changes their number between two steps.
 
 Everything here runs on the engine's or the embedder's thread. A change is noted and takes effect at the next decode,
 also where the pipeline launches on a thread of its own.
@@ -7,18 +20,182 @@ also where the pipeline launches on a thread of its own.
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
 from collections.abc import Iterable
 from time import perf_counter
 from typing import Protocol
 
-from llamapipe.engine.worker.compute_threads import RunDelayPolicy
-from llamapipe.engine.worker.step_time_policy import StepTimePolicy
 from llamapipe.errors import BackendError
 from llamapipe.host.core_budget import BudgetMember, process_budget
 from llamapipe.host.cpu_load import cpu_load
 from llamapipe.llama.context import Context
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.native_pipeline import on_gpu
+
+_TOLERATED = (
+    0.6  # of one thread's time, for all n of them: D above 0.6 / n costs more than the n-th thread brings
+)
+_NOISE = 0.03  # of each thread's time, on a quiet machine
+_PATIENCE_S = 0.008  # run delay above the tolerated one: two time slices
+_ROUNDING = 0.2  # of a core: idle time that counts as a whole core, to start using it
+_HALF = 0.5  # of a core: idle time that counts as a whole core, to keep using it
+_SHORT_S = 0.5  # an increase that lasts less was wrong
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 6.4  # before an increase
+_N_STEPS = 8  # of a large number of threads: each number has a pool of its own
+
+
+class RunDelayPolicy:
+    """Chooses ``n``, at most ``n_max`` and ``limit``, from run delays and idle cores. Times are in seconds."""
+
+    def __init__(self, n_max: int) -> None:
+        self.n_max = self.limit = self.n = n_max
+        self._excess_s = 0.0  # run delay above the tolerated one, and the time since it was last zero
+        self._delay_s = self._watched_s = 0.0
+        self._increased_s = -math.inf
+        self._pause_s = _FIRST_PAUSE_S
+        self._paused_until_s = -math.inf
+
+    def __repr__(self) -> str:
+        return f"<RunDelayPolicy n={self.n} of {self.n_max} limit={self.limit}>"
+
+    def set_limit(self, n: int) -> None:
+        """At most ``n`` threads from now on, at once; more than before only when cores turn out to be idle."""
+        self.limit = max(n, 1)
+        self._use(min(self.n, self.limit))
+
+    def computed(self, now_s: float, seconds: float, delay_s: float) -> None:
+        """``n`` threads have been computing for ``seconds``, and waited for cores for ``delay_s``, all together."""
+        if self.n == 1:
+            return
+        tolerated = max(_TOLERATED / self.n, _NOISE * self.n) * seconds
+        self._excess_s = max(self._excess_s + delay_s - tolerated, 0.0)
+        if self._excess_s == 0.0:
+            self._delay_s = self._watched_s = 0.0
+            return
+        self._delay_s += delay_s
+        self._watched_s += seconds
+        if self._excess_s >= _PATIENCE_S:
+            self._decrease(now_s, round(self._delay_s / self._watched_s))
+
+    def _decrease(self, now_s: float, n_missing: int) -> None:
+        if now_s - self._increased_s < _SHORT_S:
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        else:
+            self._pause_s = _FIRST_PAUSE_S
+        self._paused_until_s = now_s + self._pause_s
+        self._use(self.n - max(n_missing, 1))
+
+    def free(self, now_s: float, n_cores: float, was_idle: bool = False) -> None:
+        """``n_cores`` were idle or ran these threads, since the last change. ``was_idle``: the threads mostly slept."""
+        more, fewer = math.floor(n_cores + _ROUNDING), math.floor(n_cores + _HALF)
+        if more > self.n:
+            if now_s >= self._paused_until_s and self._use(min(more, self.limit)):
+                self._increased_s = now_s
+        elif was_idle and fewer < self.n:  # while they compute, the run delay knows better
+            self._use(fewer)
+
+    def _use(self, n: int) -> bool:
+        """Changes ``n`` to the largest number in use that is not above it; whether it did."""
+        before, n = self.n, max(n, 1)
+        if 1 < n < self.n_max:
+            step = -(-self.n_max // _N_STEPS)
+            n = max(n // step * step, 1)
+        self.n = n
+        if n != before:
+            self._excess_s = self._delay_s = self._watched_s = 0.0
+        return n != before
+
+
+_N_LIKE = 8  # steps of one number of tokens to judge by
+_N_TRIED = 64  # steps of any kind after which a try is given up
+_SLOW = 1.8  # times the usual step time: fewer threads are tried
+_FASTER = 0.97  # of the step time before: a try is kept
+_FORGET = 1.002  # the usual time of a step rises by this with every one, so that a longer context does not look slow
+_FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S = 0.5, 8.0  # between tries
+
+
+class StepTimePolicy:
+    """Chooses ``n``, at most ``n_max`` and ``limit``, from the times of steps. Times are seconds of any clock."""
+
+    def __init__(self, n_max: int) -> None:
+        self.n_max = self.limit = self.n = n_max
+        self._recent: dict[int, deque[float]] = {}  # by number of tokens, at ``n`` threads
+        self._usual_s: dict[tuple[int, int], float] = {}  # by threads and tokens
+        self._tried_from: int | None = None  # the number of threads before the try
+        self._before_s: dict[int, float] = {}  # by number of tokens, before the try
+        self._n_tried = 0
+        self._tries_more = True  # what was tried last
+        self._was_slow = False  # whether slow steps were the reason
+        self._pause_s = _FIRST_TRY_PAUSE_S
+        self._paused_until_s = -math.inf
+
+    def __repr__(self) -> str:
+        return f"<StepTimePolicy n={self.n} of {self.n_max} limit={self.limit}>"
+
+    def set_limit(self, n: int) -> None:
+        """At most ``n`` threads from now on, at once; more than before only by tries."""
+        self.limit = max(n, 1)
+        if self.n > self.limit:
+            self._tried_from = None
+            self._use(self.limit)
+
+    def stepped(self, now_s: float, n_tokens: int, seconds: float) -> None:
+        """A step of ``n_tokens`` took ``seconds`` with ``n`` threads."""
+        recent = self._recent.setdefault(n_tokens, deque(maxlen=_N_LIKE))
+        recent.append(seconds)
+        if self._tried_from is not None:
+            self._judge(now_s, n_tokens, recent)
+            return
+        if len(recent) < _N_LIKE:
+            return
+        typical_s = _median(recent)
+        usual_s = self._usual_s.get((self.n, n_tokens), typical_s)
+        self._usual_s[self.n, n_tokens] = min(usual_s * _FORGET, typical_s)
+        is_slow = typical_s > _SLOW * usual_s
+        if now_s < self._paused_until_s and (self._was_slow or not is_slow):
+            return
+        self._was_slow = is_slow
+        self._tries_more = self.n < self.limit and not (self._tries_more or is_slow)
+        if self._tries_more:
+            self._try(self.n + 1)
+        elif self.n > 1:
+            self._try(self.n - 1)
+
+    def _try(self, n: int) -> None:
+        self._tried_from, self._n_tried = self.n, 0
+        self._before_s = {n_tokens: _median(times) for n_tokens, times in self._recent.items() if times}
+        self._use(n)
+
+    def _judge(self, now_s: float, n_tokens: int, recent: deque[float]) -> None:
+        self._n_tried += 1
+        before_s = self._before_s.get(n_tokens)
+        if before_s is not None and len(recent) == _N_LIKE:
+            is_better = _median(recent) < _FASTER * before_s
+        elif self._n_tried >= _N_TRIED:
+            is_better = False
+        else:
+            return
+        n_before, self._tried_from = self._tried_from, None
+        if is_better:
+            self._pause_s = _FIRST_TRY_PAUSE_S
+        else:
+            self._use(min(n_before or 1, self.limit))
+            self._pause_s = min(2 * self._pause_s, _LONGEST_TRY_PAUSE_S)
+        self._paused_until_s = now_s + self._pause_s
+
+    def _use(self, n: int) -> None:
+        if n != self.n:
+            self.n = n
+            self._recent.clear()
+
+
+def _median(values: Iterable[float]) -> float:
+    """As ``statistics.median``, whose module takes some milliseconds to import."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
 
 _DELAY_EVERY_S = 0.008  # reading the run delay of one thread takes 2 us
 _CORES_EVERY_S = 0.15  # the kernel counts idle time in steps of 10 ms

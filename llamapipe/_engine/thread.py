@@ -13,11 +13,11 @@ from queue import SimpleQueue
 from typing import TypeVar
 from weakref import WeakSet
 
+from llamapipe._engine.loop import EngineLoop
+from llamapipe._engine.request import Request
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
 from llamapipe.engine.results import EngineStats
 from llamapipe.engine.sampling.threads import SAMPLING_THREAD_NAME
-from llamapipe.engine.scheduler.request import Request
-from llamapipe.engine.worker.engine_loop import EngineLoop
 from llamapipe.errors import EngineClosedError
 from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.kv_events.options import EVENTS_THREAD_NAME

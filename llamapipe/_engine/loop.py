@@ -1,4 +1,19 @@
-"""The engine loop: plans, launches, samples, commits and delivers steps. It is the scheduler's only owner.
+"""Commands on their way to the engine thread.
+
+Counts times by length, for histograms of queue and step times.
+
+The steps in flight: launched and not sampled yet, with the samplers they need.
+
+The rule of this file: a request whose ``batch_plan`` is no longer the step's plan has left the step (it finished or was
+preempted meanwhile). Nothing is drawn or recorded for it, because its sampler must not see tokens that are discarded.
+
+The requests whose next token is drawn by another thread, after their step.
+
+Decides whether decoding requests are split into two micro-batches, whose steps alternate.
+
+See docs/design for the formula and its measurements.
+
+The engine loop: plans, launches, samples, commits and delivers steps. It is the scheduler's only owner.
 
 Between two steps the loop executes every command that has arrived. Where a launch returns before its step is computed,
 step N+1 is launched before the tokens of step N are delivered. A stop string found then ends a request that is already
@@ -8,29 +23,395 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from queue import Empty
+from itertools import islice
+from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from llamapipe._engine.executor import CellKeeper, Executor
+from llamapipe._engine.planner import BatchPlan
+from llamapipe._engine.request import UNLIMITED, Request, Sampler, State
+from llamapipe._engine.scheduler import Scheduler
+from llamapipe._engine.scoring import LogprobTargets
 from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
-from llamapipe.engine.results import EngineStats
-from llamapipe.engine.scheduler.batch_plan import BatchPlan
-from llamapipe.engine.scheduler.request import UNLIMITED, Request, State
-from llamapipe.engine.scheduler.scheduler import Scheduler
-from llamapipe.engine.worker.cell_keeper import CellKeeper
-from llamapipe.engine.worker.executor import Executor
-from llamapipe.engine.worker.in_flight import NoTrace, StepsInFlight, StepTrace, draw, record_logprobs, score
-from llamapipe.engine.worker.inbox import Inbox
-from llamapipe.engine.worker.late_draws import LateDraws
-from llamapipe.engine.worker.micro_batches import MicroBatchSwitch
-from llamapipe.engine.worker.time_counter import TimeCounter
+from llamapipe.engine.results import EngineStats, TimeHistogram
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.llama.native_pipeline import StepAbortedError
 
 if TYPE_CHECKING:
     from llamapipe.kv_events.publisher import Publisher
+
+
+class Inbox:
+    """A queue of function calls. Any thread puts, the engine thread runs them; both are safe under Ctrl-C.
+
+    ``single_caller``: callers set it before they submit. True when no other thread or task could submit meanwhile, so
+    the engine need not wait for more requests before it starts a step. ``urgent``: arguments of calls that are also in
+    the queue and may be taken first, whatever waits before them.
+    """
+
+    __slots__ = ("_commands", "empty", "single_caller", "urgent")
+
+    def __init__(self) -> None:
+        self.single_caller = False
+        self.urgent: deque[Request] = deque()
+        self._commands: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]]] = SimpleQueue()
+        self.empty = (
+            self._commands.empty
+        )  # asked several times a step: the queue's own method, without another call
+
+    def __repr__(self) -> str:
+        return f"<Inbox n={self._commands.qsize()}>"
+
+    def put(self, function: Callable[..., object], *arguments: object) -> None:
+        """Adds a call. Never blocks."""
+        self._commands.put((function, arguments))
+
+    def run_next(self, timeout: float | None = None) -> None:
+        """Waits for the next call and makes it. Raises queue.Empty after ``timeout`` seconds."""
+        # A get() with a timeout of about a microsecond may wait for ever (seen in CPython 3.11 and 3.12). The put()
+        # before it has left the queue's lock open, so get() looks twice, and the time left is negative the second time,
+        # which means no limit. A get() that does not wait closes the lock.
+        try:
+            function, arguments = self._commands.get_nowait()
+        except Empty:
+            function, arguments = self._commands.get(timeout=timeout)
+        function(*arguments)
+
+    def qsize(self) -> int:
+        """The number of calls that wait."""
+        return self._commands.qsize()
+
+
+# Powers of two from 0.25 ms to 128 s.
+BOUNDS_S = tuple(2.0**i / 1000 for i in range(-2, 18))
+
+
+class TimeCounter:
+    """A histogram that grows. One thread adds; any thread may take a copy."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._total_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<TimeCounter n={sum(self._counts)}>"
+
+    def add(self, seconds: float) -> None:
+        """Counts one time."""
+        self._counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self._total_s += seconds
+
+    def copy(self) -> TimeHistogram:
+        """The counts so far."""
+        return TimeHistogram(BOUNDS_S, tuple(self._counts), self._total_s)
+
+
+class InFlightStep(NamedTuple):
+    """A launched step: its plan, its number, the samplers of its rows, and when its launch began."""
+
+    plan: BatchPlan
+    step: int
+    samplers: list[Any]
+    began_s: float  # of ``perf_counter``
+
+
+class StepTrace(Protocol):
+    """Where the loop records the stages ``plan`` and ``deliver``."""
+
+    on: bool
+
+    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
+        """Records a stage, in seconds of ``time.perf_counter``."""
+
+
+class NoTrace:
+    """A trace that is off."""
+
+    on = False
+
+    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
+        """Records nothing."""
+
+
+class StepsInFlight:
+    """The launched steps of one context, oldest first. Methods are for the engine thread, unless they say otherwise.
+
+    ``steps``: the queue itself; the loop only looks at its length and its ends. ``executor``: what launches them.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.steps: deque[InFlightStep] = deque()
+        self.executor = executor
+        self._n_completed = 0
+        self._retired: deque[tuple[int, Sampler]] = (
+            deque()
+        )  # samplers to close once that many steps are complete
+        self._launching: BatchPlan | None = (
+            None  # what a launch computes just now; read by threads that cancel
+        )
+
+    def __repr__(self) -> str:
+        return f"<StepsInFlight n={len(self.steps)} n_completed={self._n_completed}>"
+
+    def launch(self, plan: BatchPlan, samplers: list[Any], began_s: float = 0.0) -> int:
+        """Launches a plan and returns the step's number. Raises ContextFullError and DecodeError, as the executor."""
+        executor = self.executor
+        self._launching = plan
+        try:
+            if plan.repeats:
+                step = executor.launch_repeat()
+            else:
+                targets, n_top = targets_of(plan) if plan.scored else (None, 0)
+                step = executor.launch(
+                    plan.tokens,
+                    plan.positions,
+                    plan.seq_ids,
+                    plan.outputs,
+                    plan.rows,
+                    samplers,
+                    targets,
+                    n_top,
+                )
+            self.steps.append(InFlightStep(plan, step, samplers, began_s))
+            # A request may have been cancelled when the step was neither being launched nor in flight.
+            if plan.scheduled[0][0].cancelled and all(request.cancelled for request, _ in plan.scheduled):
+                executor.abort(step)
+        finally:
+            self._launching = None
+        return step
+
+    def complete_oldest(self) -> None:
+        """Removes the oldest step, which was sampled or failed, and closes the samplers that waited for it."""
+        self.steps.popleft()
+        self._n_completed += 1
+        while self._retired and self._retired[0][0] <= self._n_completed:
+            self._retired.popleft()[1].close()
+
+    def retire(self, sampler: Sampler) -> None:
+        """Closes a sampler, after the steps in flight if there are any: they may draw with it."""
+        if self.steps:
+            self._retired.append((self._n_completed + len(self.steps), sampler))
+        else:
+            sampler.close()
+
+    def close(self) -> None:
+        """Closes the samplers that are left. No step may be sampled afterwards."""
+        for _, sampler in self._retired:
+            sampler.close()
+
+    # ---- any thread
+    def abort_all(self) -> None:
+        """Cancels the requests of all steps in flight, so that the steps need not be computed."""
+        for plan in (self._launching, *(launched.plan for launched in self.steps.copy())):
+            for request, _ in plan.scheduled if plan is not None else ():
+                request.cancelled = True
+        self.abort_cancelled()
+
+    def abort_cancelled(self) -> None:
+        """Aborts each step whose requests are all cancelled."""
+        plan = self._launching
+        computes = plan is not None and not self.executor.late_errors  # the launch itself computes
+        if plan is not None and computes and all(request.cancelled for request, _ in plan.scheduled):
+            step = self.executor.launching()
+            if self._launching is plan:  # so the number is this plan's, or that of a step in the past
+                self.executor.abort(step)
+        for launched in self.steps.copy():
+            if all(request.cancelled for request, _ in launched.plan.scheduled):
+                self.executor.abort(launched.step)
+
+
+def draw(executor: Executor, launched: InFlightStep) -> list[int]:
+    """A token for each of the plan's requests; 0 for those that left the step. Waits for the step if need be."""
+    plan, requests = launched.plan, launched.plan.requests
+    for request in requests:
+        if request.batch_plan is not plan:
+            break
+    else:
+        if plan.repeats:
+            return executor.sample_repeat(launched.step)
+        if not requests and not executor.late_errors:
+            return []
+        return executor.sample(launched.step, plan.rows, launched.samplers)
+    here = [i for i, request in enumerate(requests) if request.batch_plan is plan]
+    samplers = [requests[i].sampler for i in here]
+    drawn = executor.sample(launched.step, [plan.rows[i] for i in here], samplers)
+    sampled = [0] * len(requests)
+    for i, token in zip(here, drawn, strict=True):
+        sampled[i] = token
+    return sampled
+
+
+def record_logprobs(plan: BatchPlan, sampled: Sequence[int]) -> None:
+    """Stores the log-probabilities of the tokens, for the requests that asked for them."""
+    for request, token in zip(plan.requests, sampled, strict=True):
+        if request.wants_logprobs and token >= 0 and request.batch_plan is plan:
+            assert request.sampler is not None
+            request.last_logprob = request.sampler.logprobs()
+
+
+def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
+    """The tokens whose log-probability is wanted, for each batch entry, and the most top tokens wanted with any."""
+    found: dict[int, list[int]] = {}
+    n_top = 0
+    for _, targets, first, entries in plan.scored:
+        n_top = max(n_top, targets.n_top)
+        for i, entry in enumerate(entries):
+            found[entry] = targets.targets(first + i)
+    return found, n_top
+
+
+def score(executor: Executor, launched: InFlightStep) -> list[Request]:
+    """Gives requests the scores of their own tokens. Returns the requests with a score that is not a number."""
+    plan = launched.plan
+    rows: list[int] = []
+    wanted: list[int] = []
+    asked: list[tuple[Request, LogprobTargets, int, int]] = []
+    n_top = 0
+    for request, targets, first, entries in plan.scored:
+        if request.batch_plan is not plan:
+            continue
+        n_top = max(n_top, targets.n_top)
+        for i, entry in enumerate(entries):
+            tokens = targets.targets(first + i)
+            rows += [entry] * len(tokens)
+            wanted += tokens
+            asked.append((request, targets, first + i, len(tokens)))
+    scores = iter(executor.score(launched.step, rows, wanted, n_top))
+    damaged: list[Request] = []
+    for request, targets, position, n in asked:
+        mine = list(islice(scores, n))
+        if any(score.logprob != score.logprob for score in mine):
+            damaged.append(request)
+        elif targets.n_top < n_top:  # another request of the step wanted more
+            mine = [score._replace(top=score.top[: targets.n_top]) for score in mine]
+        targets.take(position, mine)
+    return damaged
+
+
+class LateDraws:
+    """Finds the request of a token that arrives. Methods are for the engine thread.
+
+    A request leaves with its token. If it ended before, its token is ignored: the numbers of its sampler's draws tell.
+    """
+
+    def __init__(self) -> None:
+        # By sampler, with the number of the draw, and when it began. The oldest first.
+        self._requests: dict[Any, tuple[Request, int, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"<LateDraws n={len(self._requests)}>"
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, plan: BatchPlan, sampled: Sequence[int]) -> None:
+        """Adds the requests of a step whose tokens will be drawn later."""
+        for request, token in zip(plan.requests, sampled, strict=True):
+            if token == NoToken.LATER and request.batch_plan is plan and request.sampler is not None:
+                self._requests[request.sampler] = request, request.sampler.n_draws, perf_counter()
+
+    def settle(self, requests: Sequence[Request], executor: Executor) -> None:
+        """Asks the samplers of requests that have generated their last token whether the text is complete."""
+        for request in requests:
+            sampler = request.sampler
+            executor.settle(sampler)
+            if sampler is not None:
+                self._requests[sampler] = request, sampler.n_draws, perf_counter()
+
+    def late_by(self, seconds: float) -> list[tuple[Request, float]]:
+        """The requests that have waited for so long for their tokens, with the seconds; the longest first."""
+        now_s = perf_counter()
+        waits = ((request, now_s - began_s) for request, _, began_s in self._requests.values())
+        return [(request, waited_s) for request, waited_s in waits if waited_s >= seconds]
+
+    def take(self, executor: Executor, open_requests: Container[Request]) -> list[tuple[Request, int]]:
+        """The requests whose tokens have arrived, with these."""
+        arrived = []
+        for sampler, number, token in executor.take_drawn():
+            request, wanted, _ = self._requests.get(sampler, (None, 0, 0.0))
+            if request is None or number != wanted:
+                continue
+            del self._requests[sampler]
+            if request in open_requests and request.is_drawing:
+                arrived.append((request, token))
+        return arrived
+
+    def forget(self, sampler: Any) -> None:
+        """The sampler's request has ended."""
+        self._requests.pop(sampler, None)
+
+
+_WINDOW = 32  # steps between two decisions
+_LEAST_GAIN = 1.1  # predicted gain that starts a try
+_KEEP_GAIN = 1.03  # measured gain that keeps it
+_LONGEST_PAUSE = 64  # windows between two tries
+
+
+class MicroBatchSwitch:
+    """Splits while that is faster: tried when the formula predicts a gain, kept when a gain is measured.
+
+    Let T be the time that a step computes, and b the time of everything else until the next step is launched. Two
+    alternating micro-batches are (T + b) / max(2T, b, T + b/2) times as fast as one. A try ends when a window of steps
+    has no more tokens per second than the window before the try. Each failed try doubles the pause before the next.
+
+    ``n``: the number of micro-batches now.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.n = 1
+        self._executor = executor
+        self._able = executor.overlaps and executor.depth > 1
+        self._n_steps = self._n_tokens = 0
+        self._began = perf_counter()
+        self._compute_s = 0.0
+        self._before = 0.0  # tokens per second before the try
+        self._pause, self._n_paused = 1, 0
+
+    def step(self, n_tokens: int) -> bool:
+        """Counts a step that sampled ``n_tokens``. True when ``n`` has changed."""
+        if not self._able:
+            return False
+        self._n_steps += 1
+        self._n_tokens += n_tokens
+        if self._n_steps < _WINDOW:
+            return False
+        now, compute_s = perf_counter(), self._executor.compute_s()
+        wall_s, busy_s = now - self._began, compute_s - self._compute_s
+        speed, before = self._n_tokens / wall_s, self.n
+        if self._n_tokens >= 2 * _WINDOW:  # at least two requests a step: else there is nothing to split
+            self.n = self._choose(busy_s / _WINDOW, max(wall_s - busy_s, 0.0) / _WINDOW, speed)
+        else:
+            self.n = 1
+        self._n_steps = self._n_tokens = 0
+        self._began, self._compute_s = now, compute_s
+        return self.n != before
+
+    def _choose(self, compute_s: float, other_s: float, speed: float) -> int:
+        if self.n == 1:
+            self._n_paused += 1
+            if self._n_paused < self._pause or gain(compute_s, other_s) < _LEAST_GAIN:
+                return 1
+            self._before = speed
+            return 2
+        if speed >= _KEEP_GAIN * self._before:
+            self._before = speed / _KEEP_GAIN  # from now on the speed only has to stay the same
+            self._pause = 1
+            return 2
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._n_paused = 0
+        return 1
+
+
+def gain(compute_s: float, other_s: float) -> float:
+    """The predicted gain of two micro-batches over one."""
+    slowest = max(2 * compute_s, other_s, compute_s + other_s / 2)
+    return (compute_s + other_s) / slowest if slowest > 0 else 1.0
+
 
 _MAX_SKIPPED_WINDOWS = 7
 _MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of others arrive

@@ -14,16 +14,12 @@ from typing import Any
 
 import msgspec
 
-from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest
-from llamapipe.server.wire.fields import Fate, Only, Unused, fates, inner_types
-from llamapipe.server.wire.openai import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    Streamed,
-)
-from llamapipe.server.wire.responses import ResponsesRequest
+from llamapipe.server.anthropic import CountRequest, MessagesRequest
+from llamapipe.server.chat import ChatRequest
+from llamapipe.server.completions import CompletionRequest, Streamed
+from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest
+from llamapipe.server.fields import Fate, Only, Unused, fates, inner_types
+from llamapipe.server.responses import ResponsesRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "server.md"
 BEGIN, END = "<!-- fields: python tools/field_tables.py -->\n", "<!-- end of fields -->\n"

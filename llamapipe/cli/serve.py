@@ -30,7 +30,7 @@ from llamapipe.structured.compile import prepare_vocabulary
 
 if TYPE_CHECKING:
     from llamapipe.server import ServerSettings
-    from llamapipe.server.workers.channel import WorkerOptions
+    from llamapipe.server.processes import WorkerOptions
 
 _DESCRIPTION = (
     "Serve a model over HTTP to clients of OpenAI's and Anthropic's APIs. Without -m, use the bundled model."
@@ -274,8 +274,7 @@ def _served(
 
 def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Runs the workers. The model is theirs: nothing of llama.cpp is loaded here."""
-    from llamapipe.server.workers.start import placements, supervise
-    from llamapipe.server.workers.supervisor import WorkerFailedError
+    from llamapipe.server.processes import WorkerFailedError, placements, supervise
 
     try:
         where = placements(args.workers or None, use_gpus=given(args, MODEL).get("n_gpu_layers") != 0)
@@ -300,7 +299,7 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
 def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Serves what the supervisor hands over, and leaves it to the supervisor to show errors."""
     from llamapipe.server.run import run_worker
-    from llamapipe.server.workers.worker import Worker
+    from llamapipe.server.worker import Worker
 
     worker = Worker(args.worker)
     options: dict[str, Any] = {} if args.worker.devices is None else {"devices": args.worker.devices}
@@ -327,7 +326,7 @@ def _workers(text: str) -> int:
 
 
 def _worker_options(text: str) -> WorkerOptions:
-    from llamapipe.server.workers.channel import WorkerOptions
+    from llamapipe.server.processes import WorkerOptions
 
     return WorkerOptions.parse(text)
 

@@ -18,8 +18,8 @@ from llamapipe.kv_events.options import BLOCK_SIZE
 if TYPE_CHECKING:
     from llamapipe.engine.engine import Engine
     from llamapipe.engine.results import TimeHistogram
-    from llamapipe.server.exchange import Call
-    from llamapipe.server.workers.merge import Family
+    from llamapipe.server.endpoint import Call
+    from llamapipe.server.processes import Family
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -21,11 +21,10 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.host.at_exit import is_exiting
-from llamapipe.server.application import app
+from llamapipe.server.application import ServerState, app
 from llamapipe.server.connections import Connection, Connections
 from llamapipe.server.settings import ServerSettings
-from llamapipe.server.state import ServerState
-from llamapipe.server.workers.worker import Worker
+from llamapipe.server.worker import Worker
 from llamapipe.structured.compile import prepare_vocabulary
 
 BACKLOG = 2048  # connections that the system holds until they are accepted

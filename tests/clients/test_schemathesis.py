@@ -9,7 +9,7 @@ import pytest
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server.wire.openapi import OPERATIONS
+from llamapipe.server.openapi import OPERATIONS
 
 pytest.importorskip("schemathesis", reason="needs schemathesis: nox -s clients")
 

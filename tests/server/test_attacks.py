@@ -15,7 +15,7 @@ from support.control import PATIENCE_S, wait_until
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server.bodies import BodyBudget
+from llamapipe.server.guard import BodyBudget
 
 KEY = "secret"
 BODY = json.dumps({"prompt": "Once", "max_tokens": 2, "temperature": 0}).encode()

@@ -21,10 +21,10 @@ import llamapipe as lp
 from llamapipe.arguments import listed, quoted
 from llamapipe.chat.tools import allowed_tools, check_tools
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server.wire.depth import MAX_DEPTH, is_too_deep
-from llamapipe.server.wire.openai import ChatRequest
-from llamapipe.server.wire.responses import ResponsesRequest, messages_of
-from llamapipe.server.wire.tools import tools_of
+from llamapipe.server.chat import ChatRequest
+from llamapipe.server.endpoint import MAX_DEPTH, is_too_deep
+from llamapipe.server.responses import ResponsesRequest, messages_of
+from llamapipe.server.tools import tools_of
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 

@@ -16,7 +16,7 @@ import msgspec
 from llamapipe.engine.params import CONSTRAINTS, SamplingParams
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
-from llamapipe.server.wire.fields import Only, Unused
+from llamapipe.server.fields import Only, Unused
 
 _FIRST_WORD = re.compile(r"\w+")
 _COMPACT = 'json_whitespace: "flexible" allows spaces between the parts of JSON'

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from llamapipe.arguments import quoted
 from llamapipe.engine.params import SamplingParams
 from llamapipe.server.errors import ApiError
+from llamapipe.server.fields import Only, Unused
 from llamapipe.server.wire.constraints import Constrained
-from llamapipe.server.wire.fields import Only, Unused
 
 _ID_DIGITS = 10  # of a token id, which has 32 bits
 _MOST_CHARACTERS = 65_536  # of all texts of one option

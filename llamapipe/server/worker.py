@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from llamapipe.host.cores import limit_cores
 from llamapipe.server.metrics import Metrics, rendered
-from llamapipe.server.workers.channel import (
+from llamapipe.server.processes import (
     CANCEL,
     CONNECTION,
     ENDED,

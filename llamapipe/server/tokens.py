@@ -8,20 +8,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from llamapipe.engine.frontend.long_work import size_of
+from llamapipe.server.endpoint import Call
 from llamapipe.server.errors import ApiError
-from llamapipe.server.exchange import Call
-from llamapipe.server.prompts import check_n_messages, refuse_long_chat, tokenized
-from llamapipe.server.wire.logprobs import token_text
-from llamapipe.server.wire.template_args import check_template_args
-from llamapipe.server.wire.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from llamapipe.server.generation import (
+    check_n_messages,
+    check_template_args,
+    refuse_long_chat,
+    token_text,
+    tokenized,
+)
 
 if TYPE_CHECKING:
-    from llamapipe.server.state import ServerState
+    from llamapipe.server.application import ServerState
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /tokenize``: ``content`` is llama-server's, ``prompt`` and ``messages`` are vLLM's."""
+
+    model: str | None = None
+    content: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /detokenize``: answers ``content`` for llama-server's clients and ``prompt`` for vLLM's."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class TemplateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /apply-template``."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 import llamapipe
-from llamapipe.server.wire.anthropic import CountRequest, MessagesRequest
-from llamapipe.server.wire.openai import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest
-from llamapipe.server.wire.responses import ResponsesRequest
-from llamapipe.server.wire.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from llamapipe.server.anthropic import CountRequest, MessagesRequest
+from llamapipe.server.chat import ChatRequest
+from llamapipe.server.completions import CompletionRequest
+from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest
+from llamapipe.server.responses import ResponsesRequest
+from llamapipe.server.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 _STATUSES = {
     "200": "The answer.",
@@ -85,7 +87,6 @@ OPERATIONS = (
     Operation("get", "/health", "Whether the server accepts requests.", None, ("503",), has_key=False),
     Operation("get", "/metrics", "Metrics for Prometheus.", None, _BUSY, "text/plain"),
 )
-
 # Other paths of an operation, its own path, and its method: those of llama-server whose answers have the same form.
 ALIASES = (
     ("/chat/completions", "/v1/chat/completions", "POST"),

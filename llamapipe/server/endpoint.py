@@ -19,22 +19,67 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
+import numpy as np
 
-from llamapipe.server.bodies import Held
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
-from llamapipe.server.events import PING, error_event
-from llamapipe.server.wire.depth import MAX_DEPTH, is_too_deep
-from llamapipe.server.wire.fields import unused, without_nulls
+from llamapipe.server.fields import unused, without_nulls
 from llamapipe.server.wire.mismatch import mismatch
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from llamapipe.server.state import ServerState
+    from llamapipe.server.application import ServerState
+    from llamapipe.server.guard import Held
+
+# Objects and lists inside each other. Python's limit is 1000 calls, and some functions need two for a level.
+MAX_DEPTH = 256
+_PART = 2**20  # bytes that are looked at together
+_STEPS = np.zeros(256, np.int8)  # of each byte
+_STEPS[list(b"{[")] = 1
+_STEPS[list(b"}]")] = -1
+
+
+def is_too_deep(body: bytes) -> bool:
+    """Whether JSON has more than ``MAX_DEPTH`` levels. For what is no JSON the answer may be wrong."""
+    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return False
+    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
+    depth, in_string = 0, False
+    for start in range(0, len(text), _PART):
+        part = np.frombuffer(text, np.uint8, min(_PART, len(text) - start), start)
+        inside = np.logical_xor.accumulate(part == ord('"')) ^ in_string
+        depths = np.cumsum(_STEPS[part] * ~inside, dtype=np.int32)
+        if depth + int(depths.max()) > MAX_DEPTH:
+            return True
+        depth += int(depths[-1])
+        in_string = bool(inside[-1])
+    return False
+
 
 T = TypeVar("T")
-Request = TypeVar("Request", bound=msgspec.Struct)
 _log = logging.getLogger("llamapipe.server")
+PING = b": ping\n\n"  # a comment, which clients skip
+SUBMITTED = b""  # no event: the requests are checked and in the queue, so the answer's headers can be sent
+_encode = msgspec.json.Encoder().encode
+
+
+def event(value: object, name: str | None = None) -> bytes:
+    """A value as an event, with a name for APIs that name their events."""
+    data = b"data: " + _encode(value) + b"\n\n"
+    return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+def error_event(error: BaseException, dialect: Dialect) -> bytes:
+    """The event for an error that occurs after the stream has begun."""
+    answer = api_error(error)
+    if answer is None:
+        _log.error("a stream failed", exc_info=error)
+        answer = ApiError(500, f"the server failed: {type(error).__name__}")
+    log_unexpected(error, "a stream was")
+    return event(answer.body(dialect), "error" if dialect == "anthropic" else None)
+
+
+Request = TypeVar("Request", bound=msgspec.Struct)
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (

@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import base64
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
 from llamapipe.engine.frontend.long_work import size_of
+from llamapipe.server.endpoint import Call
 from llamapipe.server.errors import ApiError
-from llamapipe.server.exchange import Call
-from llamapipe.server.wire.openai import EmbeddingRequest, RerankRequest
+from llamapipe.server.fields import Only, Unused
+from llamapipe.server.generation import Prompt
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/embeddings``. ``truncate``: cut texts that are too long for the model."""
+
+    input: Prompt
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    truncate: bool = False
+    user: Annotated[str | None, Unused()] = None
+    priority: Annotated[int | None, Only(0)] = None
+    truncate_prompt_tokens: Annotated[int | None, Only(instead="give truncate: true")] = None
+
+
+class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/rerank``. ``truncate``: cut documents that are too long with the query."""
+
+    query: str
+    documents: list[str | dict[str, str]]
+    model: str | None = None
+    top_n: int | None = None
+    return_documents: bool = False
+    truncate: bool = False
+    priority: Annotated[int | None, Only(0)] = None
+
 
 _EMBEDDING = msgspec.json.Decoder(EmbeddingRequest)
 _RERANK = msgspec.json.Decoder(RerankRequest)

@@ -23,10 +23,7 @@ from support.worker_server import N_LONG, SHORT, LongStream, WorkerServer, wait_
 
 import llamapipe as lp
 from llamapipe.host.placement import CoreShare, core_shares
-from llamapipe.server.workers.backoff import Backoff
-from llamapipe.server.workers.process import Placement
-from llamapipe.server.workers.start import supervise
-from llamapipe.server.workers.supervisor import Supervisor, WorkerFailedError
+from llamapipe.server.processes import Backoff, Placement, Supervisor, WorkerFailedError, supervise
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,

@@ -1,33 +1,251 @@
-"""``POST /v1/completions``: completes text or tokens, in OpenAI's format."""
+"""``POST /v1/completions``: completes text or tokens, in OpenAI's format; and what chat completions share with it.
+
+The fields and the events of a stream are the same in both.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
 from llamapipe.engine.frontend.long_work import takes_long
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.results import Choice, Completion, Delta, TokenLogprob
-from llamapipe.engine.stream import AsyncStream
+from llamapipe.engine.stream import AsyncStream, PromptProgress
 from llamapipe.errors import InvalidRequestError
+from llamapipe.server.endpoint import SUBMITTED, Call, error_event, event
 from llamapipe.server.errors import ApiError
-from llamapipe.server.events import DONE, SUBMITTED, ChunkWriter, Progress, error_event, merged
-from llamapipe.server.exchange import Call
-from llamapipe.server.prompts import n_prompts, prompts_of, total_choices
-from llamapipe.server.state import ServerState
+from llamapipe.server.fields import Only, Unused
+from llamapipe.server.generation import (
+    CompletionLogprobs,
+    Prompt,
+    check_top,
+    n_prompts,
+    prompt_logprobs,
+    prompts_of,
+    total_choices,
+)
 from llamapipe.server.wire.constraints import with_field
-from llamapipe.server.wire.logprobs import CompletionLogprobs, check_top, prompt_logprobs
-from llamapipe.server.wire.openai import CompletionRequest, token_limit
+from llamapipe.server.wire.sampling import Sampling
+
+if TYPE_CHECKING:
+    from llamapipe.server.application import ServerState
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of a stream. ``include_obfuscation``: events are padded to hide the length of their text.
+
+    ``continuous_usage_stats``: each event has the usage so far, as vLLM's.
+    """
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Streamed(Sampling, kw_only=True):
+    """A request whose answer may be a stream."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_progress: bool | None = None  # of llama-server: a stream tells how much of the prompt is computed
+    user: Annotated[str | None, Unused()] = None
+
+    def check(self) -> None:
+        """Raises ApiError 400 for stream options without a stream; an explicit ``"stream": false`` allows them."""
+        if self.stream is None and self.stream_options is not None:
+            raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with an event that holds the usage."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Whether each event of the stream holds the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether events are padded."""
+        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
+
+
+def token_limit(**given: int | None) -> int | None:
+    """The smallest of limits of generated tokens; None, as -1: no limit. Raises ApiError 400, which names the field."""
+    for name, limit in given.items():
+        if limit is not None and limit < -1:
+            raise ApiError(400, f"{name} is {limit}; it must be 0 or more, or -1 for no limit", name)
+    return min((limit for limit in given.values() if limit is not None and limit >= 0), default=None)
+
+
+class CompletionRequest(Streamed, kw_only=True):
+    """``POST /v1/completions``.
+
+    ``add_special_tokens``, ``parse_special``: as in ``Model.tokenize``; both are true by default.
+    ``truncate_prompt_tokens``: use the last so many tokens of each prompt.
+    """
+
+    prompt: Prompt
+    suffix: str | None = None
+    max_tokens: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_embeds: Annotated[Any, Only(instead="give text or token ids")] = None
+
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_PAD_TO = 32  # characters; padding extends an event's text to the next multiple of this
+_encode = msgspec.json.Encoder().encode
+
+
+class ChunkWriter:
+    """Writes the events of one stream of OpenAI's API.
+
+    The parts that are the same in each event are encoded once. ``kind``: the ``object`` field. ``with_usage``: each
+    event has a ``usage``, null in all but the last. ``padded``: a field ``obfuscation`` hides the length of texts.
+    """
+
+    def __init__(
+        self, call_id: str, kind: str, created: int, model: str, with_usage: bool, padded: bool
+    ) -> None:
+        self._common = {"id": call_id, "object": kind, "created": created, "model": model}
+        self._head = b"data: " + _encode(self._common)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._padded = padded
+
+    def __repr__(self) -> str:
+        return f"ChunkWriter({self._common})"
+
+    def chunk(self, choice: bytes, text: str = "") -> bytes:
+        """An event with one choice, given as encoded JSON. ``text``: the text whose length the padding hides."""
+        if not self._padded:
+            return self._head + choice + self._tail
+        padding = secrets.token_hex(_PAD_TO)[: _PAD_TO - len(text) % _PAD_TO]
+        return self._head + choice + b'],"obfuscation":"' + padding.encode() + b'"' + self._tail[1:]
+
+    def progress(self, choice: bytes, progress: PromptProgress) -> bytes:
+        """An event with llama-server's ``prompt_progress``: tokens, and milliseconds since the prompt was begun."""
+        fields = {
+            "total": progress.n_prompt_tokens,
+            "cache": progress.n_cached_tokens,
+            "processed": progress.n_done,
+            "time_ms": round(progress.seconds * 1e3),
+        }
+        return self._head + choice + b'],"prompt_progress":' + _encode(fields) + self._tail[1:]
+
+    def set_usage(self, usage: dict[str, Any]) -> None:
+        """The usage of the next events."""
+        self._tail = b'],"usage":' + _encode(usage) + b"}\n\n"
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event that ends a stream with usage."""
+        return event({**self._common, "choices": [], "usage": usage})
+
+
+class Computing(Protocol):
+    """A stream whose prompt may still be computed."""
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed; None while it waits for a slot."""
+
+
+class Progress:
+    """Tells how much of the prompts of a stream's choices is computed.
+
+    ``choice``: the JSON of a choice without text, with ``%d`` for its index. ``running``: the streams, None before they
+    are submitted.
+    """
+
+    def __init__(self, writer: ChunkWriter, choice: bytes, running: Sequence[Computing | None]) -> None:
+        self._writer = writer
+        self._choice = choice
+        self._running = running
+        self._told: dict[int, int] = {}  # tokens, by the index of the choice
+
+    def __repr__(self) -> str:
+        return f"<Progress {self._told}>"
+
+    def news(self) -> bytes:
+        """The events for the choices that have come further."""
+        made = b""
+        for index, stream in enumerate(self._running):
+            found = None if stream is None else stream.prompt_progress
+            if found is not None and self._told.get(index, -1) < found.n_done:
+                self._told[index] = found.n_done
+                made += self._writer.progress(self._choice % index, found)
+        return made
+
+    def last(self, index: int) -> bytes:
+        """The event for a choice whose whole prompt is computed."""
+        stream = self._running[index]
+        found = None if stream is None else stream.prompt_progress
+        if found is None or self._told.get(index) == found.n_prompt_tokens:
+            return b""
+        self._told[index] = found.n_prompt_tokens
+        return self._writer.progress(self._choice % index, found._replace(n_done=found.n_prompt_tokens))
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
+    """Yields the items of several streams as they arrive, each with the index of its stream.
+
+    Closing the iterator closes the streams. An exception of a stream is raised here.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(2 * len(streams))
+
+    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    await queue.put((index, item))
+            await queue.put(None)
+        except Exception as e:
+            await queue.put(e)
+
+    tasks = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        n_left = len(streams)
+        while n_left:
+            got = await queue.get()
+            if isinstance(got, BaseException):
+                raise got
+            if got is None:
+                n_left -= 1
+            else:
+                yield got
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 _DEFAULT_MAX_TOKENS = 16  # the API's default
 _PROGRESS = b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}'
-_encode = msgspec.json.Encoder().encode
 
 
 async def completions(call: Call) -> None:

@@ -7,9 +7,7 @@ import pytest
 import llamapipe as lp
 from llamapipe.host.placement import CoreShare
 from llamapipe.server.metrics import rendered
-from llamapipe.server.workers.backoff import Backoff
-from llamapipe.server.workers.merge import Family, merged
-from llamapipe.server.workers.start import gpu_names, placed
+from llamapipe.server.processes import Backoff, Family, gpu_names, merged, placed
 
 
 class TestBackoff:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -13,17 +13,75 @@ from llamapipe.chat.results import ToolCallDelta
 from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
 from llamapipe.engine.frontend.chat_builder import ChatOptions
 from llamapipe.engine.results import TokenLogprob
-from llamapipe.server.chats import ChatJob
+from llamapipe.server.completions import DONE, ChunkWriter, Progress, Streamed, merged, token_limit, usage
+from llamapipe.server.endpoint import SUBMITTED, Call, error_event
 from llamapipe.server.errors import ApiError
-from llamapipe.server.events import DONE, SUBMITTED, ChunkWriter, Progress, error_event, merged
-from llamapipe.server.exchange import Call
-from llamapipe.server.prompts import check_n_messages
-from llamapipe.server.routes.completions import usage
-from llamapipe.server.wire.chat_messages import engine_messages
-from llamapipe.server.wire.logprobs import chat_logprobs, check_top
-from llamapipe.server.wire.openai import ChatRequest, token_limit
-from llamapipe.server.wire.template_args import template_args
-from llamapipe.server.wire.tools import Tools, custom_input, tools_of
+from llamapipe.server.fields import Only, Unused
+from llamapipe.server.generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
+from llamapipe.server.tools import Tools, custom_arguments, custom_input, tools_of
+
+_NO_AUDIO = "this server answers in text"
+
+
+class ChatRequest(Streamed, kw_only=True):
+    """``POST /v1/chat/completions``.
+
+    ``chat_template_kwargs``: further variables of the template; ``documents`` is one of them. ``truncation``: "auto"
+    drops the oldest turns of a conversation that is too long. ``continue_final_message``: the answer continues the last
+    message. ``include_reasoning``: false leaves the reasoning out of the answer.
+    """
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    # OpenAI's, for what a hosted service does: storage, billing, moderation, search, sound.
+    modalities: Annotated[list[str] | None, Only(["text"], instead=_NO_AUDIO)] = None
+    audio: Annotated[dict[str, Any] | None, Unused({})] = None
+    metadata: Annotated[dict[str, Any] | None, Unused({})] = None
+    moderation: Annotated[dict[str, Any] | None, Unused()] = None
+    prediction: Annotated[dict[str, Any] | None, Unused()] = None
+    prompt_cache_key: Annotated[str | None, Unused()] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, Unused({})] = None
+    prompt_cache_retention: Annotated[str | None, Unused()] = None
+    safety_identifier: Annotated[str | None, Unused()] = None
+    service_tier: Annotated[str | None, Unused("auto", "default")] = None
+    store: Annotated[bool | None, Unused(False)] = None
+    verbosity: Annotated[str | None, Unused()] = None
+    web_search_options: Annotated[dict[str, Any] | None, Unused()] = None
+    # vLLM's, SGLang's and llama-server's.
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: Annotated[bool | None, Only(True)] = None
+    stream_reasoning: Annotated[bool | None, Only(True)] = None
+    echo: Annotated[bool | None, Only(False, instead="the client has the messages")] = None
+    add_special_tokens: Annotated[bool | None, Only(False, instead="the template writes them")] = None
+    chat_template: Annotated[
+        str | None, Only(instead="the operator sets it: llamapipe serve --chat-template")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, Only(instead="/v1/completions has it; /apply-template writes the prompt")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, Only(-1, instead='truncation: "auto" drops the oldest turns')
+    ] = None
+    thinking_token_budget: Annotated[int | None, Only(-1, instead="max_tokens limits the whole answer")] = (
+        None
+    )
+    mm_processor_kwargs: Annotated[Any, Unused({})] = None
+    media_io_kwargs: Annotated[Any, Unused({})] = None
+
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 _MAX_TOP = 20  # the API's limit
@@ -293,3 +351,34 @@ def _call_part(part: ToolCallDelta) -> dict[str, Any]:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
     return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
+Message = Mapping[str, Any]
+
+
+def engine_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages with calls of custom tools, and OpenAI's older ``function_call``, as calls of functions."""
+    made: list[Message] = []
+    for message in messages:
+        role, older = message.get("role"), message.get("function_call")
+        calls = message.get("tool_calls")
+        if role == "function":  # the result of an older function_call
+            made.append({**message, "role": "tool"})
+        elif role == "assistant" and isinstance(older, Mapping) and not calls:
+            call = {"id": f"call_{len(made)}", "type": "function", "function": dict(older)}
+            rest = {key: value for key, value in message.items() if key != "function_call"}
+            made.append({**rest, "tool_calls": [call]})
+        elif isinstance(calls, list):
+            made.append({**message, "tool_calls": [_call(call) for call in calls]})
+        else:
+            made.append(message)
+    return made
+
+
+def _call(call: Any) -> Any:
+    custom = call.get("custom") if isinstance(call, Mapping) else None
+    if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
+        return call
+    function = {"name": custom.get("name"), "arguments": custom_arguments(custom["input"])}
+    rest = {key: value for key, value in call.items() if key != "custom"}
+    return {**rest, "type": "function", "function": function}

@@ -1,0 +1,511 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, in Anthropic's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from llamapipe.arguments import did_you_mean, quoted
+from llamapipe.chat.results import ToolCall
+from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
+from llamapipe.engine.frontend.chat_builder import ChatOptions
+from llamapipe.server.endpoint import SUBMITTED, Call, error_event, event
+from llamapipe.server.errors import ApiError
+from llamapipe.server.fields import Only, Unused
+from llamapipe.server.generation import ChatJob, check_n_messages, template_args
+from llamapipe.server.wire.sampling import Sampling
+
+# Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
+_HOSTED = (
+    "advisor",
+    "bash",
+    "browser_toolset",
+    "code_execution",
+    "computer",
+    "mcp_toolset",
+    "memory",
+    "text_editor",
+    "tool_search_tool_bm25",
+    "tool_search_tool_regex",
+    "web_fetch",
+    "web_search",
+)
+
+
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model reasons before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int | None, Unused()] = None
+    display: Annotated[str | None, Unused("summarized")] = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The format of the answer's text."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How the model answers. ``effort`` is passed to the template as ``reasoning_effort``."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+    task_budget: Annotated[dict[str, Any] | None, Unused()] = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ClientTool(msgspec.Struct, kw_only=True):
+    """A tool that the caller runs; tools of other types have further fields."""
+
+    name: str | None = None
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    cache_control: Annotated[dict[str, Any] | None, Unused()] = None
+    eager_input_streaming: Annotated[bool | None, Unused(False)] = None
+    input_examples: Annotated[list[dict[str, Any]] | None, Unused([])] = None
+    defer_loading: Annotated[bool | None, Unused(False)] = None
+    allowed_callers: Annotated[list[str] | None, Unused(["direct"])] = None
+
+    @property
+    def hosted(self) -> str | None:
+        """The name of a tool that the model does not see, because nobody here can run it; None for other tools."""
+        base = (self.type or "").rstrip("0123456789_")
+        return base if base in _HOSTED else None
+
+    def as_openai(self) -> dict[str, Any]:
+        """The definition in OpenAI's form. Raises ApiError 400 for a tool of an unknown type."""
+        if self.type not in (None, "custom"):
+            hint = did_you_mean(str(self.type), ("custom", *_HOSTED))
+            raise ApiError(
+                400,
+                f"the tool {quoted(self.name)} has the type {quoted(self.type)}; it may be 'custom'{hint}",
+                "tools",
+            )
+        if self.name is None:
+            raise ApiError(400, "tools: a tool needs a name", "tools")
+        function: dict[str, Any] = {
+            "name": self.name,
+            "description": self.description or "",
+            "parameters": self.input_schema or {},
+        }
+        if self.strict:
+            function["strict"] = True
+        return {"type": "function", "function": function}
+
+
+class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/messages/count_tokens``, and the fields that messages share with it."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Anthropic's, for what its service does: caches, billing, storage, tools that it runs.
+    betas: Annotated[list[str] | None, Unused([])] = None
+    cache_control: Annotated[dict[str, Any] | None, Unused()] = None
+    compaction: Annotated[dict[str, Any] | None, Unused()] = None
+    context_management: Annotated[dict[str, Any] | None, Unused({}, {"edits": []})] = None
+    mcp_servers: Annotated[list[dict[str, Any]] | None, Unused([])] = None
+    speed: Annotated[str | None, Unused("standard")] = None
+    user_profile_id: Annotated[str | None, Unused()] = None
+    workspace_id: Annotated[str | None, Unused()] = None
+
+    def unused(self) -> tuple[str, ...]:
+        """The tools that the model does not see, for the header."""
+        names = dict.fromkeys(tool.hosted for tool in self.tools or ())
+        return tuple(f"tools.{name}" for name in names if name is not None)
+
+    def functions(self) -> list[dict[str, Any]] | None:
+        """The tools in OpenAI's form. Raises ApiError 400."""
+        return [tool.as_openai() for tool in self.tools or () if tool.hosted is None] or None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """``POST /v1/messages``. ``min_p``, ``seed``, ``cache_salt`` and ``chat_template_kwargs`` are llamapipe's own."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    cache_salt: str | None = None
+    billing_policy: Annotated[Any, Unused()] = None
+    container: Annotated[Any, Unused()] = None
+    diagnostics: Annotated[Any, Unused()] = None
+    fallback_credit_token: Annotated[Any, Unused()] = None
+    fallbacks: Annotated[Any, Unused([])] = None
+    inference_geo: Annotated[str | None, Unused()] = None
+    metadata: Annotated[dict[str, Any] | None, Unused({})] = None
+    service_tier: Annotated[str | None, Unused("auto", "standard_only")] = None
+    thread: Annotated[Any, Only(instead="this server stores no answers; send the whole conversation")] = None
+
+
+_DECODER = msgspec.json.Decoder(MessagesRequest)
+_COUNT_DECODER = msgspec.json.Decoder(CountRequest)
+_PING = event({"type": "ping"}, "ping")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "timeout": "max_tokens",
+}
+
+
+async def messages(call: Call) -> None:
+    """Answers a conversation, as a whole or as a stream."""
+    request = call.decode(_DECODER)
+    model = call.state.check_model(request.model)
+    call.note_unused(request.unused())
+    answer = _Answer(call, model, _job(call, request))
+    if request.stream:
+        await call.answer_events(answer.events(), ping=_PING)
+    else:
+        await call.answer_json(await answer.whole())
+
+
+async def count_tokens(call: Call) -> None:
+    """Counts the tokens of a conversation's prompt."""
+    request = call.decode(_COUNT_DECODER)
+    call.state.check_model(request.model)
+    call.note_unused(request.unused())
+    check_n_messages(call.state, request.messages, "messages")
+    tokens = await call.state.tokenize_chat(
+        messages_of(request), request.functions(), True, _template_args(request)
+    )
+    await call.answer_json({"input_tokens": len(tokens)})
+
+
+def _job(call: Call, request: MessagesRequest) -> ChatJob:
+    """The request as a job of the engine. Raises ApiError."""
+    check_n_messages(call.state, request.messages, "messages")
+    if request.max_tokens < 1:
+        raise ApiError(400, f"max_tokens is {request.max_tokens}; it must be 1 or more", "max_tokens")
+    sampling = Sampling(**{name: getattr(request, name) for name in _SAMPLING}, stop=request.stop_sequences)
+    conversation = messages_of(request)
+    config = request.output_config
+    if config is not None and config.format is not None and request.output_format is not None:
+        raise ApiError(
+            400, "output_format is the older name of output_config.format; give one of them", "output_format"
+        )
+    answer_format = request.output_format if config is None or config.format is None else config.format
+    functions = request.functions()
+    choice, parallel = _choice(request.tool_choice, bool(functions))
+    options = ChatOptions(
+        functions,
+        choice,
+        parallel,
+        None if answer_format is None else answer_format.schema,
+        _template_args(request),
+        continue_last=bool(conversation) and conversation[-1]["role"] == "assistant",
+    )
+    params = sampling.params(call.state.engine.model.vocab.tokenize, max_tokens=request.max_tokens)
+    field = "output_format" if request.output_format is not None else "output_config.format"
+    return ChatJob(call, conversation, params, options, field)
+
+
+def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
+    """The engine's ``tool_choice``, and whether several calls are allowed."""
+    if given is None:
+        return ("auto" if has_tools else "none"), True
+    if given.type == "auto" and not has_tools:
+        return "none", True
+    parallel = not given.disable_parallel_tool_use
+    if given.type == "tool" and given.name is None:
+        raise ApiError(400, "tool_choice: the type 'tool' needs a name", "tool_choice.name")
+    if given.type == "tool" and has_tools:
+        return str(given.name), parallel
+    if given.type in ("any", "tool") and not has_tools:
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools", "tool_choice")
+    return {"auto": "auto", "any": "required", "none": "none"}[given.type], parallel
+
+
+def _template_args(request: CountRequest) -> dict[str, Any]:
+    """The template arguments that control reasoning."""
+    args: dict[str, Any] = {}
+    if request.thinking is not None and request.thinking.type in ("enabled", "disabled"):
+        args["enable_thinking"] = request.thinking.type == "enabled"
+    effort = None if request.output_config is None else request.output_config.effort
+    return args | template_args(request.chat_template_kwargs, effort, "output_config.effort")
+
+
+class _Answer:
+    """The answer to one request, complete or streamed."""
+
+    def __init__(self, call: Call, model: str, job: ChatJob) -> None:
+        self.call = call
+        self.model = model
+        self.job = job
+
+    def _message(self, content: list[dict[str, Any]], n_prompt: int, n_cached: int) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.call.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": n_prompt - n_cached,
+                "output_tokens": 0,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": n_cached,
+            },
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, when it is complete."""
+        done = await self.job.whole()
+        choice = done.choices[0]
+        self.call.count(done.n_prompt_tokens, done.n_completion_tokens, done.timings.first_token_s)
+        message = self._message(_content(choice), done.n_prompt_tokens, done.n_cached_tokens)
+        message["usage"]["output_tokens"] = done.n_completion_tokens
+        return message | _stop(choice)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of the stream."""
+        n_completion = 0
+        (stream,) = self.job.streams()
+        blocks = _Blocks()
+        try:
+            async with aclosing(stream) as deltas:
+                begun = False
+                async for delta in deltas:
+                    if delta is None:
+                        yield SUBMITTED
+                        continue
+                    self.call.token_arrived(0)
+                    n_completion += len(delta.token_ids)
+                    if not begun:
+                        begun = True
+                        message = self._message([], self.job.n_prompt_tokens, self.job.n_cached_tokens)
+                        yield _named("message_start", message=message)
+                    for one in blocks.events(delta):
+                        yield one
+                    if delta.finish_reason is not None:
+                        usage = {"output_tokens": n_completion}
+                        yield _named("message_delta", delta=_stop(delta), usage=usage)
+            yield _named("message_stop")
+        except Exception as e:
+            if self.call.status == 0:
+                raise
+            yield error_event(e, "anthropic")
+        finally:
+            self.call.count(self.job.n_prompt_tokens, n_completion)
+
+
+class _Blocks:
+    """The content blocks of a stream: one is open at a time."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: object = None  # "text", "thinking", or the index of a tool call
+
+    def __repr__(self) -> str:
+        return f"<_Blocks open={self._open!r}>"
+
+    def events(self, delta: ChatDelta) -> list[bytes]:
+        """The events for a part of the answer."""
+        made: list[bytes] = []
+        if delta.reasoning:
+            made += self._switched("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            made.append(self._delta({"type": "thinking_delta", "thinking": delta.reasoning}))
+        if delta.content:
+            made += self._switched("text", {"type": "text", "text": ""})
+            made.append(self._delta({"type": "text_delta", "text": delta.content}))
+        for part in delta.tool_calls:
+            block: dict[str, Any] = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+            made += self._switched(part.index, block)
+            if part.arguments:
+                made.append(self._delta({"type": "input_json_delta", "partial_json": part.arguments}))
+        if delta.finish_reason is not None:
+            if self._index < 0:
+                made += self._switched("text", {"type": "text", "text": ""})
+            made.append(_named("content_block_stop", index=self._index))
+        return made
+
+    def _switched(self, what: object, block: dict[str, Any]) -> list[bytes]:
+        if self._open == what:
+            return []
+        made = [] if self._open is None else [_named("content_block_stop", index=self._index)]
+        self._open = what
+        self._index += 1
+        return [*made, _named("content_block_start", index=self._index, content_block=block)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _named("content_block_delta", index=self._index, delta=delta)
+
+
+def _named(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+def _content(choice: ChatChoice) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if choice.reasoning:
+        blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+    if choice.content or not choice.tool_calls:
+        blocks.append({"type": "text", "text": choice.content})
+    return blocks + [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        for call in choice.tool_calls
+    ]
+
+
+def _stop(end: ChatChoice | ChatDelta) -> dict[str, Any]:
+    reason = "stop_sequence" if end.stop_string is not None else _STOP_REASONS[str(end.finish_reason)]
+    return {"stop_reason": reason, "stop_sequence": end.stop_string}
+
+
+Message = dict[str, Any]
+_READ = ("text", "document", "search_result")
+
+
+def messages_of(request: CountRequest) -> list[Message]:
+    """The conversation, the system prompt first. Raises ApiError 400, which names the place."""
+    made: list[Message] = []
+    if request.system is not None:
+        made.append({"role": "system", "content": _text("system", request.system)})
+    for index, message in enumerate(request.messages):
+        made += _converted(f"messages.{index}", message)
+    return made
+
+
+def _converted(place: str, message: Mapping[str, Any]) -> list[Message]:
+    role, content = message.get("role"), message.get("content")
+    extra = message.keys() - {"role", "content"}
+    if extra:
+        raise ApiError(400, f"{place}: unknown field {quoted(min(extra))}", f"{place}.{min(extra)}")
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(
+            400, f"{place}: the role is {quoted(role)}; it may be 'user' or 'assistant'", f"{place}.role"
+        )
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place}: content must be text or a list of blocks", f"{place}.content")
+    blocks = [_block(f"{place}.content.{i}", block) for i, block in enumerate(content)]
+    return _assistant(blocks) if role == "assistant" else _user(role, blocks)
+
+
+def _block(place: str, block: Any) -> tuple[str, Mapping[str, Any], str]:
+    """A block's type, the block and its place."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(kind, str):
+        raise ApiError(400, f"{place} must be an object with a type", place)
+    return kind, block, place
+
+
+Blocks = Sequence[tuple[str, Mapping[str, Any], str]]
+
+
+def _user(role: str, blocks: Blocks) -> list[Message]:
+    """Converts a user message. Tool results become separate messages before it, as templates expect."""
+    results: list[Message] = []
+    texts: list[str] = []
+    for kind, block, place in blocks:
+        if kind in _READ:
+            texts.append(_read(place, kind, block))
+        elif kind == "tool_result":
+            text = _text(place, block.get("content") or "")
+            if block.get("is_error"):
+                text = f"Error: {text}"
+            results.append(
+                {"role": "tool", "tool_call_id": _string(place, block, "tool_use_id"), "content": text}
+            )
+        else:
+            raise _unsupported(place, kind)
+    if texts or not results:
+        results.append({"role": role, "content": "".join(texts)})
+    return results
+
+
+def _assistant(blocks: Blocks) -> list[Message]:
+    message: Message = {"role": "assistant", "content": ""}
+    calls: list[dict[str, object]] = []
+    for kind, block, place in blocks:
+        if kind == "text":
+            message["content"] += _string(place, block, "text")
+        elif kind == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + _string(
+                place, block, "thinking"
+            )
+        elif kind == "tool_use":
+            arguments = block.get("input")
+            if not isinstance(arguments, dict):
+                raise ApiError(400, f"{place}: input must be an object", f"{place}.input")
+            call = ToolCall(_string(place, block, "id"), _string(place, block, "name"), arguments)
+            calls.append(call_message(call))
+        elif kind != "redacted_thinking":  # only Anthropic's service can read it
+            raise _unsupported(place, kind)
+    if calls:
+        message["tool_calls"] = calls
+    return [message]
+
+
+def _text(place: str, content: Any) -> str:
+    """Text, or the text of a list of blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place} must be text or a list of text blocks", place)
+    texts = []
+    for i, one in enumerate(content):
+        kind, block, inner = _block(f"{place}.{i}", one)
+        if kind not in _READ:
+            raise _unsupported(inner, kind)
+        texts.append(_read(inner, kind, block))
+    return "".join(texts)
+
+
+def _read(place: str, kind: str, block: Mapping[str, Any]) -> str:
+    """The text of a block that holds text. Raises ApiError 400."""
+    if kind == "text":
+        return _string(place, block, "text")
+    title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""
+    if kind == "search_result":
+        return f"{title}{_text(f'{place}.content', block.get('content'))}\n"
+    source = block.get("source")
+    form = source.get("type") if isinstance(source, Mapping) else None
+    if isinstance(source, Mapping) and form == "text":
+        return f"{title}{_string(f'{place}.source', source, 'data')}\n"
+    if isinstance(source, Mapping) and form == "content":
+        return f"{title}{_text(f'{place}.source.content', source.get('content'))}\n"
+    raise ApiError(
+        400, f"{place}: a document must hold text here, not the source {quoted(form)}", f"{place}.source"
+    )
+
+
+def _string(place: str, block: Mapping[str, Any], key: str) -> str:
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{place}: {key} must be text, not {json.dumps(value)[:40]}", f"{place}.{key}")
+    return value
+
+
+def _unsupported(place: str, kind: str) -> ApiError:
+    return ApiError(400, f"{place} has the type {quoted(kind)}, which is not supported here", place)

@@ -1,0 +1,421 @@
+"""What all routes that generate text share: prompts as tokens, a conversation as a job, log-probabilities.
+
+Open it to change how a request becomes a call of the engine, whatever API it came by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from llamapipe.arguments import quoted
+from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
+from llamapipe.engine.chat_stream import AsyncChatStream
+from llamapipe.engine.frontend.chat_builder import ChatOptions
+from llamapipe.engine.frontend.long_work import size_of
+from llamapipe.engine.params import SamplingParams
+from llamapipe.engine.results import TokenLogprob
+from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.vocab import Vocab
+from llamapipe.server.endpoint import Call
+from llamapipe.server.errors import ApiError
+from llamapipe.server.wire.constraints import with_field
+from llamapipe.text.offsets import TextOffsets
+
+if TYPE_CHECKING:
+    from llamapipe.server.application import ServerState
+
+Prompt = str | list[str | int | list[int]]  # text or token ids, one or several
+_LONG = 4096  # characters; a longer text is tokenized in a thread, to keep the event loop free
+
+
+async def tokenized(
+    state: ServerState, text: str, add_special: bool = True, parse_special: bool = True
+) -> list[int]:
+    """The tokens of a text, with at most one BOS. Raises ValueError for text that the vocabulary cannot express.
+
+    A text of more than ``max_text_characters`` is refused if it cannot fit the context, before it is tokenized.
+
+    Clients of this API render templates themselves. So the text of a control token becomes that token, as on other
+    servers.
+    """
+    vocab = state.engine.model.vocab
+    refuse_long(state, "text", len(text))
+    if len(text) < _LONG:
+        tokens = vocab.tokenize(text, add_special, parse_special)
+    else:
+        tokens = await state.in_thread(vocab.tokenize, text, add_special, parse_special, size=len(text))
+    return tokens[1:] if vocab.bos is not None and tokens[:2] == [vocab.bos] * 2 else tokens
+
+
+def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
+    """Raises InvalidRequestError for a text that cannot fit the context, if it is longer than the server allows."""
+    most, n_ctx = state.settings.max_text_characters, state.engine.n_ctx
+    if n_characters > most and state.engine.model.vocab.least_tokens(n_characters) >= n_ctx:
+        raise InvalidRequestError(
+            f"the {what} has {n_characters} characters and cannot fit n_ctx, which is {n_ctx}; the limit of this "
+            f"server for such a one is {most} (--max-text-characters): shorten it"
+        )
+
+
+def refuse_long_chat(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> None:
+    """The same for the contents of a conversation, before it is rendered."""
+    refuse_long(state, "conversation", sum(_n_characters(one.get("content")) for one in messages))
+
+
+def _n_characters(content: object) -> int:
+    """The characters of a message's content: text, or parts with text."""
+    if isinstance(content, list):
+        content = [part.get("text") if isinstance(part, dict) else part for part in content]
+        return sum(len(text) for text in content if isinstance(text, str))
+    return len(content) if isinstance(content, str) else 0
+
+
+def check_n_messages(state: ServerState, given: object, name: str) -> None:
+    """Raises ApiError 400 for a conversation of more messages than the server allows, before any is looked at."""
+    most = state.settings.max_messages
+    if isinstance(given, list) and len(given) > most:
+        raise ApiError(
+            400,
+            f"{name} has {len(given)} items; the limit of this server is {most} (--max-messages): send the last ones",
+            name,
+        )
+
+
+async def prompts_of(
+    state: ServerState,
+    given: Prompt,
+    name: str,
+    add_special: bool = True,
+    parse_special: bool = True,
+    suffix: str | None = None,
+    n_last: int | None = None,
+) -> list[list[int]]:
+    """Each prompt as token ids. Raises ApiError 400, with the prompt's index, for a bad prompt.
+
+    ``n_last``: use the last so many tokens; -1: as many as fit.
+    """
+    if n_last is not None and n_last < -1:
+        raise ApiError(
+            400, f"truncate_prompt_tokens is {n_last}; it must be -1 or more", "truncate_prompt_tokens"
+        )
+    if n_last == -1:
+        n_last = state.engine.n_ctx - 1
+    if isinstance(given, str):
+        items: list[str | list[int]] = [given]
+    elif not given:
+        raise ApiError(400, f"{name} is empty; give at least one", name)
+    elif all(isinstance(item, int) for item in given):
+        items = [given]  # type: ignore[list-item]
+    elif any(isinstance(item, int) for item in given):
+        raise ApiError(400, f"{name} mixes token ids and whole prompts", name)
+    else:
+        items = given  # type: ignore[assignment]
+    prompts: list[list[int]] = []
+    for index, item in enumerate(items):
+        try:
+            if isinstance(item, str):
+                tokens = await _text(state, item, add_special, parse_special, suffix)
+            elif suffix is not None:
+                raise ApiError(400, "suffix needs a prompt of text, not of token ids", "suffix")
+            else:
+                tokens = item
+            if n_last:
+                tokens = tokens[-n_last:]
+            _check(state, tokens)
+        except ValueError as e:
+            place = f" ({name} {index} of the list)" if len(items) > 1 else ""
+            code = "context_length_exceeded" if "n_ctx" in str(e) else None
+            raise ApiError(400, f"{e}{place}", name, code) from None
+        prompts.append(tokens)
+    return prompts
+
+
+def _check(state: ServerState, tokens: list[int]) -> None:
+    n_vocab, n_ctx = state.engine.model.n_vocab, state.engine.n_ctx
+    if not tokens:
+        raise ValueError("the prompt is empty; give at least one token")
+    if len(tokens) >= n_ctx:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens; n_ctx is {n_ctx} and one must stay free: "
+            "shorten it, or raise n_ctx"
+        )
+    wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
+    if wrong is not None:
+        raise ValueError(f"the token id {wrong} is not in the vocabulary, which has ids 0 to {n_vocab - 1}")
+
+
+async def _text(
+    state: ServerState, text: str, add_special: bool, parse_special: bool, suffix: str | None
+) -> list[int]:
+    if suffix is None:
+        return await tokenized(state, text, add_special, parse_special)
+    fim = state.engine.model.vocab.fim_tokens
+    if fim is None:
+        raise ApiError(400, "suffix: this model has no tokens for filling in the middle", "suffix")
+    before = await tokenized(state, text, False, parse_special)
+    after = await tokenized(state, suffix, False, parse_special)
+    vocab = state.engine.model.vocab
+    bos = [vocab.bos] if add_special and vocab.add_bos and vocab.bos is not None else []
+    return [*bos, fim.prefix, *before, fim.suffix, *after, fim.middle]
+
+
+def n_prompts(given: Prompt) -> int:
+    """How many prompts a request gives, without a look at each: their number is checked before any is tokenized."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return 1
+    return len(given)
+
+
+def total_choices(state: ServerState, n: int) -> None:
+    """Raises ApiError 400 if a request asks for more choices than the server allows."""
+    most = state.settings.max_n
+    if n > most:
+        raise ApiError(
+            400, f"the request asks for {n} choices in all; the limit of this server is {most}", "n"
+        )
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # how much a model reasons
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt")  # parameters of Model.render_chat
+
+
+def template_args(given: Mapping[str, Any] | None, effort: str | None, field: str) -> dict[str, Any]:
+    """The template's arguments, with the effort in ``field``. Raises ApiError 400.
+
+    "none" turns the reasoning off, where a template can; the others are given to it as ``reasoning_effort``.
+    """
+    args = dict(given or {})
+    if effort is None:
+        return args
+    if effort not in EFFORTS:
+        raise ApiError(400, f"{field} is {quoted(effort)}; it may be {', '.join(EFFORTS)}", field)
+    if effort == "none":
+        args.setdefault("enable_thinking", False)
+    else:
+        args.setdefault("reasoning_effort", effort)
+    return args
+
+
+def check_template_args(names: Iterable[str]) -> None:
+    """Raises ApiError 400 for an argument of the template that is a field of the request."""
+    for name in names:
+        if name in _RESERVED:
+            raise ApiError(
+                400,
+                f"chat_template_kwargs may not hold {quoted(name)}: the request and the template define it",
+                "chat_template_kwargs",
+            )
+
+
+class ChatJob:
+    """One conversation with its params: answered as a whole, or as one stream for each choice.
+
+    ``constraint_field``: the field of the request that holds the format of the answer, if one does.
+    ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
+    returned. ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        options: ChatOptions,
+        constraint_field: str | None = None,
+        is_empty: bool = False,
+    ) -> None:
+        total_choices(call.state, params.n)
+        if options.truncation == "error":
+            refuse_long_chat(call.state, messages)
+        self._call = call
+        self._engine = call.state.engine
+        self._timeout = call.state.settings.timeout_s
+        self._messages = messages
+        self._params = params
+        self._options = options._asdict()
+        self._constraint = constraint_field
+        self.is_empty = is_empty
+        self.n_prompt_tokens = self.n_cached_tokens = 0
+        self.running: list[AsyncChatStream | None] = [None] * params.n  # the streams that were submitted
+
+    def __repr__(self) -> str:
+        return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
+
+    async def whole(self) -> ChatCompletion:
+        """The answer, when all choices are complete."""
+        answer = self._engine.achat(
+            self._messages, self._params, timeout=self._timeout, block=False, **self._options
+        )
+        try:
+            done = await self._call.whole(answer)
+        except InvalidRequestError as e:
+            raise self._explained(e) from None
+        if self.is_empty:
+            done = replace(done, choices=tuple(map(_emptied, done.choices)))
+        return done
+
+    async def prompt_tokens(self) -> list[int]:
+        """The prompt's tokens, as the engine computes them."""
+        build = self._engine._chat_builder.item  # turns may be dropped there
+        options = ChatOptions(**self._options)
+        made = await self._call.state.in_thread(
+            build, self._messages, self._params, options, size=size_of(self._messages)
+        )
+        return made.item.tokens
+
+    def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
+        """One stream for each choice. Its first item is None: the request was checked and is in the queue."""
+        return [self._stream(i) for i in range(self._params.n)]
+
+    async def _stream(self, i: int) -> AsyncGenerator[ChatDelta | None, None]:
+        params = replace(self._params, n=1)
+        if params.seed is not None:
+            params = replace(params, seed=(params.seed + i) % 2**64)
+        stream = self._engine.astream_chat(
+            self._messages, params, timeout=self._timeout, block=False, **self._options
+        )
+        try:
+            async with stream:
+                await stream.submit()
+                self.n_prompt_tokens = stream.n_prompt_tokens
+                self.running[i] = stream
+                yield None
+                async for delta in stream:
+                    self.n_prompt_tokens = stream.n_prompt_tokens
+                    if i == 0:  # the first stream computes the prompt for the others
+                        self.n_cached_tokens = stream.n_cached_tokens
+                    if self.is_empty:
+                        yield ChatDelta("", "", (), (), () if delta.logprobs is not None else None, "length")
+                        return
+                    yield delta
+        except InvalidRequestError as e:
+            raise self._explained(e) from None
+
+    def _explained(self, error: InvalidRequestError) -> Exception:
+        """The error with the field of the request that caused it, if that is known."""
+        return with_field(error, self._constraint or "tools")
+
+
+def _emptied(choice: ChatChoice) -> ChatChoice:
+    return replace(
+        choice,
+        content="",
+        reasoning="",
+        tool_calls=(),
+        finish_reason="length",
+        token_ids=[],
+        logprobs=None if choice.logprobs is None else [],
+    )
+
+
+MAX_TOP = 100
+
+
+def token_text(piece: bytes) -> str:
+    """A token's text. Bytes that are not complete characters are written in hexadecimal, so that texts are unique."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+class CompletionLogprobs:
+    """The ``logprobs`` of ``/v1/completions``, whose ``text_offset`` counts through the text of one choice.
+
+    A token's offset is the index of the character that holds its first byte. ``as_ids``: tokens are
+    written as ``token_id:5``. ``adds_space``: the first piece begins with a space that is not in the text.
+    """
+
+    def __init__(self, vocab: Vocab, as_ids: bool = False, adds_space: bool = False) -> None:
+        self._vocab = vocab
+        self._as_ids = as_ids
+        self._offsets = TextOffsets(skip_space=adds_space)
+
+    def __repr__(self) -> str:
+        return f"CompletionLogprobs({self._offsets})"
+
+    def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """The next tokens of the choice. ``first``: a token before them that has no log-probability."""
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        if first is not None:
+            self._add(first, tokens, offsets)
+            logprobs.append(None)
+            tops.append(None)
+        for entry in entries:
+            self._add(entry.id, tokens, offsets)
+            logprobs.append(_finite(entry.logprob))
+            top = {self._text(t.id): _finite(t.logprob) for t in reversed(entry.top)}
+            top.setdefault(tokens[-1], _finite(entry.logprob))
+            tops.append(top)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _text(self, token: int) -> str:
+        return id_text(token) if self._as_ids else token_text(self._vocab.written_piece(token))
+
+    def _add(self, token: int, tokens: list[str], offsets: list[int]) -> None:
+        tokens.append(self._text(token))
+        offsets.append(self._offsets.next(self._vocab.piece(token)))
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], vocab: Vocab, as_ids: bool = False) -> dict[str, Any]:
+    """The ``logprobs`` of ``/v1/chat/completions``. ``as_ids``: tokens are written as ``token_id:5``."""
+
+    def written(token: int, logprob: float) -> dict[str, Any]:
+        piece = vocab.written_piece(token)
+        text = id_text(token) if as_ids else token_text(piece)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(piece)}
+
+    content = [
+        {
+            **written(entry.id, entry.logprob),
+            "top_logprobs": [written(top.id, top.logprob) for top in entry.top],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    tokens: Sequence[int], entries: Sequence[TokenLogprob], vocab: Vocab
+) -> list[dict[str, Any] | None]:
+    """VLLM's ``prompt_logprobs``: for each token of the prompt, the most probable tokens and itself, by their ids.
+
+    The first has none. ``rank`` is None for a token that is not among the most probable ones.
+    """
+    made: list[dict[str, Any] | None] = [None] * (len(tokens) - len(entries))
+    for entry in entries:
+        ranked = {top.id: (rank, top.logprob) for rank, top in enumerate(entry.top, 1)}
+        ranked.setdefault(entry.id, (0, entry.logprob))
+        made.append(
+            {
+                str(token): {
+                    "logprob": _finite(logprob),
+                    "rank": rank or None,
+                    "decoded_token": token_text(vocab.written_piece(token)),
+                }
+                for token, (rank, logprob) in ranked.items()
+            }
+        )
+    return made
+
+
+def id_text(token: int) -> str:
+    """A token as vLLM writes it where the client asks for ids."""
+    return f"token_id:{token}"
+
+
+def _finite(logprob: float) -> float:
+    """Replaces infinity, which JSON does not have, with the lowest value of OpenAI's API."""
+    return max(logprob, -9999.0)
+
+
+def check_top(name: str, value: int | None, most: int = MAX_TOP) -> int | None:
+    """Checks a number of alternatives. Raises ApiError 400 outside 0 to ``most``."""
+    if value is not None and not 0 <= value <= most:
+        raise ApiError(400, f"{name} is {value}; it must be from 0 to {most}", name)
+    return value

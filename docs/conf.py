@@ -2,7 +2,7 @@
 
 So it holds no directives, except for the reference. Two things are done here instead, when a page is read:
 
-- **Navigation.** The links of `index.md`, by heading, and those of the pages in `SECTIONS` become tables of contents.
+- **Navigation.** The links of `index.md` become tables of contents, one for each heading.
 - **Pages outside this folder.** Those in `OUTSIDE` are read in place of a page that links to them.
 """
 
@@ -26,23 +26,7 @@ if find_spec("llamapipe") is None:
 
 import llamapipe  # noqa: E402
 
-SECTIONS = (
-    "guides/README",
-    "design/README",
-    "benchmarks/README",
-    "benchmarks/notebook/README",
-    "coming-from/README",
-    "reference/README",
-)
-# Pages that the navigation has at the end of another's, though that one does not link to them.
-ALSO = {"index": "release", "guides/README": "guides/integrations"}
-OUTSIDE = {
-    "changelog": "CHANGELOG.md",
-    "contributing": "CONTRIBUTING.md",
-    "benchmarks/programs": "benchmarks/README.md",
-}
-for _page in (ROOT / "benchmarks" / "notebook").glob("*.md"):
-    OUTSIDE[f"benchmarks/notebook/{_page.stem}"] = f"benchmarks/notebook/{_page.name}"
+OUTSIDE = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
 PAGE_OF = {ROOT / name: DOCS / f"{page}.md" for page, name in OUTSIDE.items()}
 PAGE_OF[ROOT / "README.md"] = DOCS / "index.md"
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
@@ -129,17 +113,9 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         app.env.note_dependency(str(outside))
         source[0], folder = outside.read_text(encoding="utf-8"), outside.parent
     text = _moved(source[0], folder, page)
-    also = DOCS / f"{ALSO.get(docname, docname)}.md"
     if docname == "index":
-        parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
-        for part in parts:
-            pages = [*_targets(part, page.parent), *([also] if part is parts[-1] and also.is_file() else [])]
-            text += _toctree(pages, page, caption=part.partition("\n")[0])
-    elif docname in SECTIONS:
-        # Pages of its folder, and the first page of a folder inside.
-        first = set(page.parent.glob("*/README.md"))
-        inside = (path for path in _targets(text, page.parent) if path.parent == page.parent or path in first)
-        text += _toctree([*inside, *([also] if also.is_file() else [])], page)
+        for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+            text += _toctree(list(_targets(part, folder)), page, caption=part.partition("\n")[0])
     source[0] = text
 
 

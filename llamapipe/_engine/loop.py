@@ -11,7 +11,7 @@ The requests whose next token is drawn by another thread, after their step.
 
 Decides whether decoding requests are split into two micro-batches, whose steps alternate.
 
-See docs/design for the formula and its measurements.
+See docs/design/steps.md for the formula and its measurements.
 
 The engine loop: plans, launches, samples, commits and delivers steps. It is the scheduler's only owner.
 

@@ -60,7 +60,7 @@ class Engine(ChatCalls, Owner):
     - ``n_batch``: maximum tokens of a step. ``n_ubatch``: maximum tokens that llama.cpp computes at a time.
     - ``n_threads``: compute threads. Default: the cores this process may use, or fewer in a container with a CPU
       limit, and fewer for as long as other work needs the cores; with ``kernels="ggml"`` this may change how texts
-      of 512 tokens or more are rounded (``docs/design/10-threads.md``). A given number stays fixed: more threads than
+      of 512 tokens or more are rounded (``docs/design/cpu.md``). A given number stays fixed: more threads than
       free cores slow the engine down several-fold. ``n_threads_batch``: the same for steps of more than one token;
       default: ``n_threads``.
     - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.

@@ -1,7 +1,7 @@
 """How many cores this process may compute on.
 
 llama.cpp's compute threads busy-wait for each other after every operation. With more threads than cores they are
-several times slower than with fewer (docs/design/10-threads.md).
+several times slower than with fewer (docs/design/cpu.md).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ OUTSIDE = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
 PAGE_OF = {ROOT / name: DOCS / f"{page}.md" for page, name in OUTSIDE.items()}
 PAGE_OF[ROOT / "README.md"] = DOCS / "index.md"
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
-INTERNAL = re.compile(r"engine\.(frontend|worker|scheduler|delivery)\.|native_pipeline")
+INTERNAL = re.compile(r"_engine\.|engine\.(frontend|delivery|sampling)\.|native_pipeline")
 CODE_BLOCK = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 project = "llamapipe"

@@ -452,9 +452,9 @@ def _can_try(session: nox.Session, backend: str) -> bool:
 
 
 def _install(session: nox.Session, *settings: str, extra: str = "") -> None:
-    session.install(
-        f".[{extra}]" if extra else ".", *(f"--config-settings={setting}" for setting in settings)
-    )
+    """Installs the package as users do, but for the entries of the native library that only tests call."""
+    given = (f"--config-settings={setting}" for setting in (*settings, "testing=on"))
+    session.install(f".[{extra}]" if extra else ".", *given)
 
 
 def _without_limits() -> list[str]:

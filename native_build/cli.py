@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             all_variants=given.all_variants,
             openmp=given.openmp,
             rpc=given.rpc,
+            testing=given.testing,
             source=given.source,
             jobs=given.jobs,
             clean=given.clean,
@@ -93,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="ggml-rpc, for models on several machines (default: on; it is opened only when it is used)",
+    )
+    parser.add_argument(
+        "--testing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the entries that only tests and benchmarks call (default: on here, off where a package is built)",
     )
     parser.add_argument(
         "--cuda-architectures",

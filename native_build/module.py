@@ -27,6 +27,7 @@ NAME = "llamapipe.native._native"
 _CAPTURE: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 # Our own C++. A file of kernels chooses its instruction sets itself, so all are compiled with the same flags.
 _FOLDERS = (PACKAGE_NATIVE / "src", PACKAGE_NATIVE / "kernels")
+_TESTING = "50_testing.h"
 _FLAGS = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 
 
@@ -44,7 +45,8 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
     """The compiled module, in the cache. Raises BuildError with the compiler's first errors."""
     cffi_version = check_cffi()
     headers = check_python_headers()
-    declarations = _read(sorted((PACKAGE_NATIVE / "cdef").glob("*.h")))
+    headers_of_cdef = sorted((PACKAGE_NATIVE / "cdef").glob("*.h"))
+    declarations = _read(p for p in headers_of_cdef if recipe.options.testing or p.name != _TESTING)
     sources = _read(path for folder in _FOLDERS for path in sorted(folder.iterdir()))
     key = store.key_of(
         {
@@ -54,7 +56,7 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
             "libraries": recipe.key,
             "python": [sys.version, str(headers), file_name()],
             "cffi": cffi_version,
-            "flags": [_FLAGS, _link_flags(), recipe.options.all_variants],
+            "flags": [_FLAGS, _link_flags(), recipe.options.all_variants, recipe.options.testing],
         }
     )
     target = cache_dir() / "module" / key
@@ -98,7 +100,7 @@ def _generate(declarations: str, target: Path) -> None:
             f"cffi cannot read llamapipe/native/cdef: {error}", "correct the declaration"
         ) from None
     # cffi's C code uses the stable ABI by default if this Python has one.
-    ffi.set_source(NAME, '#include "native_test.h"\n')
+    ffi.set_source(NAME, '#include "native.h"\n')
     with contextlib.redirect_stdout(io.StringIO()):  # cffi announces the file's name
         ffi.emit_c_code(str(target))
 
@@ -113,6 +115,8 @@ def _compile(recipe: Recipe, headers: Path, scratch: Path) -> list[Path]:
         *(part for path in internal for part in ("-isystem", str(path))),
     ]
     include += _path_maps(recipe, scratch)
+    if recipe.options.testing:
+        include.append("-DLP_TESTING")
     objects, running = [], []
     sources = [path for folder in _FOLDERS for path in sorted(folder.glob("*.cpp"))]
     for path in [scratch / "_native.c", *sources]:

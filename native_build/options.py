@@ -18,6 +18,7 @@ class BuildOptions:
     ``all_variants``: one CPU module per instruction set, chosen at run time (for wheels), instead of one for this
     machine. ``cuda_architectures``: as CMake spells them; empty means the GPUs present, or all usual ones.
     ``rpc``: with ggml-rpc, a library that is opened only when a model is placed on other machines.
+    ``testing``: with the entries that only tests and benchmarks call (``cdef/50_testing.h``).
     """
 
     backends: tuple[str, ...] = ("cpu",)
@@ -28,6 +29,7 @@ class BuildOptions:
     clean: bool = False
     cuda_architectures: str = ""
     rpc: bool = True
+    testing: bool = False
 
     def __post_init__(self) -> None:
         for name in self.backends:
@@ -66,8 +68,8 @@ def parse_flag(name: str, text: str) -> bool:
 def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptions:
     """Apply settings given to a package build (``pip install . -C backend=vulkan``).
 
-    Known: ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``rpc``, ``source``, ``jobs``,
-    ``cuda-architectures``. Raises BuildError for any other, so that a misspelt one does not go unnoticed.
+    Known: ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``rpc``, ``testing``, ``source``,
+    ``jobs``, ``cuda-architectures``. Raises BuildError for any other, so that a misspelt one does not go unnoticed.
     """
     for name, text in settings.items():
         if name == "backend":
@@ -78,6 +80,8 @@ def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptio
             options = replace(options, openmp=parse_flag(name, text))
         elif name == "rpc":
             options = replace(options, rpc=parse_flag(name, text))
+        elif name == "testing":
+            options = replace(options, testing=parse_flag(name, text))
         elif name == "source":
             options = replace(options, source=Path(text))
         elif name == "jobs":
@@ -85,7 +89,7 @@ def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptio
         elif name == "cuda-architectures":
             options = replace(options, cuda_architectures=text)
         else:
-            known = "backend, all-variants, openmp, rpc, source, jobs, cuda-architectures"
+            known = "backend, all-variants, openmp, rpc, testing, source, jobs, cuda-architectures"
             raise BuildError(f"there is no build setting {name!r}", f"choose among: {known}")
     return options
 

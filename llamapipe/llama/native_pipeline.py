@@ -161,11 +161,6 @@ class NativePipeline(Owner):
         position: int = self.native.lib.lp_next_position(self.handle, seq_id)
         return position
 
-    def fail_next(self, stage: str, code: int = -3) -> None:
-        """For tests: the next ``"launch"``, ``"rows"`` or ``"copy"`` fails with this code."""
-        fault = getattr(self.native.lib, f"LP_FAULT_{stage.upper()}")
-        self.native.lib.lp_fail_next(self.handle, fault, code)
-
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""

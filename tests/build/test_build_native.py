@@ -653,10 +653,11 @@ def test_settings_of_a_package_build() -> None:
         "jobs": "3",
         "source": "/x",
         "rpc": "off",
+        "testing": "on",
     }
     options = with_settings(BuildOptions(), given)
     expected = BuildOptions(
-        ("cpu", "vulkan"), all_variants=True, openmp=True, jobs=3, source=Path("/x"), rpc=False
+        ("cpu", "vulkan"), all_variants=True, openmp=True, jobs=3, source=Path("/x"), rpc=False, testing=True
     )
     assert options == expected
 

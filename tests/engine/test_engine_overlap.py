@@ -13,6 +13,7 @@ from support.backends import BOUND, ON_DEVICE, RINGS
 from support.control import Worker, held, wait_until
 from support.inside import (
     executor_of,
+    fail_next,
     fix_micro_batches,
     inbox_of,
     n_decoding_of,
@@ -229,7 +230,7 @@ class TestFailures:
     def test_a_failed_launch_ends_its_own_requests(self, engine: lp.Engine, code: int) -> None:
         given = prompts(engine.model, 2)
         whole = [engine.generate(prompt, greedy(10)) for prompt in given]
-        pipeline_of(engine).fail_next("launch", code)
+        fail_next(pipeline_of(engine), "launch", code)
         with pytest.raises(DecodeError):
             engine.generate(given[0], greedy(10))
         for prompt, completion in zip(given, whole, strict=True):
@@ -251,7 +252,7 @@ class TestFailures:
             """Between two steps: the next one fails if all four are in it."""
             all_decode = n_decoding_of(engine) == 4
             if all_decode:
-                pipeline_of(engine).fail_next("launch", -3)
+                fail_next(pipeline_of(engine), "launch", -3)
             return all_decode
 
         wait_until(lambda: thread_of(engine).ask(fail))
@@ -267,7 +268,7 @@ class TestFailures:
             pytest.skip("rows are copied by llama.cpp")
         prompt = prompts(engine.model, 1)[0]
         whole = engine.generate(prompt, greedy(5))
-        pipeline_of(engine).fail_next("copy", -3)
+        fail_next(pipeline_of(engine), "copy", -3)
         with pytest.raises(DecodeError):
             engine.generate(prompt, greedy(5))
         assert engine.generate(prompt, greedy(5)).token_ids == whole.token_ids

@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.backends import FEW, ON_DEVICE, examples
 from support.gguf_models import BROKEN, damaged_model
-from support.inside import pipeline_of, thread_of
+from support.inside import fail_next, lib_for_tests, pipeline_of, thread_of
 from support.sampler_definitions import (
     MASK,
     TooCloseError,
@@ -91,7 +91,7 @@ def device() -> Any:
 def sample(logits: Row, samplers: Sequence[SamplerChain | None], targets: Sequence[int] = ()) -> Results:
     """The subgraph over rows, float32 ``(n, n_vocab)``."""
     module = native()
-    ffi, lib = module.ffi, module.lib
+    ffi, lib = module.ffi, lib_for_tests()
     n, n_vocab = logits.shape
     out = np.zeros((n, lib.LP_GRAPH_RESULTS), np.float32)
     some = np.zeros((n, 2 * min(n_vocab, 64)), np.float32)
@@ -126,7 +126,7 @@ class TestRows:
         targets = [(others + 7 * i) % len(row) for i in range(len(given))]
         with ExitStack() as stack:
             chains = [stack.enter_context(chain.build(vocabs[len(row)], seed)) for chain, seed in given]
-            assume(all(native().lib.lp_in_graph(chain.handle) for chain in chains))
+            assume(all(lib_for_tests().lp_in_graph(chain.handle) for chain in chains))
             found = sample(logits, chains, targets)
             drawn = [chain.sample(z) for chain, z in zip(chains, logits, strict=True)]
         exact = logits.astype(np.float64)
@@ -164,7 +164,7 @@ class TestRows:
         row = np.random.default_rng(seed).integers(0, levels, n).astype(np.float32)
         with ExitStack() as stack:
             chains = [stack.enter_context(chain.build(vocabs[n], seed)) for chain, seed in given]
-            assume(all(native().lib.lp_in_graph(chain.handle) for chain in chains))
+            assume(all(lib_for_tests().lp_in_graph(chain.handle) for chain in chains))
             found = sample(np.tile(row, (len(given), 1)), chains)
         assert found.best == [int(row.argmax())] * len(given)
         for token, (chain, seed) in zip(found.tokens, given, strict=True):
@@ -292,18 +292,18 @@ class TestWhatIsInTheGraph:
     ) -> None:
         sampler_factory = SamplerFactoryCache(vocabs[500], 64).sampler_factory(lp.SamplingParams(**options))
         with sampler_factory.make_chain(Request([1])) as chain:
-            assert native().lib.lp_in_graph(chain.handle) == inside
+            assert lib_for_tests().lp_in_graph(chain.handle) == inside
 
     def test_a_small_vocabulary_needs_no_top_k(self, vocabs: dict[int, Vocab]) -> None:
         with Stages(top_k=0, top_p=0.7).build(vocabs[33], 3) as chain:
-            assert native().lib.lp_in_graph(chain.handle)
+            assert lib_for_tests().lp_in_graph(chain.handle)
         with Stages(top_k=0).build(vocabs[33], 3) as chain:  # who draws from all of it need not sort it
-            assert not native().lib.lp_in_graph(chain.handle)
+            assert not lib_for_tests().lp_in_graph(chain.handle)
 
     def test_stages_in_another_order_are_not(self, vocabs: dict[int, Vocab]) -> None:
         with SamplerChain(vocabs[500]) as chain:
             chain.add_top_k(20).add_temperature(0.5).add_top_p(0.5)
-            assert not native().lib.lp_in_graph(chain.handle)
+            assert not lib_for_tests().lp_in_graph(chain.handle)
 
 
 # ---- steps of a model
@@ -372,7 +372,7 @@ class TestEngine:
         engine.generate(PROMPTS[:N_SEQ], longer(*PARAMS[:N_SEQ]))
         stats = engine.stats()
         assert stats.n_graph_sampled == stats.n_completion_tokens
-        per_token = 4 * native().lib.LP_GRAPH_RESULTS if ON_DEVICE else 0  # the CPU's are in place
+        per_token = 4 * lib_for_tests().LP_GRAPH_RESULTS if ON_DEVICE else 0  # the CPU's are in place
         assert stats.n_copied_bytes == per_token * stats.n_completion_tokens
 
     @pytest.mark.device
@@ -472,7 +472,7 @@ class TestCosts:
         self, make_engine: MakeEngine, demo: lp.Model, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Neither graphs, as llama.cpp's log tells, nor memory, whatever requests ask for."""
-        lib = native().lib
+        lib = lib_for_tests()
         engine = make_engine(demo, n_seq_max=N_SEQ, graph_sampling="on")
         pipeline = pipeline_of(engine)
 
@@ -564,7 +564,7 @@ class TestSteps:
             assert steps.n_graph() == 1
             # one row, however often it was looked at
             row = 4 * demo.n_vocab if ON_DEVICE else 0
-            result = 4 * native().lib.LP_GRAPH_RESULTS if ON_DEVICE else 0
+            result = 4 * lib_for_tests().LP_GRAPH_RESULTS if ON_DEVICE else 0
             assert steps.pipeline.counters().n_bytes == row + result
             step = steps.launch({1: [5, 6, 7]}, [])
             assert first + again == [steps.executor.sample(step, steps.rows, [b])[0] for _ in range(4)]
@@ -628,7 +628,7 @@ class TestSteps:
     @pytest.mark.parametrize("stage", ["launch", "rows", *(["copy"] if ON_DEVICE else [])])
     def test_a_step_that_fails_uses_no_number(self, demo: lp.Model, ring: str, stage: str) -> None:
         with Steps(demo, ring) as steps, steps.chain(1) as a, steps.chain(1) as b:
-            steps.pipeline.fail_next(stage)
+            fail_next(steps.pipeline, stage)
             with pytest.raises(DecodeError):
                 steps.executor.sample(steps.launch({0: [5, 6]}, [a]), steps.rows, [a])
             for i in range(4):  # no slot of the ring is lost
@@ -672,7 +672,7 @@ class TestSteps:
             step = steps.executor.launch(text[:-1], places, [0] * n, [1] * n, [], [], targets, n_top)
             scores = steps.executor.score(step, entries, wanted, n_top)
             if ON_DEVICE:
-                row, result = 4 * demo.n_vocab, 4 * native().lib.LP_GRAPH_RESULTS
+                row, result = 4 * demo.n_vocab, 4 * lib_for_tests().LP_GRAPH_RESULTS
                 some = 4 * 2 * 64 if n_top else 0
                 whole = n_top == 64 or (n_top > 0 and n > N_SEQ)
                 n_bytes = n * row if whole else row + n * (result + some)  # one row has too many targets

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.inside import lib_for_tests
 from support.sampler_definitions import TokenData, TokenDataArray, Uniform
 
 import llamapipe as lp
@@ -252,7 +253,7 @@ class Known:
 
     def draw(self, chain: SamplerChain) -> int | None:
         """None where the whole row is asked for."""
-        ffi, lib = native().ffi, native().lib
+        ffi, lib = native().ffi, lib_for_tests()
         token = ffi.new("int32_t *")
         ids, logits, others, other_logits = (
             ffi.from_buffer("float[]", a) for a in (self.ids, self.logits, self.others, self.other_logits)

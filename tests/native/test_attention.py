@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from support.inside import lib_for_tests
 
 from llamapipe.native.load import last_error, native
 
@@ -53,7 +54,7 @@ class Attention:
 
     def compute(self, is_ours: bool = True) -> np.ndarray:
         """(streams, rows, heads, dims)."""
-        ffi, lib = native().ffi, native().lib
+        ffi, lib = native().ffi, lib_for_tests()
         n_streams, n_heads, n_rows, n_dims = self.queries.shape
         _, n_kv_heads, n_cells, n_value_dims = self.values.shape
         out = np.full((n_streams, n_rows, n_heads, n_value_dims), np.nan, np.float32)

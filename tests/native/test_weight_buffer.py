@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from support.inside import lib_for_tests
 
 from llamapipe.native.load import last_error, native
 
@@ -47,7 +48,7 @@ class Product:
 
     def __post_init__(self) -> None:
         """Quantizes the weights; ``plain`` has what they are worth then."""
-        ffi, lib = native().ffi, native().lib
+        ffi, lib = native().ffi, lib_for_tests()
         n_matrices, n_rows, n_columns = self.weights.shape
         self.quantized = ffi.new("char[]", self.weights.nbytes)
         values = np.ascontiguousarray(self.weights, np.float32)
@@ -60,7 +61,7 @@ class Product:
 
     def compute(self, is_ours: bool = True, n_threads: int | None = None) -> np.ndarray:
         """What ggml computes, (tokens or matrices, rows of activations, rows of weights)."""
-        ffi, lib = native().ffi, native().lib
+        ffi, lib = native().ffi, lib_for_tests()
         n_matrices, n_rows, n_columns = self.weights.shape
         nx2, nx1, _ = self.x.shape
         apart = np.full((nx2, nx1, n_columns + 32), np.nan, np.float32)

@@ -15,7 +15,7 @@ import pytest
 from support.backends import ON_DEVICE, RINGS, assert_near
 from support.bad_values import INTEGERS, names
 from support.control import PATIENCE_S, Worker, wait_until
-from support.inside import pipeline_of
+from support.inside import fail_next, pipeline_of
 from support.run_script import run_script, run_script_with_errors
 
 import llamapipe as lp
@@ -430,7 +430,7 @@ class TestErrors:
         pipe = make_pipeline(depth=4)
         before = pipe.submit(run(0, 5, seq_id=1))
         before.wait()
-        pipeline_of(pipe).fail_next("launch", code)
+        fail_next(pipeline_of(pipe), "launch", code)
         failed = pipe.submit(run(0, 5))
         other = pipe.submit(run(5, 2, seq_id=1))
         later = pipe.submit(run(5, 2))  # continues what failed
@@ -450,7 +450,7 @@ class TestErrors:
     @pytest.mark.device
     def test_a_failed_step_that_nobody_wants_is_forgotten(self, make_pipeline: MakePipeline) -> None:
         pipe = make_pipeline()
-        pipeline_of(pipe).fail_next("launch", -3)
+        fail_next(pipeline_of(pipe), "launch", -3)
         pipe.submit(run(0, 5)).release()
         pipe.submit(run(0, 3, seq_id=1)).wait()
         wait_until(
@@ -464,7 +464,7 @@ class TestErrors:
     def test_rows_that_came_otherwise_fail_their_step(self, pipe: lp.Pipeline) -> None:
         if pipe.mode == "direct":
             pytest.skip("llama.cpp's own buffer has no rows to mix up")
-        pipeline_of(pipe).fail_next("rows", 0)
+        fail_next(pipeline_of(pipe), "rows", 0)
         output = pipe.submit(run(0, 5))
         with pytest.raises(DecodeError, match="cut the batch otherwise than expected"):
             output.wait()
@@ -476,7 +476,7 @@ class TestErrors:
     def test_a_failed_copy_fails_its_step(self, pipe: lp.Pipeline) -> None:
         if pipe.mode == "direct":
             pytest.skip("rows are copied by llama.cpp")
-        pipeline_of(pipe).fail_next("copy", -3)
+        fail_next(pipeline_of(pipe), "copy", -3)
         output = pipe.submit(run(0, 5))
         with pytest.raises(DecodeError):
             np.asarray(output.logits)

@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 import llamapipe as lp
 from llamapipe._engine.executor import StepExecutor
+from llamapipe.native.load import native
 
 if TYPE_CHECKING:
     from llamapipe._engine.executor import Executor
@@ -67,6 +70,20 @@ def step_executor_of(engine: lp.Engine) -> StepExecutor:
 def pipeline_of(owner: lp.Engine | lp.Pipeline) -> NativePipeline:
     """The native pipeline of an engine, or of a public pipeline."""
     return owner._pipeline if isinstance(owner, lp.Pipeline) else step_executor_of(owner).pipeline
+
+
+def fail_next(pipeline: NativePipeline, stage: str, code: int = -3) -> None:
+    """The next ``"launch"``, ``"rows"`` or ``"copy"`` of the pipeline fails with this code."""
+    lib = lib_for_tests()
+    lib.lp_fail_next(pipeline.handle, getattr(lib, f"LP_FAULT_{stage.upper()}"), code)
+
+
+def lib_for_tests() -> Any:
+    """The native library with the entries that only tests call; skips the test where it was built without them."""
+    lib = native().lib
+    if not hasattr(lib, "lp_fail_next"):
+        pytest.skip("the native library was built without testing=on: run python build_native.py")
+    return lib
 
 
 def embedding_context_of(embedder: lp.Embedder) -> EmbeddingContext:

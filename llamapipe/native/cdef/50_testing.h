@@ -1,4 +1,4 @@
-// Entries that only tests and benchmarks call, as cffi reads them and src/native_test.h includes them.
+// Entries that only tests and benchmarks call. Builds with testing=on have them (native_build/options.py).
 
 uint64_t lp_log_dropped(void);  // log records overwritten before they were read
 

@@ -1,13 +1,93 @@
-// The owner of a llama_context, its logits stager and its compute threads.
+// Contexts: their life, one decode from flat arrays, operations on KV cells, and the C entries of these.
 #include "context.hpp"
 
-#include "assertions.hpp"
-#include "guard.hpp"
+#include "faults.hpp"
+#include "handles.hpp"
+#include "llama-context.h"
+#include "step.hpp"
 #include "weight_buffer.hpp"
 
+#include <algorithm>
+#include <cstring>
 #include <stdexcept>
+#include <vector>
+
+ggml_backend_t lp::compute_backend(llama_context * ctx, ggml_backend_dev_t device) {
+    ggml_backend_sched_t sched = ctx->get_sched();
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
+        ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
+        if (ggml_backend_get_device(backend) == device) {
+            return backend;
+        }
+    }
+    return nullptr;
+}
+
+size_t lp::scratch_bytes(llama_context * ctx) {
+    ggml_backend_sched_t sched = ctx->get_sched();
+    size_t               n     = 0;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
+        n += ggml_backend_sched_get_buffer_size(sched, ggml_backend_sched_get_backend(sched, i));
+    }
+    return n;
+}
+
+// ---- an operation on the KV cells of sequences, between steps
+int lp::apply_memory_op(llama_context * ctx, const MemoryOp & op) {
+    return guard(LP_ERROR, [&] {
+        llama_memory_t memory = llama_get_memory(ctx);
+        switch (op.op) {
+            case LP_REMOVE: return (int) llama_memory_seq_rm(memory, op.seq_id, op.p0, op.p1);
+            case LP_COPY: llama_memory_seq_cp(memory, op.seq_id, op.other, op.p0, op.p1); break;
+            case LP_KEEP:  // not llama_memory_seq_keep: it looks at the cells of one stream only
+                for (int s = 0; s < (int) llama_n_seq_max(ctx); s++) {
+                    if (s != op.seq_id) {
+                        llama_memory_seq_rm(memory, s, -1, -1);
+                    }
+                }
+                break;
+            case LP_SHIFT: llama_memory_seq_add(memory, op.seq_id, op.p0, op.p1, op.delta); break;
+            case LP_CLEAR: llama_memory_clear(memory, false); break;
+        }
+        return 1;
+    });
+}
 
 namespace lp {
+
+// ---- the KV cells of a sequence, copied to host memory and back
+void SavedCells::resize(size_t n) {
+    if (n > capacity) {
+        // A buffer that is used again grows by half at least: touching new pages takes longer than copying to them.
+        const size_t more = std::max(n, capacity + capacity / 2);
+        size = capacity = 0;
+        bytes.reset();  // first: both together may not fit
+        bytes.reset(new uint8_t[more]);
+        capacity = more;
+    }
+    size = n;
+}
+
+int save_cells(llama_context * ctx, int seq_id, int64_t max_bytes, SavedCells & to) {
+    const size_t n = llama_state_seq_get_size_ext(ctx, seq_id, 0);
+    if (n == 0 || (max_bytes >= 0 && n > (size_t) max_bytes)) {
+        return 0;
+    }
+    to.resize(n);
+    return llama_state_seq_get_data_ext(ctx, to.bytes.get(), n, seq_id, 0) == n;
+}
+
+int load_cells(llama_context * ctx, int seq_id, int n, const SavedCells & from) {
+    llama_memory_t memory = llama_get_memory(ctx);
+    llama_memory_seq_rm(memory, seq_id, -1, -1);
+    const bool is_loaded = llama_state_seq_set_data_ext(ctx, from.bytes.get(), from.size, seq_id, 0) == from.size;
+    if (is_loaded && llama_memory_seq_rm(memory, seq_id, n, -1)
+        && llama_memory_seq_pos_max(memory, seq_id) == n - 1) {
+        return 1;
+    }
+    llama_memory_seq_rm(memory, seq_id, -1, -1);
+    return 0;
+}
 
 Context::Context(llama_model * model, const llama_context_params & params, const Options & options)
     : attends_(options.attends), multiplies_(options.multiplies) {
@@ -71,3 +151,99 @@ Context::~Context() {
 }
 
 }  // namespace lp
+
+// ---- the C entries of contexts: their life, one decode from flat arrays, rows of logits, memory operations
+lp_context * lp_context_new(llama_model * model, const llama_context_params * params, int poll, int64_t n_ring_rows,
+                            bool samples, bool attends, bool multiplies) {
+    return lp::guard((lp_context *) nullptr, [&] {
+        const lp::AssertionsThrow  throwing;
+        const lp::Context::Options options = { poll, n_ring_rows, samples, attends, multiplies };
+        return lp::without_faults((lp_context *) nullptr, [&] {
+            return new lp_context{ std::make_shared<lp::Context>(model, *params, options) };
+        });
+    });
+}
+
+void lp_context_free(lp_context * context) {
+    lp::guard(0, [&] {
+        delete context;
+        return 0;
+    });
+}
+
+llama_context * lp_context_llama(const lp_context * context) { return context->shared->llama(); }
+
+bool lp_context_has_ring(const lp_context * context) { return context->shared->stager() != nullptr; }
+
+bool lp_context_ring_in_host_memory(const lp_context * context) {
+    const auto & stager = context->shared->stager();
+    return stager && stager->host();
+}
+
+const char * lp_context_staging_problem(const lp_context * context) { return context->shared->staging_problem(); }
+
+const char * lp_context_sampler_problem(const lp_context * context) {
+    const auto & stager = context->shared->stager();
+    return stager ? stager->sampler_problem() : context->shared->staging_problem();
+}
+
+void lp_context_rest(lp_context * context) {
+    lp::guard(0, [&] {
+        context->shared->threads().rest();
+        return 0;
+    });
+}
+
+int lp_context_set_threads(lp_context * context, int n_threads, int n_threads_batch) {
+    return lp::guard(LP_ERROR, [&] {
+        context->shared->threads().set(n_threads, n_threads_batch);
+        return 0;
+    });
+}
+
+int lp_context_thread_ids(lp_context * context, int n_max, int32_t * ids) {
+    return lp::guard(LP_ERROR, [&] {
+        const std::vector<int> found = context->shared->threads().thread_ids();
+        const int              n     = std::min(n_max, (int) found.size());
+        std::copy(found.begin(), found.begin() + n, ids);
+        return n;
+    });
+}
+
+int lp_decode(lp_context * context, int n_tokens, const int32_t * tokens, const int32_t * positions,
+              const int32_t * seq_ids, const int8_t * outputs) {
+    return lp::guard(LP_ERROR, [&] { return context->shared->decode({ n_tokens, tokens, positions, seq_ids, outputs }); });
+}
+
+int lp_embeddings(lp_context * context, int n, bool pooled, int width, float * out) {
+    return lp::guard(LP_ERROR, [&] {
+        llama_context * llama = context->shared->llama();
+        for (int i = 0; i < n; i++) {
+            const float * row = pooled ? llama_get_embeddings_seq(llama, i) : llama_get_embeddings_ith(llama, i);
+            if (!row) {
+                lp::set_error("the last batch has no such embedding");
+                return (int) LP_ERROR;
+            }
+            memcpy(out + (size_t) i * (size_t) width, row, sizeof(float) * (size_t) width);
+        }
+        return 0;
+    });
+}
+
+int lp_logits(lp_context * context, int n_rows, const int32_t * rows, int n_vocab, float * out) {
+    return lp::guard(LP_ERROR, [&] {
+        for (int i = 0; i < n_rows; i++) {
+            const float * row = llama_get_logits_ith(context->shared->llama(), rows[i]);
+            if (!row) {
+                lp::set_error("this entry of the last batch is not an output");
+                return (int) LP_ERROR;
+            }
+            memcpy(out + (size_t) i * (size_t) n_vocab, row, sizeof(float) * (size_t) n_vocab);
+        }
+        return 0;
+    });
+}
+
+int lp_context_memory(lp_context * context, enum lp_memory_op op, int seq_id, int other, int p0, int p1) {
+    return lp::apply_memory_op(context->shared->llama(), { op, seq_id, other, p0, p1, 0 });
+}

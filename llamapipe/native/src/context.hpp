@@ -6,13 +6,37 @@
 
 #include "compute_threads.hpp"
 #include "logits_stager.hpp"
+#include "native.h"
 #include "step.hpp"
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
 namespace lp {
+
+// ---- the KV cells of a sequence, copied to host memory and back
+struct SavedCells {
+    std::unique_ptr<uint8_t[]> bytes;  // in llama.cpp's format
+    size_t                     size = 0, capacity = 0;
+
+    // Makes room for `n` bytes, which are not initialised. Throws std::bad_alloc.
+    void resize(size_t n);
+};
+
+// These wait for the device. Not while a graph is computed on another thread.
+
+// Copies a sequence's cells to `to`. 1 done; 0 if they take more than `max_bytes` (negative: no limit) or cannot be read.
+int save_cells(llama_context * ctx, int seq_id, int64_t max_bytes, SavedCells & to);
+// Replaces a sequence's cells by the first `n` of these. 1 done; 0 refused: the sequence is empty then.
+int load_cells(llama_context * ctx, int seq_id, int n, const SavedCells & from);
+
+// ---- the backend that computes a context's graphs on a device
+ggml_backend_t compute_backend(llama_context * ctx, ggml_backend_dev_t device);  // null when there is none
+
+size_t scratch_bytes(llama_context * ctx);  // of the buffers that graphs are computed in, on all devices
 
 class Context {
 public:

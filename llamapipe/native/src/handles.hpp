@@ -1,7 +1,7 @@
 // The handles that Python holds. Each shares the object it points to, so handles may be freed in any order.
 #pragma once
 
-#include "native_test.h"
+#include "native.h"
 #include "pipeline.hpp"
 
 struct lp_context {

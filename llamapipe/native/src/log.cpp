@@ -2,8 +2,8 @@
 //
 // llama_log_set is process-wide, and its callback may run on any thread, also while Python shuts down. So the callback only
 // copies into fixed memory and never enters Python.
-#include "guard.hpp"
-#include "native_test.h"
+#include "faults.hpp"
+#include "native.h"
 
 #include <algorithm>
 #include <cstring>
@@ -80,8 +80,10 @@ int lp_log_next(char * text, int n_bytes, int * level) {
     return n;
 }
 
+#ifdef LP_TESTING
 uint64_t lp_log_dropped(void) {
     ring & r = the_ring();
     const std::lock_guard<std::mutex> lock(r.mutex);
     return r.n_dropped;
 }
+#endif

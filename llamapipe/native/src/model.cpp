@@ -1,7 +1,5 @@
 // Backends, models and vocabularies: llama.cpp's calls that allocate or throw, inside the guard.
-#include "assertions.hpp"
 #include "faults.hpp"
-#include "guard.hpp"
 #include "weight_buffer.hpp"
 
 #include <algorithm>

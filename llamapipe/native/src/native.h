@@ -19,6 +19,9 @@ extern "C" {
 
 #include "../cdef/30_sampling.h"
 #include "../cdef/40_native.h"
+#ifdef LP_TESTING
+#include "../cdef/50_testing.h"
+#endif
 
 #ifdef __cplusplus
 }

@@ -9,18 +9,17 @@
 // or rows are copied. Private entries that need it take it as an argument.
 #pragma once
 
-#include "abort_flags.hpp"
 #include "context.hpp"
 #include "fault_injector.hpp"
 #include "logits_ring.hpp"
-#include "row.hpp"
-#include "saved_cells.hpp"
-#include "sequence_positions.hpp"
-#include "trace_log.hpp"
+#include "sampler.hpp"
+#include "step.hpp"
 #include "wake_queue.hpp"
 
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -29,6 +28,48 @@
 #include <vector>
 
 namespace lp {
+
+// ---- which steps are to end early, and which one is being computed
+// Lock-free: a CPU asks after every node of a graph. Any thread.
+class AbortFlags {
+public:
+    void abort(int64_t number) {
+        if (number >= 0) {
+            aborted_[(size_t) number % n_slots] = number;
+        }
+    }
+    void abort_all() { all_ = true; }
+
+    void    set_running(int64_t number) { running_ = number; }  // -1: none
+    int64_t running() const { return running_; }
+
+    // Whether the step that is being computed shall end.
+    bool is_aborted() const {
+        const int64_t number = running_;
+        return all_ || (number >= 0 && aborted_[(size_t) number % n_slots] == number);
+    }
+
+private:
+    static constexpr size_t n_slots = 8;  // more steps than are ever in flight
+    std::atomic<int64_t>    running_{ -1 };
+    std::atomic<int64_t>    aborted_[n_slots] = { { -1 }, { -1 }, { -1 }, { -1 }, { -1 }, { -1 }, { -1 }, { -1 } };
+    std::atomic<bool>       all_{ false };
+};
+
+// ---- the trace: when each stage of each step began and ended
+// Keeps the newest spans while it is on. Any thread. Off, a stage costs one comparison.
+class TraceLog {
+public:
+    void start(size_t n_max);  // most spans to keep; 0 turns it off and forgets them
+    bool is_on() const { return n_max_ > 0; }
+    void add(const Step & step, lp_stage stage, int64_t begin_ns, int64_t end_ns);
+    bool next(lp_span * span);  // removes the oldest; false if there is none
+
+private:
+    std::mutex          mutex_;
+    std::deque<lp_span> spans_;
+    std::atomic<size_t> n_max_{ 0 };
+};
 
 // Work between steps that its submitter waits for.
 struct Task {

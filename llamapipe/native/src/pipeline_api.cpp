@@ -1,6 +1,6 @@
 // The C entries of the pipeline.
 #include "clock.hpp"
-#include "guard.hpp"
+#include "faults.hpp"
 #include "handles.hpp"
 
 #include <cstring>
@@ -149,6 +149,3 @@ void lp_trace(lp_pipeline * pipeline, int64_t n_max) { pipeline->shared->trace()
 bool lp_next_span(lp_pipeline * pipeline, lp_span * span) { return pipeline->shared->trace().next(span); }
 
 int64_t lp_now_ns(void) { return lp::now_ns(); }
-
-// ---- tests
-void lp_fail_next(lp_pipeline * pipeline, enum lp_fault fault, int code) { pipeline->shared->faults().fail_next(fault, code); }

@@ -1,6 +1,6 @@
 // Launching steps: one decode for each ubatch of a batch.
 #include "clock.hpp"
-#include "guard.hpp"
+#include "faults.hpp"
 #include "pipeline.hpp"
 
 #include <cstring>
@@ -168,7 +168,7 @@ int Pipeline::launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_don
             give_slot_back(*step, slot);
             throw;
         }
-        if (code == 0 && is_staged && (!ring_.settle() || faults_.take(LP_FAULT_ROWS, &code))) {
+        if (code == 0 && is_staged && (!ring_.settle() || faults_.take(Fault::rows, &code))) {
             set_error("llama.cpp cut the batch otherwise than expected, and its rows cannot be told apart");
             code = LP_ERROR_ROWS;
         }
@@ -197,7 +197,7 @@ int Pipeline::launch_ubatches(const std::shared_ptr<Step> & step, size_t * n_don
 
 int Pipeline::decode(Step & step, const Ubatch & ubatch) {
     int code = 0;
-    if (faults_.take(LP_FAULT_LAUNCH, &code)) {
+    if (faults_.take(Fault::launch, &code)) {
         set_error("see the log llamapipe.native");
         return code;
     }

@@ -1,6 +1,6 @@
 // Waiting for steps and reading their rows.
 #include "clock.hpp"
-#include "guard.hpp"
+#include "faults.hpp"
 #include "pipeline.hpp"
 
 #include <algorithm>
@@ -212,7 +212,7 @@ void Pipeline::process(const RowCopy & copy) {
     int     code = 0;
     int64_t computed_ns, copied_ns;
     ring_.wait_for_copies(copy, &computed_ns, &copied_ns);
-    const bool is_bad = faults_.take(LP_FAULT_COPY, &code);
+    const bool is_bad = faults_.take(Fault::copy, &code);
 
     const Lock lock(mutex_);
     if (step.n_outputs_of(copy.ubatch) > 0) {
@@ -267,7 +267,7 @@ void Pipeline::fetch(Lock & lock, Step & step) {
         ring_.copy_wanted(step, step.slot, -1);
         return true;
     });
-    const bool    is_bad    = faults_.take(LP_FAULT_COPY, &code);
+    const bool    is_bad    = faults_.take(Fault::copy, &code);
     const int     slot      = step.slot;
     lock.lock();
     if (!is_copied || is_bad || !ring_.stays(step)) {

@@ -1,7 +1,5 @@
 // Devices of other machines, through llama.cpp's ggml-rpc. Its library is opened by the first call here.
-#include "assertions.hpp"
-#include "guard.hpp"
-
+#include "faults.hpp"
 #include "ggml-rpc.h"
 
 #include <algorithm>

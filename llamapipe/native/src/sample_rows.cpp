@@ -1,6 +1,6 @@
 // Sampling from the rows of a step, and scoring tokens by them.
 #include "clock.hpp"
-#include "guard.hpp"
+#include "faults.hpp"
 #include "handles.hpp"
 #include "sampler.hpp"
 #include "scan.hpp"
@@ -182,6 +182,7 @@ int lp_score_rows(lp_pipeline * pipeline, int64_t number, int n, const int32_t *
     });
 }
 
+#ifdef LP_TESTING
 int lp_sample_context(lp_context * context, int n_rows, const int32_t * rows, lp_sampler ** samplers, int32_t * tokens) {
     return lp::guard(LP_ERROR, [&] {
         llama_context * ctx = context->shared->llama();
@@ -189,3 +190,4 @@ int lp_sample_context(lp_context * context, int n_rows, const int32_t * rows, lp
         return draw_rows(n_rows, samplers, tokens, { {}, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); } });
     });
 }
+#endif

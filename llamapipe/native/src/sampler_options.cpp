@@ -1,5 +1,5 @@
 // From a request's options to its sampler: one place for every stage.
-#include "guard.hpp"
+#include "faults.hpp"
 #include "sampler.hpp"
 
 #include <algorithm>

@@ -1,11 +1,150 @@
 // One step: a batch, the ubatches it is cut into, and where its output rows are.
 #include "step.hpp"
 
+#include "faults.hpp"
 #include "sampler.hpp"
 
 #include <algorithm>
+#include <atomic>
+#include <string>
 
 namespace lp {
+
+// ---- how llama.cpp cuts a batch into ubatches
+namespace {
+
+// With a unified KV cache: runs of at most n_ubatch entries, in the order of the batch.
+void cut_runs(int n_tokens, const int8_t * outputs, const UbatchLimits & limits, std::vector<int32_t> & order,
+              std::vector<Ubatch> & ubatches) {
+    Ubatch ubatch = { 0, 0, 0, 0 };
+    for (int i = 0; i < n_tokens; i++) {
+        order.push_back(i);
+        const int n_more = outputs[i] ? 1 : 0;
+        if (ubatch.n == limits.n_ubatch || ubatch.n_outputs + n_more > limits.n_rows) {
+            ubatches.push_back(ubatch);
+            ubatch = { i, 0, ubatch.first_output + ubatch.n_outputs, 0 };
+        }
+        ubatch.n++;
+        ubatch.n_outputs += n_more;
+    }
+    ubatches.push_back(ubatch);
+}
+
+// With per-sequence KV streams: equally long parts of consecutive sequences. A ubatch starts at the first entry that is
+// left; it takes further sequences as long as each has the next id.
+void cut_streams(int n_tokens, const int32_t * ids, const int8_t * flags, const UbatchLimits & limits,
+                 std::vector<int32_t> & order, std::vector<Ubatch> & ubatches) {
+    // The remaining entries of each sequence as a linked list.
+    int32_t top = 0;
+    for (int i = 0; i < n_tokens; i++) {
+        top = std::max(top, ids[i]);
+    }
+    std::vector<int32_t> head((size_t) top + 1, -1), tail((size_t) top + 1, -1), n_left((size_t) top + 1, 0);
+    std::vector<int32_t> next((size_t) n_tokens, -1);
+    std::vector<char>    used((size_t) n_tokens, 0);
+    for (int i = 0; i < n_tokens; i++) {
+        const int32_t s = ids[i];
+        (tail[s] < 0 ? head[s] : next[tail[s]]) = i;
+        tail[s]                                 = i;
+        n_left[s]++;
+    }
+    int  first = 0;
+    Ubatch ubatch = { 0, 0, 0, 0 };
+    while (ubatch.first < n_tokens) {
+        while (used[first]) {
+            first++;
+        }
+        const int32_t first_seq = ids[first];
+        int32_t       last_seq  = first_seq;
+        for (int i = first; i < n_tokens && last_seq - first_seq + 1 < limits.n_ubatch; i++) {
+            if (!used[i] && ids[i] == last_seq + 1) {
+                last_seq++;
+            }
+        }
+        const int n_seqs = last_seq - first_seq + 1;
+        int       length = std::max(limits.n_ubatch / n_seqs, 1);
+        for (int32_t s = first_seq; s <= last_seq; s++) {
+            length = std::min(length, (int) n_left[s]);
+        }
+        // Shorter parts where they would have too many outputs; one entry of each sequence always has room.
+        std::vector<int32_t> at(head.begin() + first_seq, head.begin() + last_seq + 1);
+        for (int j = 0, n_rows = 0; j < length; j++) {
+            for (int32_t & e : at) {
+                n_rows += flags[e] ? 1 : 0;
+                e = next[e];
+            }
+            if (n_rows > limits.n_rows && j > 0) {
+                length = j;
+            }
+        }
+        for (int32_t s = first_seq; s <= last_seq; s++) {
+            for (int j = 0; j < length; j++) {
+                const int32_t e = head[s];
+                order.push_back(e);
+                used[e] = 1;
+                ubatch.n_outputs += flags[e] ? 1 : 0;
+                head[s] = next[e];
+            }
+            n_left[s] -= length;
+        }
+        ubatch.n = n_seqs * length;
+        ubatches.push_back(ubatch);
+        ubatch = { ubatch.first + ubatch.n, 0, ubatch.first_output + ubatch.n_outputs, 0 };
+    }
+}
+
+}  // namespace
+
+void cut_into_ubatches(int n, const int32_t * seq_ids, const int8_t * outputs, const UbatchLimits & limits,
+                       std::vector<int32_t> & order, std::vector<Ubatch> & ubatches) {
+    if (limits.kv_streams) {
+        cut_streams(n, seq_ids, outputs, limits, order, ubatches);
+    } else {
+        cut_runs(n, outputs, limits, order, ubatches);
+    }
+}
+
+// ---- host memory that output rows are copied to
+HostBuffer::HostBuffer(size_t n_floats, ggml_backend_buffer_type_t pinned_type) : n_floats(n_floats) {
+    if (pinned_type && n_floats > 0) {
+        pinned = ggml_backend_buft_alloc_buffer(pinned_type, n_floats * sizeof(float));
+        data   = pinned ? (float *) ggml_backend_buffer_get_base(pinned) : nullptr;
+    }
+    if (!data) {
+        plain.reset(new float[std::max<size_t>(n_floats, 1)]);
+        data = plain.get();
+    }
+}
+
+HostBuffer::~HostBuffer() {
+    if (pinned) {
+        ggml_backend_buffer_free(pinned);
+    }
+}
+
+std::shared_ptr<HostBuffer> HostMemoryPool::take(size_t n_floats) {
+    if (!pinned_type_) {
+        return std::make_shared<HostBuffer>(n_floats, nullptr);
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto & kept : kept_) {
+        if (kept.use_count() == 1 && kept->n_floats >= n_floats) {
+            std::atomic_thread_fence(std::memory_order_acquire);  // the last reader's loads come before our writes
+            return kept;
+        }
+    }
+    auto made = std::make_shared<HostBuffer>(n_floats, pinned_type_);
+    for (auto & kept : kept_) {
+        if (kept.use_count() == 1) {  // unused, and too small
+            kept = made;
+            return made;
+        }
+    }
+    if (kept_.size() < n_kept_) {
+        kept_.push_back(made);
+    }
+    return made;
+}
 
 void Step::clear() {
     state    = State::queued;
@@ -104,6 +243,189 @@ void Step::choose_wanted(lp_sampler ** samplers, const int32_t * targets, int n_
         graph.clear();
         wanted.clear();
     }
+}
+
+// ---- the positions that each sequence holds: the one place that knows them
+// ---- the positions of one sequence
+void PositionRanges::append() {
+    if (ranges_.empty()) {
+        ranges_.push_back({ 0, 0 });
+    }
+    ranges_.back().second++;
+}
+
+void PositionRanges::remove(int64_t p0, int64_t p1) {
+    std::vector<Range> kept;
+    const int64_t      end = p1 < 0 ? INT64_MAX : p1;
+    for (const auto & [a, b] : ranges_) {
+        if (a < std::min(b, p0)) {
+            kept.push_back({ a, std::min(b, p0) });
+        }
+        if (std::max(a, end) < b) {
+            kept.push_back({ std::max(a, end), b });
+        }
+    }
+    ranges_ = std::move(kept);
+}
+
+void PositionRanges::copy(const PositionRanges & from, int64_t p0, int64_t p1, bool replaces) {
+    PositionRanges part = from;
+    part.remove(0, p0);
+    if (p1 >= 0) {
+        part.remove(p1, -1);
+    }
+    if (replaces) {
+        ranges_.clear();
+    }
+    ranges_.insert(ranges_.end(), part.ranges_.begin(), part.ranges_.end());
+    join();
+}
+
+void PositionRanges::shift(int64_t p0, int64_t p1, int64_t delta) {
+    PositionRanges moved, stay = *this;
+    moved.copy(*this, p0, p1, true);
+    stay.remove(p0, p1);
+    for (auto & [a, b] : moved.ranges_) {
+        a += delta;
+        b += delta;
+    }
+    moved.remove(INT64_MIN, 0);
+    ranges_ = std::move(stay.ranges_);
+    ranges_.insert(ranges_.end(), moved.ranges_.begin(), moved.ranges_.end());
+    join();
+}
+
+void PositionRanges::set(int64_t first, int64_t end) {
+    ranges_.clear();
+    if (first < end) {
+        ranges_.push_back({ first, end });
+    }
+}
+
+void PositionRanges::join() {
+    std::sort(ranges_.begin(), ranges_.end());
+    std::vector<Range> joined;
+    for (const Range & range : ranges_) {
+        if (!joined.empty() && range.first <= joined.back().second) {
+            joined.back().second = std::max(joined.back().second, range.second);
+        } else {
+            joined.push_back(range);
+        }
+    }
+    ranges_ = std::move(joined);
+}
+
+// ---- the positions of all sequences
+SequencePositions::SequencePositions(llama_context * ctx) : ctx_(ctx) {
+    const llama_model * model = llama_get_model(ctx);
+    const bool          is_unified = llama_n_ctx_seq(ctx) == llama_n_ctx(ctx);
+    copy_replaces_ = !is_unified || llama_model_is_recurrent(model) || llama_model_is_hybrid(model);
+    const size_t n = llama_n_seq_max(ctx);
+    ranges_.resize(n);
+    shares_.assign(n, std::vector<char>(n));
+}
+
+bool SequencePositions::append(const Step & step) {
+    std::vector<int64_t> next(ranges_.size(), -1);
+    for (int i = 0; i < step.n_tokens; i++) {
+        const size_t s = (size_t) step.seq_ids[(size_t) i];
+        if (next[s] < 0) {
+            next[s] = ranges_[s].next();
+        }
+        if (step.positions[(size_t) i] != next[s]++) {
+            const std::string text = "positions of sequence " + std::to_string(s) + " must go on from "
+                + std::to_string(next[s] - 1) + " without gaps, not " + std::to_string(step.positions[(size_t) i]);
+            set_error(text.c_str());
+            return false;
+        }
+    }
+    for (int i = 0; i < step.n_tokens; i++) {
+        ranges_[(size_t) step.seq_ids[(size_t) i]].append();
+    }
+    return true;
+}
+
+bool SequencePositions::matches_memory(const Step & step) const {
+    std::vector<int64_t> next(ranges_.size(), -1);
+    for (int i = 0; i < step.n_tokens; i++) {
+        const size_t s = (size_t) step.seq_ids[(size_t) i];
+        if (next[s] < 0) {
+            next[s] = (int64_t) llama_memory_seq_pos_max(llama_get_memory(ctx_), (llama_seq_id) s) + 1;
+        }
+        if (step.positions[(size_t) i] != next[s]++) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void SequencePositions::reread() {
+    llama_memory_t memory = llama_get_memory(ctx_);
+    for (size_t s = 0; s < ranges_.size(); s++) {
+        const int64_t last = llama_memory_seq_pos_max(memory, (llama_seq_id) s);
+        ranges_[s].set(last < 0 ? 0 : llama_memory_seq_pos_min(memory, (llama_seq_id) s), last + 1);
+    }
+}
+
+void SequencePositions::set(int seq_id, int n) {
+    ranges_[(size_t) seq_id].set(0, n);
+    separate((size_t) seq_id);
+}
+
+void SequencePositions::separate(size_t seq_id) {
+    for (size_t s = 0; s < ranges_.size(); s++) {
+        shares_[seq_id][s] = shares_[s][seq_id] = 0;
+    }
+}
+
+bool SequencePositions::apply(const MemoryOp & op) {
+    const size_t     a = (size_t) op.seq_id, b = (size_t) op.other;
+    PositionRanges & mine = ranges_[a];
+    switch (op.op) {
+        case LP_REMOVE:
+            mine.remove(op.p0, op.p1);
+            if (mine.next() == 0) {
+                separate(a);
+            }
+            return true;
+        case LP_COPY:
+            ranges_[b].copy(mine, op.p0, op.p1, copy_replaces_);
+            if (!copy_replaces_) {
+                for (size_t s = 0; s < ranges_.size(); s++) {  // b may now share cells with every sequence that a does
+                    shares_[b][s] = shares_[s][b] = shares_[b][s] || shares_[a][s];
+                }
+                shares_[a][b] = shares_[b][a] = 1;
+            }
+            return true;
+        case LP_SHIFT: {
+            for (size_t s = 0; s < ranges_.size(); s++) {
+                if (shares_[a][s] && s != a) {
+                    const std::string text = "sequence " + std::to_string(a) + " shares cells with sequence "
+                        + std::to_string(s) + ", which would be shifted with it; remove one of them first";
+                    set_error(text.c_str());
+                    return false;
+                }
+            }
+            PositionRanges shifted = mine;
+            shifted.shift(op.p0, op.p1, op.delta);
+            if (shifted.next() > INT32_MAX) {
+                set_error("the shift leads beyond the largest position");
+                return false;
+            }
+            mine = std::move(shifted);
+            return true;
+        }
+        case LP_KEEP:
+        case LP_CLEAR:
+            for (size_t s = 0; s < ranges_.size(); s++) {
+                if (op.op == LP_CLEAR || s != a) {
+                    ranges_[s].set(0, 0);
+                    separate(s);
+                }
+            }
+            return true;
+    }
+    return true;
 }
 
 }  // namespace lp

@@ -2,14 +2,63 @@
 #pragma once
 
 #include "graph_sampler.hpp"
-#include "host_memory.hpp"
-#include "ubatches.hpp"
+#include "native.h"
 
+#include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace lp {
+
+// ---- how llama.cpp cuts a batch into ubatches. Each becomes one llama_decode of ours, so that its rows can be told apart
+struct UbatchLimits {
+    int  n_ubatch;
+    int  n_rows;      // most output rows of a decode
+    bool kv_streams;  // each sequence has KV cells of its own: a ubatch holds equally long parts of consecutive sequences
+};
+
+// A run of entries that is one llama_decode.
+struct Ubatch {
+    int first, n;                 // entries, in llama.cpp's order
+    int first_output, n_outputs;  // outputs, in llama.cpp's order
+};
+
+// Cuts a batch of `n` entries. `order` gets the entries' places in the batch in llama.cpp's order. Throws std::bad_alloc.
+void cut_into_ubatches(int n, const int32_t * seq_ids, const int8_t * outputs, const UbatchLimits & limits,
+                       std::vector<int32_t> & order, std::vector<Ubatch> & ubatches);
+
+// ---- host memory that output rows are copied to
+// Plain memory, or pinned memory where the device has it.
+struct HostBuffer {
+    const size_t             n_floats;
+    float *                  data   = nullptr;
+    ggml_backend_buffer_t    pinned = nullptr;
+    std::unique_ptr<float[]> plain;
+
+    // `pinned_type` may be null. Throws std::bad_alloc.
+    HostBuffer(size_t n_floats, ggml_backend_buffer_type_t pinned_type);
+    ~HostBuffer();
+    HostBuffer(const HostBuffer &) = delete;
+    HostBuffer & operator=(const HostBuffer &) = delete;
+};
+
+// Hands out host buffers. Pinned memory is slow to allocate, so a few buffers are kept for the next steps. Any thread.
+class HostMemoryPool {
+public:
+    HostMemoryPool(ggml_backend_buffer_type_t pinned_type, size_t n_kept) : pinned_type_(pinned_type), n_kept_(n_kept) {}
+
+    // A buffer of at least `n_floats`. It returns to the pool when the last reference to it goes. Throws std::bad_alloc.
+    std::shared_ptr<HostBuffer> take(size_t n_floats);
+
+private:
+    const ggml_backend_buffer_type_t         pinned_type_;
+    const size_t                             n_kept_;
+    std::mutex                               mutex_;
+    std::vector<std::shared_ptr<HostBuffer>> kept_;
+};
 
 // A batch as callers pass it: arrays with one element for each entry.
 struct BatchArrays {
@@ -83,6 +132,77 @@ struct Step {
     const GraphResult & result(int output) const { return ((const GraphResult *) results->data)[output]; }
     bool is_final() const { return state == State::done || state == State::failed; }
     int  n_outputs_of(int ubatch) const { return ubatch < 0 ? n_outputs : ubatches[(size_t) ubatch].n_outputs; }
+};
+
+// ---- an operation on the KV cells of sequences, between steps
+// `p0` and `p1` are positions, `p1` exclusive and negative for the end.
+struct MemoryOp {
+    lp_memory_op op;
+    int          seq_id, other, p0, p1, delta;
+};
+
+// Changes llama.cpp's memory; not while a graph is computed. 1 done, 0 refused, LP_ERROR.
+int apply_memory_op(llama_context * ctx, const MemoryOp & op);
+
+// The positions that each sequence holds: the one place that knows them.
+//
+// A pipeline accepts steps and memory operations long before llama.cpp executes them, and llama.cpp must not be asked
+// while it computes. So positions are tracked here, as of the end of the queue. llama.cpp's own memory is consulted in
+// only two cases, both after a failed step: `matches_memory` before a step is launched, and `reread`, when nothing is
+// queued and the failure is known to its submitter.
+struct Step;
+
+// Sets of positions as ascending ranges that do not touch.
+class PositionRanges {
+public:
+    // The position that follows the last one.
+    int64_t next() const { return ranges_.empty() ? 0 : ranges_.back().second; }
+
+    void append();
+    // Removes [p0, p1); everything from p0 on for a negative p1.
+    void remove(int64_t p0, int64_t p1);
+    // Takes [p0, p1) of another sequence: in addition to its own positions, or instead of them.
+    void copy(const PositionRanges & from, int64_t p0, int64_t p1, bool replaces);
+    // Adds `delta` to the positions in [p0, p1); those that become negative are removed.
+    void shift(int64_t p0, int64_t p1, int64_t delta);
+    // All positions from `first` to before `end`.
+    void set(int64_t first, int64_t end);
+
+private:
+    using Range = std::pair<int64_t, int64_t>;  // from, to before
+    void join();
+
+    std::vector<Range> ranges_;
+};
+
+// Not thread-safe: the pipeline calls it with its lock held.
+class SequencePositions {
+public:
+    explicit SequencePositions(llama_context * ctx);
+
+    // The next position of a sequence once everything queued is done.
+    int64_t next(int seq_id) const { return ranges_[(size_t) seq_id].next(); }
+
+    // Adds a step's tokens. False, with an error message and nothing changed, if they would leave gaps.
+    bool append(const Step & step);
+    // Adds the effect of an operation. False, with an error message and nothing changed, if it cannot be done.
+    bool apply(const MemoryOp & op);
+
+    // A sequence has the positions from 0 to before `n`, in cells of its own.
+    void set(int seq_id, int n);
+
+    // Whether each of the step's sequences continues where llama.cpp's memory ends. Not while a graph is computed.
+    bool matches_memory(const Step & step) const;
+    // Reads all positions from llama.cpp's memory. Not while a graph is computed.
+    void reread();
+
+private:
+    void separate(size_t seq_id);
+
+    llama_context * const          ctx_;
+    bool                           copy_replaces_;  // a copy replaces the positions of its destination
+    std::vector<PositionRanges>    ranges_;         // by sequence
+    std::vector<std::vector<char>> shares_;         // which sequences may have cells in common
 };
 
 }  // namespace lp

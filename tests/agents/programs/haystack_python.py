@@ -22,7 +22,12 @@ class City(BaseModel):
 def generator(**settings: object) -> OpenAIChatGenerator:
     settings = {"temperature": 0, "max_completion_tokens": 100, **settings}
     return OpenAIChatGenerator(
-        api_key=KEY, model=MODEL, api_base_url=f"{URL}/v1", generation_kwargs=settings, max_retries=0
+        api_key=KEY,
+        model=MODEL,
+        api_base_url=f"{URL}/v1",
+        generation_kwargs=settings,
+        timeout=300,
+        max_retries=0,
     )
 
 

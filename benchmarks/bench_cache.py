@@ -20,7 +20,7 @@ sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
 
 import llamapipe as lp  # noqa: E402
 from llamapipe._engine.kv import KvCache, PrefixTree  # noqa: E402
-from llamapipe._engine.request import Request  # noqa: E402
+from llamapipe._engine.request import Request, RequestSpec  # noqa: E402
 from llamapipe._engine.scheduler import Scheduler  # noqa: E402
 
 
@@ -79,8 +79,8 @@ def trace(n_requests: int, n_slots: int = 16, n_cells: int = 8_192) -> None:
     while n_added < n_requests or scheduler.has_work:
         while n_added < n_requests and scheduler.n_queued < 64:
             own = [rng.randrange(32_000) for _ in range(rng.randrange(5, 100))]
-            request = Request(rng.choice(prefixes) + own, rng.randrange(1, 60))
-            request.priority = rng.choice((0, 0, 0, 1))
+            spec = RequestSpec(rng.randrange(1, 60), priority=rng.choice((0, 0, 0, 1)))
+            request = Request(rng.choice(prefixes) + own, spec)
             scheduler.add(request)
             n_prompt += len(request.tokens)
             n_added += 1

@@ -18,7 +18,7 @@ from time import perf_counter
 import numpy as np
 
 import llamapipe as lp
-from llamapipe._engine.request import Request
+from llamapipe._engine.request import Request, RequestSpec
 from llamapipe.engine.sampling.factory import SamplerFactoryCache
 from llamapipe.llama.devices import device_handles
 from llamapipe.native.load import last_error, native
@@ -51,8 +51,7 @@ def start(model: lp.Model, args: argparse.Namespace) -> int:
         lp.SamplingParams(seed=7)
     )
     in_graph = native().lib.lp_in_graph
-    request = Request([1])
-    request.seed = 7
+    request = Request([1], RequestSpec(seed=7))
     n, times = 2000, []
     for _ in range(args.repeats):
         began = perf_counter()

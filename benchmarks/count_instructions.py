@@ -113,13 +113,13 @@ def scheduling(n_rounds: int) -> None:
     package = sys.modules["llamapipe"] = ModuleType("llamapipe")
     package.__path__ = [str(HERE.parent / "llamapipe")]
     from llamapipe._engine.kv import KvCache
-    from llamapipe._engine.request import Request
+    from llamapipe._engine.request import Request, RequestSpec
     from llamapipe._engine.scheduler import Scheduler
 
     gc.disable()  # it runs after a number of allocations, which other code makes too
     for _ in range(n_rounds):
         scheduler = Scheduler(KvCache(8), 256, 8 * 256, 128, 32)
-        requests = [Request([1 + i % 7] * (8 + i), max_tokens=16 + i) for i in range(32)]
+        requests = [Request([1 + i % 7] * (8 + i), RequestSpec(16 + i)) for i in range(32)]
         for request in requests:
             scheduler.add(request)
         n_steps = 0

@@ -84,7 +84,7 @@ class _Spans:
             "gen_ai.request.model": self._model,
             "gen_ai.usage.input_tokens": requests[0].n_prompt,
         }
-        factory = requests[0].sampler_factory
+        factory = requests[0].spec.sampler_factory
         if isinstance(factory, SamplerFactory):
             params = factory.params
             for name in _OPTIONS:
@@ -145,7 +145,7 @@ class _RequestSpan:
         reasons = [request.finish_reason or "cancelled" for request in requests]
         return {
             "gen_ai.response.model": self._spans._model,
-            "gen_ai.usage.output_tokens": sum(max(len(r.whole) - r.n_prompt, 0) for r in requests),
+            "gen_ai.usage.output_tokens": sum(max(len(r.full_sequence) - r.n_prompt, 0) for r in requests),
             "gen_ai.usage.cache_read.input_tokens": min(request.n_cached for request in requests),
             "gen_ai.response.finish_reasons": tuple(cancelled if r == "cancelled" else r for r in reasons),
         }

@@ -525,7 +525,7 @@ class KvCache:
             return found
         best_rank = 0
         n_pending = 0
-        for n, cells in self._tree.find(request.tokens, limit, request.cache_key):
+        for n, cells in self._tree.find(request.tokens, limit, request.spec.cache_key):
             if n < found.n or (n == found.n and best_rank == 2):
                 break
             leader = cells.request
@@ -605,7 +605,7 @@ class KvCache:
         """The tree learns a request's tokens, also those that are not computed yet."""
         cells = request.cells = Cells(request.slot, request, len(request.tokens))
         if self.enabled and request.uses_cache:
-            self._tree.insert(cells, request.tokens, request.cache_key)
+            self._tree.insert(cells, request.tokens, request.spec.cache_key)
 
     def _choose(self, source: Cells | None) -> int:
         """A free slot next to a taken one, between two if there is one: gaps between running requests cost time."""
@@ -640,7 +640,7 @@ class KvCache:
         """Takes a request's slot and parks its cells, or saves them if it keeps them, or clears them if of no use."""
         slot = request.slot
         self._park(request)
-        if request.keeps_cells and slot in self._parked:
+        if request.spec.keeps_cells and slot in self._parked:
             self._evict(slot, pinned_by=request)
         if self._max_parked is not None:
             self.evict(self._max_parked)
@@ -661,7 +661,7 @@ class KvCache:
             self._tree.extend(cells, request.tokens[:n], n_known)
         else:
             self._tree.remove(cells)
-            self._tree.insert(cells, request.tokens[:n], request.cache_key)
+            self._tree.insert(cells, request.tokens[:n], request.spec.cache_key)
         self.memory_ops.append(Remove(slot, n))  # a step in flight may have added a cell
         self._parked[slot] = cells
         self._n_parked_cells += n
@@ -685,7 +685,7 @@ class KvCache:
         if cells.n_known > n and cells in self._tree:
             self._tree.remove(cells)
             cells.n = n
-            self._tree.insert(cells, request.tokens[:n], request.cache_key)
+            self._tree.insert(cells, request.tokens[:n], request.spec.cache_key)
 
     def shift(self, request: Request, begin: int, end: int) -> None:
         """A request's tokens from ``begin`` to ``end`` were dropped; the cells after them move there."""
@@ -702,7 +702,7 @@ class KvCache:
             self._tree.remove(self._unpark(slot))
         elif request is not None and cells is not None and cells in self._tree:
             self._tree.remove(cells)
-            self._tree.insert(cells, request.tokens[: cells.n_known], request.cache_key)
+            self._tree.insert(cells, request.tokens[: cells.n_known], request.spec.cache_key)
 
     def evict(self, n_cells: int) -> None:
         """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""
@@ -724,7 +724,7 @@ class KvCache:
         for key in dropped:
             self._forget(key)
         cells = Cells(-1, None, n)
-        self._tree.insert(cells, request.tokens[:n], request.cache_key)
+        self._tree.insert(cells, request.tokens[:n], request.spec.cache_key)
         return self._keep(cells, n_bytes, request)
 
     def unpin(self, request: Request) -> None:

@@ -515,8 +515,8 @@ class EngineLoop:
         if tokens:
             self._scheduler.append(request, tokens)
         request.sink.restart_text()
-        if request.sampler is not None and request.sampler_factory is not None:
-            request.sampler_factory.rebuild(request.sampler, request)
+        if request.sampler is not None and request.spec.sampler_factory is not None:
+            request.spec.sampler_factory.rebuild(request.sampler, request)
 
     def take_drawn(self) -> None:
         """Records the tokens that other threads have drawn."""
@@ -586,7 +586,7 @@ class EngineLoop:
         for request in list(self.open):
             if not drain:
                 self.cancel(request)
-            elif not request.resumable:
+            elif not request.spec.resumable:
                 self._run_to_end(request)
 
     def stats(self) -> EngineStats:
@@ -765,9 +765,9 @@ class EngineLoop:
     def _make_samplers(self, plan: BatchPlan) -> bool:
         """Makes the missing samplers. False if memory was missing for one: its request has failed."""
         for request in plan.requests:
-            if request.sampler is None and request.sampler_factory is not None:
+            if request.sampler is None and request.spec.sampler_factory is not None:
                 try:
-                    request.sampler = request.sampler_factory.make(request)
+                    request.sampler = request.spec.sampler_factory.make(request)
                 except MemoryError as e:
                     self._fail([request], e)
                     return False
@@ -877,7 +877,7 @@ class EngineLoop:
     def _end_waiting(self) -> None:
         """Continues or ends the requests that wait for a caller while the engine closes."""
         for request in list(self.open):
-            if request.resumable:
+            if request.spec.resumable:
                 self.cancel(request)
             else:
                 self._run_to_end(request)

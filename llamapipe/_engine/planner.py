@@ -249,7 +249,7 @@ class BatchBuilder:
         for request in running.prefilling:
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
-            n_left = request.n_left
+            n_left = request.n_uncomputed
             if n_step == 0 and not request.is_streaming:
                 return False
             if n_step >= self._prefill_cutoff:
@@ -331,11 +331,11 @@ class BatchBuilder:
         for request in running.prefilling:
             if budget <= 0:
                 break
-            if n_reserved and chunks and request.n_left > budget:
+            if n_reserved and chunks and request.n_uncomputed > budget:
                 continue  # one prompt in part is enough
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
-            first, n_left = request.n_past, request.n_left
+            first, n_left = request.n_past, request.n_uncomputed
             if brings_first and n_tokens >= self._prefill_cutoff:
                 break  # a stream waits for this step's token
             is_shared = bool(chunks) or self._n_waited > 0
@@ -372,7 +372,7 @@ class Chunk(NamedTuple):
 def _add(plan: BatchPlan, chunk: Chunk) -> None:
     """Adds a part of a prompt to a plan."""
     request, first, n, scored = chunk
-    is_last = n == request.n_left
+    is_last = n == request.n_uncomputed
     begin = len(plan.tokens)
     plan.tokens += request.tokens[first : first + n]
     plan.positions += range(first, first + n)
@@ -392,10 +392,10 @@ def _add(plan: BatchPlan, chunk: Chunk) -> None:
 def _reserved(prefilling: Sequence[Request], budget: int) -> int:
     """What a long prompt, which is the first, leaves to short ones after it: at most half of the budget."""
     n_reserved = 0
-    if len(prefilling) > 1 and prefilling[0].n_left > budget:
+    if len(prefilling) > 1 and prefilling[0].n_uncomputed > budget:
         for request in prefilling[1:]:
-            if n_reserved + request.n_left <= budget // 2:
-                n_reserved += request.n_left
+            if n_reserved + request.n_uncomputed <= budget // 2:
+                n_reserved += request.n_uncomputed
     return n_reserved
 
 

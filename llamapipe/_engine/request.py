@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from llamapipe.errors import ConstraintError, DecodeError, NoToken
 
@@ -100,121 +100,132 @@ _ALLOWED = {
 }
 
 
-class Request:
-    """A sequence of tokens that is being continued.
+class RequestSpec(NamedTuple):
+    """How a sequence is to be continued. Built once by the caller's thread, and never changed.
 
-    ``tokens``: the whole sequence, prompt and generated; the first ``n_past`` of them are in KV cells.
-    ``token_budget``: the request pauses when it has generated this many tokens in all; its consumer raises it.
-    ``max_tokens``: most generated tokens since the start or the last append; with 0, the request only computes its
-    ``logprob_targets``. ``resumable``: after "stop" and "length" it keeps its slot, and may be trimmed and continued.
-    ``sink``: receives the results. ``priority``: requests of a higher one come first. ``caller``: requests of one
-    caller share its turns; None once the request was admitted. ``share``: callers of one share take turns with those of
-    others. ``cache_key``: what its cells depend on besides its tokens, or who may use them: cells of other keys are not
-    its own, however equal the tokens.
-
-    Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its consumer sets.
+    ``max_tokens``: most generated tokens since the start or the last append; None: no limit; 0: the request only
+    computes its ``logprob_targets``. ``token_budget``: the request pauses when it has generated this many tokens in
+    all, until its consumer raises the budget. ``resumable``: after "stop" and "length" it keeps its slot, and may be
+    trimmed and continued. ``sink``: receives the results; None: nothing reads them. ``sampler_factory``: None: nothing
+    is generated. ``grammar_budget``: the time its constraint may take, for the factory. ``uses_cache``: it begins with
+    cells of other requests and leaves its own to them. ``cache_key``: what its cells depend on besides its tokens, or
+    who may use them: cells of other keys are never shared, however equal the tokens. ``keeps_cells``: its cells are
+    saved and pinned at its end. ``logprob_targets``: which of its own tokens are scored. ``wants_logprobs``: each
+    generated token comes with log-probabilities. ``priority``: requests of a higher one come first. ``caller``:
+    requests of one caller share its turns; None: it has no others. ``share``: callers of one share take turns with
+    those of others. ``n_generated``: how many of its last tokens were generated before.
     """
 
-    __slots__ = (
-        "arrival",
-        "batch_plan",
-        "cache_key",
-        "caller",
+    max_tokens: int | None = None
+    stop_tokens: frozenset[int] = frozenset()
+    token_budget: int = UNLIMITED
+    resumable: bool = False
+    sink: ResultSink | None = None
+    sampler_factory: SamplerFactory | None = None
+    grammar_budget: object = None
+    seed: int = 0
+    uses_cache: bool = True
+    cache_key: Hashable = None
+    keeps_cells: bool = False
+    logprob_targets: LogprobTargets | None = None
+    wants_logprobs: bool = False
+    priority: int = 0
+    caller: object = None
+    share: Hashable = None
+    n_generated: int = 0
+
+
+_DEFAULT = RequestSpec()
+
+
+class Request:
+    """A sequence of tokens that is being continued: what was asked for, how far it is, and where it is.
+
+    ``tokens``: the prompt, as a list that belongs to the request from now on.
+
+    Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its consumer sets, and
+    ``reopen``. Some fields of the specification are attributes too, because every step reads them.
+    """
+
+    __slots__ = (  # noqa: RUF023
+        # What was asked for.
+        "spec",
+        "logprob_targets",
+        "max_tokens",
+        "sink",
+        "stop_tokens",
+        "wants_logprobs",
+        # Progress: written by the scheduler.
         "cancelled",
-        "cells",
         "dropped",
         "error",
         "finish_reason",
-        "grammar_budget",
         "is_drawing",
-        "keeps_cells",
         "last_logprob",
-        "leader",
-        "left_queue_at",
-        "logprob_targets",
-        "max_tokens",
-        "n_cached",
-        "n_exact",
         "n_generated",
         "n_kept",
-        "n_lent",
-        "n_past",
         "n_prompt",
         "n_total",
-        "priority",
-        "resumable",
         "sampler",
-        "sampler_factory",
-        "saved_cells",
-        "seed",
-        "share",
-        "sink",
-        "slot",
         "state",
         "stop_token",
-        "stop_tokens",
         "token_budget",
         "tokens",
+        # Placement: written by the scheduler and the KV cache.
+        "arrival",
+        "batch_plan",
+        "caller",
+        "cells",
+        "leader",
+        "left_queue_at",
+        "n_cached",
+        "n_exact",
+        "n_lent",
+        "n_past",
+        "saved_cells",
+        "slot",
         "turn",
         "uses_cache",
-        "wants_logprobs",
-    )
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        tokens: list[int],
-        max_tokens: int | None = None,
-        stop_tokens: frozenset[int] = frozenset(),
-        token_budget: int = UNLIMITED,
-        resumable: bool = False,
-        sink: ResultSink | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.n_prompt = len(tokens)  # of `whole`
-        self.dropped: list[
-            int
-        ] = []  # tokens that were dropped when the context was full, after the first `n_kept`
+    def __init__(self, tokens: list[int], spec: RequestSpec = _DEFAULT) -> None:
+        self.spec = spec
+        self.logprob_targets = spec.logprob_targets
+        self.max_tokens = UNLIMITED if spec.max_tokens is None else spec.max_tokens
+        self.stop_tokens = spec.stop_tokens
+        self.wants_logprobs = spec.wants_logprobs
+        self.sink: ResultSink = _Discard() if spec.sink is None else spec.sink
+
+        self.tokens = tokens  # the sequence; the first ``n_past`` of them are in KV cells
+        self.dropped: list[int] = []  # after the first ``n_kept``: dropped when the context was full
         self.n_kept = 0
-        self.max_tokens = UNLIMITED if max_tokens is None else max_tokens
-        self.stop_tokens = stop_tokens
-        self.stop_token: int | None = None  # the one of them that was sampled
-        self.token_budget = token_budget
-        self.resumable = resumable
-        self.sink: ResultSink = _Discard() if sink is None else sink
-        self.sampler_factory: SamplerFactory | None = None  # None: nothing is generated
-        self.grammar_budget: object = None  # what its constraint may take, for the sampler factory
-        self.seed = 0
+        self.n_prompt = len(tokens) - spec.n_generated  # of ``full_sequence``
+        self.n_generated = 0  # since the start or the last append; bounded by max_tokens
+        self.n_total = spec.n_generated  # since the start; bounded by token_budget
+        self.token_budget = spec.token_budget
         self.sampler: Sampler | None = None  # made with the first slot
-        self.uses_cache = True  # whether it begins with cells of other requests, and leaves its own to them
-        self.cache_key: Hashable = None
-        self.keeps_cells = False  # whether its cells are saved and pinned at its end
-        self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
-        self.n_lent = 0  # how often its slot was lent while its token was drawn
-        self.cells: Cells | None = None  # while it has a slot
-        self.saved_cells: Cells | None = None  # while it is preempted, or keeps its cells
-        self.left_queue_at: float | None = None  # when it got its first slot, or ended without
-        self.leader: Request | None = None  # the request that computes its prefix, while it waits for that
-        self.logprob_targets: LogprobTargets | None = None  # which of its own tokens are scored
-        self.wants_logprobs = False  # whether each generated token comes with log-probabilities
-        self.last_logprob: tuple[float, Sequence[tuple[int, float]]] | None = None  # those of the last token
-        self.priority = 0
-        self.caller: object = self
-        self.share: Hashable = None
+        self.is_drawing = False  # its next token is drawn by another thread: it is in no step until then
+        self.last_logprob: tuple[float, Sequence[tuple[int, float]]] | None = None  # of the last token
+        self.state = State.WAITING
+        self.cancelled = False
+        self.stop_token: int | None = None  # the one of ``stop_tokens`` that was sampled
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+
+        self.arrival = -1  # order of arrival
         self.turn = (0, 0, 0)  # order of admission, set with its arrival
-        self.arrival = -1  # order of arrival, set by the scheduler
+        self.caller: object = self if spec.caller is None else spec.caller  # None once it was admitted
+        self.leader: Request | None = None  # the request that computes its prefix, while it waits for that
+        self.left_queue_at: float | None = None  # when it got its first slot, or ended without
         self.slot = -1
         self.batch_plan: BatchPlan | None = None  # the last plan it is part of, while it keeps its slot
         self.n_past = 0
-        self.n_exact = (
-            0  # its first cells that were computed in batches of their own, if that matters (KvCache)
-        )
-        self.n_generated = 0  # since the start or the last append; bounded by max_tokens
-        self.n_total = 0  # since the start; bounded by token_budget
-        self.state = State.WAITING
-        self.is_drawing = False  # its next token is drawn by another thread: it is in no step until then
-        self.cancelled = False
-        self.finish_reason: str | None = None
-        self.error: BaseException | None = None
+        self.n_exact = 0  # its first cells that were computed in batches of their own, if that matters
+        self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
+        self.n_lent = 0  # how often its slot was lent while its token was drawn
+        self.uses_cache = spec.uses_cache  # until its cells are shifted
+        self.cells: Cells | None = None  # while it has a slot
+        self.saved_cells: Cells | None = None  # while it is preempted, or keeps its cells
 
     def __repr__(self) -> str:
         why = f" {self.finish_reason}" if self.finish_reason else ""
@@ -223,34 +234,27 @@ class Request:
             f"n_tokens={len(self.tokens)} n_past={self.n_past}>"
         )
 
-    def fork(self) -> Request:
+    def fork(self, seed: int, sink: ResultSink) -> Request:
         """A new request with the same options, for the same sequence, which ``Scheduler.fork`` gives it.
 
         For its consumer's thread, while it does not run.
         """
-        child = Request([], self.max_tokens, self.stop_tokens, self.n_total, self.resumable)
-        child.n_total = self.n_total
-        child.sampler_factory = self.sampler_factory
-        child.grammar_budget = self.grammar_budget
-        child.uses_cache = self.uses_cache
-        child.cache_key = self.cache_key
-        child.share = self.share
-        child.wants_logprobs = self.wants_logprobs
-        child.priority = self.priority
+        spec = self.spec._replace(
+            token_budget=self.n_total, n_generated=self.n_total, seed=seed, sink=sink, caller=None
+        )
+        child = Request([], spec)
         child.finish_reason = self.finish_reason
         return child
 
     @property
-    def whole(self) -> list[int]:
+    def full_sequence(self) -> list[int]:
         """The sequence with the tokens that were dropped."""
-        return (
-            self.tokens[: self.n_kept] + self.dropped + self.tokens[self.n_kept :]
-            if self.dropped
-            else self.tokens
-        )
+        if not self.dropped:
+            return self.tokens
+        return self.tokens[: self.n_kept] + self.dropped + self.tokens[self.n_kept :]
 
     @property
-    def n_left(self) -> int:
+    def n_uncomputed(self) -> int:
         """Tokens of the sequence that have no KV cell yet."""
         return len(self.tokens) - self.n_past
 
@@ -264,6 +268,10 @@ class Request:
     def is_streaming(self) -> bool:
         """Whether a reader gets the tokens one by one and raises the budget as it reads."""
         return self.max_tokens > 0 and self.token_budget < UNLIMITED
+
+    def reopen(self) -> None:
+        """The sequence was changed, so the request may continue. Also its consumer's thread, ahead of the change."""
+        self.finish_reason = None
 
     def sampling_error(self, code: int) -> Exception:
         """The error of a request that got no token; for the codes see ``Executor.sample``."""

@@ -120,9 +120,9 @@ class Waiting:
         caller = request.caller
         start = max(self._now, self._ends.get(caller, 0))
         self._ends[caller] = start + _cost(request)
-        (self._shares.get(request.share) or self._new_share(request)).n_new += 1
+        (self._shares.get(request.spec.share) or self._new_share(request)).n_new += 1
         self._n_of[caller] = self._n_of.get(caller, 0) + 1
-        request.turn = (-request.priority, start, request.arrival)
+        request.turn = (-request.spec.priority, start, request.arrival)
         if request.n_total < request.token_budget:
             self.add_ready(request)
         else:
@@ -131,18 +131,18 @@ class Waiting:
     def add_ready(self, request: Request) -> None:
         """Adds a request that had a slot, was paused, or followed another one. It keeps its turn."""
         self._queued[request] = self._next = None
-        share = self._shares.get(request.share) or self._new_share(request)
+        share = self._shares.get(request.spec.share) or self._new_share(request)
         share.n_queued += 1
         heappush(share.heap, (request.turn, request))
 
     def _new_share(self, request: Request) -> _Share:
-        share = self._shares[request.share] = _Share()
+        share = self._shares[request.spec.share] = _Share()
         return share
 
     def _emptied(self, share: _Share, request: Request) -> None:
         share.heap.clear()
         if not share.n_new:
-            del self._shares[request.share]
+            del self._shares[request.spec.share]
 
     def remove(self, request: Request) -> None:
         """Removes a request from its list."""
@@ -156,7 +156,7 @@ class Waiting:
         elif request in self._queued:
             del self._queued[request]
             self._next = None
-            share = self._shares[request.share]
+            share = self._shares[request.spec.share]
             share.n_queued -= 1
             if not share.n_queued:
                 self._emptied(share, request)
@@ -169,7 +169,7 @@ class Waiting:
         caller, request.caller = request.caller, None
         if caller is None:
             return
-        share = self._shares[request.share]
+        share = self._shares[request.spec.share]
         share.n_new -= 1
         if request.slot >= 0:
             self._share_now = max(share.end, self._share_now)
@@ -304,7 +304,7 @@ class Running:
 
     def newest_of_lowest(self) -> Request:
         """The request that arrived last, of those with the lowest priority."""
-        return max(self, key=lambda request: (-request.priority, request.arrival))
+        return max(self, key=lambda request: (-request.spec.priority, request.arrival))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the lists are inconsistent."""
@@ -469,7 +469,7 @@ class Scheduler:
         """Queues a new request."""
         request.arrival = self._n_arrived
         self._n_arrived += 1
-        self._lowest_priority = min(self._lowest_priority, request.priority)
+        self._lowest_priority = min(self._lowest_priority, request.spec.priority)
         self._waiting.add(request)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -511,7 +511,7 @@ class Scheduler:
         self._reopen(request)
 
     def _reopen(self, request: Request) -> None:
-        request.finish_reason = None
+        request.reopen()
         request.n_generated = 0
 
     def finish(self, request: Request, reason: str) -> None:
@@ -519,7 +519,7 @@ class Scheduler:
         if request.state is State.FINISHED:
             return
         request.finish_reason = reason
-        if request.resumable and reason in ("stop", "length"):
+        if request.spec.resumable and reason in ("stop", "length"):
             self._pause(request)
             return
         self._leave(request)
@@ -570,7 +570,7 @@ class Scheduler:
         waiting = self._waiting
         if self.cache.n_free >= waiting.n_ready or request not in self._running.drawing:
             return False
-        if waiting.next().share == request.share and lateness < 2 ** min(request.n_lent, 20):
+        if waiting.next().spec.share == request.spec.share and lateness < 2 ** min(request.n_lent, 20):
             return False
         request.n_lent += 1
         self.preempt(request)
@@ -680,7 +680,9 @@ class Scheduler:
         if code == NoToken.LATER:
             self._draw_later(request)
         elif code == NoToken.FINISHED:
-            if request.resumable:  # the next token after a change is sampled from the logits of the last one
+            if (
+                request.spec.resumable
+            ):  # the next token after a change is sampled from the logits of the last one
                 self.cache.truncate(request, len(request.tokens) - 1)
             self.finish(request, "stop")
         else:
@@ -834,10 +836,10 @@ class Scheduler:
 
     def _preempt_below(self, request: Request) -> bool:
         """Preempts a request of a lower priority than this one. False if there is none."""
-        if request.priority <= self._lowest_priority or not len(self._running):
+        if request.spec.priority <= self._lowest_priority or not len(self._running):
             return False
         least = self._running.newest_of_lowest()
-        if least.priority >= request.priority:
+        if least.spec.priority >= request.spec.priority:
             return False
         self.preempt(least)
         return True
@@ -868,7 +870,7 @@ class Scheduler:
             self.cache.leave(request)
             self._full = False
             self._waiting.release(request)
-        if not request.keeps_cells:
+        if not request.spec.keeps_cells:
             self.cache.unpin(request)
 
     def _take(self, request: Request) -> None:

@@ -148,7 +148,7 @@ class EngineThread:
 
     def cancel_soon(self, request: Request) -> None:
         """Has a request end. A step that computes nothing but cancelled requests is aborted."""
-        if not request.resumable:  # a generation's trims, forks and cancel happen in the order of calls
+        if not request.spec.resumable:  # a generation's trims, forks and cancel happen in the order of calls
             self._inbox.urgent.append(request)
         self._inbox.put(self.loop.cancel, request)  # also wakes the loop
         request.cancelled = True  # last: a caller that is interrupted before this line can cancel again

@@ -174,10 +174,9 @@ class Generation(Owner):
         sink = parent.sink
         assert isinstance(sink, TokenSink)
         self._n_forks += 1
-        child = parent.fork()
-        child.seed = _seed_of_fork(parent.seed, self._n_forks) if given is None else given
+        seed = _seed_of_fork(parent.spec.seed, self._n_forks) if given is None else given
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        child.sink = sink.fork(mailbox, keeps_text=not self._changed)
+        child = parent.fork(seed, sink.fork(mailbox, keeps_text=not self._changed))
         forked = Generation(self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._layout)
         forked._tokens = self._tokens.copy()
         forked._changed = self._changed
@@ -242,9 +241,7 @@ class Generation(Owner):
     def _change(self, n_keep: int | None, tokens: list[int]) -> None:
         request = self._request
         self._changed = True
-        request.finish_reason = (
-            None  # the engine thread leaves a waiting request alone; `finish_reason` must hold at once
-        )
+        request.reopen()  # the engine thread leaves a waiting request alone; `finish_reason` must hold at once
         self._engine_thread.call(self._engine_thread.loop.change, request, n_keep, tokens)
 
 

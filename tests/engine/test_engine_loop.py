@@ -853,8 +853,7 @@ class TestEventLoops:
         loop = asyncio.new_event_loop()
         loop.close()
         mailbox = AsyncMailbox(loop, desk.engine_thread.dispatcher)
-        request = desk.request(max_tokens=60)
-        request.sink = DeltaSink(mailbox, piece, ())
+        request = desk.request(max_tokens=60, sink=DeltaSink(mailbox, piece, ()))
         mailbox.requests.append(request)
         desk.submit(request)
         desk.complete().check()  # gets the slot when the other has lost it
@@ -885,8 +884,7 @@ class TestEventLoops:
             assert bool(wakers_of(desk.engine_thread.dispatcher)) == watches
             with desk.held():
                 for mailbox in mailboxes:
-                    request = desk.request(max_tokens=4)
-                    request.sink = DeltaSink(mailbox, piece, ())
+                    request = desk.request(max_tokens=4, sink=DeltaSink(mailbox, piece, ()))
                     mailbox.requests.append(request)
                     desk.submit(request)
             for mailbox in mailboxes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamapipe._engine.planner import BatchBuilder, PrefillBudget
-from llamapipe._engine.request import UNLIMITED, Request, State
+from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, State
 from llamapipe._engine.scheduler import Running
 from llamapipe._engine.scoring import PromptTargets
 
@@ -15,7 +15,7 @@ def running_of(n_decoding: int, *prompts: int) -> Running:
     running = Running()
     for i in range(n_decoding + len(prompts)):
         n = 8 if i < n_decoding else prompts[i - n_decoding]
-        request = Request([1] * n, 5)
+        request = Request([1] * n, RequestSpec(5))
         request.slot = request.arrival = i
         request.turn = (0, 0, i)
         request.n_past = 7 if i < n_decoding else 0

@@ -18,7 +18,7 @@ from llamapipe._engine import scheduler as scheduler_module
 from llamapipe._engine.executor import CellKeeper
 from llamapipe._engine.kv import Shift
 from llamapipe._engine.planner import BatchPlan
-from llamapipe._engine.request import UNLIMITED, Request, State
+from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, State
 from llamapipe._engine.scheduler import Scheduler
 from llamapipe.errors import ContextFullError, DecodeError, NoToken
 
@@ -60,10 +60,7 @@ class Bench:
 
     def add(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Request:
         """A new request with a prompt of its own."""
-        later = {name: options.pop(name) for name in ("priority", "caller", "share") if name in options}
-        request = Request(prompt_of(n_prompt, self.n_added), max_tokens, **options)
-        for name, value in later.items():
-            setattr(request, name, value)
+        request = Request(prompt_of(n_prompt, self.n_added), RequestSpec(max_tokens, **options))
         self.n_added += 1
         self.scheduler.add(request)
         return request
@@ -845,7 +842,7 @@ class TestPreemption:
         scheduler = Scheduler(cache_of(3, enabled=True), 512, 3 * 512, 8, 8, None)
         prompt = prompt_of(300)
         late, leader, follower, other, last = (
-            Request(tokens, 5) for tokens in ([1, 2], prompt, [*prompt, 1], [3, 4], [5, 6])
+            Request(tokens, RequestSpec(5)) for tokens in ([1, 2], prompt, [*prompt, 1], [3, 4], [5, 6])
         )
         scheduler.add(late)
         plan = scheduler.plan()
@@ -1256,7 +1253,8 @@ class TestNeighbours:
         def come() -> None:
             before = n_runs([r.slot for r in running])
             tokens = prompt_of(40, chance.randrange(12))[: chance.randrange(1, 40)]
-            request = Request([*tokens, *prompt_of(chance.randrange(1, 40), chance.randrange(99))], 5)
+            own = prompt_of(chance.randrange(1, 40), chance.randrange(99))
+            request = Request([*tokens, *own], RequestSpec(5))
             found = cache.find(request)
             found.leader = None
             if found.cells is None:
@@ -1466,7 +1464,7 @@ class Caller:
         r = self.request
         if r.n_total > self.n_before or r.finish_reason is not None:
             self.waiting = False
-        return r.resumable and r.state is not State.FINISHED and not self.waiting
+        return r.spec.resumable and r.state is not State.FINISHED and not self.waiting
 
     def next(self) -> None:
         if self.request.finish_reason is None:
@@ -1482,7 +1480,7 @@ class Caller:
     def read(self) -> None:
         """Takes one token of a stream."""
         r = self.request
-        if r.resumable or r.token_budget == UNLIMITED or self.n_read >= r.n_total:
+        if r.spec.resumable or r.token_budget == UNLIMITED or self.n_read >= r.n_total:
             return
         self.n_read += 1
         r.token_budget += 1
@@ -1573,9 +1571,15 @@ class Machine(RuleBasedStateMachine):
             return
         limit = {"completion": UNLIMITED, "stream": BUFFER, "generation": 0}[kind]
         tokens = tokens[: self.n_ctx - 1]
-        request = Request(tokens, max_tokens, stop, limit, resumable=kind == "generation")
-        request.share = len(tokens) % 3
-        request.cache_key = (None, "salt")[len(self.callers) % 2]
+        spec = RequestSpec(
+            max_tokens,
+            stop,
+            limit,
+            resumable=kind == "generation",
+            share=len(tokens) % 3,
+            cache_key=(None, "salt")[len(self.callers) % 2],
+        )
+        request = Request(tokens, spec)
         self.bench.scheduler.add(request)
         self.callers.append(Caller(self.bench, request))
 
@@ -1656,7 +1660,7 @@ class Machine(RuleBasedStateMachine):
             if not self.live:
                 break
             for caller in self.live:
-                if caller.request.resumable and caller.request.finish_reason is not None:
+                if caller.request.spec.resumable and caller.request.finish_reason is not None:
                     caller.cancelled = True
                     self.bench.scheduler.cancel(caller.request)
                 elif caller.idle:

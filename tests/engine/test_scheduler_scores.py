@@ -12,7 +12,7 @@ from support.memory import cache_of
 
 from llamapipe._engine.executor import CellKeeper
 from llamapipe._engine.planner import BatchPlan
-from llamapipe._engine.request import Request, State
+from llamapipe._engine.request import Request, RequestSpec, State
 from llamapipe._engine.scheduler import Scheduler
 from llamapipe._engine.scoring import ContinuationTargets, PromptTargets, TokenScore
 from llamapipe.errors import ContextFullError
@@ -98,9 +98,7 @@ def expected(context: Sequence[int], tokens: Sequence[int], n_top: int = 0) -> l
 
 def score_request(context: Sequence[int], continuations: Sequence[Sequence[int]]) -> Request:
     targets = ContinuationTargets(context, continuations)
-    request = Request(targets.first(), max_tokens=0)
-    request.logprob_targets = targets
-    return request
+    return Request(targets.first(), RequestSpec(0, logprob_targets=targets))
 
 
 class TestContinuations:
@@ -136,8 +134,7 @@ class TestPrompts:
     def test_every_token_but_the_first(self, n: int) -> None:
         desk = Desk(1)
         prompt = prompt_of(n, 3)
-        request = Request(prompt.copy(), 1)
-        request.logprob_targets = PromptTargets(prompt, 2)
+        request = Request(prompt.copy(), RequestSpec(1, logprob_targets=PromptTargets(prompt, 2)))
         desk.scheduler.add(request)
         desk.run()
         assert scores_of(request) == expected(prompt[:1], prompt[1:], 2)
@@ -148,7 +145,7 @@ class TestSharedPrompts:
     @pytest.mark.parametrize("n_slots", [1, 2, 5])
     def test_the_prompt_is_fed_once(self, n_slots: int) -> None:
         desk = Desk(n_slots)
-        requests = [Request(prompt_of(20, 1), 5) for _ in range(5)]
+        requests = [Request(prompt_of(20, 1), RequestSpec(5)) for _ in range(5)]
         for request in requests:
             desk.scheduler.add(request)
         assert desk.scheduler.n_queued == 5
@@ -160,7 +157,7 @@ class TestSharedPrompts:
 
     def test_the_next_leads_when_the_first_is_cancelled(self) -> None:
         desk = Desk(3)
-        first, second, third = requests = [Request(prompt_of(30, 1), 5) for _ in range(3)]
+        first, second, third = requests = [Request(prompt_of(30, 1), RequestSpec(5)) for _ in range(3)]
         for request in requests:
             desk.scheduler.add(request)
         desk.step()
@@ -173,7 +170,7 @@ class TestSharedPrompts:
 
     def test_one_that_waits_is_cancelled(self) -> None:
         desk = Desk(3)
-        first, second = requests = [Request(prompt_of(30, 1), 5) for _ in range(2)]
+        first, second = requests = [Request(prompt_of(30, 1), RequestSpec(5)) for _ in range(2)]
         for request in requests:
             desk.scheduler.add(request)
         desk.step()
@@ -184,7 +181,7 @@ class TestSharedPrompts:
 
     def test_one_that_comes_when_the_prompt_is_there(self) -> None:
         desk = Desk(2)
-        first, second = (Request(prompt_of(10, 1), 20) for _ in range(2))
+        first, second = (Request(prompt_of(10, 1), RequestSpec(20)) for _ in range(2))
         desk.scheduler.add(first)
         desk.step()
         desk.step()
@@ -194,12 +191,12 @@ class TestSharedPrompts:
 
     def test_a_memory_that_cannot_be_copied_in_part(self) -> None:
         desk = Desk(2, recurrent=True)
-        requests = [Request(prompt_of(20, 1), 5) for _ in range(2)]
+        requests = [Request(prompt_of(20, 1), RequestSpec(5)) for _ in range(2)]
         for request in requests:
             desk.scheduler.add(request)
         desk.run()
         assert requests[1].tokens == requests[0].tokens
-        longer = Request([*requests[0].tokens, 7], 5)
+        longer = Request([*requests[0].tokens, 7], RequestSpec(5))
         desk.scheduler.add(longer)
         desk.run()
         assert longer.n_cached == 24  # all that was computed
@@ -234,12 +231,13 @@ class TestAnything:
                 new = [score_request(prompt, rest)]
                 contexts[new[0]] = (prompt, rest)
             elif kind < 0.4:
-                new = [Request(prompt.copy(), chance.randint(1, 20)) for _ in range(chance.randint(1, 4))]
+                specs = [RequestSpec(chance.randint(1, 20)) for _ in range(chance.randint(1, 4))]
                 if chance.random() < 0.5:
-                    new[0].logprob_targets = PromptTargets(prompt, 1)
+                    specs[0] = specs[0]._replace(logprob_targets=PromptTargets(prompt, 1))
+                new = [Request(prompt.copy(), spec) for spec in specs]
             elif requests and kind < 0.5:  # a conversation goes on
                 told = chance.choice(requests).tokens
-                new = [Request([*told[:30], *prompt][: N_CTX - 12], chance.randint(1, 10))]
+                new = [Request([*told[:30], *prompt][: N_CTX - 12], RequestSpec(chance.randint(1, 10)))]
             for request in new:
                 desk.scheduler.add(request)
             requests += new

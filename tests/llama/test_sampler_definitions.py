@@ -28,7 +28,7 @@ from support.sampler_definitions import (
     vocab_model,
 )
 
-from llamapipe._engine.request import Request
+from llamapipe._engine.request import Request, RequestSpec
 from llamapipe.engine.params import SamplingParams
 from llamapipe.engine.sampling.factory import SamplerFactoryCache, choose_seed
 from llamapipe.errors import DecodeError
@@ -372,9 +372,7 @@ class TestFactory:
     """From SamplingParams to a chain."""
 
     def request(self, tokens: list[int], seed: int = 5) -> Request:
-        request = Request(tokens)
-        request.seed = seed
-        return request
+        return Request(tokens, RequestSpec(seed=seed))
 
     @pytest.mark.parametrize(
         ("params", "chain"),

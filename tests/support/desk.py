@@ -11,7 +11,7 @@ from typing import Any
 
 from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop
-from llamapipe._engine.request import Request
+from llamapipe._engine.request import Request, RequestSpec
 from llamapipe._engine.scheduler import Scheduler
 from llamapipe._engine.thread import EngineThread
 from llamapipe.engine.delivery.mailbox import ThreadMailbox
@@ -110,8 +110,8 @@ class Desk:
         tokens: list[int] | None = None,
         **options: Any,
     ) -> Request:
-        request = Request(tokens or prompt_of(n_prompt, self.n_asked), max_tokens, **options)
-        request.sampler_factory = self
+        spec = RequestSpec(max_tokens, sampler_factory=self, **options)
+        request = Request(tokens or prompt_of(n_prompt, self.n_asked), spec)
         self.n_asked += 1
         return request
 
@@ -125,29 +125,25 @@ class Desk:
             raise
 
     def complete(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Answer:
-        request, mailbox = (
-            self.request(n_prompt, max_tokens, **options),
-            ThreadMailbox(self.engine_thread.dispatcher),
-        )
-        request.sink = CompletionSink(Choices(mailbox, 0), piece, (), 0)
+        mailbox = ThreadMailbox(self.engine_thread.dispatcher)
+        sink = CompletionSink(Choices(mailbox, 0), piece, (), 0)
+        request = self.request(n_prompt, max_tokens, sink=sink, **options)
         self.submit(request)
         return Answer(request, mailbox)
 
     def stream(self, n_prompt: int = 4, max_tokens: int | None = 5) -> Stream:
-        request, mailbox = (
-            self.request(n_prompt, max_tokens, token_budget=BUFFER_TOKENS),
-            ThreadMailbox(self.engine_thread.dispatcher),
-        )
-        request.sink = DeltaSink(mailbox, piece, ())
+        mailbox = ThreadMailbox(self.engine_thread.dispatcher)
+        sink = DeltaSink(mailbox, piece, ())
+        request = self.request(n_prompt, max_tokens, token_budget=BUFFER_TOKENS, sink=sink)
         self.submit(request)
         return Stream(self.engine_thread, request, mailbox, None)
 
     def start(
         self, n_prompt: int = 4, max_tokens: int | None = 5, stops: tuple[str, ...] = (), **options: Any
     ) -> Generation:
-        request = self.request(n_prompt, max_tokens, token_budget=0, resumable=True, **options)
         mailbox = ThreadMailbox(self.engine_thread.dispatcher)
-        request.sink = TokenSink(mailbox, piece, stops)
+        sink = TokenSink(mailbox, piece, stops)
+        request = self.request(n_prompt, max_tokens, token_budget=0, resumable=True, sink=sink, **options)
         self.engine_thread.submit(request)
         return self.generation(request, mailbox)
 
@@ -160,11 +156,16 @@ class Desk:
     def restore(self, snapshot: bytes) -> Generation:
         """As an engine does."""
         found = unpack(snapshot, self.layout(), N_VOCAB)
-        request = self.request(max_tokens=None, resumable=True)
-        request.tokens, request.n_prompt = found.tokens, found.n_prompt
-        request.n_total = request.token_budget = len(found.tokens) - found.n_prompt
         mailbox = ThreadMailbox(self.engine_thread.dispatcher)
-        request.sink = TokenSink(mailbox, piece, ())
+        n_generated = len(found.tokens) - found.n_prompt
+        request = self.request(
+            max_tokens=None,
+            tokens=found.tokens,
+            token_budget=n_generated,
+            n_generated=n_generated,
+            resumable=True,
+            sink=TokenSink(mailbox, piece, ()),
+        )
         self.engine_thread.call(self.engine_thread.loop.restore, request, found.n_cells, found.state)
         return self.generation(request, mailbox)
 

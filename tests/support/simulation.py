@@ -27,7 +27,7 @@ from unittest.mock import patch
 from llamapipe._engine import loop as engine_loop
 from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop, Inbox
-from llamapipe._engine.request import Request, State
+from llamapipe._engine.request import Request, RequestSpec, State
 from llamapipe._engine.scheduler import Overflow, Scheduler
 from llamapipe.engine.delivery import result_dispatcher, sink
 from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
@@ -534,14 +534,16 @@ class Simulation:
 
     def _request(self, tokens: list[int], **options: Any) -> Request:
         rng = self.world.rng
-        request = Request(
-            tokens, rng.randrange(1, 30), frozenset([0] if rng.random() < 0.5 else []), **options
+        spec = RequestSpec(
+            rng.randrange(1, 30),
+            frozenset([0] if rng.random() < 0.5 else []),
+            sampler_factory=self,
+            priority=rng.choice((0, 0, 0, 1, -1)),
+            uses_cache=rng.random() < 0.9,
+            caller=rng.randrange(3),
+            **options,
         )
-        request.sampler_factory = self
-        request.priority = rng.choice((0, 0, 0, 1, -1))
-        request.uses_cache = rng.random() < 0.9
-        request.caller = rng.randrange(3)
-        return request
+        return Request(tokens, spec)
 
     def make(self, request: Request) -> SimSampler:
         """As a sampler factory does."""
@@ -584,8 +586,8 @@ class Simulation:
         for _ in range(rng.randrange(1, 6)):
             prompt = self._prompt()
             mailbox, loop = self._mailbox()
-            request = self._request(prompt.copy())
-            request.sink = CompletionSink(Choices(mailbox, 0), lambda token: b"%d " % token, (), 0)
+            sink = CompletionSink(Choices(mailbox, 0), lambda token: b"%d " % token, (), 0)
+            request = self._request(prompt.copy(), sink=sink)
             if loop is not None:
                 mailbox.requests.append(request)
             yield from self._enter(request)
@@ -634,8 +636,8 @@ class Simulation:
         rng = self.world.rng
         prompt, n_ahead = self._prompt(), rng.choice((1, 3, 64))
         mailbox, loop = self._mailbox()
-        request = self._request(prompt.copy(), token_budget=n_ahead)
-        request.sink = DeltaSink(mailbox, lambda token: b"%d " % token, ())
+        sink = DeltaSink(mailbox, lambda token: b"%d " % token, ())
+        request = self._request(prompt.copy(), token_budget=n_ahead, sink=sink)
         if loop is not None:
             mailbox.requests.append(request)
         yield from self._enter(request)
@@ -672,8 +674,8 @@ class Simulation:
         """One token at a time; changes the sequence, and forks it."""
         prompt = self._prompt()
         mailbox = ThreadMailbox(self.loop.dispatcher)
-        request = self._request(prompt.copy(), token_budget=0, resumable=True)
-        request.sink = TokenSink(mailbox, lambda token: b"%d " % token, ())
+        sink = TokenSink(mailbox, lambda token: b"%d " % token, ())
+        request = self._request(prompt.copy(), token_budget=0, resumable=True, sink=sink)
         if not self._submit(request):
             return
         yield from self._go_on(request, mailbox, prompt, 0)
@@ -693,13 +695,13 @@ class Simulation:
                 n = rng.randrange(1, len(whole))
                 del whole[n:]
                 n_made = 0
-                request.finish_reason = None
+                request.reopen()
                 self.inbox.put(self.loop.change, request, n, [])
             elif action < 0.3 and len(whole) < N_CTX - 6:
                 more = [rng.randrange(N_VOCAB) for _ in range(3)]
                 whole += more
                 n_made = 0
-                request.finish_reason = None
+                request.reopen()
                 self.inbox.put(self.loop.change, request, None, more)
             elif action < 0.36 and not request.cancelled:
                 yield from self._forks(request, whole, n_made)
@@ -727,10 +729,9 @@ class Simulation:
         self._cancel(request)
 
     def _forks(self, parent: Request, whole: list[int], n_made: int) -> Iterator[Any]:
-        child = parent.fork()
         mailbox = ThreadMailbox(self.loop.dispatcher)
         assert isinstance(parent.sink, TokenSink)
-        child.sink = parent.sink.fork(mailbox, keeps_text=False)
+        child = parent.fork(0, parent.sink.fork(mailbox, keeps_text=False))
         self.inbox.put(self.loop.fork, parent, child)
         yield from self._go_on(child, mailbox, whole.copy(), n_made)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from llamapipe._engine.kv import Copy, KvCache, MemoryOp, Save
 from llamapipe._engine.kv import Load as LoadCells
 from llamapipe._engine.planner import BatchPlan
-from llamapipe._engine.request import UNLIMITED, Request, State
+from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, State
 from llamapipe._engine.scheduler import Scheduler
 from simulate.cost import Load as StepLoad
 from simulate.cost import StepCost, load_of
@@ -254,7 +254,8 @@ class Node:
         scheduler = self.scheduler
         if self._inbox:
             for answer in self._inbox:
-                scheduler.add(Request(answer.tokens, answer.n_answer, _NO_TOKENS, _STREAMED, sink=answer))
+                spec = RequestSpec(answer.n_answer, _NO_TOKENS, _STREAMED, sink=answer)
+                scheduler.add(Request(answer.tokens, spec))
                 answer.tokens = []  # the request owns them now, and is freed long before the answer
             self._inbox.clear()
         plan = scheduler.plan()

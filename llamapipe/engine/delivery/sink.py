@@ -139,7 +139,7 @@ class Choices:
         timings = Timings(first_s, perf_counter() - self._started_at, self._queue_s)
         prompt = None
         if self._prompt_targets is not None:
-            ids = request.whole[: request.n_prompt]
+            ids = request.full_sequence[: request.n_prompt]
             prompt = prompt_token_logprobs(ids, self._prompt_targets.scores, piece)
         choices = tuple(choice for choice in self._choices if choice is not None)
         self.mailbox.put(
@@ -181,7 +181,7 @@ class CompletionSink(Sink):
         if request.error is not None:
             self._choices.fail(request.error)
             return
-        tokens = request.whole[request.n_prompt :]
+        tokens = request.full_sequence[request.n_prompt :]
         if not self._stops:
             self._parts.append(self._text.push(b"".join(map(self._piece, tokens))))
         self._parts.append(self._text.finish())

@@ -7,7 +7,7 @@ from functools import partial
 from time import thread_time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 
-from llamapipe._engine.request import UNLIMITED, Request
+from llamapipe._engine.request import UNLIMITED, Request, RequestSpec
 from llamapipe._engine.scoring import ContinuationTargets, PromptTargets
 from llamapipe.arguments import check_tokens, from_column
 from llamapipe.engine.delivery.mailbox import Mailbox
@@ -206,37 +206,45 @@ class RequestBuilder:
 
     def completion(self, item: Item, mailbox: Mailbox, index: int) -> list[Request]:
         """The ``n`` requests of one item, answered together with ``(index, Completion)``."""
-        tokens, sampler_factory, piece, budget = item
-        piece = piece or self._model.vocab.piece
-        params = sampler_factory.params
+        tokens, params = item.tokens, item.sampler_factory.params
+        piece, stops = self._text_of(item)
         seed = choose_seed(params)
         targets = None if params.prompt_logprobs is None else PromptTargets(tokens, params.prompt_logprobs)
         choices = Choices(mailbox, index, params.n, targets)
+        spec = self._spec(item, UNLIMITED)._replace(caller=mailbox)
         requests: list[Request] = []
         for i in range(params.n):
-            request = self._request(
-                Item(tokens.copy(), sampler_factory, budget=budget), UNLIMITED, resumable=False
+            own = (seed + i) % 2**64
+            sink = CompletionSink(choices, piece, stops, own, i)
+            requests.append(
+                Request(
+                    tokens.copy(), spec._replace(seed=own, sink=sink, logprob_targets=None if i else targets)
+                )
             )
-            request.seed = (seed + i) % 2**64
-            request.caller = mailbox
-            request.sink = CompletionSink(choices, piece, tuple(params.stop or ()), request.seed, i)
-            requests.append(request)
-        requests[0].logprob_targets = targets
         return requests
 
     def scores(
-        self, context: Sequence[int], continuations: Sequence[Sequence[int]], mailbox: Mailbox, index: int
+        self,
+        context: Sequence[int],
+        continuations: Sequence[Sequence[int]],
+        mailbox: Mailbox,
+        index: int,
+        salt: str | None = None,
+        keeps_cells: bool = False,
     ) -> Request:
         """A request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError."""
         self.check_scores(context, continuations)
         targets = ContinuationTargets(context, continuations)
-        request = Request(targets.first(), max_tokens=0)
-        request.logprob_targets = targets
-        request.caller = mailbox
-        request.share = tenant.get().share
-        request.cache_key = cache_key(None)
-        request.sink = ScoreSink(mailbox, index)
-        return request
+        spec = RequestSpec(
+            max_tokens=0,
+            logprob_targets=targets,
+            caller=mailbox,
+            share=tenant.get().share,
+            cache_key=cache_key(salt),
+            keeps_cells=keeps_cells,
+            sink=ScoreSink(mailbox, index),
+        )
+        return Request(targets.first(), spec)
 
     def check_scores(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
         """Raises InvalidRequestError for texts that are too long to be scored."""
@@ -253,7 +261,7 @@ class RequestBuilder:
         Raises InvalidRequestError for params that a stream does not support.
         """
         self._check_single(item)
-        return self._with(DeltaSink, self._request(item, n_ahead, resumable=False), item, mailbox)
+        return Request(item.tokens, self._spec(item, n_ahead, DeltaSink(mailbox, *self._text_of(item))))
 
     def generation(self, item: Item, mailbox: Mailbox) -> Request:
         """A request that generates one token per ``resume``, and keeps its sequence at its end.
@@ -261,24 +269,22 @@ class RequestBuilder:
         Raises InvalidRequestError for params that a generation does not support.
         """
         self._check_single(item)
-        return self._with(TokenSink, self._request(item, 0, resumable=True), item, mailbox)
+        spec = self._spec(item, 0, TokenSink(mailbox, *self._text_of(item)), resumable=True)
+        return Request(item.tokens, spec)
 
     def restored(self, item: Item, mailbox: Mailbox, n_prompt: int) -> Request:
         """``generation`` for a sequence whose tokens after the first ``n_prompt`` were generated."""
-        request = self.generation(item, mailbox)
-        request.n_prompt = n_prompt
-        request.n_total = request.token_budget = len(item.tokens) - n_prompt
+        self._check_single(item)
+        sink = TokenSink(mailbox, *self._text_of(item))
         pieces = [self._model.vocab.piece(token) for token in item.tokens[n_prompt:][-_MOST_BYTES:]]
-        if isinstance(request.sink, TokenSink):
-            request.sink.continue_character(b"".join(pieces))
-        return request
+        sink.continue_character(b"".join(pieces))
+        n_generated = len(item.tokens) - n_prompt
+        spec = self._spec(item, n_generated, sink, resumable=True)
+        return Request(item.tokens, spec._replace(n_generated=n_generated))
 
     def prefix(self, tokens: list[int], mailbox: Mailbox, salt: str | None) -> Request:
         """A request that computes these tokens and keeps its cells; answered as ``scores``."""
-        request = self.scores(tokens, [[0]], mailbox, 0)
-        request.cache_key = cache_key(salt)
-        request.keeps_cells = True
-        return request
+        return self.scores(tokens, [[0]], mailbox, 0, salt, keeps_cells=True)
 
     def _check_single(self, item: Item) -> None:
         params = item.sampler_factory.params
@@ -289,28 +295,32 @@ class RequestBuilder:
         if params.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs come with generate(); streams do not return them")
 
-    def _with(self, sink: Callable[..., Sink], request: Request, item: Item, mailbox: Mailbox) -> Request:
-        request.sink = sink(
-            mailbox, item.piece or self._model.vocab.piece, tuple(item.sampler_factory.params.stop or ())
-        )
-        return request
+    def _text_of(self, item: Item) -> tuple[Piece, tuple[str, ...]]:
+        """The pieces of an item's text, and its stop strings."""
+        return item.piece or self._model.vocab.piece, tuple(item.sampler_factory.params.stop or ())
 
-    def _request(self, item: Item, token_budget: int, resumable: bool) -> Request:
-        tokens, sampler_factory, _, budget = item
-        params = sampler_factory.params
+    def _spec(
+        self, item: Item, token_budget: int, sink: Sink | None = None, resumable: bool = False
+    ) -> RequestSpec:
+        params = item.sampler_factory.params
         stop_tokens = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_tokens = stop_tokens | self._eog if stop_tokens else self._eog
-        request = Request(tokens, params.max_tokens, stop_tokens, token_budget, resumable)
-        request.sampler_factory = sampler_factory
-        request.wants_logprobs = params.logprobs is not None
-        request.priority = params.priority
-        request.uses_cache = params.cache
-        request.share = tenant.get().share
-        request.cache_key = cache_key(params.cache_salt)
-        request.seed = choose_seed(params)
-        request.grammar_budget = budget
-        return request
+        return RequestSpec(
+            params.max_tokens,
+            stop_tokens,
+            token_budget,
+            resumable,
+            sink,
+            item.sampler_factory,
+            grammar_budget=item.budget,
+            seed=choose_seed(params),
+            uses_cache=params.cache,
+            cache_key=cache_key(params.cache_salt),
+            wants_logprobs=params.logprobs is not None,
+            priority=params.priority,
+            share=tenant.get().share,
+        )
 
 
 def named(error: BaseException, index: int) -> BaseException:

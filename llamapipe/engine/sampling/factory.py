@@ -155,14 +155,14 @@ class SamplerFactory:
         """
         if not self.is_slow:
             return self.make_chain(request)
-        build = partial(self._build, request.seed, *self._accepted(request))
-        budget = request.grammar_budget if self.is_constrained else None
+        build = partial(self._build, request.spec.seed, *self._accepted(request))
+        budget = request.spec.grammar_budget if self.is_constrained else None
         assert budget is None or isinstance(budget, GrammarBudget)
-        return BackgroundSampler(build, budget, request.share, bool(self.params.logits_processors))
+        return BackgroundSampler(build, budget, request.spec.share, bool(self.params.logits_processors))
 
     def make_chain(self, request: Request) -> SamplerChain:
         """The same as a chain of this thread. Raises ValueError or DecodeError if the constraint refuses tokens."""
-        return self._build(request.seed, *self._accepted(request))
+        return self._build(request.spec.seed, *self._accepted(request))
 
     def rebuild(self, sampler: Sampler, request: Request) -> None:
         """Resets a sampler to its request's changed sequence. Engine thread."""
@@ -195,8 +195,8 @@ class SamplerFactory:
 
         Copies: other threads may read them.
         """
-        generated = request.whole[request.n_prompt :] if self.is_constrained else []
-        tokens = list(request.whole) if any(map(takes_tokens, self.params.logits_processors)) else []
+        generated = request.full_sequence[request.n_prompt :] if self.is_constrained else []
+        tokens = list(request.full_sequence) if any(map(takes_tokens, self.params.logits_processors)) else []
         return self.history(request.tokens), generated, tokens
 
     def _accept(

@@ -92,12 +92,13 @@ class State(Enum):
     FINISHED = "finished"
 
 
-_ALLOWED = {
-    State.WAITING: {State.RUNNING, State.FINISHED},
-    State.RUNNING: {State.PAUSED, State.WAITING, State.FINISHED},
-    State.PAUSED: {State.RUNNING, State.WAITING, State.FINISHED},
-    State.FINISHED: set(),
-}
+_ALLOWED = (
+    (State.WAITING, State.RUNNING),
+    (State.RUNNING, State.PAUSED),
+    (State.RUNNING, State.WAITING),
+    (State.PAUSED, State.RUNNING),
+    (State.PAUSED, State.WAITING),
+)
 
 
 class RequestSpec(NamedTuple):
@@ -287,6 +288,7 @@ class Request:
 
     def move(self, state: State) -> None:
         """Changes the state. No other code does."""
-        if state not in _ALLOWED[self.state]:
+        before = self.state
+        if before is State.FINISHED or (state is not State.FINISHED and (before, state) not in _ALLOWED):
             raise AssertionError(f"{self!r} cannot become {state.value}")
         self.state = state

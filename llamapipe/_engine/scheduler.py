@@ -52,13 +52,13 @@ class _Share:
 class Waiting:
     """Three lists; each request is in one of them.
 
-    ``paused``: preempted requests whose token budget is used up. The others may be admitted, or follow a request that
-    computes their prefix.
+    ``queued``: those that could be admitted now. ``paused``: preempted requests whose token budget is used up. The
+    others follow a request that computes their prefix.
     """
 
     def __init__(self) -> None:
         self.paused: set[Request] = set()
-        self._queued: dict[Request, None] = {}  # those of all heaps that were not removed
+        self.queued: dict[Request, None] = {}  # those of all heaps that were not removed
         self._shares: dict[Hashable, _Share] = {}  # those with requests that are queued or not admitted yet
         self._next: Request | None = None  # the one to admit first, if that is known
         self._share_now = 0  # where the share starts of which a request was admitted last
@@ -70,10 +70,10 @@ class Waiting:
         self._now = 0  # where the request starts that was admitted last
 
     def __repr__(self) -> str:
-        return f"<Waiting queued={len(self._queued)} followers={self._n_followers} paused={len(self.paused)}>"
+        return f"<Waiting queued={len(self.queued)} followers={self._n_followers} paused={len(self.paused)}>"
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._queued
+        yield from self.queued
         yield from self.paused
         for followers in self._followers.values():
             yield from followers
@@ -81,17 +81,7 @@ class Waiting:
     @property
     def n_queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._queued) + self._n_followers
-
-    @property
-    def n_ready(self) -> int:
-        """Requests that could be admitted now; the followers among those that wait could not."""
-        return len(self._queued)
-
-    @property
-    def has_next(self) -> bool:
-        """Whether a request could be admitted."""
-        return bool(self._queued)
+        return len(self.queued) + self._n_followers
 
     def next(self) -> Request:
         """The request to admit first."""
@@ -111,7 +101,7 @@ class Waiting:
         return turn[0], max(share.end, self._share_now), turn, request
 
     def _first_in(self, heap: _Heap) -> tuple[tuple[int, int, int], Request]:
-        while heap[0][1] not in self._queued:
+        while heap[0][1] not in self.queued:
             heappop(heap)
         return heap[0]
 
@@ -130,7 +120,7 @@ class Waiting:
 
     def add_ready(self, request: Request) -> None:
         """Adds a request that had a slot, was paused, or followed another one. It keeps its turn."""
-        self._queued[request] = self._next = None
+        self.queued[request] = self._next = None
         share = self._shares.get(request.spec.share) or self._new_share(request)
         share.n_queued += 1
         heappush(share.heap, (request.turn, request))
@@ -153,8 +143,8 @@ class Waiting:
                 del self._followers[request.leader]
             request.leader = None
             self._n_followers -= 1
-        elif request in self._queued:
-            del self._queued[request]
+        elif request in self.queued:
+            del self.queued[request]
             self._next = None
             share = self._shares[request.spec.share]
             share.n_queued -= 1
@@ -200,8 +190,8 @@ class Waiting:
     def check_integrity(self) -> None:
         """Raises AssertionError if the lists are inconsistent."""
         shares = self._shares.values()
-        assert self._queued.keys() <= {request for share in shares for _, request in share.heap}
-        assert sum(share.n_queued for share in shares) == len(self._queued)
+        assert self.queued.keys() <= {request for share in shares for _, request in share.heap}
+        assert sum(share.n_queued for share in shares) == len(self.queued)
         assert sum(share.n_new for share in shares) == sum(self._n_of.values())
         assert all(share.n_queued or share.n_new for share in shares)
         assert self._n_followers == sum(map(len, self._followers.values()))
@@ -433,7 +423,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could be planned."""
-        return self._running.has_work or self._waiting.has_next
+        return self._running.has_work or bool(self._waiting.queued)
 
     @property
     def all_ready(self) -> bool:
@@ -568,7 +558,7 @@ class Scheduler:
         Returns whether there is such a slot and a request to lend it to.
         """
         waiting = self._waiting
-        if self.cache.n_free >= waiting.n_ready or request not in self._running.drawing:
+        if self.cache.n_free >= len(waiting.queued) or request not in self._running.drawing:
             return False
         if waiting.next().spec.share == request.spec.share and lateness < 2 ** min(request.n_lent, 20):
             return False
@@ -579,10 +569,10 @@ class Scheduler:
     # ---- steps
     def plan(self) -> BatchPlan | None:
         """The plan of the next step. None if nothing can be computed now."""
-        if self._waiting.has_next:
+        if self._waiting.queued:
             self._admit()
         running = self._running
-        if not running.has_work:
+        if not running.decoding and not running.prefilling:
             return None
         if self._scarce:
             self._make_room()
@@ -591,11 +581,13 @@ class Scheduler:
         last, self._last = self._last, None
         if last is not None and self._n_moves == running.n_moves and self.batch_builder.n_micro_batches == 1:
             last.repeats = last.in_flight = True
-            self._count_gaps(last)
+            if self._closes_gaps:
+                self._count_gaps(last)
             return last
         self._n_moves = running.n_moves
         plan = self.batch_builder.plan(running, self.cache.parked)
-        self._count_gaps(plan)
+        if self._closes_gaps:
+            self._count_gaps(plan)
         return plan if plan.tokens else None  # none: all requests are in steps in flight
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
@@ -655,17 +647,17 @@ class Scheduler:
             request.stop_token = token
             self.finish(request, "stop")
             return
-        sampler = request.sampler
         if token < 0:
             self._no_token(request, token)
             return
+        sampler = request.sampler
         tokens = request.tokens
         tokens.append(token)
-        request.n_generated += 1
+        n_generated = request.n_generated = request.n_generated + 1
         request.n_total += 1
         if sampler is not None and sampler.finished:
             self.finish(request, "stop")
-        elif request.n_generated >= request.max_tokens or (
+        elif n_generated >= request.max_tokens or (
             len(tokens) >= self.n_ctx and not self._drop_old_tokens(request)
         ):
             if sampler is not None and sampler.is_busy:  # it knows soon whether the text is complete
@@ -755,7 +747,7 @@ class Scheduler:
     # ---- slots and cells
     def _count_gaps(self, plan: BatchPlan) -> None:
         """Counts what gaps between the slots of decoding requests cost; padded or not."""
-        if self._closes_gaps and plan.n_decode and self.batch_builder.n_micro_batches == 1:
+        if plan.n_decode and self.batch_builder.n_micro_batches == 1:
             first, last = plan.seq_ids[0], self._running.decoding[-1].slot
             n = last - first + 1 - plan.n_decode
             n -= sum(first < request.slot < last for request in self._running.prefilling)
@@ -802,7 +794,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         paused, waiting, cache = self._running.paused, self._waiting, self.cache
-        while waiting.has_next:
+        while waiting.queued:
             request = waiting.next()
             if not cache.n_free:
                 if paused:

@@ -19,7 +19,7 @@ import numpy as np
 
 import llamapipe as lp
 from llamapipe._engine.request import Request, RequestSpec
-from llamapipe.engine.sampling.factory import SamplerFactoryCache
+from llamapipe._engine.sampling import SamplerFactoryCache
 from llamapipe.llama.devices import device_handles
 from llamapipe.native.load import last_error, native
 

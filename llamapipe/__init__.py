@@ -15,12 +15,22 @@ from llamapipe import errors, telemetry
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.chat.tools import Tool
 from llamapipe.embedding.embedder import Embedder, Ranked
-from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
-from llamapipe.engine.chat_stream import AsyncChatStream, ChatStream
 from llamapipe.engine.engine import Engine
-from llamapipe.engine.generation import Generation
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import (
+from llamapipe.jobs.batch import BatchResult, batch
+from llamapipe.jobs.run import BatchSummary
+from llamapipe.kv_events.options import KvEvents
+from llamapipe.llama.batch import Batch
+from llamapipe.llama.devices import Device, devices
+from llamapipe.llama.model import Model, demo_model_path
+from llamapipe.params import SamplingParams
+from llamapipe.pipeline.output import StepOutput
+from llamapipe.pipeline.pipeline import Pipeline, PipelineStats
+from llamapipe.pipeline.span import Span
+from llamapipe.pipeline.trace import Trace
+from llamapipe.results import (
+    ChatChoice,
+    ChatCompletion,
+    ChatDelta,
     Choice,
     Completion,
     Delta,
@@ -31,17 +41,7 @@ from llamapipe.engine.results import (
     TokenLogprob,
     TopLogprob,
 )
-from llamapipe.engine.stream import AsyncStream, Stream
-from llamapipe.jobs.batch import BatchResult, batch
-from llamapipe.jobs.run import BatchSummary
-from llamapipe.kv_events.options import KvEvents
-from llamapipe.llama.batch import Batch
-from llamapipe.llama.devices import Device, devices
-from llamapipe.llama.model import Model, demo_model_path
-from llamapipe.pipeline.output import StepOutput
-from llamapipe.pipeline.pipeline import Pipeline, PipelineStats
-from llamapipe.pipeline.span import Span
-from llamapipe.pipeline.trace import Trace
+from llamapipe.streams import AsyncChatStream, AsyncStream, ChatStream, Generation, Stream
 
 __version__ = "0.1.0"
 

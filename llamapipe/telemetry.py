@@ -14,8 +14,8 @@ from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 
 from llamapipe._engine.request import UNLIMITED, Request, ResultSink
+from llamapipe._engine.sampling import SamplerFactory
 from llamapipe.engine.engine import Engine
-from llamapipe.engine.sampling.factory import SamplerFactory
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider

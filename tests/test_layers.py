@@ -20,14 +20,17 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("jobs", "telemetry"),
     ("embedding",),
     ("engine",),
-    ("engine.frontend",),
+    ("streams",),
+    ("_engine.chat_requests", "_engine.score_requests"),
+    ("_engine.submit",),
+    ("_engine.long_work",),
+    ("_engine.snapshot", "_engine.tenant"),
     ("_engine.thread",),
     ("_engine.loop",),
     ("_engine.executor",),
-    ("engine.delivery", "_engine.compute_threads", "_engine.invariance"),
-    ("engine.chat_results",),
-    ("engine.sampling",),
-    ("policy", "engine.params", "engine.results"),
+    ("_engine.deliver", "_engine.compute_threads", "_engine.invariance"),
+    ("_engine.sampling",),
+    ("policy", "params", "results"),
     ("pipeline", "structured"),
     ("llama",),
     ("rpc",),
@@ -69,7 +72,7 @@ def imported(name: str, only_at_run_time: bool = False) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """``llamapipe.engine.frontend.pending`` belongs to ``engine.frontend``, the longest name that fits."""
+    """``llamapipe._engine.submit`` belongs to ``engine.frontend``, the longest name that fits."""
     inner = name.removeprefix("llamapipe").lstrip(".") or "__init__"
     if inner in POLICY:
         return "policy"

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 
 from llamapipe._engine.compute_threads import ThreadTuner
+from llamapipe._engine.deliver import LaunchWakeList
 from llamapipe._engine.kv import Copy, Load, Remove, Save, Shift
 from llamapipe._engine.request import Request
+from llamapipe._engine.sampling import BackgroundDraws, BackgroundSampler, SamplingThreads
 from llamapipe._engine.scheduler import Scheduler
 from llamapipe._engine.scoring import TokenScore
-from llamapipe.engine.delivery.wake_queue import LaunchWakeList
-from llamapipe.engine.sampling.background import BackgroundSampler
-from llamapipe.engine.sampling.background_draws import BackgroundDraws
-from llamapipe.engine.sampling.threads import SamplingThreads
 from llamapipe.errors import DecodeError, NoToken
 from llamapipe.llama.native_pipeline import NativePipeline, SavedCells
 from llamapipe.llama.sampler import SamplerChain

@@ -32,15 +32,15 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from llamapipe._engine.deliver import ResultDispatcher
 from llamapipe._engine.executor import CellKeeper, Executor
 from llamapipe._engine.planner import BatchPlan
 from llamapipe._engine.request import UNLIMITED, Request, Sampler, State
 from llamapipe._engine.scheduler import Scheduler
 from llamapipe._engine.scoring import LogprobTargets
-from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
-from llamapipe.engine.results import EngineStats, TimeHistogram
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.llama.native_pipeline import StepAbortedError
+from llamapipe.results import EngineStats, TimeHistogram
 
 if TYPE_CHECKING:
     from llamapipe.kv_events.publisher import Publisher

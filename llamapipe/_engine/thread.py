@@ -13,15 +13,15 @@ from queue import SimpleQueue
 from typing import TypeVar
 from weakref import WeakSet
 
+from llamapipe._engine.deliver import ResultDispatcher
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request
-from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
-from llamapipe.engine.results import EngineStats
-from llamapipe.engine.sampling.threads import SAMPLING_THREAD_NAME
+from llamapipe._engine.sampling import SAMPLING_THREAD_NAME
 from llamapipe.errors import EngineClosedError
 from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.kv_events.options import EVENTS_THREAD_NAME
 from llamapipe.locks import Lock
+from llamapipe.results import EngineStats
 
 T = TypeVar("T")
 

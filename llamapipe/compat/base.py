@@ -22,10 +22,10 @@ from llamapipe.compat.state import LlamaRAMCache
 from llamapipe.compat.tokenizer import LlamaTokenizer, PromptMaker
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
-from llamapipe.engine.params import SamplingParams
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.model import Model
 from llamapipe.locks import Lock
+from llamapipe.params import SamplingParams
 
 Answer = dict[str, Any]
 

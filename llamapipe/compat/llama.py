@@ -22,7 +22,7 @@ from llamapipe.compat.responses import (
 )
 from llamapipe.compat.sampling import COMMON_OPTIONS, LogitsProcessor, StoppingCriteria, most_tokens
 from llamapipe.embedding.embedder import Embedder
-from llamapipe.engine.params import SamplingParams
+from llamapipe.params import SamplingParams
 from llamapipe.text.offsets import TextOffsets
 
 Answer = dict[str, Any]

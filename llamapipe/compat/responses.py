@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from llamapipe.compat.tokenizer import LlamaTokenizer
-from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
-from llamapipe.engine.results import Delta, TokenLogprob
+from llamapipe.results import ChatChoice, ChatDelta, Delta, TokenLogprob, call_message
 from llamapipe.text.offsets import TextOffsets
 
 

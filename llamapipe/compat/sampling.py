@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from llamapipe.arguments import check_float, check_int
 from llamapipe.compat.grammar import LlamaGrammar
-from llamapipe.engine.params import SamplingParams
+from llamapipe.params import SamplingParams
 
 Ids = npt.NDArray[np.intc]
 Row = npt.NDArray[np.float32]

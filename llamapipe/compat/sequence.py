@@ -16,7 +16,7 @@ from llamapipe.compat.names import NO_SCORES
 from llamapipe.compat.sampling import SAMPLING_OPTIONS
 from llamapipe.compat.state import LlamaState
 from llamapipe.engine.engine import Engine
-from llamapipe.engine.params import SamplingParams
+from llamapipe.params import SamplingParams
 
 
 class _Tokens(local):

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from llamapipe.arguments import quoted
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import Delta, TokenLogprob
 from llamapipe.errors import InvalidRequestError
+from llamapipe.params import SamplingParams
+from llamapipe.results import Delta, TokenLogprob
 
 _SAMPLING: Final = {
     "temperature": "temperature",

@@ -14,11 +14,11 @@ from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 import llamapipe as lp
+from llamapipe._engine.long_work import takes_long
 from llamapipe.dynamo.arguments import parser, worker_options
 from llamapipe.dynamo.requests import chunk, last_chunk, sampling_params
-from llamapipe.engine.frontend.long_work import takes_long
-from llamapipe.engine.stream import AsyncStream
 from llamapipe.llama.vocab import Vocab
+from llamapipe.streams import AsyncStream
 from llamapipe.structured.compile import prepare_vocabulary
 
 _log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, TypeAlias, cast, overload
 import numpy as np
 
 from llamapipe._engine.compute_threads import tuner_of
+from llamapipe._engine.deliver import progress_bar
+from llamapipe._engine.long_work import LongWork, size_of
 from llamapipe.arguments import check_flag, check_tokens, explains_options, from_column
 from llamapipe.embedding.worker import Call, Worker
-from llamapipe.engine.delivery.progress import progress_bar
-from llamapipe.engine.frontend.long_work import LongWork, size_of
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.host.memory import return_freed_memory
 from llamapipe.llama.embedding_context import EmbeddingContext

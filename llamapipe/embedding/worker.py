@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 from llamapipe._engine.compute_threads import ThreadTuner
-from llamapipe.engine.frontend.long_work import LongWork
+from llamapipe._engine.long_work import LongWork
 from llamapipe.errors import EngineClosedError
 from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.llama.embedding_context import EmbeddingContext

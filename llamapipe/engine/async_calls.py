@@ -7,20 +7,28 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal, overload
 
+from llamapipe._engine.deliver import AsyncMailbox
+from llamapipe._engine.long_work import LongWork
 from llamapipe._engine.request import Request
+from llamapipe._engine.score_requests import score_job
+from llamapipe._engine.submit import (
+    ON,
+    CallOptions,
+    Item,
+    OnError,
+    OnTimeout,
+    Pending,
+    Prompt,
+    amakes_of,
+    call_options,
+    explains_keywords,
+    outcome_of,
+)
 from llamapipe.arguments import check_choice, check_int, explains_options, refuse_table
 from llamapipe.engine.calls import EngineCalls
-from llamapipe.engine.delivery.mailbox import AsyncMailbox
-from llamapipe.engine.frontend.call_options import ON, CallOptions, OnError, OnTimeout, call_options
-from llamapipe.engine.frontend.keywords import explains_keywords
-from llamapipe.engine.frontend.long_work import LongWork
-from llamapipe.engine.frontend.pending import Pending
-from llamapipe.engine.frontend.prompt_list import amakes_of, outcome_of
-from llamapipe.engine.frontend.request_builder import Item, Prompt
-from llamapipe.engine.frontend.score_jobs import score_job
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import Completion, Score
-from llamapipe.engine.stream import BUFFER_TOKENS, AsyncStream
+from llamapipe.params import SamplingParams
+from llamapipe.results import Completion, Score
+from llamapipe.streams import BUFFER_TOKENS, AsyncStream
 
 
 class AsyncEngineCalls(EngineCalls):

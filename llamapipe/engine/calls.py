@@ -5,27 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, Literal, TypeVar, overload
 
+from llamapipe._engine.deliver import Mailbox, Progress, ThreadMailbox, progress_bar
 from llamapipe._engine.request import Request
+from llamapipe._engine.score_requests import ScoreJob, perplexity_job, score_job, tokens_job
+from llamapipe._engine.snapshot import Layout, unpack
+from llamapipe._engine.submit import (
+    ON,
+    CallOptions,
+    Item,
+    OnError,
+    OnTimeout,
+    Pending,
+    Prompt,
+    RequestBuilder,
+    Submission,
+    TokenIds,
+    call_options,
+    explains_keywords,
+    makes_of,
+    outcome_of,
+)
 from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_choice, check_flag, check_int, explains_options, refuse_table
 from llamapipe.engine.cache import MIN_PREFIX
-from llamapipe.engine.cached_prefix import CachedPrefix
-from llamapipe.engine.delivery.mailbox import Mailbox, ThreadMailbox
-from llamapipe.engine.delivery.progress import Progress, progress_bar
-from llamapipe.engine.frontend.call_options import ON, CallOptions, OnError, OnTimeout, call_options
-from llamapipe.engine.frontend.keywords import explains_keywords
-from llamapipe.engine.frontend.pending import Pending
-from llamapipe.engine.frontend.prompt_list import makes_of, outcome_of
-from llamapipe.engine.frontend.request_builder import Item, Prompt, RequestBuilder, TokenIds
-from llamapipe.engine.frontend.score_jobs import ScoreJob, perplexity_job, score_job, tokens_job
-from llamapipe.engine.frontend.snapshot import Layout, unpack
-from llamapipe.engine.frontend.submission import Submission
-from llamapipe.engine.generation import Generation
-from llamapipe.engine.params import SamplingParams, check_salt
-from llamapipe.engine.results import Completion, Score
-from llamapipe.engine.stream import BUFFER_TOKENS, Stream
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
+from llamapipe.params import SamplingParams, check_salt
+from llamapipe.results import Completion, Score
+from llamapipe.streams import BUFFER_TOKENS, CachedPrefix, Generation, Stream
 
 T = TypeVar("T")
 

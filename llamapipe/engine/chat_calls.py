@@ -7,13 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
-from llamapipe.arguments import check_flag
-from llamapipe.engine.async_calls import AsyncEngineCalls
-from llamapipe.engine.chat_results import ChatCompletion
-from llamapipe.engine.chat_stream import AsyncChatStream, ChatStream
-from llamapipe.engine.delivery.progress import progress_bar
-from llamapipe.engine.frontend.call_options import call_options
-from llamapipe.engine.frontend.chat_builder import (
+from llamapipe._engine.chat_requests import (
     ChatBuilder,
     ChatItem,
     ChatOptions,
@@ -21,10 +15,14 @@ from llamapipe.engine.frontend.chat_builder import (
     ToolChoice,
     Truncation,
 )
-from llamapipe.engine.frontend.keywords import explains_keywords
-from llamapipe.engine.frontend.long_work import size_of, takes_long
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import Completion
+from llamapipe._engine.deliver import progress_bar
+from llamapipe._engine.long_work import size_of, takes_long
+from llamapipe._engine.submit import call_options, explains_keywords
+from llamapipe.arguments import check_flag
+from llamapipe.engine.async_calls import AsyncEngineCalls
+from llamapipe.params import SamplingParams
+from llamapipe.results import ChatCompletion, Completion
+from llamapipe.streams import AsyncChatStream, ChatStream
 
 
 class ChatCalls(AsyncEngineCalls):

@@ -12,24 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from llamapipe._engine.chat_requests import ChatBuilder
 from llamapipe._engine.compute_threads import tuner_of
 from llamapipe._engine.executor import StepExecutor
 from llamapipe._engine.invariance import check_invariance
+from llamapipe._engine.long_work import LongWork
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
+from llamapipe._engine.snapshot import Layout
+from llamapipe._engine.submit import QueueLimit, RequestBuilder, RequestObserver, Submission
 from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_choice, check_flag, check_float, check_int, explains_options
 from llamapipe.engine.cache import cache_of
 from llamapipe.engine.chat_calls import ChatCalls
-from llamapipe.engine.frontend.chat_builder import ChatBuilder
-from llamapipe.engine.frontend.long_work import LongWork
-from llamapipe.engine.frontend.observer import RequestObserver
-from llamapipe.engine.frontend.queue_limit import QueueLimit
-from llamapipe.engine.frontend.request_builder import RequestBuilder
-from llamapipe.engine.frontend.snapshot import Layout
-from llamapipe.engine.frontend.submission import Submission
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import EngineStats
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events.options import KvEvents
 from llamapipe.llama.context import Context, state_version
@@ -37,7 +32,9 @@ from llamapipe.llama.kv_memory import kv_bytes
 from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
 from llamapipe.native.owner import Owner
+from llamapipe.params import SamplingParams
 from llamapipe.pipeline.trace import Trace, check_trace_path
+from llamapipe.results import EngineStats
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 FlashAttention = Literal["auto", "on", "off"]

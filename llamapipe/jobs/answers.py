@@ -11,10 +11,10 @@ from typing import Any, Final
 from llamapipe.arguments import check_flag, did_you_mean, nearest, quoted
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine.engine import Engine
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import TokenLogprob
 from llamapipe.jobs.records import Record, as_json, column, is_null
 from llamapipe.jobs.tables import RESULT_FIELDS
+from llamapipe.params import SamplingParams
+from llamapipe.results import TokenLogprob
 
 # Options that a record may set: all of SamplingParams, except those that JSON or a result cannot hold.
 _OPTIONS: Final = frozenset(field.name for field in fields(SamplingParams)) - {

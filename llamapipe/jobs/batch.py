@@ -6,14 +6,14 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from typing import TypedDict, cast, overload
 
+from llamapipe._engine.deliver import progress_bar
 from llamapipe.arguments import check_flag, explains_options, from_column, path_of
-from llamapipe.engine.delivery.progress import progress_bar
 from llamapipe.engine.engine import Engine
-from llamapipe.engine.params import SamplingParams
 from llamapipe.jobs.answers import Answerer
 from llamapipe.jobs.output import lines_of, open_output
 from llamapipe.jobs.records import Record, check_columns, count_records, read_records, records_of
 from llamapipe.jobs.run import BatchSummary, answers, run_job
+from llamapipe.params import SamplingParams
 
 # What is in flight for each slot: enough that none waits for a record while results are taken.
 AHEAD = 4

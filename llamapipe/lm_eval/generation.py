@@ -9,7 +9,7 @@ from typing import Any
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from llamapipe.arguments import quoted
-from llamapipe.engine.params import SamplingParams
+from llamapipe.params import SamplingParams
 
 # The harness's name: llamapipe's name. An option that a task does not set removes no token.
 _CUTS = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p"}

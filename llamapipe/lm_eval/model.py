@@ -14,11 +14,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llamapipe.arguments import quoted
 from llamapipe.engine.engine import Engine
-from llamapipe.engine.results import Score
 from llamapipe.llama.model import Model, demo_model_path
 from llamapipe.lm_eval.chat import ModelChat
 from llamapipe.lm_eval.generation import sampling_params
 from llamapipe.lm_eval.options import Options
+from llamapipe.results import Score
 
 _log = logging.getLogger(__name__)
 _DEFAULT_MAX_GEN_TOKS = 256  # the harness's

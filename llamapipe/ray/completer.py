@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pyarrow as arrow
 
-from llamapipe.engine.params import SamplingParams
 from llamapipe.jobs.answers import Answerer
+from llamapipe.params import SamplingParams
 from llamapipe.ray.placement import cores_of_actor
 from llamapipe.ray.rows import RowFormat
 from llamapipe.ray.spec import EngineSpec

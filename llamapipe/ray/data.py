@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llamapipe.arguments import check_float, check_int
-from llamapipe.engine.params import SamplingParams
+from llamapipe.params import SamplingParams
 from llamapipe.ray.completer import Completer
 from llamapipe.ray.library import ray
 from llamapipe.ray.placement import n_sharing

@@ -7,13 +7,12 @@ from collections.abc import AsyncGenerator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from llamapipe.engine.chat_results import ChatCompletion, ChatDelta
-from llamapipe.engine.frontend.request_builder import Prompt
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import Completion, Delta
+from llamapipe._engine.submit import Prompt
+from llamapipe.params import SamplingParams
 from llamapipe.ray.placement import cores_of_actor
 from llamapipe.ray.requests import HttpRequest
 from llamapipe.ray.spec import EngineSpec
+from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta
 from llamapipe.server.settings import ServerSettings
 from llamapipe.structured.compile import prepare_vocabulary
 

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as arrow
 
 from llamapipe.arguments import listed, quoted
-from llamapipe.engine.params import SamplingParams
 from llamapipe.jobs.answers import Answer, check_template, filled
 from llamapipe.jobs.records import Record
+from llamapipe.params import SamplingParams
 
 _COLUMNS = {
     "text": arrow.string(),

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe.arguments import did_you_mean, quoted
 from llamapipe.chat.results import ToolCall
-from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
-from llamapipe.engine.frontend.chat_builder import ChatOptions
+from llamapipe.results import ChatChoice, ChatDelta, call_message
 from llamapipe.server.endpoint import SUBMITTED, Call, error_event, event
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused

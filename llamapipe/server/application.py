@@ -25,11 +25,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from llamapipe._engine.long_work import size_of
+from llamapipe._engine.tenant import Tenant, tenant
 from llamapipe.arguments import quoted
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
-from llamapipe.engine.frontend.long_work import size_of
-from llamapipe.engine.frontend.tenant import Tenant, tenant
 from llamapipe.host.memory import return_freed_memory
 from llamapipe.server.anthropic import count_tokens, messages
 from llamapipe.server.chat import chat_completions

@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe.chat.results import ToolCallDelta
-from llamapipe.engine.chat_results import ChatChoice, ChatDelta, call_message
-from llamapipe.engine.frontend.chat_builder import ChatOptions
-from llamapipe.engine.results import TokenLogprob
+from llamapipe.results import ChatChoice, ChatDelta, TokenLogprob, call_message
 from llamapipe.server.completions import DONE, ChunkWriter, Progress, Streamed, merged, token_limit, usage
 from llamapipe.server.endpoint import SUBMITTED, Call, error_event
 from llamapipe.server.errors import ApiError

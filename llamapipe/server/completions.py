@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from llamapipe.engine.frontend.long_work import takes_long
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import Choice, Completion, Delta, TokenLogprob
-from llamapipe.engine.stream import AsyncStream, PromptProgress
+from llamapipe._engine.long_work import takes_long
 from llamapipe.errors import InvalidRequestError
+from llamapipe.params import SamplingParams
+from llamapipe.results import Choice, Completion, Delta, TokenLogprob
 from llamapipe.server.endpoint import SUBMITTED, Call, error_event, event
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
@@ -34,6 +33,7 @@ from llamapipe.server.generation import (
 )
 from llamapipe.server.wire.constraints import with_field
 from llamapipe.server.wire.sampling import Sampling
+from llamapipe.streams import AsyncStream, PromptProgress
 
 if TYPE_CHECKING:
     from llamapipe.server.application import ServerState

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from llamapipe.engine.frontend.long_work import size_of
+from llamapipe._engine.long_work import size_of
 from llamapipe.server.endpoint import Call
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused

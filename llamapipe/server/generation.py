@@ -9,18 +9,17 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from llamapipe._engine.chat_requests import ChatOptions
+from llamapipe._engine.long_work import size_of
 from llamapipe.arguments import quoted
-from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatDelta
-from llamapipe.engine.chat_stream import AsyncChatStream
-from llamapipe.engine.frontend.chat_builder import ChatOptions
-from llamapipe.engine.frontend.long_work import size_of
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.results import TokenLogprob
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.vocab import Vocab
+from llamapipe.params import SamplingParams
+from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob
 from llamapipe.server.endpoint import Call
 from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.constraints import with_field
+from llamapipe.streams import AsyncChatStream
 from llamapipe.text.offsets import TextOffsets
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from llamapipe.kv_events.options import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from llamapipe.engine.engine import Engine
-    from llamapipe.engine.results import TimeHistogram
+    from llamapipe.results import TimeHistogram
     from llamapipe.server.endpoint import Call
     from llamapipe.server.processes import Family
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe.arguments import did_you_mean, quoted
 from llamapipe.chat.results import ToolCallDelta
-from llamapipe.engine.chat_results import ChatDelta
-from llamapipe.engine.frontend.chat_builder import ChatOptions
+from llamapipe.results import ChatDelta
 from llamapipe.server.endpoint import Call, event
 from llamapipe.server.errors import ApiError, api_error
 from llamapipe.server.fields import Only, Unused

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from llamapipe.engine.frontend.long_work import size_of
+from llamapipe._engine.long_work import size_of
 from llamapipe.server.endpoint import Call
 from llamapipe.server.errors import ApiError
 from llamapipe.server.generation import (

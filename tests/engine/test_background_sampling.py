@@ -16,9 +16,9 @@ import pytest
 from support.control import PATIENCE_S, Worker, wait_until
 
 import llamapipe as lp
-from llamapipe.engine.frontend.long_work import LongWork, is_long, size_of
-from llamapipe.engine.frontend.tenant import Tenant, tenant
-from llamapipe.engine.sampling.threads import SAMPLING_THREAD_NAME, SamplingThreads, on_slowed_thread
+from llamapipe._engine.long_work import LongWork, is_long, size_of
+from llamapipe._engine.sampling import SAMPLING_THREAD_NAME, SamplingThreads, on_slowed_thread
+from llamapipe._engine.tenant import Tenant, tenant
 from llamapipe.errors import DecodeError, InvalidRequestError
 
 pytestmark = pytest.mark.native

@@ -18,8 +18,8 @@ from support.scripted_model import scripted_model
 
 import llamapipe as lp
 from llamapipe.chat.results import ChatMessage, ChatPiece
-from llamapipe.engine.chat_results import ChatDelta
 from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.results import ChatDelta
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY = lp.SamplingParams(temperature=0, max_tokens=None)

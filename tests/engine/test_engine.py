@@ -33,7 +33,7 @@ from support.inside import (
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
-from llamapipe.engine.frontend.queue_limit import QueueLimit
+from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import EngineClosedError, InvalidRequestError, QueueFullError
 
 MakeEngine = Callable[..., lp.Engine]

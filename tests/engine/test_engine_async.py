@@ -17,8 +17,8 @@ from support.inside import queue_of
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
-from llamapipe.engine.stream import BUFFER_TOKENS
 from llamapipe.errors import EngineClosedError, InvalidRequestError, QueueFullError
+from llamapipe.streams import BUFFER_TOKENS
 
 MakeEngine = Callable[..., lp.Engine]
 

@@ -19,14 +19,10 @@ from support.memory import cache_of
 from support.run_script import run_script
 
 import llamapipe as lp
+from llamapipe._engine import deliver as dispatcher_module
 from llamapipe._engine import loop as engine_loop_module
+from llamapipe._engine.deliver import AsyncMailbox, Choices, CompletionSink, DeltaSink
 from llamapipe._engine.request import UNLIMITED, Request, State
-from llamapipe.engine.delivery import result_dispatcher as dispatcher_module
-from llamapipe.engine.delivery.mailbox import AsyncMailbox
-from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink
-from llamapipe.engine.generation import Generation
-from llamapipe.engine.results import Token
-from llamapipe.engine.stream import BUFFER_TOKENS, Stream
 from llamapipe.errors import (
     BackendError,
     ContextFullError,
@@ -35,6 +31,8 @@ from llamapipe.errors import (
     InvalidRequestError,
     LlamapipeError,
 )
+from llamapipe.results import Token
+from llamapipe.streams import BUFFER_TOKENS, Generation, Stream
 
 pytestmark = pytest.mark.native
 

@@ -33,7 +33,7 @@ from support.sampler_definitions import Stages as Definition
 import llamapipe as lp
 from llamapipe._engine.executor import StepExecutor
 from llamapipe._engine.request import Request
-from llamapipe.engine.sampling.factory import SamplerFactoryCache
+from llamapipe._engine.sampling import SamplerFactoryCache
 from llamapipe.errors import DecodeError
 from llamapipe.llama import Model, SamplerChain, Vocab
 from llamapipe.llama.context import Context

@@ -14,10 +14,8 @@ from support.inside import thread_of, wakers_of
 from support.run_script import run_script
 
 import llamapipe as lp
-from llamapipe.engine.delivery import result_dispatcher as module
-from llamapipe.engine.delivery.loop_waker import LoopWaker
-from llamapipe.engine.delivery.mailbox import AsyncMailbox
-from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
+from llamapipe._engine import deliver as module
+from llamapipe._engine.deliver import AsyncMailbox, LoopWaker, ResultDispatcher
 
 SHORT = lp.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

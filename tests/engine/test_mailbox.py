@@ -12,10 +12,8 @@ import pytest
 from support.control import wait_until
 from support.run_script import Script
 
-from llamapipe.engine.delivery import mailbox as module
-from llamapipe.engine.delivery import wake_queue as turns_module
-from llamapipe.engine.delivery.mailbox import ThreadMailbox
-from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
+from llamapipe._engine import deliver as module
+from llamapipe._engine.deliver import ResultDispatcher, ThreadMailbox
 
 N = 8
 
@@ -60,7 +58,7 @@ def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are woken one by one for as long as it takes."""
-    monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(module, "_PATIENCE_S", 1000.0)
 
 
 def asleep(dispatcher: ResultDispatcher, n_items: int, n: int = N, **options: Any) -> list[Reader]:
@@ -186,7 +184,7 @@ def test_who_does_not_wait_is_passed_over() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_all_at_once_where_one_by_one_takes_long(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """However slowly the first one comes round to waking the next."""
-    monkeypatch.setattr(turns_module, "_PATIENCE_S", 1000.0 if together else -1000.0)
+    monkeypatch.setattr(module, "_PATIENCE_S", 1000.0 if together else -1000.0)
     dispatcher, go_on = ResultDispatcher(at_launch=together), threading.Event()
     readers = asleep(dispatcher, 1, then=go_on.wait)
     for reader in readers:
@@ -285,9 +283,9 @@ def test_two_threads_at_one_mailbox() -> None:
 def test_ctrl_c_ends_the_wait() -> None:
     program = """
 import os, signal, threading
-from llamapipe.engine.delivery import mailbox as module
-from llamapipe.engine.delivery.mailbox import ThreadMailbox
-from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
+from llamapipe._engine import deliver as module
+from llamapipe._engine.deliver import ThreadMailbox
+from llamapipe._engine.deliver import ResultDispatcher
 module._RECHECK_S = 1000.0
 dispatcher = ResultDispatcher()
 mailbox, ended = ThreadMailbox(dispatcher), threading.Event()

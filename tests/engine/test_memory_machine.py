@@ -31,7 +31,7 @@ from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
-from llamapipe.engine.generation import Generation
+from llamapipe.streams import Generation
 
 MOST = 8  # generations at once
 picks = st.integers(0, 10**6)

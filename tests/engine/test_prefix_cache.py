@@ -14,7 +14,7 @@ from support.control import Worker, all_results, held, wait_until
 from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
-from llamapipe.engine.frontend.tenant import Tenant, tenant
+from llamapipe._engine.tenant import Tenant, tenant
 
 MakeEngine = Callable[..., lp.Engine]
 

@@ -12,7 +12,7 @@ import pytest
 from support.control import PATIENCE_S, Worker, all_results, wait_until
 from support.inside import n_waiting_threads
 
-from llamapipe.engine.frontend.queue_limit import QueueLimit
+from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import QueueFullError
 
 

@@ -11,13 +11,13 @@ import pytest
 from support.simulation import simulate
 
 from llamapipe._engine import loop as engine_loop
+from llamapipe._engine.deliver import ResultDispatcher
 from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop, InFlightStep, LateDraws, StepsInFlight
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import Request, State
 from llamapipe._engine.scheduler import Running, Scheduler, Waiting
-from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
-from llamapipe.engine.frontend.queue_limit import QueueLimit
+from llamapipe._engine.submit import QueueLimit
 
 N_SEEDS = 3_000  # `nox -s simulate` runs 100,000
 N_CHUNKS = 10

@@ -12,9 +12,9 @@ from support.control import Gate, Worker, all_results, held, wait_until
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
-from llamapipe.engine.stream import BUFFER_TOKENS
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.native_pipeline import on_gpu
+from llamapipe.streams import BUFFER_TOKENS
 
 MakeEngine = Callable[..., lp.Engine]
 Ending = Callable[[lp.Stream], object]

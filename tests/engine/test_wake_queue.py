@@ -10,9 +10,9 @@ import pytest
 from support.control import wait_until
 
 import llamapipe as lp
+from llamapipe._engine import deliver as module
+from llamapipe._engine.deliver import LaunchWakeList, WakeQueue
 from llamapipe._engine.executor import StepExecutor
-from llamapipe.engine.delivery import wake_queue as module
-from llamapipe.engine.delivery.wake_queue import LaunchWakeList, WakeQueue
 from llamapipe.llama.context import Context
 from llamapipe.llama.native_pipeline import engine_pipeline
 

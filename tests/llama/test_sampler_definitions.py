@@ -29,10 +29,10 @@ from support.sampler_definitions import (
 )
 
 from llamapipe._engine.request import Request, RequestSpec
-from llamapipe.engine.params import SamplingParams
-from llamapipe.engine.sampling.factory import SamplerFactoryCache, choose_seed
+from llamapipe._engine.sampling import SamplerFactoryCache, choose_seed
 from llamapipe.errors import DecodeError
 from llamapipe.llama import Model, SamplerChain, Vocab
+from llamapipe.params import SamplingParams
 
 
 @pytest.fixture(scope="module")

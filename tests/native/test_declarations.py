@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llamapipe.engine.params import SAMPLER_ORDER, SamplingParams
 from llamapipe.errors import NoToken
 from llamapipe.llama.native_pipeline import mode_names
 from llamapipe.native.load import enum_names, native
+from llamapipe.params import SAMPLER_ORDER, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 CDEF = ROOT / "llamapipe" / "native" / "cdef"

@@ -9,18 +9,16 @@ from contextlib import contextmanager
 from queue import Empty
 from typing import Any
 
+from llamapipe._engine.deliver import Choices, CompletionSink, DeltaSink, Failure, ThreadMailbox, TokenSink
 from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request, RequestSpec
 from llamapipe._engine.scheduler import Scheduler
+from llamapipe._engine.snapshot import Layout, unpack
+from llamapipe._engine.submit import QueueLimit
 from llamapipe._engine.thread import EngineThread
-from llamapipe.engine.delivery.mailbox import ThreadMailbox
-from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink, Failure, TokenSink
-from llamapipe.engine.frontend.queue_limit import QueueLimit
-from llamapipe.engine.frontend.snapshot import Layout, unpack
-from llamapipe.engine.generation import Generation
-from llamapipe.engine.results import Completion
-from llamapipe.engine.stream import BUFFER_TOKENS, Stream
+from llamapipe.results import Completion
+from llamapipe.streams import BUFFER_TOKENS, Generation, Stream
 from support.control import PATIENCE_S, Worker, wait_until
 from support.fakes import N_VOCAB, FakeContext, FakeSampler, continuation
 from support.memory import cache_of

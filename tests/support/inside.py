@@ -20,16 +20,14 @@ from llamapipe._engine.executor import StepExecutor
 from llamapipe.native.load import native
 
 if TYPE_CHECKING:
+    from llamapipe._engine.deliver import AsyncMailbox, LoopWaker, ResultDispatcher
     from llamapipe._engine.executor import Executor
     from llamapipe._engine.kv import Cells, KvCache, PrefixTree
     from llamapipe._engine.loop import EngineLoop, Inbox
     from llamapipe._engine.request import Request
     from llamapipe._engine.scheduler import Scheduler
+    from llamapipe._engine.submit import QueueLimit
     from llamapipe._engine.thread import EngineThread
-    from llamapipe.engine.delivery.loop_waker import LoopWaker
-    from llamapipe.engine.delivery.mailbox import AsyncMailbox
-    from llamapipe.engine.delivery.result_dispatcher import ResultDispatcher
-    from llamapipe.engine.frontend.queue_limit import QueueLimit
     from llamapipe.llama.embedding_context import EmbeddingContext
     from llamapipe.llama.native_pipeline import NativePipeline
 

@@ -24,18 +24,24 @@ from queue import Empty
 from typing import Any
 from unittest.mock import patch
 
+from llamapipe._engine import deliver, submit
 from llamapipe._engine import loop as engine_loop
+from llamapipe._engine.deliver import (
+    AsyncMailbox,
+    Choices,
+    CompletionSink,
+    DeltaSink,
+    Failure,
+    ThreadMailbox,
+    TokenSink,
+)
 from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop, Inbox
 from llamapipe._engine.request import Request, RequestSpec, State
 from llamapipe._engine.scheduler import Overflow, Scheduler
-from llamapipe.engine.delivery import result_dispatcher, sink
-from llamapipe.engine.delivery.mailbox import AsyncMailbox, ThreadMailbox
-from llamapipe.engine.delivery.sink import Choices, CompletionSink, DeltaSink, Failure, TokenSink
-from llamapipe.engine.frontend import queue_limit
-from llamapipe.engine.frontend.queue_limit import QueueLimit
-from llamapipe.engine.results import Completion, Delta, Token
+from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError, NoToken
+from llamapipe.results import Completion, Delta, Token
 
 sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
 from support.fakes import FakeContext, FakeSampler, FakeSaved, continuation, next_token  # noqa: E402
@@ -741,10 +747,10 @@ def virtual_time(world: World) -> Iterator[None]:
     """The modules that look at the clock or wake threads do so in the simulation."""
     with (
         patch.object(engine_loop, "perf_counter", world.clock),
-        patch.object(queue_limit, "perf_counter", world.clock),
-        patch.object(sink, "perf_counter", world.clock),
-        patch.object(result_dispatcher, "WakeQueue", SimWakeQueue),
-        patch.object(result_dispatcher, "LaunchWakeList", SimWakeList),
+        patch.object(submit, "perf_counter", world.clock),
+        patch.object(deliver, "perf_counter", world.clock),
+        patch.object(deliver, "WakeQueue", SimWakeQueue),
+        patch.object(deliver, "LaunchWakeList", SimWakeList),
     ):
         yield
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from llamapipe.engine.params import CONSTRAINTS, SamplingParams
 from llamapipe.errors import InvalidRequestError
+from llamapipe.params import CONSTRAINTS, SamplingParams
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 

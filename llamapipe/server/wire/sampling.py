@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from llamapipe.arguments import quoted
-from llamapipe.engine.params import SamplingParams
+from llamapipe.params import SamplingParams
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.wire.constraints import Constrained

@@ -1,26 +1,32 @@
 """From a conversation to a checked prompt, and from generated text to an answer.
 
 The template of the model writes the prompt. ``ChatFormat`` says how that template marks tool calls and reasoning; it
-gives the grammar that the text must follow, and the parser that reads it.
+gives the grammar that the text must follow, and the parser that reads it. If a call is forced, or a tool is ``strict``,
+a schema that no grammar can express is an error. Otherwise the chat runs without a guarantee for this tool
+(``ToolSchemas``): its arguments are then any JSON object. Servers that speak MCP send such schemas.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import thread_time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from llamapipe.arguments import check_choice, check_flag, from_column
-from llamapipe.engine.chat_results import ChatChoice, ChatCompletion, ChatFinishReason
-from llamapipe.engine.delivery.delta_parser import DeltaParser
-from llamapipe.engine.frontend.request_builder import Item, RequestBuilder, named
-from llamapipe.engine.frontend.tenant import grammar_limit
-from llamapipe.engine.frontend.tool_schemas import ToolSchemas
-from llamapipe.engine.params import CONSTRAINTS, SamplingParams
-from llamapipe.engine.results import Choice, Completion
+from llamapipe._engine.deliver import DeltaParser
+from llamapipe._engine.sampling import GrammarBudget
+from llamapipe._engine.submit import Item, RequestBuilder, named
+from llamapipe._engine.tenant import grammar_limit
+from llamapipe.arguments import check_choice, check_flag, from_column, quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
+from llamapipe.locks import Lock
+from llamapipe.params import CONSTRAINTS, SamplingParams
+from llamapipe.results import ChatChoice, ChatCompletion, ChatFinishReason, Choice, Completion
 
 if TYPE_CHECKING:
     from llamapipe.chat.chat_format import ChatFormat
@@ -270,3 +276,138 @@ def _conversations(messages: Any) -> tuple[list[Conversation], bool]:
     if isinstance(messages[0], Mapping):
         return [messages], True
     return list(messages), False
+
+
+Compile = Callable[["Sequence[Tool]"], SamplingParams]
+_MAX_REMEMBERED = 256
+_TOGETHER = "with the other tools,"  # begins the reason of a tool whose schema can be followed alone
+_MAX_MESSAGE = 300  # characters of the compiler's message that an error shows
+
+
+class ToolSchemas:
+    """Finds the tools whose schemas cannot be followed, and remembers them. Any thread."""
+
+    def __init__(self, request_builder: RequestBuilder) -> None:
+        self._request_builder = request_builder
+        self._lock = Lock()
+        self._relaxed: OrderedDict[str, Mapping[str, str]] = (
+            OrderedDict()
+        )  # of lists of tools: reasons by name
+        self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<ToolSchemas of {self._request_builder!r}>"
+
+    def followed(
+        self,
+        chat_format: ChatFormat,
+        tools: Sequence[Tool],
+        choice: str,
+        compiled: Compile,
+        limit_s: float | None = None,
+    ) -> tuple[SamplingParams, Sequence[Tool]]:
+        """The params that ``compiled`` makes of the tools, and the tools with the schemas that are in their grammar.
+
+        ``limit_s``: processor time that it may take to find those that cannot be followed.
+
+        Raises InvalidRequestError, which names the tool, for a schema that cannot be followed and must be;
+        ConstraintError over the limit.
+        """
+        began_s, budget = thread_time(), GrammarBudget(limit_s)
+
+        def check_time() -> None:
+            budget.spent_s = thread_time() - began_s
+            if (late := budget.error()) is not None:
+                raise late
+
+        key = json.dumps([(tool.name, tool.parameters, tool.strict) for tool in tools])
+        with self._lock:
+            reasons = self._relaxed.get(key, {}) if choice == "auto" else {}
+        try:
+            return self._made(chat_format, tools, reasons, compiled)
+        except InvalidRequestError as e:
+            error = e
+        used = [tool for tool in tools if choice in ("auto", "required", tool.name)]
+        reasons = {}
+        for tool in used:  # each has a time limit of its own; there may be thousands
+            check_time()
+            if reason := self._fault(chat_format, tool):
+                reasons[tool.name] = reason
+        for tool in used:
+            if tool.name in reasons and (choice != "auto" or tool.strict):
+                raise InvalidRequestError(f"tool {quoted(tool.name)}: {reasons[tool.name]}") from None
+        if choice != "auto":
+            raise error
+        attempts = [reasons] if reasons else []
+        # Each can be compiled alone, and all together may be too large: the longest lose their guarantee first.
+        longest = sorted((t for t in used if not t.strict), key=lambda t: -len(json.dumps(t.parameters)))
+        n = 1
+        while n < 2 * len(longest):
+            too_large = {tool.name: f"{_TOGETHER} {error}" for tool in longest[:n]}
+            attempts.append(reasons | too_large)
+            n *= 2
+        for reasons in attempts:
+            check_time()
+            try:
+                made = self._made(chat_format, tools, reasons, compiled)
+            except InvalidRequestError as e:
+                error = e
+                continue
+            self._remember(key, reasons)
+            return made
+        raise error
+
+    def _made(
+        self,
+        chat_format: ChatFormat,
+        tools: Sequence[Tool],
+        reasons: Mapping[str, str],
+        compiled: Compile,
+    ) -> tuple[SamplingParams, Sequence[Tool]]:
+        made = [
+            chat_format.relaxed(tool, keeps_types=not reasons[tool.name].startswith(_TOGETHER))
+            if tool.name in reasons
+            else tool
+            for tool in tools
+        ]
+        return compiled(made), made
+
+    def _fault(self, chat_format: ChatFormat, tool: Tool) -> str | None:
+        """Why the schema of a tool cannot be compiled alone; None if it can."""
+        from llamapipe.structured.schema import closed_objects, schema_object
+
+        try:
+            schema = closed_objects(schema_object(tool.parameters))
+            self._request_builder.check_params(SamplingParams(json_schema=schema))
+            lark = chat_format.grammar((tool,), tool.name, False, prompt_tail="")
+            self._request_builder.check_params(SamplingParams(lark=lark))
+        except InvalidRequestError as e:
+            return _short(str(e).removeprefix(f"tool {quoted(tool.name)}: "))
+        return None
+
+    def _remember(self, key: str, reasons: Mapping[str, str]) -> None:
+        new = []
+        with self._lock:
+            self._relaxed[key] = reasons
+            if len(self._relaxed) > _MAX_REMEMBERED:
+                self._relaxed.popitem(last=False)
+            for named_reason in reasons.items():
+                if named_reason not in self._warned:
+                    new.append(named_reason)
+                    self._warned[named_reason] = None
+            while len(self._warned) > _MAX_REMEMBERED:
+                self._warned.popitem(last=False)
+        for name, reason in new:
+            logging.getLogger("llamapipe").warning(
+                "tool %r: %s; its arguments are any JSON object, which may not match the schema", name, reason
+            )
+
+
+def _short(message: str) -> str:
+    """The first line of a message, in which the schema is not called by the name of an option."""
+    line = message.partition("\n")[0]
+    if line.startswith("json_schema"):
+        line = f"the JSON schema{line.removeprefix('json_schema')}"
+    elif line.startswith("lark"):
+        line = f"the grammar of its calls{line.removeprefix('lark')}"
+    return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."

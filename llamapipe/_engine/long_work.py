@@ -7,9 +7,9 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from llamapipe.engine.frontend.tenant import tenant
-from llamapipe.engine.params import CONSTRAINTS
-from llamapipe.engine.sampling.threads import SamplingThreads
+from llamapipe._engine.sampling import SamplingThreads
+from llamapipe._engine.tenant import tenant
+from llamapipe.params import CONSTRAINTS
 
 if TYPE_CHECKING:
     import asyncio

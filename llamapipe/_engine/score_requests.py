@@ -9,10 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from llamapipe._engine.deliver import Mailbox
 from llamapipe._engine.scoring import TokenScore
-from llamapipe.arguments import check_int, check_tokens
-from llamapipe.engine.delivery.mailbox import Mailbox
-from llamapipe.engine.frontend.request_builder import (
+from llamapipe._engine.submit import (
     PORTION,
     Groups,
     Make,
@@ -22,9 +21,10 @@ from llamapipe.engine.frontend.request_builder import (
     named,
     split_prompts,
 )
-from llamapipe.engine.results import Score
+from llamapipe.arguments import check_int, check_tokens
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
+from llamapipe.results import Score
 
 Pair = tuple[list[int], list[int]]  # a context and a continuation
 T = TypeVar("T")  # the result of a call

@@ -1,0 +1,1118 @@
+"""From the arguments of a call to requests in the engine loop, and from their results to what the call returns.
+
+A call goes through this file once: its options and prompts are checked before anything is queued (``call_options``,
+``RequestBuilder``), its requests are made, enter the queue when there is room (``QueueLimit``) and are submitted, and
+its results are collected until none is missing (``Pending``, ``Submission``). If the caller gives up at any line, by
+an error, Ctrl-C, a cancelled task or a closed iterator, what has no result yet is cancelled.
+
+The engine thread takes no lock that a caller may hold, because an exception of a signal handler may interrupt a caller
+between any two instructions. Callers enter the queue under a lock that only they take. The engine thread only removes
+requests, and wakes the callers that wait.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice, repeat
+from queue import Empty
+from time import perf_counter, thread_time
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+)
+
+from llamapipe._engine.deliver import (
+    AsyncMailbox,
+    Choices,
+    CompletionSink,
+    DeltaSink,
+    Failure,
+    Mailbox,
+    Piece,
+    Progress,
+    ScoreSink,
+    Sink,
+    ThreadMailbox,
+    TokenSink,
+)
+from llamapipe._engine.long_work import LongWork
+from llamapipe._engine.loop import TimeCounter
+from llamapipe._engine.request import UNLIMITED, Request, RequestSpec
+from llamapipe._engine.sampling import GrammarBudget, SamplerFactory, SamplerFactoryCache, choose_seed
+from llamapipe._engine.scoring import ContinuationTargets, PromptTargets
+from llamapipe._engine.tenant import cache_key, grammar_limit, tenant
+from llamapipe._engine.thread import EngineThread, single_caller
+from llamapipe.arguments import (
+    check_choice,
+    check_flag,
+    check_float,
+    check_tokens,
+    checked_call,
+    from_column,
+    nearest,
+    quoted,
+)
+from llamapipe.errors import EngineClosedError, InvalidRequestError, LlamapipeError, QueueFullError
+from llamapipe.llama.model import Model
+from llamapipe.locks import Lock
+from llamapipe.params import SamplingParams
+from llamapipe.results import Completion
+
+if TYPE_CHECKING:
+    import asyncio
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from llamapipe.results import TimeHistogram
+
+F = TypeVar("F", bound=Callable[..., Any])
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
+
+
+def explains_keywords(function: F) -> F:
+    """A method whose TypeError for an unknown keyword shows the call that was meant."""
+    code = function.__code__
+    known = frozenset(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+
+    def check(keywords: dict[str, Any]) -> None:
+        if not keywords.keys() <= known:
+            raise TypeError(_explanation(function.__name__, keywords, known))
+
+    return checked_call(function, check)
+
+
+def _explanation(name: str, keywords: dict[str, Any], known: frozenset[str]) -> str:
+    wrong = [keyword for keyword in keywords if keyword not in known]
+    if all(keyword in _SAMPLING for keyword in wrong):
+        options = ", ".join(f"{keyword}={quoted(keywords[keyword])}" for keyword in wrong)
+        return f"sampling options are fields of SamplingParams: {name}(prompt, lp.SamplingParams({options}))"
+    unknown = next(keyword for keyword in wrong if keyword not in _SAMPLING)
+    near = nearest(unknown, known | _SAMPLING)
+    hint = f"did you mean {near}?" if near else f"it has: {', '.join(sorted(known - {'prompt', 'params'}))}"
+    return f"{name}() has no option {quoted(unknown)}; {hint}"
+
+
+OnError = Literal["raise", "return"]
+OnTimeout = Literal["raise", "return"]
+ON = ("raise", "return")
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How a call waits, and what it does with failures.
+
+    ``deadline``: a time of ``perf_counter``. ``names_prompts``: errors name the index of their prompt. ``operation``:
+    its name for observers.
+    """
+
+    block: bool = True
+    timeout: float | None = None
+    deadline: float | None = None
+    on_error: OnError = "raise"
+    on_timeout: OnTimeout = "raise"
+    names_prompts: bool = False
+    operation: str = "text_completion"
+
+    def expired(self) -> ExpiredError:
+        """The error for a call whose deadline passed."""
+        return ExpiredError(f"not finished within the timeout of {self.timeout} s; the rest was cancelled")
+
+
+def call_options(
+    timeout: float | None,
+    block: bool,
+    on_error: OnError = "raise",
+    on_timeout: OnTimeout = "raise",
+    names_prompts: bool = False,
+    operation: str = "text_completion",
+) -> CallOptions:
+    """Checked options of a call, whose time starts now."""
+    deadline = None
+    if timeout is not None:
+        seconds = min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)
+        deadline = perf_counter() + seconds
+    check_choice("on_timeout", on_timeout, ON)
+    return CallOptions(
+        check_flag("block", block), timeout, deadline, on_error, on_timeout, names_prompts, operation
+    )
+
+
+def left_s(deadline: float | None) -> float | None:
+    """Seconds until a time of ``perf_counter``; None: no limit."""
+    return None if deadline is None else max(deadline - perf_counter(), 0.0)
+
+
+class ExpiredError(TimeoutError):
+    """The deadline of a call passed."""
+
+
+class QueueLimit:
+    """A set with a limit. ``enter`` is called by callers, ``leave`` by the engine thread.
+
+    It holds the requests themselves, with the time they entered, and not their number, so leaving twice, or without
+    having entered, is not an error: a caller that Ctrl-C interrupts between two instructions cannot know which of them
+    ran.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._inside: dict[Hashable, float] = {}  # and when they entered
+        self._times = TimeCounter()
+        # Of callers only. A Condition would run Python code while it is held. Reentrant, as all locks of callers: a
+        # destructor or signal handler that uses the engine may run while its thread holds the lock.
+        self._entering = Lock()
+        self._waiters: deque[Callable[[], object]] = deque()  # each wakes a caller that waits for room
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the queue has a limit."""
+        return self._limit is not None
+
+    @property
+    def n(self) -> int:
+        """Requests that were accepted and have no slot yet."""
+        return len(self._inside)
+
+    def times(self) -> TimeHistogram:
+        """How long requests have waited for a slot, or until they ended without one."""
+        return self._times.copy()
+
+    def try_enter(self, *requests: Hashable) -> bool:
+        """Enters all requests if there is room for all; returns whether there was."""
+        entered = dict.fromkeys(requests, perf_counter())
+        with self._entering:
+            if self._limit is not None and len(self._inside) + len(entered) > self._limit:
+                return False
+            self._inside.update(entered)
+            return True
+
+    def enter_at_once(self, *requests: Hashable) -> None:
+        """Enters all requests. Raises QueueFullError if there is no room for all."""
+        if not self.try_enter(*requests):
+            if self._limit is not None and len(requests) > self._limit:
+                raise QueueFullError(
+                    f"{len(requests)} requests are submitted at once and max_queue is {self._limit}: that never fits; "
+                    "submit fewer at once, or raise max_queue"
+                )
+            raise QueueFullError(
+                f"max_queue is {self._limit} and the queue has {self.n}: there is no room for {len(requests)} more; "
+                "retry later, or raise max_queue"
+            )
+
+    def enter(self, request: Hashable, deadline: float | None) -> None:
+        """Waits for room for one request. Raises ExpiredError after ``deadline`` (``perf_counter`` seconds)."""
+        while not self.try_enter(request):
+            woken = threading.Lock()
+            woken.acquire()
+            self._waiters.append(woken.release)
+            try:
+                if self.try_enter(request):  # room may have come free before the waiter was added
+                    return
+                left_s = None if deadline is None else deadline - perf_counter()
+                if left_s is not None and left_s <= 0:
+                    raise ExpiredError("no room came free in the queue within the timeout")
+                woken.acquire(timeout=-1 if left_s is None else min(left_s, threading.TIMEOUT_MAX))
+            finally:
+                with suppress(ValueError):  # woken: it is off the list
+                    self._waiters.remove(woken.release)
+
+    async def aenter(self, request: Hashable) -> None:
+        """Waits for room for one request without blocking the event loop."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        while not self.try_enter(request):
+            waiter = loop.create_future()
+            self._waiters.append(partial(loop.call_soon_threadsafe, _wake, waiter))
+            if self.try_enter(request):
+                waiter.cancel()
+                return
+            await waiter
+
+    def leave(self, requests: Sequence[Hashable]) -> None:
+        """Frees the room of those requests that hold any and wakes the callers that wait for it. Engine thread."""
+        now = perf_counter()
+        for request in requests:
+            entered = self._inside.pop(request, None)
+            if entered is not None:
+                self._times.add(now - entered)
+        self._wake_all()
+
+    def left(self, requests: Sequence[Request]) -> None:
+        """Records when requests got their first slot, or ended without one, then calls ``leave``. Engine thread."""
+        now = perf_counter()
+        for request in requests:
+            if request.left_queue_at is None:  # a preempted request leaves the queue again
+                request.left_queue_at = now
+        self.leave(requests)
+
+    def withdraw(self, requests: Collection[Hashable]) -> None:
+        """``leave`` for callers whose requests may never reach the engine thread."""
+        for request in requests:
+            self._inside.pop(request, None)
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        # All waiters, not one per free place: a woken waiter may be giving up, and its place would stay unused.
+        for _ in range(len(self._waiters)):
+            try:
+                wake = self._waiters.popleft()
+            except IndexError:  # another thread took it
+                return
+            try:
+                wake()
+            except RuntimeError:  # that loop is closed
+                continue
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]"
+Prompt: TypeAlias = "str | TokenIds"
+
+
+Groups: TypeAlias = (
+    "Mapping[int, Sequence[Request]]"  # the requests that are answered together with (index, result)
+)
+Make: TypeAlias = "Callable[[Mailbox], Groups]"
+
+PORTION = 256  # requests of a long list that are created and submitted together
+_MOST_BYTES = 8  # tokens whose bytes may end with half a character
+
+
+class Item(NamedTuple):
+    """A checked prompt: its tokens, the factory of its samplers, and the pieces its answer's text is made of.
+
+    ``piece``: the bytes of a token; None: the vocabulary's, in which control tokens have no text. ``budget``: the time
+    for the constraint, of which compiling it has taken some.
+    """
+
+    tokens: list[int]
+    sampler_factory: SamplerFactory
+    piece: Piece | None = None
+    budget: GrammarBudget | None = None
+
+
+class RequestBuilder:
+    """Checks against a model and the context length of one engine. Any thread.
+
+    ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
+    """
+
+    def __init__(self, model: Model, n_ctx: int, n_sharing: int = 1) -> None:
+        self._model = model
+        self.n_ctx = n_ctx
+        self.n_sharing = n_sharing
+        self._eog = model.vocab.eog_tokens
+        self._factories = SamplerFactoryCache(model.vocab, n_ctx)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Looks params up in the vocabulary and compiles their constraint. Raises as ``item`` does."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        self._compiled(params)
+
+    def _compiled(self, params: SamplingParams) -> tuple[SamplerFactory, GrammarBudget | None]:
+        """The factory for params, and what is left for their constraint. Raises as ``item`` does, DecodeError."""
+        began_s = thread_time()
+        factory = self._factories.sampler_factory(params)
+        if not factory.is_constrained:
+            return factory, None
+        budget = GrammarBudget(grammar_limit(params.grammar_timeout))
+        budget.spent_s = thread_time() - began_s
+        error = budget.error()
+        if error is not None:
+            raise error
+        return factory, budget
+
+    def items(self, prompt: Any, params: Any, on_error: str = "raise") -> tuple[list[Item | Exception], bool]:
+        """Each prompt with its params, and whether a single prompt was given.
+
+        Raises TypeError, ValueError, InvalidRequestError; errors in a list name the prompt's index. With ``on_error``
+        ``"return"``, an InvalidRequestError is in the place of its prompt instead.
+        """
+        prompt = from_column("prompt", prompt)
+        self._refuse_long_ids(prompt)
+        prompts, single = split_prompts(prompt)
+        if params is None or isinstance(params, SamplingParams):
+            each: Sequence[SamplingParams | None] = [params] * len(prompts)
+        elif isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
+            raise TypeError(
+                f"params must be SamplingParams or a list of them, not {type(params).__name__}: "
+                "generate(prompt, lp.SamplingParams(max_tokens=100))"
+            )
+        elif len(params) != len(prompts):
+            raise ValueError(
+                f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one for each"
+            )
+        else:
+            each = params
+        if single:
+            return [self.item_or_error(prompts[0], each[0], None, on_error)], True
+        pairs = enumerate(zip(prompts, each, strict=True))
+        return [self.item_or_error(p, q, index, on_error) for index, (p, q) in pairs], False
+
+    def item_or_error(
+        self, prompt: Any, params: SamplingParams | None, index: int | None, on_error: str
+    ) -> Item | Exception:
+        """``item`` for the prompt at ``index`` of a list; what it raises names the index, or is returned."""
+        try:
+            return self.item(prompt, params)
+        except (TypeError, ValueError) as e:
+            error = e if index is None else named(e, index)
+            if on_error == "return" and isinstance(error, InvalidRequestError):
+                return error
+            raise error from None
+
+    def item(self, prompt: Any, params: SamplingParams | None) -> Item:
+        """One prompt as token ids, with its params. Raises as ``items`` does."""
+        if params is None:
+            params = SamplingParams()
+        elif not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        if isinstance(prompt, str) and not prompt:
+            raise InvalidRequestError(
+                "the prompt is empty; give at least one character or token (the BOS token, to start from nothing)"
+            )
+        if isinstance(prompt, str):
+            self._refuse_long_text(prompt)
+            self._model.chat_prompts.warn_of_control_text(prompt)
+        n_vocab = self._model.n_vocab
+        tokens = (
+            self._model.tokenize(prompt)
+            if isinstance(prompt, str)
+            else check_tokens("prompt", prompt, n_vocab)
+        )
+        if not tokens:
+            raise InvalidRequestError("the prompt is empty; give at least one token")
+        if len(tokens) >= self.n_ctx:
+            self._refuse_ids(len(tokens))
+        factory, budget = self._compiled(params)
+        return Item(tokens, factory, budget=budget)
+
+    def _refuse_long_text(self, prompt: str) -> None:
+        """Refuses a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
+        if len(prompt) < self.n_ctx:
+            return
+        n_least = self._model.vocab.least_tokens(len(prompt))
+        if n_least >= self.n_ctx:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt)} characters, at least {n_least} tokens; n_ctx is {self.n_ctx} "
+                "and one must stay free: shorten it, or raise n_ctx"
+            )
+
+    def _refuse_long_ids(self, prompt: Any) -> None:
+        """Refuses one sequence of too many token ids before any of them is looked at, but the first."""
+        if isinstance(prompt, (list, tuple)):
+            first = prompt[0] if prompt else None
+        elif getattr(prompt, "ndim", None) == 1:
+            first = prompt[0] if len(prompt) else None
+        else:
+            return
+        if len(prompt) >= self.n_ctx and isinstance(first, SupportsIndex):
+            self._refuse_ids(len(prompt))
+
+    def _refuse_ids(self, n: int) -> NoReturn:
+        raise InvalidRequestError(
+            f"the prompt has {n} tokens; n_ctx is {self.n_ctx} and one must stay free: "
+            "shorten it, or raise n_ctx"
+        )
+
+    def completions(self, items: Sequence[Item | Exception]) -> Iterator[Make]:
+        """Yields functions that each create the requests of a portion of the items. Skips items that are errors."""
+        portion: dict[int, Item] = {}
+        n = 0
+        for index, item in enumerate(items):
+            if isinstance(item, Exception):
+                continue
+            portion[index] = item
+            n += item.sampler_factory.params.n
+            if n >= PORTION:
+                yield partial(self._completions, portion)
+                portion, n = {}, 0
+        if portion:
+            yield partial(self._completions, portion)
+
+    def _completions(self, items: Mapping[int, Item], mailbox: Mailbox) -> dict[int, list[Request]]:
+        return {index: self.completion(item, mailbox, index) for index, item in items.items()}
+
+    def one_completion(self, item: Item, index: int, mailbox: Mailbox) -> dict[int, list[Request]]:
+        """``completions`` for the item at ``index``."""
+        return {index: self.completion(item, mailbox, index)}
+
+    def completion(self, item: Item, mailbox: Mailbox, index: int) -> list[Request]:
+        """The ``n`` requests of one item, answered together with ``(index, Completion)``."""
+        tokens, params = item.tokens, item.sampler_factory.params
+        piece, stops = self._text_of(item)
+        seed = choose_seed(params)
+        targets = None if params.prompt_logprobs is None else PromptTargets(tokens, params.prompt_logprobs)
+        choices = Choices(mailbox, index, params.n, targets)
+        spec = self._spec(item, UNLIMITED)._replace(caller=mailbox)
+        requests: list[Request] = []
+        for i in range(params.n):
+            own = (seed + i) % 2**64
+            sink = CompletionSink(choices, piece, stops, own, i)
+            requests.append(
+                Request(
+                    tokens.copy(), spec._replace(seed=own, sink=sink, logprob_targets=None if i else targets)
+                )
+            )
+        return requests
+
+    def scores(
+        self,
+        context: Sequence[int],
+        continuations: Sequence[Sequence[int]],
+        mailbox: Mailbox,
+        index: int,
+        salt: str | None = None,
+        keeps_cells: bool = False,
+    ) -> Request:
+        """A request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError."""
+        self.check_scores(context, continuations)
+        targets = ContinuationTargets(context, continuations)
+        spec = RequestSpec(
+            max_tokens=0,
+            logprob_targets=targets,
+            caller=mailbox,
+            share=tenant.get().share,
+            cache_key=cache_key(salt),
+            keeps_cells=keeps_cells,
+            sink=ScoreSink(mailbox, index),
+        )
+        return Request(targets.first(), spec)
+
+    def check_scores(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
+        """Raises InvalidRequestError for texts that are too long to be scored."""
+        longest = len(context) + max(map(len, continuations)) - 1
+        if longest > self.n_ctx:
+            raise InvalidRequestError(
+                f"prompt and continuation have {longest + 1} tokens; n_ctx is {self.n_ctx}, and all but the last "
+                "must fit: shorten them, or raise n_ctx"
+            )
+
+    def stream(self, item: Item, mailbox: Mailbox, n_ahead: int) -> Request:
+        """A request answered with deltas, at most ``n_ahead`` tokens ahead of its reader.
+
+        Raises InvalidRequestError for params that a stream does not support.
+        """
+        self._check_single(item)
+        return Request(item.tokens, self._spec(item, n_ahead, DeltaSink(mailbox, *self._text_of(item))))
+
+    def generation(self, item: Item, mailbox: Mailbox) -> Request:
+        """A request that generates one token per ``resume``, and keeps its sequence at its end.
+
+        Raises InvalidRequestError for params that a generation does not support.
+        """
+        self._check_single(item)
+        spec = self._spec(item, 0, TokenSink(mailbox, *self._text_of(item)), resumable=True)
+        return Request(item.tokens, spec)
+
+    def restored(self, item: Item, mailbox: Mailbox, n_prompt: int) -> Request:
+        """``generation`` for a sequence whose tokens after the first ``n_prompt`` were generated."""
+        self._check_single(item)
+        sink = TokenSink(mailbox, *self._text_of(item))
+        pieces = [self._model.vocab.piece(token) for token in item.tokens[n_prompt:][-_MOST_BYTES:]]
+        sink.continue_character(b"".join(pieces))
+        n_generated = len(item.tokens) - n_prompt
+        spec = self._spec(item, n_generated, sink, resumable=True)
+        return Request(item.tokens, spec._replace(n_generated=n_generated))
+
+    def prefix(self, tokens: list[int], mailbox: Mailbox, salt: str | None) -> Request:
+        """A request that computes these tokens and keeps its cells; answered as ``scores``."""
+        return self.scores(tokens, [[0]], mailbox, 0, salt, keeps_cells=True)
+
+    def _check_single(self, item: Item) -> None:
+        params = item.sampler_factory.params
+        if params.n > 1:
+            raise InvalidRequestError(
+                f"n is {params.n}; a stream is one completion: start {params.n} streams, or use generate()"
+            )
+        if params.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs come with generate(); streams do not return them")
+
+    def _text_of(self, item: Item) -> tuple[Piece, tuple[str, ...]]:
+        """The pieces of an item's text, and its stop strings."""
+        return item.piece or self._model.vocab.piece, tuple(item.sampler_factory.params.stop or ())
+
+    def _spec(
+        self, item: Item, token_budget: int, sink: Sink | None = None, resumable: bool = False
+    ) -> RequestSpec:
+        params = item.sampler_factory.params
+        stop_tokens = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_tokens = stop_tokens | self._eog if stop_tokens else self._eog
+        return RequestSpec(
+            params.max_tokens,
+            stop_tokens,
+            token_budget,
+            resumable,
+            sink,
+            item.sampler_factory,
+            grammar_budget=item.budget,
+            seed=choose_seed(params),
+            uses_cache=params.cache,
+            cache_key=cache_key(params.cache_salt),
+            wants_logprobs=params.logprobs is not None,
+            priority=params.priority,
+            share=tenant.get().share,
+        )
+
+
+def named(error: BaseException, index: int) -> BaseException:
+    """An error of one prompt of a list, with the prompt's index in its message."""
+    text = f"prompt {index} of the list"
+    own = isinstance(error, LlamapipeError) or type(error) in (TypeError, ValueError)
+    if own and len(error.args) == 1:
+        new = type(error)(f"{error} ({text})")
+        new.__cause__ = error.__cause__
+        return new
+    if hasattr(error, "add_note"):  # Python 3.11; raised by a callback, whose message stays as it is
+        error.add_note(text)
+    return error
+
+
+def split_prompts(prompt: Any, name: str = "prompt", empty_ok: bool = False) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether a single prompt was given.
+
+    ``empty_ok``: an empty list is one prompt without tokens.
+    """
+    if isinstance(prompt, str):
+        return [prompt], True
+    prompt = from_column(name, prompt)
+    try:
+        if isinstance(prompt, (bytes, bytearray, Mapping, Set)):
+            raise TypeError
+        items = list(prompt)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a str, a sequence of token ids, or a list of those, not {type(prompt).__name__}"
+        ) from None
+    if not items and not empty_ok:
+        raise InvalidRequestError(
+            f"the {name} is empty; give at least one token, or a list with at least one {name}"
+        )
+    whole = [
+        isinstance(i, (str, bytes)) or (isinstance(i, Iterable) and getattr(i, "ndim", 1) > 0) for i in items
+    ]
+    if items and all(whole):
+        return items, False
+    if any(whole):
+        raise TypeError(f"{name} mixes token ids and whole {name}s; give token ids, or a list of {name}s")
+    return [items], True
+
+
+T = TypeVar("T")
+
+
+def outcome_of(
+    items: Sequence[Item | Exception], results: dict[int, Any], single: bool
+) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
+    """What ``generate`` returns: the completions and errors in the order of the prompts."""
+    outcome: list[Completion | Exception] = [
+        item if isinstance(item, Exception) else results[index] for index, item in enumerate(items)
+    ]
+    return outcome[0] if single else outcome
+
+
+def makes_of(
+    builder: RequestBuilder,
+    prompts: Iterable[Prompt],
+    params: SamplingParams | Iterable[SamplingParams] | None,
+    pending: Pending[Completion],
+) -> Iterator[Make]:
+    """For each prompt, as it is read, a function that makes its requests. Errors to return go to ``pending.ready``."""
+    if params is None or isinstance(params, SamplingParams):
+        pairs: Iterable[tuple[Prompt, SamplingParams | None]] = zip(prompts, repeat(params), strict=False)
+    else:
+        pairs = zip(prompts, params, strict=True)
+    for index, (prompt, its_params) in enumerate(pairs):
+        item = builder.item_or_error(prompt, its_params, index, pending.options.on_error)
+        if isinstance(item, Exception):
+            pending.ready.append((index, item))
+            yield no_requests
+        else:
+            yield partial(builder.one_completion, item, index)
+
+
+async def amakes_of(
+    builder: RequestBuilder,
+    prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+    params: SamplingParams | Iterable[SamplingParams] | None,
+    pending: Pending[Completion],
+    long_work: LongWork,
+) -> AsyncGenerator[Make, None]:
+    """``makes_of`` for asyncio; long prompts are tokenized in a thread."""
+    each = None if params is None or isinstance(params, SamplingParams) else iter(params)
+    index = 0
+    async for prompt in _async(prompts):
+        its_params = params if each is None else next(each, None)
+        if each is not None and its_params is None:
+            raise ValueError(f"params has {index} items, and there are more prompts")
+        item = await long_work.built(
+            builder.item_or_error, prompt, its_params, index, pending.options.on_error
+        )
+        if isinstance(item, Exception):
+            pending.ready.append((index, item))
+            yield no_requests
+        else:
+            yield partial(builder.one_completion, item, index)
+        index += 1
+    if each is not None and next(each, None) is not None:
+        raise ValueError(f"there are {index} prompts, and params has more items")
+
+
+async def _async(values: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    if isinstance(values, AsyncIterable):
+        async for value in values:
+            yield value
+    else:
+        for value in values:
+            yield value
+
+
+def no_requests(mailbox: Mailbox) -> dict[int, list[Request]]:
+    """The requests of a prompt that failed its checks."""
+    return {}
+
+
+class ObservedRequest(Protocol):
+    """One prompt that was submitted."""
+
+    def end(self, error: BaseException | None = None, timed_out: bool = False) -> None:
+        """The caller has the result or the error, or has given up. Called once, by the caller's thread."""
+
+    def drop(self) -> None:
+        """The caller dropped its stream. Called by a destructor, so it must not take a lock."""
+
+
+class RequestObserver(Protocol):
+    """Observes every prompt that is submitted to an engine. Any thread."""
+
+    def begin(self, requests: Sequence[Request], operation: str) -> ObservedRequest:
+        """Called with the requests of one prompt before they are submitted. It may replace their sinks."""
+
+    def close(self) -> None:
+        """The engine was closed."""
+
+
+class Pending(Generic[T]):
+    """The requests of one call that have no result yet. One thread or task."""
+
+    def __init__(self, options: CallOptions) -> None:
+        self.options = options
+        self.observer: RequestObserver | None = None
+        self._observed: dict[int, ObservedRequest] = {}
+        self.groups: dict[int, Sequence[Request]] = {}
+        self.unsubmitted: deque[Request] = deque()
+        self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
+        self.timed_out = False
+        # Of a long list. The thread that closes the engine submits the rest of it.
+        self.lock = Lock()
+        self.is_long = False
+        self.is_making = False
+        self.is_broken = False  # closing was interrupted meanwhile: results will be missing
+        self.has_ended = False
+
+    def add(self, groups: Groups) -> None:
+        """Requests that are to be submitted."""
+        self.groups.update(groups)
+        for index, requests in groups.items():
+            self.unsubmitted += requests
+            if self.observer is not None:
+                self._observed[index] = self.observer.begin(requests, self.options.operation)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests without a result."""
+        return [request for requests in list(self.groups.values()) for request in requests]
+
+    def read(self, item: tuple[int, Any]) -> tuple[int, T | Exception, Sequence[Request]]:
+        """The index and result in a mailbox item, and the requests to cancel because one of their group failed.
+
+        Raises the error of a failed request if the call's options say so.
+        """
+        index, result = item
+        requests = self.groups[index]
+        if self._observed:
+            error = result.error if isinstance(result, Failure) else None
+            self._observed.pop(index).end(error, timed_out=self.timed_out)
+        if isinstance(result, Failure):
+            result = named(result.error, index) if self.options.names_prompts else result.error
+            if self.options.on_error == "raise" or not isinstance(result, Exception):
+                raise result
+        else:
+            requests = ()
+            if self.timed_out and isinstance(result, Completion):
+                result = _timed_out(result)
+        return index, result, requests
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Reports the end of all groups that have no result to the observer; ``error``: the reason, if there is one."""
+        if not isinstance(error, (TimeoutError, QueueFullError, EngineClosedError)):
+            error = None  # Ctrl-C, or the error of another request
+        while self._observed:
+            self._observed.popitem()[1].end(error)
+
+
+def _timed_out(completion: Completion) -> Completion:
+    if all(choice.finish_reason != "cancelled" for choice in completion.choices):
+        return completion
+    return replace(
+        completion,
+        choices=tuple(
+            replace(choice, finish_reason="timeout") if choice.finish_reason == "cancelled" else choice
+            for choice in completion.choices
+        ),
+    )
+
+
+# Long lists are submitted in portions. When 20,000 prompts were submitted at once, the garbage collector scanned
+# all their objects again and again, for up to 0.26 s, during which no thread ran.
+_N_AHEAD = 2 * PORTION  # if fewer groups of a long list have no result yet, the next portion is submitted
+
+
+class Submission:
+    """Brings requests to the engine loop and their results back. Any thread."""
+
+    def __init__(self, engine_thread: EngineThread, queue: QueueLimit) -> None:
+        self._engine_thread = engine_thread
+        self._queue = queue
+        self.observer: RequestObserver | None = None
+
+    def _entering(self, unsubmitted: deque[Request], block: bool) -> Iterator[Request]:
+        """Submits all requests together if the queue has room for them.
+
+        If not, it yields each request before it submits it, and the caller waits for room. Raises QueueFullError
+        instead if ``block`` is false.
+        """
+        if not block:
+            self._queue.enter_at_once(*unsubmitted)
+        elif not self._queue.try_enter(*unsubmitted):
+            while unsubmitted:
+                yield unsubmitted[0]
+                self._engine_thread.submit(unsubmitted[0])
+                unsubmitted.popleft()
+            return
+        self._engine_thread.submit(*unsubmitted)
+        unsubmitted.clear()
+
+    def cancel(self, requests: Collection[Request]) -> None:
+        """Ends requests, whether or not they were submitted before their caller gave up."""
+        if not requests:
+            return
+        self._queue.withdraw(requests)
+        for request in requests:
+            self._engine_thread.cancel_soon(request)
+
+    def _end(self, pending: Pending[T]) -> None:
+        """Ends the call after an error, or when its caller gives up. Cancels the requests without a result."""
+        error = sys.exc_info()[1]
+        with pending.lock:
+            pending.has_ended = True
+            self._engine_thread.end_list(pending)
+            if pending.groups:
+                self.cancel(pending.requests)
+                pending.give_up(error)
+
+    def _stop(self, pending: Pending[T], expired: ExpiredError) -> None:
+        """After the deadline: ends the requests, so that what they generated arrives within a step, or raises."""
+        if pending.options.on_timeout == "raise":
+            raise expired
+        with pending.lock:
+            pending.timed_out = True
+            self.cancel(pending.requests)
+            self._submit_cancelled(pending)
+
+    def _submit_cancelled(self, pending: Pending[T]) -> None:
+        """Submits, as cancelled, the requests left at the deadline. They end at once, without a token."""
+        if pending.unsubmitted:
+            self.cancel(pending.unsubmitted)
+            self._engine_thread.submit(*pending.unsubmitted, of_list=pending.is_long)
+            pending.unsubmitted.clear()
+
+    def _make_next(self, makes: Iterator[Make], mailbox: Mailbox, pending: Pending[T]) -> bool:
+        """Makes the next requests, if there are any; submits those of a long list."""
+        with pending.lock:
+            if pending.is_broken:
+                raise EngineClosedError("the engine is closed; make another")
+            return self._make(makes, mailbox, pending)
+
+    def _make(self, makes: Iterator[Make], mailbox: Mailbox, pending: Pending[T]) -> bool:
+        pending.is_making = True
+        try:
+            make = next(makes, None)
+            if make is None:
+                return False
+            pending.add(make(mailbox))
+            if isinstance(mailbox, AsyncMailbox):
+                mailbox.requests = pending.requests
+            if pending.timed_out:
+                self._submit_cancelled(pending)
+            elif pending.is_long:
+                self._queue.try_enter(*pending.unsubmitted)  # it has no limit
+                self._engine_thread.submit(*pending.unsubmitted, of_list=True)
+                pending.unsubmitted.clear()
+            return True
+        finally:
+            pending.is_making = False
+
+    def _watched(self, makes: Iterator[Make], mailbox: Mailbox, pending: Pending[T]) -> Iterator[Make]:
+        """Has closing the engine submit the rest of a long list, as if the list had come at once."""
+        if self._queue.is_limited:  # callers wait for room, and closing refuses those that do
+            return makes
+        first = list(islice(makes, 2))
+        makes = chain(first, makes)
+        if len(first) < 2:
+            return makes
+
+        def submit_rest() -> None:
+            with pending.lock:
+                # While it is made in this thread, a signal handler closes the engine.
+                if pending.has_ended or pending.is_making or pending.is_broken:
+                    return
+                pending.is_broken = True
+                while self._make(makes, mailbox, pending):
+                    pass
+                pending.is_broken = False
+
+        pending.is_long = True
+        self._engine_thread.begin_list(pending, submit_rest)
+        return makes
+
+    def _together(self, makes: Iterator[Make], options: CallOptions) -> Iterator[Make]:
+        """Merges the functions into one if all requests must enter the queue together, or none of them."""
+        if options.block or not self._queue.is_limited:
+            return makes
+
+        def make(mailbox: Mailbox) -> Groups:
+            return {index: requests for make in makes for index, requests in make(mailbox).items()}
+
+        return iter([make])
+
+    # ---- threads
+    def submit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
+        """Enters the queue and submits; an error cancels all requests.
+
+        Raises QueueFullError, TimeoutError, EngineClosedError.
+        """
+        try:
+            self._engine_thread.loop.inbox.single_caller = single_caller()
+            for request in self._entering(deque(requests), block):
+                self._queue.enter(request, deadline)
+        except BaseException:
+            self.cancel(requests)
+            raise
+
+    def submit_paused(self, request: Request) -> None:
+        """Submits a request that computes nothing before it is resumed; it takes no place in the queue."""
+        try:
+            self._engine_thread.submit(request)
+        except BaseException:
+            self.cancel([request])
+            raise
+
+    def collect(self, makes: Iterator[Make], options: CallOptions, bar: Progress) -> dict[int, Any]:
+        """The results, by index, of the requests that ``makes`` create. Long lists are submitted in portions.
+
+        Ctrl-C and any error cancel all of them. Raises the error of a request, TimeoutError, QueueFullError.
+        """
+        pending = Pending[Any](options)
+        pending.observer = self.observer
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        try:
+            makes = self._watched(self._together(makes, options), mailbox, pending)
+            return dict(self.iterate(makes, _N_AHEAD, pending, bar, mailbox))
+        finally:
+            self._engine_thread.end_list(pending)
+            bar.close()
+
+    def iterate(
+        self,
+        makes: Iterator[Make],
+        n_ahead: int,
+        pending: Pending[T],
+        bar: Progress,
+        mailbox: ThreadMailbox | None = None,
+    ) -> Iterator[tuple[int, T | Exception]]:
+        """Yields each result with its index, as requests finish. At most about ``n_ahead`` groups are without a result.
+
+        Closing the iterator, Ctrl-C and any error cancel what is left.
+        """
+        mailbox = mailbox or ThreadMailbox(self._engine_thread.dispatcher)
+        options = pending.options
+        pending.observer = self.observer
+        try:
+            exhausted = False
+            while True:
+                try:
+                    while not exhausted and len(pending.groups) < n_ahead:
+                        self._engine_thread.loop.inbox.single_caller = single_caller()
+                        if not self._make_next(makes, mailbox, pending):
+                            exhausted = True
+                            break
+                        if pending.unsubmitted:
+                            for request in self._entering(pending.unsubmitted, options.block):
+                                self._queue.enter(request, options.deadline)
+                        if pending.ready:
+                            break
+                    while pending.ready:
+                        yield pending.ready.popleft()
+                    if not pending.groups:
+                        if exhausted:
+                            return
+                        continue
+                    item = self._next(mailbox, pending)
+                except ExpiredError as expired:
+                    self._stop(pending, expired)
+                    continue
+                index, result, failed = pending.read(item)
+                self.cancel(failed)
+                del pending.groups[index]
+                bar.update()
+                yield index, result
+        finally:
+            self._end(pending)
+
+    def _next(self, mailbox: ThreadMailbox, pending: Pending[T]) -> Any:
+        if pending.timed_out:  # what is cancelled arrives within a step
+            return mailbox.get()
+        try:
+            return mailbox.get(timeout=left_s(pending.options.deadline))
+        except Empty:
+            raise pending.options.expired() from None
+
+    # ---- asyncio
+    async def asubmit(self, *requests: Request, block: bool = True) -> None:
+        """``submit`` for asyncio; cancelling the task cancels the requests."""
+        try:
+            self._engine_thread.loop.inbox.single_caller = False
+            for request in self._entering(deque(requests), block):
+                await self._queue.aenter(request)
+        except BaseException:
+            self.cancel(requests)
+            raise
+
+    async def acollect(self, makes: Iterator[Make], options: CallOptions) -> dict[int, Any]:
+        """``collect`` for asyncio; cancelling the task cancels the requests."""
+        import asyncio
+
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
+        pending = Pending[Any](options)
+        pending.observer = self.observer
+        results: dict[int, Any] = {}
+        exhausted = False
+        try:
+            makes = self._watched(self._together(makes, options), mailbox, pending)
+            while True:
+                try:
+                    while not exhausted and len(pending.groups) < _N_AHEAD:
+                        self._engine_thread.loop.inbox.single_caller = False
+                        if not self._make_next(makes, mailbox, pending):
+                            exhausted = True
+                            break
+                        if pending.unsubmitted:
+                            for request in self._entering(pending.unsubmitted, options.block):
+                                await _in_time(partial(self._queue.aenter, request), options)
+                    if not pending.groups:
+                        return results
+                    item = await (mailbox.get() if pending.timed_out else _in_time(mailbox.get, options))
+                    index, results[index], failed = pending.read(item)
+                    self.cancel(failed)
+                    del pending.groups[index]
+                except ExpiredError as expired:
+                    self._stop(pending, expired)
+        finally:
+            self._end(pending)
+
+    async def aiterate(
+        self, makes: AsyncIterator[Make], n_ahead: int, pending: Pending[T]
+    ) -> AsyncGenerator[tuple[int, T | Exception], None]:
+        """``iterate`` for asyncio; results arrive also while ``makes`` waits. Closing the iterator cancels the rest."""
+        import asyncio
+
+        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
+        pending.observer = self.observer
+        room = asyncio.Semaphore(n_ahead)
+        submitting = asyncio.ensure_future(self._submit_all(makes, mailbox, room, pending))
+        submitting.add_done_callback(mailbox.receive)  # wakes the reader below
+        try:
+            while pending.groups or not submitting.done():
+                item = await _in_time(mailbox.get, pending.options)
+                if item is submitting:
+                    submitting.result()  # raises what the submission raised
+                    continue
+                if isinstance(item[1], Exception):
+                    index, result = item
+                else:
+                    index, result, failed = pending.read(item)
+                    self.cancel(failed)
+                    del pending.groups[index]
+                room.release()
+                yield index, result
+        finally:
+            submitting.cancel()
+            await asyncio.wait([submitting])
+            self._end(pending)
+
+    async def _submit_all(
+        self, makes: AsyncIterator[Make], mailbox: AsyncMailbox, room: asyncio.Semaphore, pending: Pending[T]
+    ) -> None:
+        """Submits what ``makes`` yields, while there is room."""
+        while True:
+            await room.acquire()
+            make = await anext(makes, None)
+            if make is None:
+                return
+            pending.add(make(mailbox))
+            mailbox.requests = pending.requests
+            self._engine_thread.loop.inbox.single_caller = False
+            for request in self._entering(pending.unsubmitted, pending.options.block):
+                await self._queue.aenter(request)
+            while pending.ready:
+                mailbox.receive(pending.ready.popleft())
+
+
+async def _in_time(wait: Callable[[], Awaitable[T]], options: CallOptions) -> T:
+    """The result of ``wait``, or ExpiredError."""
+    if options.deadline is None:
+        return await wait()
+    import asyncio
+
+    try:
+        # Made where it is awaited: Ctrl-C may come between two lines, and a coroutine that is never awaited warns.
+        return await asyncio.wait_for(wait(), left_s(options.deadline))
+    except asyncio.TimeoutError:
+        raise options.expired() from None

@@ -8,12 +8,13 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
+from starlette.responses import Response
 
 from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe.arguments import did_you_mean, quoted
 from llamapipe.chat.results import ToolCall
 from llamapipe.results import ChatChoice, ChatDelta, call_message
-from llamapipe.server.endpoint import SUBMITTED, Call, error_event, event
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import ChatJob, check_n_messages, template_args
@@ -163,8 +164,6 @@ class MessagesRequest(CountRequest, kw_only=True):
     thread: Annotated[Any, Only(instead="this server stores no answers; send the whole conversation")] = None
 
 
-_DECODER = msgspec.json.Decoder(MessagesRequest)
-_COUNT_DECODER = msgspec.json.Decoder(CountRequest)
 _PING = event({"type": "ping"}, "ping")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
 _STOP_REASONS = {
@@ -175,33 +174,30 @@ _STOP_REASONS = {
 }
 
 
-async def messages(call: Call) -> None:
+async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
     """Answers a conversation, as a whole or as a stream."""
-    request = call.decode(_DECODER)
-    model = call.state.check_model(request.model)
-    call.note_unused(request.unused())
-    answer = _Answer(call, model, _job(call, request))
+    model = exchange.server.check_model(request.model)
+    exchange.note_unused(request.unused())
+    answer = _Answer(exchange, model, _job(exchange, request))
     if request.stream:
-        await call.answer_events(answer.events(), ping=_PING)
-    else:
-        await call.answer_json(await answer.whole())
+        return EventStream(exchange, answer.events(), ping=_PING)
+    return JsonResponse(await answer.complete())
 
 
-async def count_tokens(call: Call) -> None:
+async def count_tokens(exchange: Exchange, request: CountRequest) -> Response:
     """Counts the tokens of a conversation's prompt."""
-    request = call.decode(_COUNT_DECODER)
-    call.state.check_model(request.model)
-    call.note_unused(request.unused())
-    check_n_messages(call.state, request.messages, "messages")
-    tokens = await call.state.tokenize_chat(
+    exchange.server.check_model(request.model)
+    exchange.note_unused(request.unused())
+    check_n_messages(exchange.server, request.messages, "messages")
+    tokens = await exchange.server.tokenize_chat(
         messages_of(request), request.functions(), True, _template_args(request)
     )
-    await call.answer_json({"input_tokens": len(tokens)})
+    return JsonResponse({"input_tokens": len(tokens)})
 
 
-def _job(call: Call, request: MessagesRequest) -> ChatJob:
+def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
-    check_n_messages(call.state, request.messages, "messages")
+    check_n_messages(exchange.server, request.messages, "messages")
     if request.max_tokens < 1:
         raise ApiError(400, f"max_tokens is {request.max_tokens}; it must be 1 or more", "max_tokens")
     sampling = Sampling(**{name: getattr(request, name) for name in _SAMPLING}, stop=request.stop_sequences)
@@ -222,9 +218,9 @@ def _job(call: Call, request: MessagesRequest) -> ChatJob:
         _template_args(request),
         continue_last=bool(conversation) and conversation[-1]["role"] == "assistant",
     )
-    params = sampling.params(call.state.engine.model.vocab.tokenize, max_tokens=request.max_tokens)
+    params = sampling.params(exchange.server.engine.model.vocab.tokenize, max_tokens=request.max_tokens)
     field = "output_format" if request.output_format is not None else "output_config.format"
-    return ChatJob(call, conversation, params, options, field)
+    return ChatJob(exchange, conversation, params, options, field)
 
 
 def _choice(given: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
@@ -255,14 +251,14 @@ def _template_args(request: CountRequest) -> dict[str, Any]:
 class _Answer:
     """The answer to one request, complete or streamed."""
 
-    def __init__(self, call: Call, model: str, job: ChatJob) -> None:
-        self.call = call
+    def __init__(self, exchange: Exchange, model: str, job: ChatJob) -> None:
+        self.exchange = exchange
         self.model = model
         self.job = job
 
     def _message(self, content: list[dict[str, Any]], n_prompt: int, n_cached: int) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.call.id}",
+            "id": f"msg_{self.exchange.id}",
             "type": "message",
             "role": "assistant",
             "model": self.model,
@@ -277,11 +273,11 @@ class _Answer:
             },
         }
 
-    async def whole(self) -> dict[str, Any]:
+    async def complete(self) -> dict[str, Any]:
         """The answer, when it is complete."""
-        done = await self.job.whole()
+        done = await self.job.complete()
         choice = done.choices[0]
-        self.call.count(done.n_prompt_tokens, done.n_completion_tokens, done.timings.first_token_s)
+        self.exchange.count(done.n_prompt_tokens, done.n_completion_tokens, done.timings.first_token_s)
         message = self._message(_content(choice), done.n_prompt_tokens, done.n_cached_tokens)
         message["usage"]["output_tokens"] = done.n_completion_tokens
         return message | _stop(choice)
@@ -298,7 +294,7 @@ class _Answer:
                     if delta is None:
                         yield SUBMITTED
                         continue
-                    self.call.token_arrived(0)
+                    self.exchange.token_arrived(0)
                     n_completion += len(delta.token_ids)
                     if not begun:
                         begun = True
@@ -310,12 +306,8 @@ class _Answer:
                         usage = {"output_tokens": n_completion}
                         yield _named("message_delta", delta=_stop(delta), usage=usage)
             yield _named("message_stop")
-        except Exception as e:
-            if self.call.status == 0:
-                raise
-            yield error_event(e, "anthropic")
         finally:
-            self.call.count(self.job.n_prompt_tokens, n_completion)
+            self.exchange.count(self.job.n_prompt_tokens, n_completion)
 
 
 class _Blocks:

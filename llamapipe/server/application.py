@@ -31,21 +31,28 @@ from llamapipe.arguments import quoted
 from llamapipe.embedding.embedder import Embedder
 from llamapipe.engine.engine import Engine
 from llamapipe.host.memory import return_freed_memory
-from llamapipe.server.anthropic import count_tokens, messages
-from llamapipe.server.chat import chat_completions
-from llamapipe.server.completions import completions
-from llamapipe.server.embeddings import embeddings, rerank
-from llamapipe.server.endpoint import Call, Endpoint, Handler
-from llamapipe.server.errors import ApiError, Dialect, dialect_of
+from llamapipe.server.anthropic import CountRequest, MessagesRequest, count_tokens, messages
+from llamapipe.server.chat import ChatRequest, chat_completions
+from llamapipe.server.completions import CompletionRequest, completions
+from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest, embeddings, rerank
+from llamapipe.server.endpoint import Endpoint, Exchange, get, post
+from llamapipe.server.errors import ApiError
 from llamapipe.server.generation import check_template_args, refuse_long_chat
 from llamapipe.server.guard import BodyBudget, Guard
 from llamapipe.server.metrics import Metrics
-from llamapipe.server.openapi import ALIASES
 from llamapipe.server.page import Timeline, page, page_file, timeline
-from llamapipe.server.responses import responses
+from llamapipe.server.responses import ResponsesRequest, responses
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.system import delete_model, get_model, health, list_models, metrics, model_info, openapi
-from llamapipe.server.tokens import apply_template, detokenize, tokenize, tokenizer_info
+from llamapipe.server.tokens import (
+    DetokenizeRequest,
+    TemplateRequest,
+    TokenizeRequest,
+    apply_template,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 from llamapipe.server.wire.other_servers import path_hint
 
 if TYPE_CHECKING:
@@ -93,9 +100,9 @@ class ServerState:
     def __repr__(self) -> str:
         return f"<ServerState n_requests={self.n_requests}{' draining' if self.draining else ''}>"
 
-    def check(self, call: Call) -> bytes | None:
+    def check(self, exchange: Exchange) -> bytes | None:
         """Checks a request before its body is read. Returns the digest of its key, None without keys."""
-        key = self._check_key(call)
+        key = self._check_key(exchange)
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         self._check_room()
@@ -110,7 +117,7 @@ class ServerState:
             )
 
     @contextmanager
-    def admitted(self, call: Call, counted: bool, key: bytes | None) -> Iterator[None]:
+    def admitted(self, exchange: Exchange, counted: bool, key: bytes | None) -> Iterator[None]:
         """Counts a request, whose body has arrived, while it is served. Raises ApiError if there are too many.
 
         Whatever is asked of the engine meanwhile is asked for this client: see ``Tenant``.
@@ -118,30 +125,30 @@ class ServerState:
         if counted:
             self._check_room()
         self.n_requests += counted
-        token = tenant.set(self._tenant(call, key))
+        token = tenant.set(self._tenant(exchange, key))
         try:
             yield
         finally:
             tenant.reset(token)
             self.n_requests -= counted
 
-    def _tenant(self, call: Call, key: bytes | None) -> Tenant:
+    def _tenant(self, exchange: Exchange, key: bytes | None) -> Tenant:
         """The client: its key if there are several, with a prefix cache for each; else its address."""
         if key is not None and len(self._keys) > 1:
             return Tenant(key, key.hex(), self.settings.grammar_timeout_s)
-        address: Sequence[Any] | None = call.scope.get("client")
-        return Tenant(address[0] if address else "no address", None, self.settings.grammar_timeout_s)
+        address = exchange.client.host if exchange.client else "no address"
+        return Tenant(address, None, self.settings.grammar_timeout_s)
 
-    def _check_key(self, call: Call) -> bytes | None:
+    def _check_key(self, exchange: Exchange) -> bytes | None:
         """The digest of the client's key; None if no key is needed. Raises ApiError."""
         if not self._keys:
             return None
-        given = call.headers.get(b"x-api-key", b"")
-        scheme, _, token = call.headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer":
+        given = exchange.headers.get("x-api-key", "")
+        scheme, _, token = exchange.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
             given = token.strip()
         # Digests have the same length and all keys are compared, so the time reveals nothing about the keys.
-        digest = hashlib.sha256(given).digest()
+        digest = hashlib.sha256(given.encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
             problem = (
@@ -208,21 +215,21 @@ class ServerState:
             )
         return self.embedder, _served(name, self.embedding_names)
 
-    def finished(self, call: Call) -> None:
+    def finished(self, exchange: Exchange) -> None:
         """Counts and logs an answered request. What programs ask for every second is logged at the level DEBUG."""
-        seconds = perf_counter() - call.started_at
-        self.metrics.answered(call, seconds)
-        is_polled = call.status < 400 and call.scope["path"] in _POLLED
+        seconds = perf_counter() - exchange.started_at
+        self.metrics.answered(exchange, seconds)
+        is_polled = exchange.status < 400 and exchange.path in _POLLED
         _log.log(
             logging.DEBUG if is_polled else logging.INFO,
             "%s %s %d %.0f ms n_prompt_tokens=%s n_completion_tokens=%s id=%s",
-            call.scope["method"],
-            quote(call.scope["path"], _PATH_CHARACTERS),
-            call.status,
+            exchange.method,
+            quote(exchange.path, _PATH_CHARACTERS),
+            exchange.status,
             seconds * 1e3,
-            "-" if call.n_prompt_tokens is None else call.n_prompt_tokens,
-            "-" if call.n_completion_tokens is None else call.n_completion_tokens,
-            call.id,
+            "-" if exchange.n_prompt_tokens is None else exchange.n_prompt_tokens,
+            "-" if exchange.n_completion_tokens is None else exchange.n_completion_tokens,
+            exchange.id,
         )
 
 
@@ -258,16 +265,77 @@ def app(
         raise TypeError(f"settings must be ServerSettings, not {type(settings).__name__}")
     state = ServerState(engine, settings or ServerSettings(), embedder)
     application = Starlette(
-        routes=routes(state),
-        middleware=[Middleware(Guard, state=state), Middleware(_WithoutSlash)],
-        exception_handlers={HTTPException: _http_error},
+        routes=[
+            Route(path, endpoint, methods=[endpoint.method])
+            for endpoint in (*ROUTES, *(PAGE_ROUTES if state.settings.page else ()))
+            for path in (endpoint.path, *endpoint.aliases)
+        ],
+        middleware=[Middleware(_WithoutSlash), Middleware(Guard, state=state)],
+        exception_handlers={ApiError: _answer_error, HTTPException: _answer_error},
         lifespan=_lifespan(state),
     )
-    application.router.redirect_slashes = (
-        False  # a redirect would lose the scheme behind a proxy, and clients the body
-    )
+    # A redirect would lose the scheme behind a proxy, and clients the body.
+    application.router.redirect_slashes = False
     application.state.llamapipe = state
     return application
+
+
+# What uses the engine may take longer than the server allows; a status for each other reason is in every route.
+_GENERATES = ("504",)
+ROUTES = (
+    post(
+        "/v1/chat/completions",
+        chat_completions,
+        ChatRequest,
+        "Answer a conversation.",
+        _GENERATES,
+        ("/chat/completions",),
+    ),
+    post("/v1/completions", completions, CompletionRequest, "Complete text or tokens.", _GENERATES),
+    post(
+        "/v1/responses",
+        responses,
+        ResponsesRequest,
+        "Answer an input; nothing is stored.",
+        _GENERATES,
+        ("/responses",),
+    ),
+    post(
+        "/v1/messages", messages, MessagesRequest, "Answer a conversation, in Anthropic's format.", _GENERATES
+    ),
+    post("/v1/messages/count_tokens", count_tokens, CountRequest, "Count the tokens of a conversation."),
+    post("/v1/embeddings", embeddings, EmbeddingRequest, "Embed texts."),
+    post(
+        "/v1/rerank",
+        rerank,
+        RerankRequest,
+        "Rank documents for a query.",
+        aliases=("/rerank", "/reranking", "/v1/reranking"),
+    ),
+    get("/v1/models", list_models, "The models that are served.", aliases=("/models",)),
+    get("/v1/models/{id:path}", get_model, "One model.", ("404",)),
+    Endpoint("DELETE", "/v1/models/{id:path}", delete_model, "Refused for a model that is served.", ("403",)),
+    post("/tokenize", tokenize, TokenizeRequest, "Tokenize text or a conversation."),
+    post("/detokenize", detokenize, DetokenizeRequest, "The text of tokens."),
+    post("/apply-template", apply_template, TemplateRequest, "The prompt of a conversation."),
+    get("/tokenizer_info", tokenizer_info, "Properties of the tokenizer."),
+    get("/model_info", model_info, "Sizes of the model and of the engine."),
+    get(
+        "/health",
+        health,
+        "Whether the server accepts requests.",
+        ("503",),
+        has_key=False,
+        aliases=("/v1/health",),
+    ),
+    get("/metrics", metrics, "Metrics for Prometheus.", media="text/plain"),
+    get("/openapi.json", openapi),
+)
+PAGE_ROUTES = (
+    get("/", page, has_key=False),
+    get("/page/{name}", page_file, has_key=False),
+    get("/timeline", timeline),
+)
 
 
 class _WithoutSlash:
@@ -283,72 +351,17 @@ class _WithoutSlash:
         await self._app(scope, receive, send)
 
 
-def routes(state: ServerState) -> list[Route]:
-    """Every route of the server."""
-    made = [
-        _route("POST", "/v1/completions", completions),
-        _route("POST", "/v1/chat/completions", chat_completions),
-        _route("POST", "/v1/responses", responses),
-        _route("POST", "/v1/embeddings", embeddings),
-        _route("POST", "/v1/rerank", rerank),
-        _route("POST", "/v1/messages", messages, "anthropic"),
-        _route("POST", "/v1/messages/count_tokens", count_tokens, "anthropic"),
-        _route("GET", "/v1/models", list_models),
-        _route("GET", "/v1/models/{id:path}", get_model),
-        _route("DELETE", "/v1/models/{id:path}", delete_model),
-        _route("GET", "/model_info", model_info),
-        _route("POST", "/tokenize", tokenize),
-        _route("POST", "/detokenize", detokenize),
-        _route("GET", "/tokenizer_info", tokenizer_info),
-        _route("POST", "/apply-template", apply_template),
-        _route("GET", "/openapi.json", openapi),
-        _route("GET", "/health", health, counted=False),
-        _route("GET", "/metrics", metrics),
-    ]
-    by_path = {(route.path, method): route for route in made for method in route.methods or ()}
-    for alias, path, method in ALIASES:
-        route = by_path[path, method]
-        made.append(Route(alias, route.endpoint, methods=[method], name=route.name))
-    if state.settings.page:
-        made += [
-            _route("GET", "/", page, counted=False),
-            _route("GET", "/page/{name}", page_file, counted=False),
-            _route("GET", "/timeline", timeline),
-        ]
-    return made
-
-
-def _route(
-    method: str, path: str, handler: Handler, dialect: Dialect = "openai", counted: bool = True
-) -> Route:
-    endpoint = Endpoint(handler, path, dialect, counted)
-    return Route(path, endpoint, methods=[method], name=handler.__name__)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Answers requests for unknown paths and methods, in the API's error format."""
-    assert isinstance(error, HTTPException)
-    hint = path_hint(request.scope["path"]) if error.status_code == 404 else ""
-    message = f"{request.method} {request.url.path}: {error.detail}{hint}"
-    return _Refusal(ApiError(error.status_code, message), error.headers or {})
-
-
-class _Refusal(Response):
-    """The answer to a request that has no route: with an id, in the log and the metrics, as other answers."""
-
-    def __init__(self, error: ApiError, headers: Mapping[str, str]) -> None:
-        super().__init__(status_code=error.status)
-        self._error = error
-        self._more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state: ServerState = scope["app"].state.llamapipe
-        scope["route_path"] = "other"
-        call = Call(state, scope, receive, send)
-        try:
-            await call.answer_error(self._error, dialect_of(scope["path"]), self._more)
-        finally:
-            state.finished(call)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Answers an error of a route, and a request for an unknown path or method, in the format of the path's API."""
+    exchange: Exchange = request.scope["llamapipe.exchange"]
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, HTTPException):
+        hint = path_hint(exchange.path) if error.status_code == 404 else ""
+        message = f"{exchange.method} {exchange.path}: {error.detail}{hint}"
+        headers = error.headers
+        error = ApiError(error.status_code, message)
+    assert isinstance(error, ApiError)
+    return exchange.prepare(exchange.error_response(error, headers))
 
 
 def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:

@@ -8,12 +8,13 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
+from starlette.responses import Response
 
 from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.results import ChatChoice, ChatDelta, TokenLogprob, call_message
 from llamapipe.server.completions import DONE, ChunkWriter, Progress, Streamed, merged, token_limit, usage
-from llamapipe.server.endpoint import SUBMITTED, Call, error_event
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
@@ -82,32 +83,28 @@ class ChatRequest(Streamed, kw_only=True):
     media_io_kwargs: Annotated[Any, Unused({})] = None
 
 
-_DECODER = msgspec.json.Decoder(ChatRequest)
 _MAX_TOP = 20  # the API's limit
 _PROGRESS = b'{"index":%d,"delta":{"role":"assistant","content":null},"finish_reason":null}'
 _encode = msgspec.json.Encoder().encode
 
 
-async def chat_completions(call: Call) -> None:
+async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response:
     """Answers a conversation, as a whole or as a stream."""
-    request = call.decode(_DECODER)
     request.check()
-    model = call.state.check_model(request.model)
+    model = exchange.server.check_model(request.model)
     tools = _tools(request)
-    call.note_unused(tools.unused)
-    answer = _Answer(call, request, model, _job(call, request, tools), tools)
-    if request.stream:
-        await call.answer_events(
-            answer.events(), sign=answer.progress.news if request.return_progress else None
-        )
-    else:
-        await call.answer_json(await answer.whole())
+    exchange.note_unused(tools.unused)
+    answer = _Answer(exchange, request, model, _job(exchange, request, tools), tools)
+    if not request.stream:
+        return JsonResponse(await answer.complete())
+    sign = answer.progress.news if request.return_progress else None
+    return EventStream(exchange, answer.events(), sign=sign)
 
 
-def _job(call: Call, request: ChatRequest, tools: Tools) -> ChatJob:
+def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
-    check_n_messages(call.state, request.messages, "messages")
-    vocab = call.state.engine.model.vocab
+    check_n_messages(exchange.server, request.messages, "messages")
+    vocab = exchange.server.engine.model.vocab
     limit = token_limit(max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
@@ -142,7 +139,7 @@ def _job(call: Call, request: ChatRequest, tools: Tools) -> ChatJob:
     )
     constraint = request.constraint()
     field = None if constraint is None else constraint.field
-    return ChatJob(call, engine_messages(request.messages), params, options, field, is_empty=limit == 0)
+    return ChatJob(exchange, engine_messages(request.messages), params, options, field, is_empty=limit == 0)
 
 
 def _tools(request: ChatRequest) -> Tools:
@@ -180,13 +177,15 @@ def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
 class _Answer:
     """The answer to one request, complete or streamed."""
 
-    def __init__(self, call: Call, request: ChatRequest, model: str, job: ChatJob, tools: Tools) -> None:
-        self.call = call
+    def __init__(
+        self, exchange: Exchange, request: ChatRequest, model: str, job: ChatJob, tools: Tools
+    ) -> None:
+        self.exchange = exchange
         self.request = request
         self.model = model
         self.job = job
         self.tools = tools
-        self.id = f"chatcmpl-{call.id}"
+        self.id = f"chatcmpl-{exchange.id}"
         self.created = int(time.time())
         self.writer = ChunkWriter(
             self.id, "chat.completion.chunk", self.created, model, request.wants_usage, request.is_padded
@@ -195,11 +194,11 @@ class _Answer:
         # Of each choice, the call of a custom tool that is not complete: its index, id, name and arguments.
         self._held: dict[int, tuple[int, str, str, list[str]]] = {}
 
-    async def whole(self) -> dict[str, Any]:
+    async def complete(self) -> dict[str, Any]:
         """The answer, when all choices are complete."""
-        done = await self.job.whole()
+        done = await self.job.complete()
         n_completion = 0 if self.job.is_empty else done.n_completion_tokens
-        self.call.count(done.n_prompt_tokens, n_completion, done.timings.first_token_s)
+        self.exchange.count(done.n_prompt_tokens, n_completion, done.timings.first_token_s)
         answer = {
             "id": self.id,
             "object": "chat.completion",
@@ -235,7 +234,7 @@ class _Answer:
         if entries is None:
             return None
         as_ids = bool(self.request.return_tokens_as_token_ids)
-        return chat_logprobs(entries, self.call.state.engine.model.vocab, as_ids)
+        return chat_logprobs(entries, self.exchange.server.engine.model.vocab, as_ids)
 
     def _tool_call(self, call: dict[str, Any]) -> dict[str, Any]:
         """A call in the form that the client defined the tool in."""
@@ -260,7 +259,7 @@ class _Answer:
                         if n_submitted == len(streams):
                             yield SUBMITTED
                         continue
-                    self.call.token_arrived(index)
+                    self.exchange.token_arrived(index)
                     n_completion += len(delta.token_ids)
                     if request.wants_continuous_usage:
                         writer.set_usage(usage(job.n_prompt_tokens, n_completion, job.n_cached_tokens))
@@ -270,13 +269,8 @@ class _Answer:
                             yield self.progress.last(index)
                         yield writer.chunk(await self._first_choice(index))
                     yield writer.chunk(self._stream_choice(index, delta), delta.content)
-        except Exception as e:
-            if self.call.status == 0:
-                raise
-            yield error_event(e, "openai")
-            return
         finally:
-            self.call.count(job.n_prompt_tokens, n_completion)
+            self.exchange.count(job.n_prompt_tokens, n_completion)
         if request.wants_usage:
             yield writer.usage(usage(job.n_prompt_tokens, n_completion, job.n_cached_tokens))
         yield DONE

@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import msgspec
+from starlette.responses import Response
 
 from llamapipe._engine.long_work import takes_long
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
 from llamapipe.results import Choice, Completion, Delta, TokenLogprob
-from llamapipe.server.endpoint import SUBMITTED, Call, error_event, event
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import (
@@ -243,22 +244,19 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tu
         await asyncio.wait(tasks)
 
 
-_DECODER = msgspec.json.Decoder(CompletionRequest)
 _DEFAULT_MAX_TOKENS = 16  # the API's default
 _PROGRESS = b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}'
 
 
-async def completions(call: Call) -> None:
+async def completions(exchange: Exchange, request: CompletionRequest) -> Response:
     """Completes one prompt or several, as a whole or as a stream."""
-    request = call.decode(_DECODER)
     if not request.stream:
-        job = await _Job.of(call, request)
-        await call.answer_json(await job.answer())
-        return
+        job = await _Job.of(exchange, request)
+        return JsonResponse(await job.answer())
     jobs: list[_Job] = []
 
     async def events() -> AsyncGenerator[bytes, None]:
-        jobs.append(await _Job.of(call, request))
+        jobs.append(await _Job.of(exchange, request))
         async with aclosing(jobs[0].events()) as made:
             async for one in made:
                 yield one
@@ -266,22 +264,26 @@ async def completions(call: Call) -> None:
     def news() -> bytes:
         return jobs[0].progress.news() if jobs else b""
 
-    await call.answer_events(events(), sign=news if request.return_progress else None)
+    return EventStream(exchange, events(), sign=news if request.return_progress else None)
 
 
 class _Job:
     """One request: its prompts as tokens, its params, and the answer."""
 
     def __init__(
-        self, call: Call, request: CompletionRequest, prompts: Sequence[list[int]], params: SamplingParams
+        self,
+        exchange: Exchange,
+        request: CompletionRequest,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
     ) -> None:
-        self.call = call
+        self.exchange = exchange
         self.request = request
         self.prompts = prompts
         self.n_cached = [0] * len(prompts)  # for streams: cached tokens of each prompt
         self.params = params
-        self.model = call.state.check_model(request.model)
-        self.id = f"cmpl-{call.id}"
+        self.model = exchange.server.check_model(request.model)
+        self.id = f"cmpl-{exchange.id}"
         self.created = int(time.time())
         self.n = request.n or 1  # choices that are returned for each prompt
         self.running: list[AsyncStream | None] = [None] * (len(prompts) * self.n)
@@ -291,14 +293,14 @@ class _Job:
         self.progress = Progress(self.writer, _PROGRESS, self.running)
 
     @classmethod
-    async def of(cls, call: Call, request: CompletionRequest) -> _Job:
+    async def of(cls, exchange: Exchange, request: CompletionRequest) -> _Job:
         """Checks the request. Raises ApiError."""
         request.check()
-        call.state.check_model(request.model)
-        vocab = call.state.engine.model.vocab
+        exchange.server.check_model(request.model)
+        vocab = exchange.server.engine.model.vocab
         n = 1 if request.n is None else request.n
         best_of = request.best_of or n  # OpenAI allows 0, which has no meaning of its own
-        limit = call.state.settings.max_n
+        limit = exchange.server.settings.max_n
         if best_of > limit and request.best_of:
             raise ApiError(400, f"best_of is {best_of}; this server's limit is {limit}", "best_of")
         if best_of < n:
@@ -325,12 +327,12 @@ class _Job:
             asked = max(top, asked or 0)
         if asked is not None:
             more["prompt_logprobs"] = asked
-        total_choices(call.state, n_prompts(request.prompt) * best_of)
+        total_choices(exchange.server, n_prompts(request.prompt) * best_of)
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
         constraint = request.constraint()
-        await _check(call.state, params, "" if constraint is None else constraint.field)
+        await _check(exchange.server, params, "" if constraint is None else constraint.field)
         prompts = await prompts_of(
-            call.state,
+            exchange.server,
             request.prompt,
             "prompt",
             request.add_special_tokens is not False,
@@ -338,7 +340,7 @@ class _Job:
             request.suffix,
             request.truncate_prompt_tokens,
         )
-        return cls(call, request, prompts, params)
+        return cls(exchange, request, prompts, params)
 
     @property
     def _is_empty(self) -> bool:
@@ -348,8 +350,8 @@ class _Job:
     # ---- complete
     async def answer(self) -> dict[str, Any]:
         """The answer, when all choices are complete."""
-        state = self.call.state
-        done = await self.call.whole(
+        state = self.exchange.server
+        done = await self.exchange.await_engine(
             state.engine.agenerate(self.prompts, self.params, timeout=state.settings.timeout_s, block=False)
         )
         choices = [
@@ -362,7 +364,7 @@ class _Job:
         first = min(
             (c.timings.first_token_s for c in done if c.timings.first_token_s is not None), default=None
         )
-        self.call.count(n_prompt, n_completion, first)
+        self.exchange.count(n_prompt, n_completion, first)
         return {
             "id": self.id,
             "object": "text_completion",
@@ -380,7 +382,7 @@ class _Job:
         return sorted(choices, key=_mean_logprob, reverse=True)[: self.n]
 
     def _choice(self, completion: Completion, choice: Choice, index: int) -> dict[str, Any]:
-        vocab = self.call.state.engine.model.vocab
+        vocab = self.exchange.server.engine.model.vocab
         if self._is_empty:
             choice = replace(
                 choice, text="", token_ids=[], finish_reason="length", logprobs=choice.logprobs and []
@@ -410,7 +412,7 @@ class _Job:
 
     def _writer(self, i: int) -> CompletionLogprobs:
         """Writes the log-probabilities of a choice for prompt ``i``."""
-        vocab = self.call.state.engine.model.vocab
+        vocab = self.exchange.server.engine.model.vocab
         adds_space = False
         if self.request.echo:  # some vocabularies begin every text with a space
             first = next((piece for token in self.prompts[i] if (piece := vocab.piece(token))), b"")
@@ -421,7 +423,7 @@ class _Job:
         """The first token of prompt ``i``, which has no log-probability; None if it is a BOS token that was added."""
         given, token = self.request.prompt, self.prompts[i][0]
         is_text = isinstance(given, str) or isinstance(given[0], str)
-        return None if is_text and token == self.call.state.engine.model.vocab.bos else token
+        return None if is_text and token == self.exchange.server.engine.model.vocab.bos else token
 
     def _echo(self, i: int) -> str:
         """The text of prompt ``i``."""
@@ -430,7 +432,7 @@ class _Job:
             return given
         if isinstance(given[0], str):
             return given[i]  # type: ignore[return-value]
-        return self.call.state.engine.model.vocab.detokenize(self.prompts[i], remove_special=True)
+        return self.exchange.server.engine.model.vocab.detokenize(self.prompts[i], remove_special=True)
 
     # ---- streamed
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -457,7 +459,7 @@ class _Job:
                         if n_submitted == len(streams):
                             yield SUBMITTED
                         continue
-                    self.call.token_arrived(index)
+                    self.exchange.token_arrived(index)
                     is_first = index not in begun
                     begun.add(index)
                     if request.return_progress and is_first:
@@ -482,13 +484,8 @@ class _Job:
                     yield writer.chunk(
                         _stream_choice(index, delta.text, logprobs, delta.finish_reason, ids), delta.text
                     )
-        except Exception as e:
-            if self.call.status == 0:
-                raise
-            yield error_event(e, "openai")
-            return
         finally:
-            self.call.count(n_prompt, n_completion)
+            self.exchange.count(n_prompt, n_completion)
         if request.wants_usage:
             yield writer.usage(usage(n_prompt, n_completion, sum(self.n_cached)))
         yield DONE
@@ -506,10 +503,10 @@ class _Job:
             cache_salt=given.cache_salt,
             priority=given.priority,
         )
-        done = await self.call.state.engine.agenerate(
+        done = await self.exchange.server.engine.agenerate(
             self.prompts,
             params,
-            timeout=self.call.state.settings.timeout_s,
+            timeout=self.exchange.server.settings.timeout_s,
             block=False,
         )
         return [list(completion.prompt_logprobs or ()) for completion in done]
@@ -519,7 +516,7 @@ class _Job:
         params = replace(self.params, n=1, prompt_logprobs=None)
         if self.params.seed is not None:
             params = replace(params, seed=(self.params.seed + i) % 2**64)
-        engine, timeout = self.call.state.engine, self.call.state.settings.timeout_s
+        engine, timeout = self.exchange.server.engine, self.exchange.server.settings.timeout_s
         async with engine.astream(self.prompts[p], params, timeout=timeout, block=False) as stream:
             await stream.submit()
             self.running[p * self.n + i] = stream

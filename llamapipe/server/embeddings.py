@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from starlette.responses import Response
 
 from llamapipe._engine.long_work import size_of
-from llamapipe.server.endpoint import Call
+from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import Prompt
@@ -44,14 +45,9 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int | None, Only(0)] = None
 
 
-_EMBEDDING = msgspec.json.Decoder(EmbeddingRequest)
-_RERANK = msgspec.json.Decoder(RerankRequest)
-
-
-async def embeddings(call: Call) -> None:
+async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
     """Embeds one text or several, given as text or as tokens."""
-    request = call.decode(_EMBEDDING)
-    embedder, model = call.state.check_embedder(request.model)
+    embedder, model = exchange.server.check_embedder(request.model)
     n = embedder.n_embd
     wanted = n if request.dimensions is None else request.dimensions
     if not 1 <= wanted <= n:
@@ -63,9 +59,9 @@ async def embeddings(call: Call) -> None:
     if request.input == []:
         raise ApiError(400, "input is empty; give at least one text", "input")
     given: Any = request.input
-    _refuse_long(call, "input", given)
+    _refuse_long(exchange, "input", given)
     try:
-        tokens = await call.state.in_thread(
+        tokens = await exchange.server.in_thread(
             partial(embedder.tokens, truncate=request.truncate), given, size=size_of(given)
         )
         rows = await embedder.aembed(tokens, normalize=wanted == n)
@@ -77,23 +73,22 @@ async def embeddings(call: Call) -> None:
             np.linalg.norm(vectors[:, :wanted], axis=1, keepdims=True), 1e-12
         )
     n_tokens = sum(map(len, tokens))
-    call.count(n_tokens, 0)
+    exchange.count(n_tokens, 0)
     as_text = request.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": _base64(row) if as_text else row.tolist()}
         for i, row in enumerate(vectors)
     ]
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    await call.answer_json({"object": "list", "data": data, "model": model, "usage": usage})
+    return JsonResponse({"object": "list", "data": data, "model": model, "usage": usage})
 
 
-async def rerank(call: Call) -> None:
+async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     """Ranks documents for a query."""
-    request = call.decode(_RERANK)
-    embedder, model = call.state.check_embedder(request.model)
+    embedder, model = exchange.server.check_embedder(request.model)
     documents = [_text(document, i) for i, document in enumerate(request.documents)]
-    _refuse_long(call, "query", request.query)
-    _refuse_long(call, "documents", documents)
+    _refuse_long(exchange, "query", request.query)
+    _refuse_long(exchange, "documents", documents)
     if request.top_n is not None and request.top_n < 1:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
     try:
@@ -101,7 +96,7 @@ async def rerank(call: Call) -> None:
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), "documents", _code(e)) from None
     n_tokens = sum(one.n_tokens for one in ranked)
-    call.count(n_tokens, 0)
+    exchange.count(n_tokens, 0)
     results: list[dict[str, Any]] = []
     for one in ranked[: request.top_n]:
         result: dict[str, Any] = {"index": one.index, "relevance_score": one.score}
@@ -109,7 +104,7 @@ async def rerank(call: Call) -> None:
             result["document"] = {"text": documents[one.index]}
         results.append(result)
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    await call.answer_json({"id": f"rerank-{call.id}", "model": model, "results": results, "usage": usage})
+    return JsonResponse({"id": f"rerank-{exchange.id}", "model": model, "results": results, "usage": usage})
 
 
 def _text(document: str | dict[str, str], index: int) -> str:
@@ -121,9 +116,9 @@ def _text(document: str | dict[str, str], index: int) -> str:
     return text
 
 
-def _refuse_long(call: Call, name: str, given: Any) -> None:
+def _refuse_long(exchange: Exchange, name: str, given: Any) -> None:
     """Raises ApiError 400 for a text that is longer than the server allows, before it is tokenized."""
-    most = call.state.settings.max_text_characters
+    most = exchange.server.settings.max_text_characters
     for text in [given] if isinstance(given, str) else given:
         if isinstance(text, str) and len(text) > most:
             raise ApiError(

@@ -1,7 +1,12 @@
-"""One HTTP request: reads the body within a limit, sends the answer, and detects that the client disconnected.
+"""One HTTP request from its first byte to the end of its answer, and the routes that answer it.
 
-``Endpoint`` is the ASGI application of one route. It runs the route's handler in a task. If the client disconnects, the
+Open it to change what holds for every route. A route is an ``Endpoint``: it reads the body within the server's limits,
+runs the route's handler in a task, and sends the ``Response`` that the handler returns. If the client disconnects, the
 task is cancelled, and the handler's requests in the engine end within a step.
+
+A handler gets an ``Exchange``, Starlette's request with what the log and the metrics tell about it, and the decoded
+body. An exception is answered by Starlette's exception handlers, which ``application`` registers; once a stream has
+begun, its last event tells the error.
 """
 
 from __future__ import annotations
@@ -12,16 +17,17 @@ import math
 import re
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import parse_qs
 
 import msgspec
 import numpy as np
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 
-from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, log_unexpected
+from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, dialect_of, log_unexpected
 from llamapipe.server.fields import unused, without_nulls
 from llamapipe.server.wire.mismatch import mismatch
 
@@ -31,175 +37,70 @@ if TYPE_CHECKING:
     from llamapipe.server.application import ServerState
     from llamapipe.server.guard import Held
 
-# Objects and lists inside each other. Python's limit is 1000 calls, and some functions need two for a level.
-MAX_DEPTH = 256
-_PART = 2**20  # bytes that are looked at together
-_STEPS = np.zeros(256, np.int8)  # of each byte
-_STEPS[list(b"{[")] = 1
-_STEPS[list(b"}]")] = -1
-
-
-def is_too_deep(body: bytes) -> bool:
-    """Whether JSON has more than ``MAX_DEPTH`` levels. For what is no JSON the answer may be wrong."""
-    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
-        return False
-    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
-    depth, in_string = 0, False
-    for start in range(0, len(text), _PART):
-        part = np.frombuffer(text, np.uint8, min(_PART, len(text) - start), start)
-        inside = np.logical_xor.accumulate(part == ord('"')) ^ in_string
-        depths = np.cumsum(_STEPS[part] * ~inside, dtype=np.int32)
-        if depth + int(depths.max()) > MAX_DEPTH:
-            return True
-        depth += int(depths[-1])
-        in_string = bool(inside[-1])
-    return False
-
-
 T = TypeVar("T")
+Body = TypeVar("Body", bound=msgspec.Struct)
 _log = logging.getLogger("llamapipe.server")
-PING = b": ping\n\n"  # a comment, which clients skip
-SUBMITTED = b""  # no event: the requests are checked and in the queue, so the answer's headers can be sent
 _encode = msgspec.json.Encoder().encode
-
-
-def event(value: object, name: str | None = None) -> bytes:
-    """A value as an event, with a name for APIs that name their events."""
-    data = b"data: " + _encode(value) + b"\n\n"
-    return data if name is None else b"event: " + name.encode() + b"\n" + data
-
-
-def error_event(error: BaseException, dialect: Dialect) -> bytes:
-    """The event for an error that occurs after the stream has begun."""
-    answer = api_error(error)
-    if answer is None:
-        _log.error("a stream failed", exc_info=error)
-        answer = ApiError(500, f"the server failed: {type(error).__name__}")
-    log_unexpected(error, "a stream was")
-    return event(answer.body(dialect), "error" if dialect == "anthropic" else None)
-
-
-Request = TypeVar("Request", bound=msgspec.Struct)
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_JSON = (b"content-type", b"application/json")
-_EVENTS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy must not buffer events
-)
 _LARGE_BODY = 2**20  # bytes; the C library keeps what such requests free
 _SIGN_S = 0.25  # how often a stream looks whether it can tell something new
-Headers = Iterable[tuple[bytes, bytes]]
+PING = b": ping\n\n"  # a comment, which clients skip
+SUBMITTED = b""  # no event: the requests are checked and in the queue, so the answer's headers can be sent
 
 
-class HungUpError(Exception):
-    """The client closed the connection."""
-
-
-class Call:
-    """One HTTP request, used by one task. ``state``: the server's state, shared by all requests.
+class Exchange(Request):
+    """One HTTP request and its answer, used by one task. ``server``: the state that all requests share.
 
     ``raw``: the body, until it is decoded. ``has_body``: whether all of it has arrived, or there is none.
-    ``id``: from the header ``x-request-id``, or random.
-    ``unused``: options that were accepted but have no effect.
+    ``id``: from the header ``x-request-id``, or random. ``path``: of the request, inside of this application.
+    ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors.
+    ``status``: of the answer, once its first byte is sent; 0 before. ``answer_headers``: what any answer to it has.
     ``n_prompt_tokens``, ``n_completion_tokens``: for the log and the metrics; None: not known.
     ``first_token_at``: when the first token arrived, by ``perf_counter``. ``intervals_s``: seconds between the tokens
     of a stream.
     """
 
-    def __init__(
-        self, state: ServerState, scope: Scope, receive: Receive, send: Send, dialect: Dialect = "openai"
-    ) -> None:
-        self.state = state
-        self.dialect: Dialect = dialect
-        self.scope = scope
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.id = self._id()
+    def __init__(self, server: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
+        self.server = server
+        given = self.headers.get("x-request-id", "")
+        self.id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+        self.path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        self.dialect: Dialect = dialect_of(self.path)
+        self.route = "other"
         self.started_at = perf_counter()
         self.status = 0
+        self.answer_headers = [(b"x-request-id", self.id.encode())]
         self.raw = b""
         self.has_body = not (
-            scope["method"] in ("POST", "PUT", "PATCH")
-            or b"transfer-encoding" in self.headers
-            or self.headers.get(b"content-length", b"0") != b"0"
+            self.method in ("POST", "PUT", "PATCH")
+            or "transfer-encoding" in self.headers
+            or self.headers.get("content-length", "0") != "0"
         )
-        self._held: Held | None = None
-        self.unused: tuple[str, ...] = ()
         self.n_prompt_tokens: int | None = 0
         self.n_completion_tokens: int | None = 0
         self.first_token_at: float | None = None
         self.intervals_s: list[float] = []
+        self._unused: tuple[str, ...] = ()
+        self._held: Held | None = None
         self._last_token_at: dict[int, float] = {}
-        self._receive = receive
-        self._send = send
+        scope["llamapipe.exchange"] = self
 
     def __repr__(self) -> str:
-        return f"<Call {self.scope['method']} {self.scope['path']} {self.id}>"
-
-    def _id(self) -> str:
-        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
-        return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-
-    @property
-    def path_params(self) -> dict[str, str]:
-        """The path parameters of the route."""
-        params: dict[str, str] = self.scope.get("path_params", {})
-        return params
-
-    def query(self, name: str) -> str | None:
-        """The first value of a parameter of the query string."""
-        values = parse_qs(self.scope["query_string"].decode("latin-1")).get(name)
-        return values[0] if values else None
-
-    # ---- counts
-    def note_unused(self, names: tuple[str, ...]) -> None:
-        """Records options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
-        if names and self.state.settings.strict:
-            raise ApiError(
-                400,
-                f"{names[0]} has no effect here, and this server runs with --strict; leave the field out",
-                names[0],
-            )
-        self.unused += names
-
-    def count(self, n_prompt: int, n_completion: int, first_token_s: float | None = None) -> None:
-        """Records the token counts of the answer and, if known, the seconds to its first token."""
-        self.n_prompt_tokens, self.n_completion_tokens = n_prompt, n_completion
-        if first_token_s is not None and self.first_token_at is None:
-            self.first_token_at = self.started_at + first_token_s
-
-    async def whole(self, answer: Awaitable[T]) -> T:
-        """The engine's answer. If the client disconnects or the request times out first, its tokens are not counted."""
-        try:
-            return await answer
-        except (asyncio.CancelledError, TimeoutError):
-            self.n_prompt_tokens = self.n_completion_tokens = None
-            raise
-
-    def token_arrived(self, stream: int) -> None:
-        """Records the arrival of a token of one of the answer's streams."""
-        now = perf_counter()
-        if self.first_token_at is None:
-            self.first_token_at = now
-            self.release_body()
-        before = self._last_token_at.get(stream)
-        if before is not None:
-            self.intervals_s.append(now - before)
-        self._last_token_at[stream] = now
+        return f"<Exchange {self.method} {self.path} {self.id}>"
 
     # ---- the request
     async def body(self) -> bytes:
-        """The whole body.
+        """The whole body; a second call returns nothing.
 
         Raises ApiError 413 over the limit, 408 if it does not arrive in time, 503 if all bodies together are too large,
-        HungUpError if the client disconnects.
+        ClientDisconnect.
         """
         if self.has_body:
             return b""
-        timeout_s = self.state.settings.body_timeout_s
+        timeout_s = self.server.settings.body_timeout_s
         reading = asyncio.ensure_future(self._read_body())
-        client = self.scope.get("client")
-        self._held = self.state.bodies.hold(client[0] if client else "", reading.cancel)
+        self._held = self.server.bodies.hold(self.client.host if self.client else "", reading.cancel)
         try:
             done, _ = await asyncio.wait([reading], timeout=timeout_s)
         finally:
@@ -212,32 +113,31 @@ class Call:
                 code="timeout",
             )
         if reading.cancelled() or self.is_refused:
-            raise self.state.bodies.error()
+            raise self.server.bodies.error()
         return reading.result()
 
     async def _read_body(self) -> bytes:
-        limit = self.state.settings.max_body_bytes
-        length = self.headers.get(b"content-length", b"0")
+        limit = self.server.settings.max_body_bytes
+        length = self.headers.get("content-length", "0")
         if length.isdigit() and int(length) > limit:
             raise self._too_large(int(length), limit)
         parts: list[bytes] = []
         n = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise HungUpError
-            part = message.get("body", b"")
-            n += len(part)
-            if n > limit:
-                raise self._too_large(n, limit)
-            parts.append(part)
-            if self._held is not None:
-                self._held.grow(n)
-            if not message.get("more_body", False):
-                self.has_body = True
-                if n > _LARGE_BODY:
-                    self.state.trim_later()
-                return b"".join(parts)
+        async with aclosing(self.stream()) as stream:
+            async for part in stream:
+                n += len(part)
+                if n > limit:
+                    raise self._too_large(n, limit)
+                parts.append(part)
+                if self._held is not None:
+                    self._held.grow(n)
+        self.has_body = True
+        if n > _LARGE_BODY:
+            self.server.trim_later()
+        return b"".join(parts)
+
+    def _too_large(self, n: int, limit: int) -> ApiError:
+        return ApiError(413, f"the body has at least {n} bytes; the limit of this server is {limit}")
 
     def release_body(self) -> None:
         """Its bytes, and what was decoded from them, count no longer."""
@@ -254,16 +154,13 @@ class Call:
         """Whether it ended because all bodies together are too large."""
         return self._held is not None and self._held.refused
 
-    def _too_large(self, n: int, limit: int) -> ApiError:
-        return ApiError(413, f"the body has at least {n} bytes; the limit of this server is {limit}")
-
-    def decode(self, decoder: msgspec.json.Decoder[Request]) -> Request:
+    def decode(self, decoder: msgspec.json.Decoder[Body]) -> Body:
         """The body as a value of the decoder's type. Notes its fields without effect.
 
         Raises ApiError 400, which names the field.
         """
         raw, self.raw = self.raw, b""
-        most = self.state.settings.max_messages
+        most = self.server.settings.max_messages
         # A decoded conversation takes ten times its bytes.
         if len(raw) > _LARGE_BODY and (n := raw.count(b'"role"')) > most:
             raise ApiError(
@@ -277,58 +174,159 @@ class Call:
             )
         try:
             try:
-                request = decoder.decode(raw)
+                body = decoder.decode(raw)
             except msgspec.ValidationError:  # a null may stand where the type has none, and in unknown fields
                 given = without_nulls(msgspec.json.decode(raw), decoder.type)
-                request = msgspec.convert(given, decoder.type)
+                body = msgspec.convert(given, decoder.type)
         except msgspec.ValidationError as e:
             raise mismatch(str(e), decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
-        self.note_unused(unused(request))
-        return request
+        self.note_unused(unused(body))
+        return body
 
     async def hung_up(self) -> None:
         """Returns when the client closes the connection. Call it after the body has been read."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
 
+    # ---- what is counted
+    def note_unused(self, names: tuple[str, ...]) -> None:
+        """Records options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
+        if names and self.server.settings.strict:
+            raise ApiError(
+                400,
+                f"{names[0]} has no effect here, and this server runs with --strict; leave the field out",
+                names[0],
+            )
+        self._unused += names
+
+    def count(self, n_prompt: int, n_completion: int, first_token_s: float | None = None) -> None:
+        """Records the token counts of the answer and, if known, the seconds to its first token."""
+        self.n_prompt_tokens, self.n_completion_tokens = n_prompt, n_completion
+        if first_token_s is not None and self.first_token_at is None:
+            self.first_token_at = self.started_at + first_token_s
+
+    async def await_engine(self, result: Awaitable[T]) -> T:
+        """The engine's result. If the client disconnects or the request times out first, its tokens are not counted."""
+        try:
+            return await result
+        except (asyncio.CancelledError, TimeoutError):
+            self.n_prompt_tokens = self.n_completion_tokens = None
+            raise
+
+    def token_arrived(self, stream: int) -> None:
+        """Records the arrival of a token of one of the answer's streams."""
+        now = perf_counter()
+        if self.first_token_at is None:
+            self.first_token_at = now
+            self.release_body()
+        before = self._last_token_at.get(stream)
+        if before is not None:
+            self.intervals_s.append(now - before)
+        self._last_token_at[stream] = now
+
     # ---- the answer
-    async def answer(
-        self, body: bytes, status: int = 200, headers: Headers = (_JSON,), with_body: bool = True
-    ) -> None:
-        """Sends a complete answer."""
-        await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
-        await self._send({"type": "http.response.body", "body": body if with_body else b""})
+    def prepare(self, response: Response) -> Response:
+        """The response with the headers that any answer has."""
+        response.raw_headers += self.answer_headers
+        if self._unused:
+            response.raw_headers.append((b"x-llamapipe-unused", ", ".join(self._unused).encode()))
+        if not isinstance(response, EventStream):  # its status is sent with its first event
+            self.status = response.status_code
+        return response
 
-    async def answer_json(self, value: object, status: int = 200) -> None:
-        """Sends a value as JSON."""
-        await self.answer(msgspec.json.encode(value), status)
+    def error_response(self, error: ApiError, more: Mapping[str, str] | None = None) -> Response:
+        """The answer for an error. ``more``: further headers."""
+        headers = dict(more or {})
+        if not self.has_body:  # the rest of it may still come; it is no request
+            headers["connection"] = "close"
+        if error.status in BUSY:
+            headers["retry-after"] = str(self.server.settings.retry_after_s)
+        if error.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JsonResponse(error.body(self.dialect), error.status, headers)
 
-    async def answer_events(
+    async def send(self, response: Response) -> None:
+        """Sends a response."""
+        await self.prepare(response)(self.scope, self._receive, self._send)
+
+
+class JsonResponse(Response):
+    """A value as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body; bytes are JSON already."""
+        return content if isinstance(content, bytes) else _encode(content)
+
+
+# ---- streams
+def event(value: object, name: str | None = None) -> bytes:
+    """A value as an event, with a name for APIs that name their events."""
+    data = b"data: " + _encode(value) + b"\n\n"
+    return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+def error_event(error: BaseException, dialect: Dialect) -> bytes:
+    """The event for an error that occurs after the stream has begun."""
+    answer = api_error(error)
+    if answer is None:
+        _log.error("a stream failed", exc_info=error)
+        answer = ApiError(500, f"the server failed: {type(error).__name__}")
+    log_unexpected(error, "a stream was")
+    return event(answer.body(dialect), "error" if dialect == "anthropic" else None)
+
+
+class EventStream(StreamingResponse):
+    """Sends encoded server-sent events as they arrive; waits while the client reads slowly.
+
+    The status is sent with the first event, empty or not: an error before it can still set the status. While there
+    is nothing to send, ``ping`` is sent every ``ping_s`` seconds, and the status with the first one; an error is
+    then an event. ``sign``: returns what else can be told meanwhile, if there is something new.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
         self,
+        exchange: Exchange,
         events: AsyncGenerator[bytes, None],
-        headers: Headers = (),
         ping: bytes = PING,
         sign: Callable[[], bytes] | None = None,
     ) -> None:
-        """Sends encoded server-sent events as they arrive; waits while the client reads slowly.
+        # A proxy must not buffer events.
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._exchange = exchange
+        self._events = events
+        self._ping = ping
+        self._sign = sign
 
-        The status is sent with the first event, empty or not: an error before it can still set the status. While there
-        is nothing to send, ``ping`` is sent every ``ping_s`` seconds, and the status with the first one; an error is
-        then an event. ``sign``: returns what else can be told meanwhile, if there is something new.
-        """
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream. ``Endpoint`` cancels it when the client disconnects."""
+        await self.stream_response(send)
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends the stream."""
+        exchange = self._exchange
         loop = asyncio.get_running_loop()
-        head = [*_EVENTS, *headers]
 
         async def part(data: bytes) -> None:
-            if self.status == 0:
-                await self._start(200, head)
+            if exchange.status == 0:
+                exchange.status = self.status_code
+                head = {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+                await send(head)
             if data:
-                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": data, "more_body": True})
 
-        # `events` is closed first: its requests end now, also if sending is cancelled.
-        async with _Heartbeat(part, ping, self.state.settings.ping_s, sign) as beat, aclosing(events):
+        # The events are closed first: their requests end now, also if sending is cancelled.
+        ping_s = exchange.server.settings.ping_s
+        async with _Heartbeat(part, self._ping, ping_s, self._sign) as beat, aclosing(self._events) as events:
             try:
                 async for event in events:
                     while beat.sign_on_its_way is not None:
@@ -338,31 +336,11 @@ class Call:
                     beat.is_sending = False
                     beat.sent_at = loop.time()
             except Exception as e:
-                if self.status == 0:
+                if exchange.status == 0:
                     raise
                 beat.is_sending = True
-                await part(error_event(e, self.dialect))
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
-        headers.append((b"x-request-id", self.id.encode()))
-        if self.unused:
-            headers.append((b"x-llamapipe-unused", ", ".join(self.unused).encode()))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def answer_error(self, error: ApiError, dialect: Dialect, more: Headers = ()) -> None:
-        """Sends an error. If an answer has begun, sends nothing, and the connection ends."""
-        if self.status:
-            return
-        headers = [_JSON, *more]
-        if not self.has_body:  # the rest of it may still come; it is no request
-            headers.append((b"connection", b"close"))
-        if error.status in BUSY:
-            headers.append((b"retry-after", str(self.state.settings.retry_after_s).encode()))
-        if error.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        await self.answer(msgspec.json.encode(error.body(dialect)), error.status, headers)
+                await part(error_event(e, exchange.dialect))
+        await send({"type": "http.response.body", "body": b""})
 
 
 class _Heartbeat:
@@ -432,6 +410,134 @@ class _Heartbeat:
             await asyncio.wait([sign])
 
 
+# ---- routes
+Handler = Callable[[Exchange], Awaitable[Response]]
+
+
+class Endpoint:
+    """The ASGI application of one route.
+
+    ``path``: the route's path. ``handler``: answers a request whose body was read. ``has_key``: whether the API key is
+    checked and the limits apply. ``aliases``: further paths.
+
+    For the OpenAPI document, which leaves out a route without ``summary``: ``more_statuses``, besides those that every
+    route has; ``body``: the type of the request's; ``media``: the type of the answer's.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        summary: str = "",
+        more_statuses: tuple[str, ...] = (),
+        body: type[msgspec.Struct] | None = None,
+        media: str = "application/json",
+        has_key: bool = True,
+        aliases: tuple[str, ...] = (),
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.handler = handler
+        self.summary = summary
+        self.more_statuses = more_statuses
+        self.body = body
+        self.media = media
+        self.has_key = has_key
+        self.aliases = aliases
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self.method} {self.path}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request. Raises ApiError for every error before the answer has begun."""
+        exchange: Exchange = scope["llamapipe.exchange"]
+        exchange.route = self.path
+        server = exchange.server
+        try:
+            key = server.check(exchange) if self.has_key else None
+            exchange.raw = await exchange.body()
+            with server.admitted(
+                exchange, self.has_key, key
+            ):  # it counts from here: slow bodies keep nobody out
+                await self._run(exchange)
+        except ClientDisconnect:
+            exchange.status = exchange.status or 499
+        except asyncio.CancelledError:
+            exchange.status = exchange.status or 499
+            raise
+        except Exception as e:
+            answer = _logged(e, f"id={exchange.id} {self.path}", exchange.id)
+            _clear(e)
+            if not exchange.status:  # otherwise the connection ends
+                raise answer from None
+        finally:
+            exchange.release_body()
+
+    async def _run(self, exchange: Exchange) -> None:
+        """Runs the handler and sends its response; cancels both if the client disconnects."""
+
+        async def answer() -> None:
+            await exchange.send(await self.handler(exchange))
+
+        tasks = [asyncio.ensure_future(answer()), asyncio.ensure_future(exchange.hung_up())]
+        work, gone = tasks
+        exchange.refuse_with(work.cancel)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnect
+            if work.cancelled() and exchange.is_refused:
+                raise exchange.server.bodies.error()
+            await work
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            if not gone.cancelled():
+                gone.exception()
+
+
+def get(
+    path: str,
+    handler: Handler,
+    summary: str = "",
+    more_statuses: tuple[str, ...] = (),
+    media: str = "application/json",
+    has_key: bool = True,
+    aliases: tuple[str, ...] = (),
+) -> Endpoint:
+    """A route without a body; see ``Endpoint``."""
+    return Endpoint("GET", path, handler, summary, more_statuses, None, media, has_key, aliases)
+
+
+def post(
+    path: str,
+    handler: Callable[[Exchange, Body], Awaitable[Response]],
+    body: type[Body],
+    summary: str,
+    more_statuses: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+) -> Endpoint:
+    """A route whose handler gets the decoded body; see ``Endpoint``."""
+    decoder = msgspec.json.Decoder(body)
+
+    async def decoded(exchange: Exchange) -> Response:
+        return await handler(exchange, exchange.decode(decoder))
+
+    return Endpoint("POST", path, decoded, summary, more_statuses, body, aliases=aliases)
+
+
+def _logged(error: Exception, what: str, request_id: str) -> ApiError:
+    """The answer for any exception, which is logged if it may be a defect of the server."""
+    log_unexpected(error, what)
+    answer = api_error(error)
+    if answer is None:
+        _log.error("%s failed", what, exc_info=error)
+        answer = ApiError(500, f"the server failed: {type(error).__name__}; its log has id {request_id}")
+    return answer
+
+
 def _clear(error: BaseException) -> None:
     """Drops the values of the frames that an exception came through.
 
@@ -443,73 +549,27 @@ def _clear(error: BaseException) -> None:
         cause.__traceback__, cause = None, cause.__context__
 
 
-Handler = Callable[[Call], Awaitable[None]]
+# ---- bodies
+# Objects and lists inside each other. Python's limit is 1000 calls, and some functions need two for a level.
+MAX_DEPTH = 256
+_PART = 2**20  # bytes that are looked at together
+_STEPS = np.zeros(256, np.int8)  # of each byte
+_STEPS[list(b"{[")] = 1
+_STEPS[list(b"}]")] = -1
 
 
-class Endpoint:
-    """The ASGI application of one route.
-
-    ``path``: the route's path, a label of the metrics. ``dialect``: the format of its errors. ``counted``: whether the
-    API key is checked and the limits apply.
-    """
-
-    def __init__(
-        self, handler: Handler, path: str, dialect: Dialect = "openai", counted: bool = True
-    ) -> None:
-        self.handler = handler
-        self.path = path
-        self.dialect: Dialect = dialect
-        self.counted = counted
-
-    def __repr__(self) -> str:
-        return f"<Endpoint {self.handler!r}>"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
-        state: ServerState = scope["app"].state.llamapipe
-        scope["route_path"] = self.path
-        call = Call(state, scope, receive, send, self.dialect)
-        try:
-            key = state.check(call) if self.counted else None
-            call.raw = await call.body()
-            with state.admitted(call, self.counted, key):  # it counts from here: slow bodies keep nobody out
-                await self._run(call)
-        except HungUpError:
-            call.status = call.status or 499
-        except asyncio.CancelledError:
-            call.status = call.status or 499
-            raise
-        except Exception as e:
-            await self._failed(call, e)
-            _clear(e)
-        finally:
-            call.release_body()
-            state.finished(call)
-
-    async def _run(self, call: Call) -> None:
-        """Runs the handler, and cancels it if the client disconnects."""
-        tasks = [asyncio.ensure_future(self.handler(call)), asyncio.ensure_future(call.hung_up())]
-        work, gone = tasks
-        call.refuse_with(work.cancel)
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise HungUpError
-            if work.cancelled() and call.is_refused:
-                raise call.state.bodies.error()
-            await work
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            if not gone.cancelled():
-                gone.exception()
-
-    async def _failed(self, call: Call, error: Exception) -> None:
-        answer = api_error(error)
-        log_unexpected(error, f"id={call.id} {self.path}")
-        if answer is None:
-            _log.exception("id=%s %s failed", call.id, self.path)
-            answer = ApiError(500, f"the server failed: {type(error).__name__}; its log has id {call.id}")
-        with suppress(OSError):
-            await call.answer_error(answer, self.dialect)
+def is_too_deep(body: bytes) -> bool:
+    """Whether JSON has more than ``MAX_DEPTH`` levels. For what is no JSON the answer may be wrong."""
+    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return False
+    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
+    depth, in_string = 0, False
+    for start in range(0, len(text), _PART):
+        part = np.frombuffer(text, np.uint8, min(_PART, len(text) - start), start)
+        inside = np.logical_xor.accumulate(part == ord('"')) ^ in_string
+        depths = np.cumsum(_STEPS[part] * ~inside, dtype=np.int32)
+        if depth + int(depths.max()) > MAX_DEPTH:
+            return True
+        depth += int(depths[-1])
+        in_string = bool(inside[-1])
+    return False

@@ -16,7 +16,7 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob
-from llamapipe.server.endpoint import Call
+from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.constraints import with_field
 from llamapipe.streams import AsyncChatStream
@@ -218,19 +218,19 @@ class ChatJob:
 
     def __init__(
         self,
-        call: Call,
+        exchange: Exchange,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         options: ChatOptions,
         constraint_field: str | None = None,
         is_empty: bool = False,
     ) -> None:
-        total_choices(call.state, params.n)
+        total_choices(exchange.server, params.n)
         if options.truncation == "error":
-            refuse_long_chat(call.state, messages)
-        self._call = call
-        self._engine = call.state.engine
-        self._timeout = call.state.settings.timeout_s
+            refuse_long_chat(exchange.server, messages)
+        self._exchange = exchange
+        self._engine = exchange.server.engine
+        self._timeout = exchange.server.settings.timeout_s
         self._messages = messages
         self._params = params
         self._options = options._asdict()
@@ -242,13 +242,13 @@ class ChatJob:
     def __repr__(self) -> str:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
 
-    async def whole(self) -> ChatCompletion:
+    async def complete(self) -> ChatCompletion:
         """The answer, when all choices are complete."""
         answer = self._engine.achat(
             self._messages, self._params, timeout=self._timeout, block=False, **self._options
         )
         try:
-            done = await self._call.whole(answer)
+            done = await self._exchange.await_engine(answer)
         except InvalidRequestError as e:
             raise self._explained(e) from None
         if self.is_empty:
@@ -259,7 +259,7 @@ class ChatJob:
         """The prompt's tokens, as the engine computes them."""
         build = self._engine._chat_builder.item  # turns may be dropped there
         options = ChatOptions(**self._options)
-        made = await self._call.state.in_thread(
+        made = await self._exchange.server.in_thread(
             build, self._messages, self._params, options, size=size_of(self._messages)
         )
         return made.item.tokens

@@ -22,12 +22,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from starlette.responses import Response
+
 from llamapipe.arguments import quoted
-from llamapipe.server.endpoint import Call
-from llamapipe.server.errors import ApiError, dialect_of
+from llamapipe.server.endpoint import Exchange
+from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from llamapipe.server.application import ServerState
 
@@ -43,8 +45,8 @@ _AUTHORITY = re.compile(
     r"\[([0-9a-f:.]+)\](?::[0-9]*)?|([^\s:@/\\\[\]]+)(?::[0-9]*)?|([0-9a-f:.]+)", re.ASCII
 )
 _CONTAINER_HOSTS = frozenset(("host.docker.internal", "host.containers.internal"))
-_METHODS = b"GET, POST, DELETE"
-_PREFLIGHT_S = b"600"  # how long a browser may keep the answer to a preflight request
+_METHODS = "GET, POST, DELETE"
+_PREFLIGHT_S = "600"  # how long a browser may keep the answer to a preflight request
 _EXPOSED = b"x-request-id, x-llamapipe-unused, x-llamapipe-worker, retry-after"
 
 
@@ -70,6 +72,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        exchange = Exchange(self._state, scope, receive, send)
         browser: dict[bytes, bytes] = {}
         hosts: list[bytes] = []
         for name, value in scope["headers"]:
@@ -79,20 +82,29 @@ class Guard:
                 differs = browser.setdefault(name, value) != value
                 if differs:  # two values: neither can be trusted
                     browser[name] = b"cross-site" if name == b"sec-fetch-site" else b"null"
+        origin = browser.get(b"origin")
+        error = self._error(scope, browser, hosts)
+        if error is None and origin is not None:
+            exchange.answer_headers += self._readable(origin)
+            if exchange.method == "OPTIONS" and b"access-control-request-method" in browser:
+                await exchange.send(_allow(exchange))
+                return
+        try:
+            if error is None:
+                await self._app(scope, receive, send)
+            else:
+                await exchange.send(exchange.error_response(error))
+        finally:
+            self._state.finished(exchange)
+
+    def _error(self, scope: Scope, browser: dict[bytes, bytes], hosts: list[bytes]) -> ApiError | None:
         try:
             self._check_host(scope, hosts)
             if b"origin" in browser or b"sec-fetch-site" in browser:
                 self._check_page(scope, browser, hosts)
         except ApiError as error:
-            await _refuse(Call(self._state, scope, receive, send), error)
-            return
-        origin = browser.get(b"origin")
-        if origin is None:
-            await self._app(scope, receive, send)
-        elif scope["method"] == "OPTIONS" and b"access-control-request-method" in browser:
-            await self._allow(scope, origin, send)
-        else:
-            await self._app(scope, receive, self._readable(origin, send))
+            return error
+        return None
 
     # ---- the name of the server
     def _check_host(self, scope: Scope, hosts: list[bytes]) -> None:
@@ -157,42 +169,24 @@ class Guard:
         return _is_loopback_name(name) or (not site and [parts.netloc.encode("latin-1")] == _lower(hosts))
 
     # ---- answers that pages may read
-    def _readable(self, origin: bytes, send: Send) -> Send:
-        headers = [
+    def _readable(self, origin: bytes) -> list[tuple[bytes, bytes]]:
+        return [
             (b"access-control-allow-origin", b"*" if self._allows_all_origins else origin),
             (b"access-control-expose-headers", _EXPOSED),
             (b"vary", b"Origin"),
         ]
 
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *headers]
-            await send(message)
 
-        return with_headers
-
-    async def _allow(self, scope: Scope, origin: bytes, send: Send) -> None:
-        """Answers a preflight request: a browser asks whether the page may send another one."""
-        given = dict(scope["headers"])
-        headers = [
-            (b"access-control-allow-methods", _METHODS),
-            (b"access-control-allow-headers", given.get(b"access-control-request-headers", b"*")),
-            (b"access-control-max-age", _PREFLIGHT_S),
-            (b"content-length", b"0"),
-        ]
-        if given.get(b"access-control-request-private-network") == b"true":
-            headers.append((b"access-control-allow-private-network", b"true"))
-        send = self._readable(origin, send)
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def _refuse(call: Call, error: ApiError) -> None:
-    call.scope["route_path"] = "other"
-    try:
-        await call.answer_error(error, dialect_of(call.scope["path"]))
-    finally:
-        call.state.finished(call)
+def _allow(exchange: Exchange) -> Response:
+    """The answer to a preflight request: a browser asks whether the page may send another one."""
+    headers = {
+        "access-control-allow-methods": _METHODS,
+        "access-control-allow-headers": exchange.headers.get("access-control-request-headers", "*"),
+        "access-control-max-age": _PREFLIGHT_S,
+    }
+    if exchange.headers.get("access-control-request-private-network") == "true":
+        headers["access-control-allow-private-network"] = "true"
+    return Response(headers=headers)
 
 
 def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:

@@ -18,10 +18,10 @@ from llamapipe.kv_events.options import BLOCK_SIZE
 if TYPE_CHECKING:
     from llamapipe.engine.engine import Engine
     from llamapipe.results import TimeHistogram
-    from llamapipe.server.endpoint import Call
+    from llamapipe.server.endpoint import Exchange
     from llamapipe.server.processes import Family
 
-CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -62,18 +62,17 @@ class Metrics:
     def __repr__(self) -> str:
         return "<Metrics>"
 
-    def answered(self, call: Call, seconds: float) -> None:
+    def answered(self, exchange: Exchange, seconds: float) -> None:
         """Counts a request that was answered, refused or abandoned by the client."""
-        route = call.scope.get("route_path", "other")
-        self._requests.labels(route, str(call.status)).inc()
-        self._total.labels(route).observe(seconds)
-        if call.n_prompt_tokens:
-            self._prompt.inc(call.n_prompt_tokens)
-        if call.n_completion_tokens:
-            self._completion.inc(call.n_completion_tokens)
-        if call.first_token_at is not None:
-            self._ttft.observe(call.first_token_at - call.started_at)
-        for interval_s in call.intervals_s:
+        self._requests.labels(exchange.route, str(exchange.status)).inc()
+        self._total.labels(exchange.route).observe(seconds)
+        if exchange.n_prompt_tokens:
+            self._prompt.inc(exchange.n_prompt_tokens)
+        if exchange.n_completion_tokens:
+            self._completion.inc(exchange.n_completion_tokens)
+        if exchange.first_token_at is not None:
+            self._ttft.observe(exchange.first_token_at - exchange.started_at)
+        for interval_s in exchange.intervals_s:
             self._itl.observe(interval_s)
 
     def text(self) -> bytes:

@@ -1,19 +1,15 @@
-"""The server's OpenAPI document: every route, the fields of its body, and the statuses it answers with."""
+"""The server's OpenAPI document, from its table of routes: the fields of their bodies, and the statuses of answers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 import llamapipe
-from llamapipe.server.anthropic import CountRequest, MessagesRequest
-from llamapipe.server.chat import ChatRequest
-from llamapipe.server.completions import CompletionRequest
-from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest
-from llamapipe.server.responses import ResponsesRequest
-from llamapipe.server.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from llamapipe.server.endpoint import Endpoint
 
 _STATUSES = {
     "200": "The answer.",
@@ -27,97 +23,27 @@ _STATUSES = {
     "503": "The server is shutting down, or the KV cache is full.",
     "504": "The request took longer than the server allows.",
 }
-_BODY = ("400", "404", "408", "413")
-_BUSY = ("429", "503")
+_WITH_BODY = ("400", "404", "408", "413")
+_WITH_KEY = ("401", "429", "503")
+_PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
 _REF = "#/components/schemas/{name}"
 
 
-class Operation(NamedTuple):
-    """One route. ``parameters``: where each is (path or query), its name and its type."""
-
-    method: str
-    path: str
-    summary: str
-    body: type[msgspec.Struct] | None = None
-    statuses: tuple[str, ...] = ()
-    media: str = "application/json"
-    parameters: tuple[tuple[str, str, str], ...] = ()
-    has_key: bool = True
-
-
-_GENERATES = (*_BODY, *_BUSY, "504")
-OPERATIONS = (
-    Operation("post", "/v1/chat/completions", "Answer a conversation.", ChatRequest, _GENERATES),
-    Operation("post", "/v1/completions", "Complete text or tokens.", CompletionRequest, _GENERATES),
-    Operation("post", "/v1/responses", "Answer an input; nothing is stored.", ResponsesRequest, _GENERATES),
-    Operation(
-        "post", "/v1/messages", "Answer a conversation, in Anthropic's format.", MessagesRequest, _GENERATES
-    ),
-    Operation(
-        "post",
-        "/v1/messages/count_tokens",
-        "Count the tokens of a conversation.",
-        CountRequest,
-        (*_BODY, *_BUSY),
-    ),
-    Operation("post", "/v1/embeddings", "Embed texts.", EmbeddingRequest, (*_BODY, *_BUSY)),
-    Operation("post", "/v1/rerank", "Rank documents for a query.", RerankRequest, (*_BODY, *_BUSY)),
-    Operation("get", "/v1/models", "The models that are served.", None, _BUSY),
-    Operation(
-        "get",
-        "/v1/models/{id}",
-        "One model.",
-        None,
-        ("404", *_BUSY),
-        parameters=(("path", "id", "string"),),
-    ),
-    Operation(
-        "delete",
-        "/v1/models/{id}",
-        "Refused for a model that is served.",
-        None,
-        ("403", *_BUSY),
-        parameters=(("path", "id", "string"),),
-    ),
-    Operation("post", "/tokenize", "Tokenize text or a conversation.", TokenizeRequest, (*_BODY, *_BUSY)),
-    Operation("post", "/detokenize", "The text of tokens.", DetokenizeRequest, (*_BODY, *_BUSY)),
-    Operation("post", "/apply-template", "The prompt of a conversation.", TemplateRequest, (*_BODY, *_BUSY)),
-    Operation("get", "/tokenizer_info", "Properties of the tokenizer.", None, _BUSY),
-    Operation("get", "/model_info", "Sizes of the model and of the engine.", None, _BUSY),
-    Operation("get", "/health", "Whether the server accepts requests.", None, ("503",), has_key=False),
-    Operation("get", "/metrics", "Metrics for Prometheus.", None, _BUSY, "text/plain"),
-)
-# Other paths of an operation, its own path, and its method: those of llama-server whose answers have the same form.
-ALIASES = (
-    ("/chat/completions", "/v1/chat/completions", "POST"),
-    ("/responses", "/v1/responses", "POST"),
-    ("/models", "/v1/models", "GET"),
-    ("/rerank", "/v1/rerank", "POST"),
-    ("/reranking", "/v1/rerank", "POST"),
-    ("/v1/reranking", "/v1/rerank", "POST"),
-    ("/v1/health", "/health", "GET"),
-)
-
-
-def document(paths: Iterable[str]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of the operations whose path is served."""
-    served = set(paths)
-    by_path = {(one.path, one.method.upper()): one for one in OPERATIONS}
-    aliases = [
-        by_path[path, method]._replace(path=alias, summary=f"The same as {path}.")
-        for alias, path, method in ALIASES
-    ]
-    operations = [one for one in (*OPERATIONS, *aliases) if one.path in served]
-    bodies = list({one.body: None for one in operations if one.body is not None})
+def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of the routes that have a summary, and of their aliases."""
+    described = [endpoint for endpoint in endpoints if endpoint.summary]
+    bodies = list({endpoint.body: None for endpoint in described if endpoint.body is not None})
     _, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     components["Error"] = {"type": "object", "description": "In the format of the route's API."}
-    described: dict[str, Any] = {}
-    for one in operations:
-        described.setdefault(one.path, {})[one.method] = _described(one)
+    paths: dict[str, Any] = {}
+    for endpoint in described:
+        for path in (endpoint.path, *endpoint.aliases):
+            operations = paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})
+            operations[endpoint.method.lower()] = _operation(endpoint, path)
     return {
         "openapi": "3.1.0",
         "info": {"title": "llamapipe", "version": llamapipe.__version__},
-        "paths": described,
+        "paths": paths,
         "components": {
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -125,24 +51,28 @@ def document(paths: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _described(one: Operation) -> dict[str, Any]:
-    statuses = ("200", *one.statuses, *(("401",) if one.has_key else ()))
+def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
+    statuses = {"200", *endpoint.more_statuses}
+    if endpoint.has_key:
+        statuses |= {*_WITH_KEY}
+    if endpoint.body is not None:
+        statuses |= {*_WITH_BODY}
+    name = re.sub(r"[/-]", "_", _PARAMETER.sub(r"\1", path).strip("/"))
     made: dict[str, Any] = {
-        "summary": one.summary,
-        "operationId": f"{one.method}_{one.path.strip('/').replace('/', '_').replace('{', '').replace('}', '')}",
-        "responses": {status: _answer(status, one.media) for status in sorted(statuses)},
+        "summary": endpoint.summary if path == endpoint.path else f"The same as {endpoint.path}.",
+        "operationId": f"{endpoint.method.lower()}_{name}",
+        "responses": {status: _answer(status, endpoint.media) for status in sorted(statuses)},
     }
-    if one.has_key:
+    if endpoint.has_key:
         made["security"] = [{}, {"key": []}]
-    if one.body is not None:
-        reference = {"$ref": _REF.format(name=one.body.__name__)}
+    if endpoint.body is not None:
+        reference = {"$ref": _REF.format(name=endpoint.body.__name__)}
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
-        if "stream" in one.body.__struct_fields__:
+        if "stream" in endpoint.body.__struct_fields__:
             made["responses"]["200"]["content"]["text/event-stream"] = {}
-    if one.parameters:
+    if names := _PARAMETER.findall(path):
         made["parameters"] = [
-            {"in": place, "name": name, "required": place == "path", "schema": {"type": kind}}
-            for place, name, kind in one.parameters
+            {"in": "path", "name": name, "required": True, "schema": {"type": "string"}} for name in names
         ]
     return made
 

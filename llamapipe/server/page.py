@@ -9,9 +9,11 @@ from importlib.resources import files
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import Response
+
 from llamapipe.arguments import quoted
 from llamapipe.pipeline.trace import ORDER
-from llamapipe.server.endpoint import Call
+from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -76,38 +78,36 @@ class Timeline:
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 # The last line turns off innerHTML and the like in browsers that know it: what a model writes is never parsed as HTML.
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    b"require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-_HEADERS = (
-    (b"content-security-policy", _POLICY),
-    (b"x-frame-options", b"DENY"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),
-)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-frame-options": "DENY",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
-async def page(call: Call) -> None:
+async def page(exchange: Exchange) -> Response:
     """``GET /``."""
-    await _file(call, "index.html")
+    return _file("index.html")
 
 
-async def page_file(call: Call) -> None:
+async def page_file(exchange: Exchange) -> Response:
     """``GET /page/{name}``: the page's scripts and styles."""
-    await _file(call, call.path_params["name"])
+    return _file(exchange.path_params["name"])
 
 
-async def _file(call: Call, name: str) -> None:
+def _file(name: str) -> Response:
     found = _files().get(name)
     if found is None:
         raise ApiError(404, f"the page has no file {quoted(name)}")
-    kind = _TYPES[name.rpartition(".")[2]]
-    headers = ((b"content-type", f"{kind}; charset=utf-8".encode()), *_HEADERS)
-    await call.answer(found, headers=headers)
+    return Response(found, headers=_HEADERS, media_type=_TYPES[name.rpartition(".")[2]])
 
 
 @lru_cache(maxsize=1)
@@ -119,12 +119,12 @@ def _files() -> dict[str, bytes]:
     }
 
 
-async def timeline(call: Call) -> None:
+async def timeline(exchange: Exchange) -> Response:
     """``GET /timeline?after=SECONDS``."""
     try:
-        after_s = float(call.query("after") or 0)
+        after_s = float(exchange.query_params.get("after") or 0)
         if not math.isfinite(after_s):
             raise ValueError
     except ValueError:
         raise ApiError(400, "after must be a number of seconds", "after") from None
-    await call.answer_json(await call.state.timeline.since(after_s))
+    return JsonResponse(await exchange.server.timeline.since(after_s))

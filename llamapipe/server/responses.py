@@ -8,12 +8,13 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
+from starlette.responses import Response
 
 from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe.arguments import did_you_mean, quoted
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.results import ChatDelta
-from llamapipe.server.endpoint import Call, event
+from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError, api_error
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
@@ -257,32 +258,29 @@ def _string(place: str, item: Mapping[str, Any], key: str) -> str:
 
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
-_DECODER = msgspec.json.Decoder(ResponsesRequest)
 _MAX_TOP = 20  # the API's limit
 _SAMPLING = [name for name in Sampling.__struct_fields__ if name in ResponsesRequest.__struct_fields__]
 _STATUS = {"length": "incomplete", "timeout": "incomplete"}
 
 
-async def responses(call: Call) -> None:
+async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     """Answers an input, as a whole or as a stream."""
-    request = call.decode(_DECODER)
     request.check()
-    model = call.state.check_model(request.model)
+    model = exchange.server.check_model(request.model)
     tools = tools_of(request.tools, request.tool_choice, is_flat=True)
-    call.note_unused((*request.unused(), *tools.unused))
-    answer = _Answer(call, request, model, _job(call, request, tools), tools)
+    exchange.note_unused((*request.unused(), *tools.unused))
+    answer = _Answer(exchange, request, model, _job(exchange, request, tools), tools)
     if request.stream:
-        await call.answer_events(answer.events())
-        return
+        return EventStream(exchange, answer.events())
     async with aclosing(answer.parts()) as parts:
         async for _ in parts:
             pass
-    await call.answer_json(answer.response())
+    return JsonResponse(answer.response())
 
 
-def _job(call: Call, request: ResponsesRequest, tools: Tools) -> ChatJob:
+def _job(exchange: Exchange, request: ResponsesRequest, tools: Tools) -> ChatJob:
     """The request as a job of the engine. Raises ApiError."""
-    check_n_messages(call.state, request.input, "input")
+    check_n_messages(exchange.server, request.input, "input")
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise ApiError(
             400,
@@ -304,8 +302,8 @@ def _job(call: Call, request: ResponsesRequest, tools: Tools) -> ChatJob:
         template_args(request.chat_template_kwargs, effort, "reasoning.effort"),
         truncation="auto" if request.truncation == "auto" else "error",
     )
-    params = sampling.params(call.state.engine.model.vocab.tokenize, **more)
-    return ChatJob(call, messages_of(request, tools), params, options, "text.format")
+    params = sampling.params(exchange.server.engine.model.vocab.tokenize, **more)
+    return ChatJob(exchange, messages_of(request, tools), params, options, "text.format")
 
 
 def _schema(request: ResponsesRequest) -> Any:
@@ -323,13 +321,15 @@ def _schema(request: ResponsesRequest) -> Any:
 class _Answer:
     """The answer to one request. ``parts`` makes it; then ``response`` is complete."""
 
-    def __init__(self, call: Call, request: ResponsesRequest, model: str, job: ChatJob, tools: Tools) -> None:
-        self.call = call
+    def __init__(
+        self, exchange: Exchange, request: ResponsesRequest, model: str, job: ChatJob, tools: Tools
+    ) -> None:
+        self.exchange = exchange
         self.request = request
         self.model = model
         self.job = job
         self.created = int(time.time())
-        self.items = _Items(call, tools)
+        self.items = _Items(exchange, tools)
         self.n_output = self.n_reasoning = 0
         self.finish_reason: str | None = None
         self.error: dict[str, Any] | None = None
@@ -343,7 +343,7 @@ class _Answer:
                     if delta is None:
                         yield []
                         continue
-                    self.call.token_arrived(0)
+                    self.exchange.token_arrived(0)
                     self.n_output += len(delta.token_ids)
                     self.n_reasoning += len(delta.token_ids) if delta.reasoning else 0
                     made = self.items.add(delta)
@@ -352,7 +352,7 @@ class _Answer:
                         made += self.items.close(self.status)
                     yield made
         finally:
-            self.call.count(self.job.n_prompt_tokens, self.n_output)
+            self.exchange.count(self.job.n_prompt_tokens, self.n_output)
 
     @property
     def status(self) -> str:
@@ -370,7 +370,7 @@ class _Answer:
         reasoning = None if request.reasoning is None else request.reasoning.effort
         text_format = None if request.text is None else request.text.format
         return {
-            "id": f"resp_{self.call.id}",
+            "id": f"resp_{self.exchange.id}",
             "object": "response",
             "created_at": self.created,
             "completed_at": int(time.time()) if is_done else None,
@@ -426,7 +426,7 @@ class _Answer:
                         yield written(one)
         except Exception as e:
             answer = api_error(e)
-            if self.call.status == 0 or answer is None:  # unexpected: an event ``error`` ends the stream
+            if self.exchange.status == 0 or answer is None:  # unexpected: an event ``error`` ends the stream
                 raise
             self.error = {"code": answer.code or "server_error", "message": answer.message}
         yield written({"type": f"response.{self.status}", "response": self.response()})
@@ -435,9 +435,9 @@ class _Answer:
 class _Items:
     """The items of the output: reasoning, a message, function calls. One is open at a time."""
 
-    def __init__(self, call: Call, tools: Tools) -> None:
+    def __init__(self, exchange: Exchange, tools: Tools) -> None:
         self.done: list[dict[str, Any]] = []
-        self._call = call
+        self._exchange = exchange
         self._tools = tools
         self._arguments = ""  # of the open call of a custom tool
         self._open: dict[str, Any] | None = None
@@ -454,7 +454,7 @@ class _Items:
         if delta.content:
             logprobs = None
             if delta.logprobs is not None:
-                logprobs = chat_logprobs(delta.logprobs, self._call.state.engine.model.vocab)["content"]
+                logprobs = chat_logprobs(delta.logprobs, self._exchange.server.engine.model.vocab)["content"]
             made += self._text("message", "output_text", delta.content, logprobs)
         for part in delta.tool_calls:
             made += self._function(part)
@@ -491,7 +491,7 @@ class _Items:
     def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         made = self.close()
         prefix = _ID_PREFIXES[item["type"]]
-        item |= {"id": f"{prefix}_{self._call.id}_{len(self.done)}", "status": "in_progress"}
+        item |= {"id": f"{prefix}_{self._exchange.id}_{len(self.done)}", "status": "in_progress"}
         self._open = item
         added = {"type": "response.output_item.added", "output_index": len(self.done), "item": {**item}}
         return [*made, added]

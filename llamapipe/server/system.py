@@ -6,9 +6,11 @@ import asyncio
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import Response
+
 import llamapipe
 from llamapipe.arguments import quoted
-from llamapipe.server.endpoint import Call
+from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.metrics import CONTENT_TYPE
 from llamapipe.server.openapi import document
@@ -17,62 +19,60 @@ if TYPE_CHECKING:
     from llamapipe.server.application import ServerState
 
 
-async def health(call: Call) -> None:
+async def health(exchange: Exchange) -> Response:
     """``GET /health``: 200 and how many workers are ready, or 503 while the server drains."""
-    if call.state.draining or call.state.engine.closed:
+    if exchange.server.draining or exchange.server.engine.closed:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
-    worker = call.state.worker
+    worker = exchange.server.worker
     if worker is None:
-        await call.answer_json({"status": "ok"})
-    else:
-        await call.answer_json({"status": "ok", "workers_ready": worker.n_ready, "workers": worker.n_workers})
+        return JsonResponse({"status": "ok"})
+    return JsonResponse({"status": "ok", "workers_ready": worker.n_ready, "workers": worker.n_workers})
 
 
-async def metrics(call: Call) -> None:
+async def metrics(exchange: Exchange) -> Response:
     """``GET /metrics``, in Prometheus' text format; of all workers, if there are several."""
-    worker = call.state.worker
-    text = await (asyncio.to_thread(call.state.metrics.text) if worker is None else worker.text())
-    await call.answer(text, headers=((b"content-type", CONTENT_TYPE),))
+    worker = exchange.server.worker
+    text = await (asyncio.to_thread(exchange.server.metrics.text) if worker is None else worker.text())
+    return Response(text, media_type=CONTENT_TYPE)
 
 
-async def openapi(call: Call) -> None:
+async def openapi(exchange: Exchange) -> Response:
     """``GET /openapi.json``: the server's routes, for clients and tests."""
-    paths = [route.path.replace(":path", "") for route in call.scope["app"].routes]
-    await call.answer_json(document(paths))
+    return JsonResponse(document(dict.fromkeys(route.endpoint for route in exchange.app.routes)))
 
 
-async def list_models(call: Call) -> None:
+async def list_models(exchange: Exchange) -> Response:
     """``GET /v1/models``: every name that is served, with what OpenAI's and Anthropic's clients read."""
-    state = call.state
+    state = exchange.server
     names = state.all_names
     data = [_model(state, name) for name in names]
     page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-    await call.answer_json({"object": "list", "data": data, **page})
+    return JsonResponse({"object": "list", "data": data, **page})
 
 
-async def get_model(call: Call) -> None:
+async def get_model(exchange: Exchange) -> Response:
     """``GET /v1/models/{id}``."""
-    name = call.path_params["id"]
-    if name not in call.state.all_names:
-        call.state.check_model(name)
-    await call.answer_json(_model(call.state, name))
+    name = exchange.path_params["id"]
+    if name not in exchange.server.all_names:
+        exchange.server.check_model(name)
+    return JsonResponse(_model(exchange.server, name))
 
 
-async def delete_model(call: Call) -> None:
+async def delete_model(exchange: Exchange) -> Response:
     """``DELETE /v1/models/{id}``: answers 403 for a served model and 404 for any other."""
-    name = call.path_params["id"]
-    if name in call.state.all_names:
+    name = exchange.path_params["id"]
+    if name in exchange.server.all_names:
         raise ApiError(
             403, f"the model {quoted(name)} is served and cannot be deleted; stop the server instead"
         )
-    await call.answer_json({"id": name, "object": "model", "deleted": True})
+    return JsonResponse({"id": name, "object": "model", "deleted": True})
 
 
-async def model_info(call: Call) -> None:
+async def model_info(exchange: Exchange) -> Response:
     """``GET /model_info``: sizes that routers read before they send requests."""
-    state = call.state
+    state = exchange.server
     engine, model = state.engine, state.engine.model
-    await call.answer_json(
+    return JsonResponse(
         {
             "model_path": model.path.name,
             "served_model_names": list(state.model_names),

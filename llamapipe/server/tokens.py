@@ -11,9 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from starlette.responses import Response
 
 from llamapipe._engine.long_work import size_of
-from llamapipe.server.endpoint import Call
+from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.generation import (
     check_n_messages,
@@ -61,18 +62,14 @@ class TemplateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
-_TEMPLATE = msgspec.json.Decoder(TemplateRequest)
 _SIZE = 8  # of a token, in characters: what its entry in the answer needs
 _MANY = 1024  # tokens; with more of them the event loop is kept free
 T = TypeVar("T")
 
 
-async def tokenize(call: Call) -> None:
+async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
     """``POST /tokenize``."""
-    request = call.decode(_TOKENIZE)
-    state = call.state
+    state = exchange.server
     state.check_model(request.model)
     vocab = state.engine.model.vocab
     given = [name for name in ("content", "prompt", "messages") if getattr(request, name) is not None]
@@ -100,10 +97,8 @@ async def tokenize(call: Call) -> None:
     if request.content is not None:
         tokens = await tokenized(state, request.content, request.add_special, request.parse_special)
         if not request.with_pieces:
-            await call.answer_json({"tokens": tokens})
-            return
-        await call.answer(await _made(state, pieces, tokens))
-        return
+            return JsonResponse({"tokens": tokens})
+        return JsonResponse(await _made(state, pieces, tokens))
     if request.messages is not None:
         tokens = await state.tokenize_chat(
             request.messages, request.tools, request.add_generation_prompt, request.chat_template_kwargs or {}
@@ -111,7 +106,7 @@ async def tokenize(call: Call) -> None:
     else:
         assert request.prompt is not None
         tokens = await tokenized(state, request.prompt, request.add_special_tokens, request.parse_special)
-    await call.answer(await _made(state, counted, tokens))
+    return JsonResponse(await _made(state, counted, tokens))
 
 
 async def _made(state: ServerState, make: Callable[[list[int]], T], tokens: list[int]) -> T:
@@ -121,10 +116,9 @@ async def _made(state: ServerState, make: Callable[[list[int]], T], tokens: list
     )
 
 
-async def detokenize(call: Call) -> None:
+async def detokenize(exchange: Exchange, request: DetokenizeRequest) -> Response:
     """``POST /detokenize``."""
-    request = call.decode(_DETOKENIZE)
-    state = call.state
+    state = exchange.server
     state.check_model(request.model)
     most = max(state.settings.max_text_characters, state.engine.n_ctx)
     if len(request.tokens) > most:
@@ -140,22 +134,22 @@ async def detokenize(call: Call) -> None:
         )
     except ValueError as e:
         raise ApiError(400, f"tokens: {e}", "tokens") from None
-    await call.answer_json({"content": text, "prompt": text})
+    return JsonResponse({"content": text, "prompt": text})
 
 
-async def tokenizer_info(call: Call) -> None:
+async def tokenizer_info(exchange: Exchange) -> Response:
     """``GET /tokenizer_info``: properties of the tokenizer, for evaluation harnesses."""
-    model = call.state.engine.model
+    model = exchange.server.engine.model
     vocab = model.vocab
 
     def written(token: int | None) -> str | None:
         return None if token is None else token_text(vocab.written_piece(token))
 
-    await call.answer_json(
+    return JsonResponse(
         {
             "tokenizer_class": "llamapipe",
             "vocab_size": vocab.n_vocab,
-            "model_max_length": call.state.engine.n_ctx,
+            "model_max_length": exchange.server.engine.n_ctx,
             "bos_token": written(vocab.bos),
             "eos_token": written(vocab.eos),
             "pad_token": written(vocab.eos),
@@ -167,23 +161,22 @@ async def tokenizer_info(call: Call) -> None:
     )
 
 
-async def apply_template(call: Call) -> None:
+async def apply_template(exchange: Exchange, request: TemplateRequest) -> Response:
     """``POST /apply-template``: the prompt of a chat request with these messages."""
-    request = call.decode(_TEMPLATE)
-    call.state.check_model(request.model)
+    exchange.server.check_model(request.model)
     args = request.chat_template_kwargs or {}
     check_template_args(args)
-    check_n_messages(call.state, request.messages, "messages")
-    refuse_long_chat(call.state, request.messages)
+    check_n_messages(exchange.server, request.messages, "messages")
+    refuse_long_chat(exchange.server, request.messages)
     render = partial(
-        call.state.engine.model.render_chat,
+        exchange.server.engine.model.render_chat,
         request.messages,
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt,
         **args,
     )
-    prompt = await call.state.in_thread(render, size=size_of(request.messages))
-    await call.answer_json({"prompt": prompt})
+    prompt = await exchange.server.in_thread(render, size=size_of(request.messages))
+    return JsonResponse({"prompt": prompt})
 
 
 def _piece(piece: bytes) -> str | list[int]:

@@ -14,8 +14,8 @@
 from llamapipe import errors, telemetry
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.chat.tools import Tool
-from llamapipe.embedding.embedder import Embedder, Ranked
-from llamapipe.engine.engine import Engine
+from llamapipe.embedding import Embedder, Ranked
+from llamapipe.engine import Engine
 from llamapipe.jobs.batch import BatchResult, batch
 from llamapipe.jobs.run import BatchSummary
 from llamapipe.kv_events.options import KvEvents

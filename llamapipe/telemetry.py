@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamapipe._engine.request import UNLIMITED, Request, ResultSink
 from llamapipe._engine.sampling import SamplerFactory
-from llamapipe.engine.engine import Engine
+from llamapipe.engine import Engine
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider

@@ -20,8 +20,8 @@ from llamapipe.compat.sampling import sampling_params
 from llamapipe.compat.sequence import SequenceMethods, ThreadSequence
 from llamapipe.compat.state import LlamaRAMCache
 from llamapipe.compat.tokenizer import LlamaTokenizer, PromptMaker
-from llamapipe.embedding.embedder import Embedder
-from llamapipe.engine.engine import Engine
+from llamapipe.embedding import Embedder
+from llamapipe.engine import Engine
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.model import Model
 from llamapipe.locks import Lock

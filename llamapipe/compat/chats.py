@@ -12,7 +12,7 @@ from llamapipe.arguments import listed, quoted
 from llamapipe.chat.results import ToolCall, ToolCallDelta, new_call_id
 from llamapipe.compat.formats import Format
 from llamapipe.compat.grammar import closed
-from llamapipe.engine.engine import Engine
+from llamapipe.engine import Engine
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta

@@ -21,7 +21,7 @@ from llamapipe.compat.responses import (
     usage,
 )
 from llamapipe.compat.sampling import COMMON_OPTIONS, LogitsProcessor, StoppingCriteria, most_tokens
-from llamapipe.embedding.embedder import Embedder
+from llamapipe.embedding import Embedder
 from llamapipe.params import SamplingParams
 from llamapipe.text.offsets import TextOffsets
 

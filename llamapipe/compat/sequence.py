@@ -15,7 +15,7 @@ from llamapipe.arguments import check_tokens, wrong_option
 from llamapipe.compat.names import NO_SCORES
 from llamapipe.compat.sampling import SAMPLING_OPTIONS
 from llamapipe.compat.state import LlamaState
-from llamapipe.engine.engine import Engine
+from llamapipe.engine import Engine
 from llamapipe.params import SamplingParams
 
 

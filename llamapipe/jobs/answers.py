@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from llamapipe.arguments import check_flag, did_you_mean, nearest, quoted
 from llamapipe.chat.results import ToolCall
-from llamapipe.engine.engine import Engine
+from llamapipe.engine import Engine
 from llamapipe.jobs.records import Record, as_json, column, is_null
 from llamapipe.jobs.tables import RESULT_FIELDS
 from llamapipe.params import SamplingParams

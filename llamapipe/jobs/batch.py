@@ -8,7 +8,7 @@ from typing import TypedDict, cast, overload
 
 from llamapipe._engine.deliver import progress_bar
 from llamapipe.arguments import check_flag, explains_options, from_column, path_of
-from llamapipe.engine.engine import Engine
+from llamapipe.engine import Engine
 from llamapipe.jobs.answers import Answerer
 from llamapipe.jobs.output import lines_of, open_output
 from llamapipe.jobs.records import Record, check_columns, count_records, read_records, records_of

@@ -13,7 +13,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llamapipe.arguments import quoted
-from llamapipe.engine.engine import Engine
+from llamapipe.engine import Engine
 from llamapipe.llama.model import Model, demo_model_path
 from llamapipe.lm_eval.chat import ModelChat
 from llamapipe.lm_eval.generation import sampling_params

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from llamapipe.arguments import check_flag, check_int, quoted
-from llamapipe.engine.engine import CacheType, FlashAttention
+from llamapipe.engine import CacheType, FlashAttention
 
 _INT32_MAX = 2**31 - 1
 _DEFAULT_SEQUENCES = 8  # Engine's

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamapipe.arguments import check_int, did_you_mean, quoted
-from llamapipe.engine.engine import Engine
+from llamapipe.engine import Engine
 from llamapipe.host.core_budget import limit_cores
 from llamapipe.hub.reference import PREFIX, parse
 from llamapipe.llama.model import Model

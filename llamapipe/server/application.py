@@ -28,8 +28,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llamapipe._engine.long_work import size_of
 from llamapipe._engine.tenant import Tenant, tenant
 from llamapipe.arguments import quoted
-from llamapipe.embedding.embedder import Embedder
-from llamapipe.engine.engine import Engine
+from llamapipe.embedding import Embedder
+from llamapipe.engine import Engine
 from llamapipe.host.memory import return_freed_memory
 from llamapipe.server.anthropic import CountRequest, MessagesRequest, count_tokens, messages
 from llamapipe.server.chat import ChatRequest, chat_completions

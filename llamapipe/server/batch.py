@@ -8,8 +8,8 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from llamapipe.arguments import quoted
-from llamapipe.embedding.embedder import Embedder
-from llamapipe.engine.engine import Engine
+from llamapipe.embedding import Embedder
+from llamapipe.engine import Engine
 from llamapipe.jobs.answers import Answer
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import request_id

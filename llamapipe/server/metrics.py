@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from llamapipe.kv_events.options import BLOCK_SIZE
 
 if TYPE_CHECKING:
-    from llamapipe.engine.engine import Engine
+    from llamapipe.engine import Engine
     from llamapipe.results import TimeHistogram
     from llamapipe.server.endpoint import Exchange
     from llamapipe.server.processes import Family

@@ -17,7 +17,7 @@ from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from llamapipe.engine.engine import Engine
+    from llamapipe.engine import Engine
 
 _IDLE_S = 5.0  # recording stops after this time without a reader
 _MAX_SPANS = 4000

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from llamapipe.embedding.embedder import Embedder
-from llamapipe.engine.engine import Engine
+from llamapipe.embedding import Embedder
+from llamapipe.engine import Engine
 from llamapipe.host.at_exit import is_exiting
 from llamapipe.server.application import ServerState, app
 from llamapipe.server.connections import Connection, Connections

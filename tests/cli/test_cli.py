@@ -336,7 +336,7 @@ class TestGenerate:
             "import os, signal, sys\n"
             "class Interrupt:\n"
             "    def find_spec(self, name, *others):\n"
-            "        if name == 'llamapipe.engine.engine':\n"
+            "        if name == 'llamapipe.engine':\n"
             "            os.kill(os.getpid(), signal.SIGINT)\n"
             "sys.meta_path.insert(0, Interrupt())\n"
             "from llamapipe_command import main\n"

@@ -17,7 +17,7 @@ from support.bert_model import WORDS, Bert, bert_model
 from support.control import PATIENCE_S
 
 import llamapipe as lp
-from llamapipe.embedding.worker import Call, Worker
+from llamapipe.embedding import EmbedCall, Worker
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.vocab import Vocab
@@ -161,12 +161,12 @@ class TestCallers:
 
     def test_a_long_list_does_not_keep_a_text_waiting(self, made: tuple[Path, Bert]) -> None:
         begun, answers, others = threading.Event(), SimpleQueue[Any](), SimpleQueue[Any]()
-        long = Call([[2, 5, 6, 3]] * 5000, others.put, lambda _: begun.set())
+        long = EmbedCall([[2, 5, 6, 3]] * 5000, others.put, lambda _: begun.set())
         with lp.Model(made[0]) as model:
             worker = Worker(EmbeddingContext(model))
             worker.submit(long)
             begun.wait()
-            worker.submit(Call([[2, 5, 3]], answers.put))
+            worker.submit(EmbedCall([[2, 5, 3]], answers.put))
             assert len(answers.get()) == 1
             assert others.empty()
             worker.close(drain=False)
@@ -212,7 +212,7 @@ class TestEnds:
     @pytest.mark.parametrize("drain", [True, False])
     def test_closing_finishes_calls_or_refuses_them(self, made: tuple[Path, Bert], drain: bool) -> None:
         begun, answers = threading.Event(), SimpleQueue[Any]()
-        call = Call([[2, 5, 6, 3]] * 3000, answers.put, lambda _: begun.set())
+        call = EmbedCall([[2, 5, 6, 3]] * 3000, answers.put, lambda _: begun.set())
         with lp.Model(made[0]) as model:
             worker = Worker(EmbeddingContext(model))
             worker.submit(call)

@@ -1,0 +1,1341 @@
+"""The engine: its parts, options and lifetime, and its calls.
+
+Open this file for what an engine is made of, and for what a call does before its requests are submitted and after their
+results have come. The way in between is in ``_engine/submit.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, aclosing, closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+
+from llamapipe._engine.chat_requests import (
+    ChatBuilder,
+    ChatItem,
+    ChatOptions,
+    Conversation,
+    ToolChoice,
+    Truncation,
+)
+from llamapipe._engine.compute_threads import tuner_of
+from llamapipe._engine.deliver import AsyncMailbox, Mailbox, Progress, ThreadMailbox, progress_bar
+from llamapipe._engine.executor import StepExecutor
+from llamapipe._engine.invariance import check_invariance
+from llamapipe._engine.kv import KvCache, TreeObserver
+from llamapipe._engine.long_work import LongWork, size_of, takes_long
+from llamapipe._engine.loop import EngineLoop
+from llamapipe._engine.request import Request
+from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
+from llamapipe._engine.score_requests import ScoreJob, perplexity_job, score_job, tokens_job
+from llamapipe._engine.snapshot import Layout, unpack
+from llamapipe._engine.submit import (
+    ON,
+    CallOptions,
+    Item,
+    OnError,
+    OnTimeout,
+    Pending,
+    Prompt,
+    QueueLimit,
+    RequestBuilder,
+    RequestObserver,
+    Submission,
+    TokenIds,
+    amakes_of,
+    call_options,
+    explains_keywords,
+    makes_of,
+    outcome_of,
+)
+from llamapipe._engine.thread import EngineThread
+from llamapipe.arguments import (
+    check_choice,
+    check_flag,
+    check_float,
+    check_int,
+    explains_options,
+    refuse_table,
+)
+from llamapipe.errors import InvalidRequestError
+from llamapipe.host.memory import free_memory, return_freed_memory
+from llamapipe.kv_events.options import KvEvents
+from llamapipe.llama.context import Context, state_version
+from llamapipe.llama.kv_memory import kv_bytes
+from llamapipe.llama.model import MODEL_OPTIONS, Model
+from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
+from llamapipe.native.owner import Owner
+from llamapipe.params import SamplingParams, check_salt
+from llamapipe.pipeline.trace import Trace, check_trace_path
+from llamapipe.results import ChatCompletion, Completion, EngineStats, Score
+from llamapipe.streams import (
+    BUFFER_TOKENS,
+    AsyncChatStream,
+    AsyncStream,
+    CachedPrefix,
+    ChatStream,
+    Generation,
+    Stream,
+)
+
+T = TypeVar("T")
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
+FlashAttention = Literal["auto", "on", "off"]
+_MAX_WINDOW_US = 1_000_000
+SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
+# On a CPU a prompt token takes hardly longer in a step of 256 than in one of 512.
+PREFILL_CUTOFF_TOKENS = 256
+MIN_PREFIX = 16  # tokens; sharing fewer gains nothing
+_MAX_PARKED_UNIFIED = 512  # cells; with unified KV every step also reads parked cells
+_META_BYTES = 16  # position and sequence of a saved cell
+_DEFAULT_BYTES = 512 * 2**20  # if the free memory is not known
+
+
+class Engine(Owner):
+    """Serves any number of threads and asyncio tasks from one context.
+
+    - ``model``: a ``Model``, or the path of a GGUF file, which the engine then loads, owns and closes.
+    - ``n_ctx``: positions each request may use, prompt and generated; default: the smaller of the model's training
+      context and 4096. ``n_seq_max``: requests computed at once; others wait. ``n_cells``: KV cells in total; default:
+      ``n_ctx * n_seq_max``. Another number makes the KV cache unified; requests are preempted when cells run out.
+    - ``kv_unified``: one KV cache shared by all requests (True) or a separate part for each (False); None: unified
+      only if ``n_cells`` is given. ``type_k``, ``type_v``: the types of keys and values in the KV cache; the quantized
+      ones take less memory. ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
+    - ``n_batch``: maximum tokens of a step. ``n_ubatch``: maximum tokens that llama.cpp computes at a time.
+    - ``n_threads``: compute threads. Default: the cores this process may use, or fewer in a container with a CPU
+      limit, and fewer for as long as other work needs the cores; with ``kernels="ggml"`` this may change how texts
+      of 512 tokens or more are rounded (``docs/design/cpu.md``). A given number stays fixed: more threads than
+      free cores slow the engine down several-fold. ``n_threads_batch``: the same for steps of more than one token;
+      default: ``n_threads``.
+    - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.
+    - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
+      with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
+    - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
+    - ``trace``: True records a timeline in the attribute ``trace``; a path also writes it there when the engine
+      closes, as ``.json`` (Perfetto) or ``.svg``.
+    - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
+      compute them; see ``docs/guides/memory.md``. ``"exact"`` reuses fewer, so that logits are bitwise those without
+      the cache. ``cache_bytes``: host memory for cells that have lost their slot;
+      default: a tenth of the free memory, 0: none.
+    - ``max_itl_ms``: cut prompts into chunks so that streams wait at most about this long between two tokens; None:
+      a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take longer.
+    - ``overflow``: what happens to a request that has filled ``n_ctx``. ``"stop"``: it ends, with ``"length"``.
+      ``"recompute"``: it keeps its first ``n_keep`` tokens (at least the BOS token) and the newer half of the others,
+      which are computed again; its text then ends only by ``max_tokens``, a stop string or an end token. ``"shift"``:
+      the same without computing them again, with llama.cpp's shift of positions. That is faster and only approximate;
+      it needs ``kv_unified=False`` and a model whose positions can be shifted.
+    - ``batch_invariant``: True: the same request gives the same text whatever else runs, or a ValueError here says why
+      this model's texts could differ; see ``docs/sampling.md``.
+    - ``kv_events``: publish what the prefix cache holds, for routers; see ``docs/guides/routers.md``. The attribute of
+      this name has the addresses that are in use. Needs the extra ``kv-events``.
+    - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
+      buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
+      (on GPUs, except software devices), ``"on"`` or ``"off"``.
+
+    Chats need the extra ``chat``. In their calls, ``messages`` is a list of messages, ``{"role": ...,
+    "content": ...}``, or a str, which is a single user message.
+    ``params`` is as for ``generate``, except that ``max_tokens`` is None by default: the answer ends where the model
+    ends it. ``tools``: Python functions, JSON schemas in OpenAI's form, or ``Tool`` objects. ``tool_choice``:
+    ``"auto"``, ``"none"``, ``"required"`` or the name of a tool; the last two force calls, a name exactly one.
+    ``parallel_tool_calls``: allow several calls in one answer. ``response_format``: a JSON schema, or a class
+    with ``model_json_schema``, that the answer must match. ``template_args``: further variables of the model's
+    template, such as ``{"enable_thinking": False}``. ``continue_last``: the answer continues the last message, which
+    must be the assistant's, and holds only the added text. ``truncation``: ``"auto"`` drops the oldest turns of a
+    conversation that fills the context, but not the system messages at its beginning; ``"error"`` refuses it.
+
+    Any thread. Close it, or use ``with`` or ``async with``, before its model. After ``fork()`` it refuses work in the
+    child.
+
+    Raises TypeError and ValueError for bad options, ModelLoadError for a bad file, BackendError if the context cannot
+    be created.
+    """
+
+    _elsewhere = dict.fromkeys(("embed", "rerank"), "an Embedder has it: Embedder(model)") | {
+        "tokenize": "the model has it: engine.model.tokenize",
+        "detokenize": "the model has it: engine.model.detokenize",
+    }
+
+    @explains_options({"SamplingParams": SamplingParams.__dataclass_fields__, "Model": MODEL_OPTIONS})
+    def __init__(
+        self,
+        model: Model | str | os.PathLike[str],
+        n_ctx: int | None = None,
+        n_seq_max: int = 8,
+        n_cells: int | None = None,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        n_threads_batch: int | None = None,
+        kv_unified: bool | None = None,
+        type_k: CacheType = "f16",
+        type_v: CacheType = "f16",
+        flash_attn: FlashAttention = "auto",
+        batch_window_us: int = 200,
+        pipeline_depth: int | None = None,
+        max_queue: int | None = None,
+        trace: bool | str | Path | None = None,
+        ring: Literal["auto", "events", "sync", "off"] = "auto",
+        graph_sampling: Literal["auto", "on", "off"] = "auto",
+        prefix_cache: bool | Literal["exact"] = True,
+        cache_bytes: int | None = None,
+        max_itl_ms: float | None = None,
+        overflow: Literal["stop", "recompute", "shift"] = "stop",
+        n_keep: int = 0,
+        kv_events: KvEvents | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self._owns_model = isinstance(model, (str, os.PathLike))
+        if not isinstance(model, (Model, str, os.PathLike)):
+            raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
+        depth = None if pipeline_depth is None else check_int("pipeline_depth", pipeline_depth, 1, 2)
+        self._trace_path = _trace_path(trace)
+        cache_mode = prefix_cache if prefix_cache == "exact" else check_flag("prefix_cache", prefix_cache)
+        max_itl_s = None if max_itl_ms is None else check_float("max_itl_ms", max_itl_ms, 1, 1e6) / 1e3
+        n_cache_bytes = None if cache_bytes is None else check_int("cache_bytes", cache_bytes, 0, 2**63 - 1)
+        if kv_events is not None and not isinstance(kv_events, KvEvents):
+            raise TypeError(f"kv_events must be KvEvents or None, not {type(kv_events).__name__}")
+        if kv_events is not None and not cache_mode:
+            raise ValueError("kv_events tells what the prefix cache holds, but prefix_cache is False")
+        window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
+        self._queue = QueueLimit(
+            None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1)
+        )
+        # Per-sequence KV is faster if no cells are shared.
+        unified = n_cells is not None if kv_unified is None else kv_unified
+        # After an error or Ctrl-C the caller has no object to close: each line that creates something also stores it.
+        with ExitStack() as undo:
+            if not isinstance(model, Model):
+                model = undo.enter_context(closing(Model(model)))
+            new_context = partial(
+                Context,
+                model,
+                n_ctx=n_ctx,
+                n_seq_max=n_seq_max,
+                n_cells=n_cells,
+                n_batch=n_batch,
+                n_ubatch=n_ubatch,
+                n_outputs_max=1,  # raised to n_seq_max: a decoding sequence has one at a time
+                n_more_outputs=SCORE_ROWS,
+                n_threads=n_threads,
+                n_threads_batch=n_threads_batch,
+                kv_unified=unified,
+                type_k=type_k,
+                type_v=type_v,
+                flash_attn=flash_attn,
+                n_ring_slots=ring_slots(model, ring, 2 if depth is None else depth + 1),
+                graph_sampling=wants_graph_sampling(model, ring, graph_sampling),
+                batch_invariant=check_flag("batch_invariant", batch_invariant),
+            )
+            context = undo.enter_context(closing(new_context()))
+            if batch_invariant:
+                check_invariance(
+                    model, unified, flash_attn, partial(new_context, n_ring_slots=0, graph_sampling=False)
+                )
+            if not model.is_causal:
+                raise ValueError(
+                    f"{model.path.name} is not causal, so it cannot generate text; "
+                    "pass a generative model, or use lp.Embedder for embeddings"
+                )
+            padding_token = None if unified or model.is_recurrent else 0
+            self._types = (type_k, type_v, 1 if unified else context.n_seq_max)
+            self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
+            publisher = tracker = None
+            if kv_events is not None:
+                from llamapipe.kv_events.publisher import Publisher
+
+                publisher = undo.enter_context(closing(Publisher(kv_events, model.path.stem)))
+                tracker = publisher.tracker
+            scheduler = Scheduler(
+                cache_of(context, cache_mode, n_cache_bytes, self._kv_bytes, tracker),
+                context.n_ctx,
+                context.n_cells,
+                context.n_batch,
+                context.n_ubatch,
+                padding_token,
+                n_score_rows=max(context.n_outputs_max - context.n_seq_max, 1),
+                prefill_cutoff=prefill_cutoff(context),
+                max_itl_s=max_itl_s,
+                overflow=_overflow(context, overflow, n_keep),
+            )
+            self.model = model
+            self.n_ctx = context.n_ctx
+            self.n_seq_max = context.n_seq_max
+            self.n_cells = context.n_cells
+            self._context_repr = repr(context)
+            model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
+            _warn_of_size(context, self._kv_bytes)
+            pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
+            # "exact" can share only whole batches, and these models only whole sequences.
+            shares = cache_mode is True and not model.is_recurrent and not model.n_swa
+            # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
+            shares = (
+                shares and not self._queue.is_limited and context.n_cells >= context.n_ctx * context.n_seq_max
+            )
+            n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
+            self._request_builder = RequestBuilder(model, context.n_ctx, n_sharing)
+            self._chat_builder = ChatBuilder(model, self._request_builder)
+            tuner = tuner_of(context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch))
+            executor = StepExecutor(pipeline, tuner)
+            loop = EngineLoop(scheduler, executor, window_us * 1e-6, self._queue.left)
+            loop.kv_events = publisher
+            loop.long_work = self._long_work = LongWork()
+            self.kv_events = None if publisher is None else publisher.options
+            engine_thread = EngineThread(loop)
+            undo.callback(engine_thread.close, drain=False)
+            self._engine_thread = engine_thread
+            self._submission = Submission(engine_thread, self._queue)
+            self.trace = loop.trace = Trace(pipeline)
+            if tuner is not None:
+                tuner.trace = self.trace
+            if trace:
+                self.trace.start()
+            engine_thread.start()
+            undo.pop_all()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"n_queued={self._queue.n}"
+        kv = f" kv={self._kv_bytes / 2**20:.0f}MiB" if self._kv_bytes else ""
+        packed = self.model.packed_bytes
+        kernels = f" kernels={self.model.kernels}" + (f" packed={packed / 2**20:.0f}MiB" if packed else "")
+        return f"<Engine {state} {self._context_repr}{kv}{kernels} {self.model.path.name!r}>"
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Checks params for this model, and compiles their constraint, which may take long. Any thread.
+
+        Later requests reuse the result. Call this in a worker thread before ``astream``, to keep the event loop free.
+        Raises as ``generate`` does.
+        """
+        self._request_builder.check_params(params)
+
+    # ---- calls for threads
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion: ...
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion | Exception]: ...
+
+    @explains_keywords
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: OnError = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
+        """Completes a prompt, or several together, and returns when all are finished.
+
+        ``prompt``: text or token ids for one ``Completion``; a list of those for a list of completions, in its order.
+        ``params``: for all prompts, or a list with one for each. ``timeout``: seconds for the whole call. ``block``:
+        wait for room in the queue, or raise QueueFullError. ``progress``: show a progress bar (needs tqdm).
+        ``on_error``: ``"raise"`` raises the first error, which names the index of its prompt, and cancels the rest;
+        ``"return"`` puts the error in the place of its completion, like ``asyncio.gather(return_exceptions=True)``.
+        ``on_timeout``: ``"raise"`` raises TimeoutError; ``"return"`` returns what was generated, and unfinished choices
+        have the finish reason ``"timeout"``.
+
+        Ctrl-C and any error cancel the requests of this call. Raises InvalidRequestError, TypeError or
+        ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
+        """
+        self._engine_thread.check_open()
+        items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, ON))
+        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
+        makes = self._request_builder.completions(items)
+        results = self._submission.collect(
+            makes, options, progress_bar(check_flag("progress", progress), len(items))
+        )
+        return outcome_of(items, results, single)
+
+    @overload
+    def iter_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+    ) -> Iterator[tuple[int, Completion]]: ...
+
+    @overload
+    def iter_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        on_error: Literal["return"],
+    ) -> Iterator[tuple[int, Completion | Exception]]: ...
+
+    @explains_keywords
+    def iter_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        on_error: OnError = "raise",
+    ) -> Iterator[tuple[int, Completion]] | Iterator[tuple[int, Completion | Exception]]:
+        """Completes any number of prompts in bounded memory: yields ``(index, Completion)`` as they finish.
+
+        ``prompts`` may be a generator; it is read as slots become free, at most ``n_ahead`` prompts ahead (default:
+        twice ``n_seq_max``). ``params``: for all prompts, or an iterable with one for each. Other options as for
+        ``generate``; ``timeout`` counts from the first ``next``.
+
+        For one thread at a time. Closing or dropping the iterator cancels what is left. Raises as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        check_choice("on_error", on_error, ON)
+        call_options(timeout, True, on_error, "raise")
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
+        refuse_table("prompts", prompts)
+        n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
+        bar = progress_bar(
+            check_flag("progress", progress), len(prompts) if isinstance(prompts, Sized) else None
+        )
+        return self._iter_completed(prompts, params, n, timeout, bar, on_error)
+
+    def _iter_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        n_ahead: int,
+        timeout: float | None,
+        bar: Progress,
+        on_error: OnError,
+    ) -> Iterator[tuple[int, Any]]:
+        options = call_options(timeout, True, on_error, "raise", names_prompts=True)
+        pending = Pending[Completion](options)
+        makes = makes_of(self._request_builder, prompts, params, pending)
+        try:
+            yield from self._submission.iterate(makes, n_ahead, pending, bar)
+        finally:
+            bar.close()
+
+    @explains_keywords
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> Stream:
+        """Starts a completion and returns an iterator over its deltas, a ``Stream``. Raises as ``generate`` does."""
+        self._engine_thread.check_open()
+        options = call_options(timeout, block)
+        return self._open_stream(self._request_builder.item(prompt, params), options)
+
+    def _open_stream(self, item: Item, options: CallOptions) -> Stream:
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
+        stream = Stream(self._engine_thread, request, mailbox, options.deadline)
+        stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
+        observer = self._submission.observer
+        if observer is not None:
+            stream.observed = observer.begin([request], options.operation)
+        try:
+            self._submission.submit(request, block=options.block, deadline=options.deadline)
+        except BaseException as e:
+            stream.observed_end(e)
+            raise
+        return stream
+
+    @explains_keywords
+    def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Starts a generation that computes one token for each call of ``next``, and nothing before the first.
+
+        Raises as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        item = self._request_builder.item(prompt, params)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        request = self._request_builder.generation(item, mailbox)
+        generation = self._generation(request, mailbox)
+        self._submission.submit_paused(request)
+        return generation
+
+    def _generation(self, request: Request, mailbox: ThreadMailbox) -> Generation:
+        generation = Generation(
+            self._engine_thread, request, mailbox, self.model.n_vocab, self.n_ctx, self._layout
+        )
+        generation.engine = self
+        return generation
+
+    @explains_keywords
+    def restore(self, snapshot: bytes, params: SamplingParams | None = None) -> Generation:
+        """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
+
+        Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
+        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``; with sliding
+        windows or recurrent states, also the number of sequences). ``params`` count from here, and constraints hold for
+        all that was generated. Returns at once.
+
+        Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
+        other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
+        """
+        self._engine_thread.check_open()
+        if not isinstance(snapshot, (bytes, bytearray, memoryview)):
+            raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
+        found = unpack(bytes(snapshot), self._layout(), self.model.n_vocab)
+        item = self._request_builder.item(found.tokens, params)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        request = self._request_builder.restored(item, mailbox, found.n_prompt)
+        generation = self._generation(request, mailbox)
+        engine_thread = self._engine_thread
+        engine_thread.call(engine_thread.loop.restore, request, found.n_cells, found.state)
+        return generation
+
+    @explains_options()
+    def cache_prefix(
+        self, prompt: Prompt, *, timeout: float | None = None, cache_salt: str | None = None
+    ) -> CachedPrefix:
+        """Computes a prompt and keeps its KV cells in host memory until they are released.
+
+        Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
+        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``: that of the
+        requests.
+
+        Blocks until the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
+        than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
+        """
+        self._engine_thread.check_open()
+        options = call_options(timeout, True, operation="cache_prefix")
+        tokens = self._request_builder.item(prompt, None).tokens
+        if len(tokens) < MIN_PREFIX:
+            raise InvalidRequestError(
+                f"the prefix has {len(tokens)} tokens; fewer than {MIN_PREFIX} are computed again for each request: "
+                "there is no need to cache them"
+            )
+        requests: list[Request] = []
+
+        def make(mailbox: Mailbox) -> dict[int, list[Request]]:
+            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt))]
+            return {0: requests}
+
+        engine_thread = self._engine_thread
+        try:
+            self._submission.collect(iter([make]), options, progress_bar(False, 1))
+            n_bytes, n_needed, budget = engine_thread.ask(lambda: engine_thread.loop.kept_bytes(requests[0]))
+            if n_bytes == 0:
+                raise InvalidRequestError(
+                    f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "
+                    "cache_bytes (0 without a prefix cache): raise it, or release other prefixes"
+                )
+        except BaseException:
+            if requests:
+                engine_thread.call(engine_thread.loop.release, requests[0])
+            raise
+        return CachedPrefix(engine_thread, requests[0], len(tokens), n_bytes)
+
+    # ---- scores
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        continuation: Prompt,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score: ...
+
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    @overload
+    def score(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[list[Score]]: ...
+
+    @overload
+    def score(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score | list[Score]]: ...
+
+    @explains_options()
+    def score(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
+        """Scores continuations given a prompt: the log-probability of each of their tokens.
+
+        Prompt and continuation are text or token ids. One prompt and one continuation return a Score; one prompt and a
+        list of continuations, a list. For a list of prompts, ``continuation`` has one item for each prompt, or a list
+        of items for each, and the result has the same shape. Equal prompts are computed once. If a prompt has many
+        continuations, they are divided among requests that run at the same time. If both are text,
+        prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
+
+        Options as for ``generate``. Raises InvalidRequestError if prompt and continuation together exceed ``n_ctx`` or
+        a continuation has no tokens; else as ``generate`` does.
+        """
+        return self._score(score_job(self.model, prompt, continuation), timeout, block, progress)
+
+    @overload
+    def score_tokens(
+        self, tokens: TokenIds, *, timeout: float | None = None, block: bool = True, progress: bool = False
+    ) -> Score: ...
+
+    @overload
+    def score_tokens(
+        self,
+        tokens: Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    @explains_options()
+    def score_tokens(
+        self,
+        tokens: TokenIds | Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score | list[Score]:
+        """Scores a text, or several: every token but the first, given the tokens before it.
+
+        Options and exceptions as for ``score``.
+        """
+        return self._score(tokens_job(self.model, tokens), timeout, block, progress)
+
+    @explains_options()
+    def perplexity(
+        self,
+        text: str | TokenIds,
+        n_window: int | None = None,
+        *,
+        timeout: float | None = None,
+        progress: bool = False,
+    ) -> float:
+        """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
+
+        ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
+        it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.
+
+        With ``n_window`` the result is that of llama.cpp's perplexity tool. The text is cut into windows of
+        ``n_window`` tokens that do not overlap; an incomplete last one is left out. If the vocabulary asks for a BOS
+        token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
+        count.
+
+        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or fewer than a
+        window.
+        """
+        return self._score(perplexity_job(self.model, text, n_window, self.n_ctx), timeout, True, progress)
+
+    def _score(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
+        self._engine_thread.check_open()
+        options = call_options(timeout, block, operation="score")
+        makes = job.makes(self._request_builder)
+        bar = progress_bar(check_flag("progress", progress), job.n_requests)
+        return job.result(self._submission.collect(makes, options, bar))
+
+    # ---- calls for asyncio
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion: ...
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion]: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion | Exception]: ...
+
+    @explains_keywords
+    async def agenerate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        on_error: OnError = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
+        """``generate`` for asyncio. Cancelling the task cancels its requests; raises as ``generate`` does."""
+        self._engine_thread.check_open()
+        checked = check_choice("on_error", on_error, ON)
+        items, single = await self._long_work.built(self._request_builder.items, prompt, params, checked)
+        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
+        makes = self._request_builder.completions(items)
+        return outcome_of(items, await self._submission.acollect(makes, options), single)
+
+    @overload
+    def aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        on_error: Literal["raise"] = "raise",
+    ) -> AsyncGenerator[tuple[int, Completion], None]: ...
+
+    @overload
+    def aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        on_error: Literal["return"],
+    ) -> AsyncGenerator[tuple[int, Completion | Exception], None]: ...
+
+    @explains_keywords
+    def aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        on_error: OnError = "raise",
+    ) -> (
+        AsyncGenerator[tuple[int, Completion], None]
+        | AsyncGenerator[tuple[int, Completion | Exception], None]
+    ):
+        """``iter_completed`` for asyncio: an async generator of ``(index, Completion)``, as they finish.
+
+        ``prompts`` may be an async iterable: completions are also yielded while it waits for its next prompt.
+        ``timeout`` counts from the first ``anext``. Closing the generator or cancelling its task cancels the rest; to
+        close it after a ``break``, use ``contextlib.aclosing``. Raises as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        check_choice("on_error", on_error, ON)
+        call_options(timeout, True, on_error, "raise")
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, (Iterable, AsyncIterable)):
+            raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
+        refuse_table("prompts", prompts)
+        n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
+        return self._aiter_completed(prompts, params, n, timeout, on_error)
+
+    async def _aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        n_ahead: int,
+        timeout: float | None,
+        on_error: OnError,
+    ) -> AsyncGenerator[tuple[int, Any], None]:
+        options = call_options(timeout, True, on_error, "raise", names_prompts=True)
+        pending = Pending[Completion](options)
+        makes = amakes_of(self._request_builder, prompts, params, pending, self._long_work)
+        results = self._submission.aiterate(makes, n_ahead, pending)
+        async with aclosing(makes), aclosing(results):
+            async for index, result in results:
+                yield index, result
+
+    @overload
+    async def ascore(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, continuation: Prompt, *, timeout: float | None = None, block: bool = True
+    ) -> Score: ...
+
+    @overload
+    async def ascore(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[Score]: ...
+
+    @overload
+    async def ascore(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[list[Score]]: ...
+
+    @overload
+    async def ascore(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[Score | list[Score]]: ...
+
+    @explains_options()
+    async def ascore(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
+        """``score`` for asyncio. Cancelling the task cancels its requests."""
+        self._engine_thread.check_open()
+        options = call_options(timeout, block, operation="score")
+        job = score_job(self.model, prompt, continuation)
+        makes = job.makes(self._request_builder)
+        return job.result(await self._submission.acollect(makes, options))
+
+    @explains_keywords
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> AsyncStream:
+        """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
+        self._engine_thread.check_open()
+        options = call_options(timeout, block)
+        return self._open_astream(self._request_builder.item(prompt, params), options)
+
+    def _open_astream(self, item: Item, options: CallOptions) -> AsyncStream:
+        def make() -> tuple[Request, AsyncMailbox]:
+            import asyncio
+
+            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
+            request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
+            mailbox.requests.append(request)
+            observer = self._submission.observer
+            if observer is not None:
+                stream.observed = observer.begin([request], options.operation)
+            return request, mailbox
+
+        submit = partial(self._submission.asubmit, block=options.block)
+        stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
+        stream.engine = self
+        return stream
+
+    # ---- chats
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the model's chat template has tool calls. Raises InvalidRequestError without a template."""
+        return self._chat_builder.chat_format().supports_tools
+
+    @overload
+    def chat(  # type: ignore[overload-overlap]
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> ChatCompletion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[ChatCompletion]: ...
+
+    @explains_keywords
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> ChatCompletion | list[ChatCompletion]:
+        """Answers a conversation, or several together, and returns when all answers are complete.
+
+        A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
+        for ``generate``. Raises what ``generate`` raises, InvalidRequestError also for messages that the model's
+        template refuses, ImportError without the extra ``chat``.
+        """
+        self._engine_thread.check_open()
+        asked = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
+        )
+        items, single = self._chat_builder.items(messages, params, asked)
+        options = call_options(timeout, block, names_prompts=not single, operation="chat")
+        makes = self._request_builder.completions([item.item for item in items])
+        bar = progress_bar(check_flag("progress", progress), len(items))
+        return _answers(items, self._submission.collect(makes, options, bar), single)
+
+    @explains_keywords
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> ChatStream:
+        """Starts an answer and returns an iterator over its parts, a ``ChatStream``. Raises as ``chat`` does."""
+        self._engine_thread.check_open()
+        asked = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
+        )
+        item = self._chat_builder.item(messages, params, asked)
+        options = call_options(timeout, block, operation="chat")
+        return ChatStream(self._open_stream(item.item, options), item.delta_parser())
+
+    @overload
+    async def achat(  # type: ignore[overload-overlap]
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> ChatCompletion: ...
+
+    @overload
+    async def achat(
+        self,
+        messages: Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[ChatCompletion]: ...
+
+    @explains_keywords
+    async def achat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> ChatCompletion | list[ChatCompletion]:
+        """``chat`` for asyncio. Slow work is done in a worker thread. Cancelling the task cancels its requests."""
+        self._engine_thread.check_open()
+        asked = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
+        )
+        options = call_options(timeout, block, operation="chat")
+        build = partial(self._chat_builder.items, messages, params, asked)
+        if is_long_chat(messages, params, asked):
+            items, single = await self._long_work.run(build, size=size_of(messages))
+        else:
+            items, single = build()
+        options = replace(options, names_prompts=not single)
+        makes = self._request_builder.completions([item.item for item in items])
+        return _answers(items, await self._submission.acollect(makes, options), single)
+
+    @explains_keywords
+    def astream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> AsyncChatStream:
+        """``stream_chat`` for asyncio; the request starts with the first ``__anext__``.
+
+        Bad arguments raise at once. A long conversation, or one with tools or a response format, is rendered in a
+        worker thread; its errors are raised by the first ``__anext__``.
+        """
+        self._engine_thread.check_open()
+        asked = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
+        )
+        options = call_options(timeout, block, operation="chat")
+        build = partial(self._chat_builder.item, messages, params, asked)
+        open_stream = partial(self._open_astream, options=options)
+        if not is_long_chat(messages, params, asked):
+            return AsyncChatStream(build(), open_stream)
+        return AsyncChatStream(partial(self._long_work.run, build, size=size_of(messages)), open_stream)
+
+    # ---- state
+    def stats(self) -> EngineStats:
+        """A consistent copy of the counters; waits for the end of the running step."""
+        return replace(self._engine_thread.stats(), queue_times=self._queue.times())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
+        self._engine_thread.ask(self._engine_thread.loop.check_integrity)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._engine_thread.closing
+
+    def close(self, drain: bool = True) -> None:
+        """Ends the engine and frees its native memory before it returns; a second call does nothing.
+
+        ``drain``: finish the requests that callers wait for; otherwise cancel them. New requests are refused. Any
+        thread.
+        """
+        was_open = not self.closed
+        self._engine_thread.close(check_flag("drain", drain))
+        if self._submission.observer is not None:
+            self._submission.observer.close()
+        if was_open and self._trace_path is not None and not self._engine_thread.in_child():
+            self.trace.save(self._trace_path)
+        if self._owns_model:
+            self.model.close()
+        elif was_open:
+            return_freed_memory()
+
+    async def aclose(self, drain: bool = True) -> None:
+        """``close`` without blocking the event loop."""
+        import asyncio
+
+        await asyncio.to_thread(self.close, drain)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose(drain=kind is None)
+
+    def _observe(self, observer: RequestObserver | None) -> None:
+        """Sets the observer of future requests; None: no observer."""
+        self._submission.observer = observer
+
+    def _layout(self) -> Layout:
+        return Layout(self.model.fingerprint, state_version(), *self._types)
+
+    def __del__(self) -> None:
+        engine_thread = getattr(self, "_engine_thread", None)
+        if engine_thread is not None and not engine_thread.closing and not engine_thread.in_child():
+            warnings.warn(
+                f"{self!r} was never closed; use `with` or close()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            engine_thread.close_soon()
+
+
+def _answers(
+    items: Sequence[ChatItem], results: Mapping[int, Completion], single: bool
+) -> ChatCompletion | list[ChatCompletion]:
+    """The answers in the order of their conversations."""
+    answers = [item.answer(results[index]) for index, item in enumerate(items)]
+    return answers[0] if single else answers
+
+
+def is_long_chat(messages: Any, params: Any, asked: ChatOptions) -> bool:
+    """Whether rendering a conversation, and compiling its grammar, would block an event loop."""
+    is_plain = asked.tools is None and asked.response_format is None and asked.truncation == "error"
+    return not is_plain or takes_long(messages, params)
+
+
+def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
+    """Checks the options for a full context."""
+    check_choice("overflow", mode, MODES)
+    n = check_int("n_keep", n_keep, 0, 2**31 - 1)
+    if mode == "stop" and n:
+        raise ValueError(
+            f"n_keep is {n}, but overflow is 'stop', which drops nothing: choose 'recompute' or 'shift'"
+        )
+    if mode == "stop":
+        return Overflow()
+    if n > context.n_ctx - 4:
+        raise ValueError(
+            f"n_keep is {n} and n_ctx {context.n_ctx}; that leaves too little to drop: n_keep is at most "
+            f"{context.n_ctx - 4}"
+        )
+    if mode == "shift" and context.kv_unified:
+        raise ValueError(
+            "overflow='shift' moves cells, and with a unified KV cache requests share them: use "
+            "overflow='recompute', or leave n_cells and kv_unified out"
+        )
+    if mode == "shift" and not context.can_shift:
+        raise ValueError(
+            f"the positions of {context.model.path.name} cannot be shifted: use overflow='recompute'"
+        )
+    return Overflow(mode, max(n, int(context.model.vocab.add_bos)))
+
+
+def _warn_of_size(context: Context, n_bytes: int) -> None:
+    """Logs a warning about sizes that work but are rarely meant."""
+    log = logging.getLogger("llamapipe")
+    if context.n_ctx > context.model.n_ctx_train:
+        log.warning(
+            "n_ctx is %d, but the model was trained with %d: longer texts are likely to be of poor quality",
+            context.n_ctx,
+            context.model.n_ctx_train,
+        )
+    free = free_memory()
+    on_host = all(device.type == "cpu" for device in context.model.devices)
+    if on_host and free is not None and n_bytes > (free + n_bytes) / 2:
+        log.warning(
+            "the KV cache takes %.1f GiB, more than half of the %.1f GiB that were free: "
+            "a smaller n_ctx, n_seq_max or n_cells, or type_k and type_v 'q8_0', take less",
+            n_bytes / 2**30,
+            (free + n_bytes) / 2**30,
+        )
+
+
+def prefill_cutoff(context: Context) -> int | None:
+    """Prompt tokens after which a step is cut short to deliver a stream's first token early; None: no such limit."""
+    # A GPU reads all weights in each step, even for a few tokens.
+    return None if on_gpu(context.model) else PREFILL_CUTOFF_TOKENS
+
+
+def _trace_path(trace: bool | str | Path | None) -> Path | None:
+    if trace is None or isinstance(trace, bool):
+        return None
+    if not isinstance(trace, (str, Path)):
+        raise TypeError(f"trace must be True, a path or None, not {type(trace).__name__}")
+    return check_trace_path(trace)
+
+
+def cache_of(
+    context: Context,
+    mode: bool | str,
+    n_bytes: int | None,
+    kv_bytes: int,
+    observer: TreeObserver | None = None,
+) -> KvCache:
+    """The cache of a context. ``mode``: True, ``"exact"`` or False.
+
+    ``n_bytes``: limit of host memory; None: a tenth of the free memory. ``kv_bytes``: size of the context's cells, 0 if
+    it is not known. ``observer``: see KvCache. Raises ValueError for options that do not go together.
+    """
+    if mode == "exact" and context.n_batch % context.n_ubatch:
+        raise ValueError(
+            f"n_batch is {context.n_batch} and n_ubatch {context.n_ubatch}; prefix_cache='exact' needs an n_batch that "
+            "is a multiple of n_ubatch"
+        )
+    if mode == "exact" and context.kv_unified:
+        raise ValueError(
+            "prefix_cache='exact' needs a KV cache for each request, because rounding depends on where cells are: "
+            "leave n_cells and kv_unified out"
+        )
+    model = context.model
+    if n_bytes is None:
+        free = free_memory()
+        n_bytes = _DEFAULT_BYTES if free is None else free // 10
+    return KvCache(
+        context.n_seq_max,
+        bool(mode),
+        whole_only=model.is_recurrent or model.n_swa > 0,
+        host_bytes=n_bytes if mode else 0,
+        cell_bytes=kv_bytes / context.n_cells + _META_BYTES,
+        max_parked=_MAX_PARKED_UNIFIED if context.kv_unified else None,
+        min_prefix=MIN_PREFIX,
+        exact_multiple=context.n_ubatch if mode == "exact" else None,
+        observer=observer,
+    )

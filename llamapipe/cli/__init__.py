@@ -1,7 +1,8 @@
 """The ``llamapipe`` command.
 
-Each command is a module with its own options. ``main`` parses the command line, runs the command and turns errors into
-one message and an exit status. ``harness`` is a command of its own, ``llamapipe-lm-eval``.
+Open ``options`` to change an option of several commands, and the module with a command's name for the others. ``main``
+parses the command line, runs the command and turns errors into one message and an exit status. ``lm_eval`` is another
+program, ``llamapipe-lm-eval``.
 """
 
 from __future__ import annotations
@@ -17,13 +18,24 @@ from contextlib import redirect_stdout, suppress
 from typing import NoReturn
 
 import llamapipe
-from llamapipe.cli import batch, chat, completion, demo, embed, generate, score, serve, trace
-from llamapipe.cli.check import doctor, models
-from llamapipe.cli.machines import rpc_worker
-from llamapipe.cli.measure import bench, tune
-from llamapipe.cli.options import HelpFormatter, UsageError
-from llamapipe.cli.usage.hints import about_command
-from llamapipe.cli.usage.parser import CommandParser
+from llamapipe.cli import (
+    batch,
+    bench,
+    chat,
+    completion,
+    demo,
+    doctor,
+    embed,
+    generate,
+    models,
+    rpc_worker,
+    score,
+    serve,
+    trace,
+    tune,
+)
+from llamapipe.cli._hints import about_command
+from llamapipe.cli.parser import CommandParser, HelpFormatter, UsageError
 from llamapipe.errors import LlamapipeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141

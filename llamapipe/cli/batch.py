@@ -11,22 +11,22 @@ from pathlib import Path
 
 import llamapipe as lp
 from llamapipe.arguments import path_of
-from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
     SAMPLING,
     TEXTS,
-    HelpFormatter,
-    UsageError,
     add_engine_options,
     add_options,
     defaults_of,
     given,
     model_path,
+    open_engine,
+    open_model,
 )
-from llamapipe.cli.terminal import Terminal
+from llamapipe.cli.parser import HelpFormatter, UsageError
 from llamapipe.jobs.answers import Answerer, AnswerRequest, check_template
 from llamapipe.jobs.batch import AHEAD
 from llamapipe.jobs.output import is_complete, lines_of, open_output

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from llamapipe.arguments import path_of
-from llamapipe.cli.options import HelpFormatter
+from llamapipe.cli.parser import HelpFormatter
 
 _DESCRIPTION = """\
 Print a script that completes commands and options in a shell. Needs the extra completion.

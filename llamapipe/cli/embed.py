@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING
 
 import llamapipe as lp
 from llamapipe.arguments import path_of
-from llamapipe.cli.loading import open_model
+from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     MODEL,
     MODEL_HELP,
-    HelpFormatter,
-    UsageError,
     add_options,
     defaults_of,
     given,
     model_path,
     number_or_automatic,
+    open_model,
 )
-from llamapipe.cli.terminal import Terminal
-from llamapipe.cli.usage.texts import read_texts
+from llamapipe.cli.parser import HelpFormatter, UsageError, read_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

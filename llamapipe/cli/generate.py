@@ -13,23 +13,22 @@ from typing import Any
 
 import llamapipe as lp
 from llamapipe.arguments import path_of
-from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
     SAMPLING,
     TEXTS,
-    HelpFormatter,
-    UsageError,
     add_engine_options,
     add_options,
     defaults_of,
     given,
     model_path,
+    open_engine,
+    open_model,
 )
-from llamapipe.cli.terminal import Terminal
-from llamapipe.cli.usage.texts import read_texts
+from llamapipe.cli.parser import HelpFormatter, UsageError, read_texts
 from llamapipe.jobs.answers import logprob_records
 
 _DESCRIPTION = (

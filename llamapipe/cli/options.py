@@ -1,4 +1,4 @@
-"""The options that mirror `Model`, `Engine` and `SamplingParams`.
+"""Options that several commands share: those of `Model`, `Engine` and `SamplingParams`, and what opens the first two.
 
 Options have the names of the arguments, with dashes for underscores.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import textwrap
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,25 +16,8 @@ from typing import Any
 
 import llamapipe as lp
 from llamapipe.arguments import path_of
-
-
-class UsageError(Exception):
-    """The command line is invalid. The exit status is 2."""
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps line breaks in descriptions and examples, but wraps paragraphs that are wider than the terminal."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = []
-        for paragraph in text.split("\n\n"):
-            lines = paragraph.splitlines()
-            is_prose = not any(line.startswith(" ") for line in lines)
-            if is_prose and any(len(line) > width for line in lines):
-                paragraphs.append(textwrap.fill(" ".join(lines), width))
-            else:
-                paragraphs.append(paragraph)
-        return super()._fill_text("\n\n".join(paragraphs), width, indent)
+from llamapipe.cli._terminal import Terminal
+from llamapipe.cli.parser import UsageError
 
 
 @dataclass(frozen=True)
@@ -364,3 +348,55 @@ def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:
     if "logit_bias" in values:
         values["logit_bias"] = dict(values["logit_bias"])
     return values
+
+
+# ---- opening what they describe
+_QUICK_LOAD_S = 1.0  # shorter loads show no progress
+
+
+def open_model(path: Path | None, options: dict[str, Any], show_progress: bool = True) -> lp.Model:
+    """Loads a model; None: the bundled one. Raises UsageError for wrong options, ModelLoadError."""
+    terminal = Terminal(sys.stderr)
+    start = time.perf_counter()
+    shown = ""
+
+    def progress(fraction: float) -> None:
+        nonlocal shown
+        line = f"loading {fraction:.0%}"
+        if line != shown and time.perf_counter() - start > _QUICK_LOAD_S:
+            shown = line
+            terminal.write(f"\r\x1b[2K{line}")
+
+    try:
+        file = lp.demo_model_path() if path is None else path
+        return lp.Model(file, **options, progress=progress if show_progress and terminal.redraws else None)
+    except lp.errors.LlamapipeError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    finally:
+        if shown:
+            terminal.write("\r\x1b[2K")
+
+
+def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
+    """Makes an engine. The option ``n_ctx`` 0 is the model's context. Raises UsageError for wrong options."""
+    if options.get("n_ctx") == 0:
+        options = {**options, "n_ctx": model.n_ctx_train}
+    try:
+        return lp.Engine(model, **options)
+    except lp.errors.LlamapipeError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def template_problem(model: lp.Model) -> str | None:
+    """Why the model cannot chat: it has no template, or the template is broken; None if it can."""
+    if not model.chat_template:
+        return f"{model.path.name} has no chat template"
+    try:
+        model.render_chat([{"role": "user", "content": "Hello"}])
+    except lp.errors.InvalidRequestError as error:
+        return str(error)
+    return None

@@ -8,19 +8,18 @@ import sys
 
 import llamapipe as lp
 from llamapipe.arguments import path_of
-from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
-    HelpFormatter,
-    UsageError,
     add_engine_options,
     given,
     model_path,
+    open_engine,
+    open_model,
 )
-from llamapipe.cli.terminal import Terminal
-from llamapipe.cli.usage.texts import read_file, read_stdin, stdin_is_terminal
+from llamapipe.cli.parser import HelpFormatter, UsageError, read_file, read_stdin, stdin_is_terminal
 
 _DESCRIPTION = """\
 Print the log-probability of each continuation of a prompt, the most probable first. With -f, or a text on

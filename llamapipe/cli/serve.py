@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
+import mmap
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from socket import gaierror
 from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
-from llamapipe.arguments import path_of
-from llamapipe.cli.loading import open_engine, open_model, template_problem
+from llamapipe.arguments import nearest, path_of
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
-    HelpFormatter,
-    UsageError,
     add_engine_options,
     given,
     model_path,
+    open_engine,
+    open_model,
     template_file,
+    template_problem,
 )
-from llamapipe.cli.serving.settings import KEYS_VARIABLE, settings_fields, with_option_name
-from llamapipe.cli.serving.start import announce, check_template, has_template, listening_socket
+from llamapipe.cli.parser import HelpFormatter, UsageError
+from llamapipe.gguf.reader import parse_head
 from llamapipe.structured.compile import prepare_vocabulary
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from llamapipe.server import ServerSettings
     from llamapipe.server.processes import WorkerOptions
 
@@ -350,3 +357,175 @@ def _kv_events(args: argparse.Namespace, settings: ServerSettings) -> dict[str, 
         return {"kv_events": lp.KvEvents(args.kv_events, **fields)}
     except ValueError as error:
         raise UsageError(f"--kv-events: {error}") from error
+
+
+# ---- from options to settings
+KEYS_VARIABLE = "LLAMAPIPE_API_KEYS"
+_OPTIONS = {  # fields whose option has another name
+    "model_names": "--alias",
+    "embedding_names": "--embeddings-alias",
+    "api_keys": "--api-key-file",
+    "cors_origins": "--cors",
+    "allow_hosts": "--allow-host",
+}
+
+
+def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``ServerSettings`` that were given."""
+    values: dict[str, Any] = {
+        "model_names": tuple(args.alias),
+        "embedding_names": tuple(args.embeddings_alias),
+        "api_keys": _keys(args.api_key_file),
+        "cors_origins": tuple(args.cors),
+        "allow_hosts": tuple(args.allow_host),
+        "timeout_s": args.timeout,
+        "strict": args.strict,
+        "page": not args.no_page,
+    }
+    seconds = {
+        "head_timeout_s": args.head_timeout,
+        "body_timeout_s": args.body_timeout,
+        "ping_s": args.ping,
+        "grammar_timeout_s": args.grammar_timeout,
+    }
+    values |= {name: given for name, given in seconds.items() if given is not None}
+    for name in (
+        "max_requests",
+        "max_n",
+        "max_messages",
+        "max_text_characters",
+        "max_body_bytes",
+        "max_bodies_bytes",
+        "max_connections_per_address",
+    ):
+        if getattr(args, name) is not None:
+            values[name] = getattr(args, name)
+    return values
+
+
+def with_option_name(message: str) -> str:
+    """A message of ``ServerSettings`` that begins with a field's name, with the option's name in its place."""
+    from llamapipe.server import ServerSettings
+
+    field = re.split(r"\W", message, maxsplit=1)[0]
+    if field not in ServerSettings.__dataclass_fields__:
+        return message
+    option = _OPTIONS.get(field) or "--" + field.removesuffix("_s").replace("_", "-")
+    return option + message[len(field) :]
+
+
+def _keys(path: Path | None) -> tuple[str, ...]:
+    """The keys of the file and of the environment. A misspelt variable is an error, not a server without keys."""
+    prefix = "LLAMAPIPE_"
+    known = KEYS_VARIABLE.removeprefix(prefix)
+    for name in os.environ:
+        # Without what all variables of llamapipe have in common, which would make any two of them alike.
+        if name.startswith(prefix) and name != KEYS_VARIABLE and nearest(name.removeprefix(prefix), [known]):
+            raise UsageError(f"the variable {name} is unknown; did you mean {KEYS_VARIABLE}?")
+    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
+    if path is not None:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise UsageError(f"--api-key-file: {path} holds no key")
+        keys += found
+    return tuple(key.strip() for key in keys if key.strip())
+
+
+# ---- the start
+_ANNOUNCEMENT = """\
+llamapipe serves {model} at {url}{workers}
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="{key}")
+{call}
+
+{page}{events}Press Ctrl-C to stop the server."""
+_CHAT = """\
+  answer = client.chat.completions.create(
+      model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
+  print(answer.choices[0].message.content)"""
+_COMPLETION = """\
+  answer = client.completions.create(model="{model}", prompt="Once upon a time", max_tokens=64)
+  print(answer.choices[0].text)"""
+
+
+def listening_socket(host: str, port: int) -> socket:
+    """A socket that listens on the address. Raises OSError, which names the option to change."""
+    from llamapipe.server import bound_socket
+
+    try:
+        return bound_socket(host, port)
+    except gaierror as error:
+        raise OSError(f"--host {host} is not a valid address: {error.strerror}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(f"{host}:{port} is in use; choose another port with --port") from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise OSError(f"--host {host} is not an address of this machine") from error
+        if error.errno == errno.EACCES:
+            raise OSError(
+                f"port {port} needs root privileges; choose a port of 1024 or higher with --port"
+            ) from error
+        raise
+
+
+def check_template(model: lp.Model, file: str | None, warns: bool) -> None:
+    """Raises UsageError for a broken template that was given; warns of a model without a template that works."""
+    problem = template_problem(model)
+    if problem is None:
+        return
+    if file is not None:
+        raise UsageError(f"--chat-template: {problem}")
+    if warns:
+        print(
+            f"llamapipe: {problem}: chat requests will be refused with status 400; give a template with "
+            "--chat-template FILE",
+            file=sys.stderr,
+        )
+
+
+def has_template(path: Path) -> bool:
+    """Whether a GGUF file, which was loaded before, has a chat template. Loads nothing of llama.cpp."""
+    with path.open("rb") as file:
+        head = parse_head(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return "tokenizer.chat_template" in head.entries
+
+
+def announce(
+    settings: ServerSettings,
+    sock: socket,
+    stem: str,
+    can_chat: bool,
+    n_workers: int = 0,
+    events: lp.KvEvents | None = None,
+) -> None:
+    """Tells where the server is, and shows a request that it answers."""
+    host, port = sock.getsockname()[:2]
+    url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
+    model = (settings.model_names or (stem,))[0]
+    print(
+        _ANNOUNCEMENT.format(
+            model=model,
+            url=url,
+            key="YOUR KEY" if settings.api_keys else "none",
+            call=(_CHAT if can_chat else _COMPLETION).format(model=model),
+            workers=f" with {n_workers} worker{'s' * (n_workers > 1)}" if n_workers else "",
+            page=f"In a browser: {url}    " if settings.page else "",
+            events=_where(events),
+        ),
+        flush=True,
+    )
+    if not settings.api_keys and host not in ("127.0.0.1", "::1"):
+        print(
+            f"llamapipe: {host} can be reached from other machines, and no API key is required",
+            file=sys.stderr,
+        )
+
+
+def _where(events: lp.KvEvents | None) -> str:
+    """A line about where KV events are published."""
+    if events is None:
+        return ""
+    replay = f", missed ones at {events.replay_endpoint}" if events.replay_endpoint else ""
+    return f"KV events at {events.endpoint}{replay}\n"

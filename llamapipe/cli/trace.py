@@ -12,20 +12,20 @@ import numpy as np
 
 import llamapipe as lp
 from llamapipe.arguments import path_of
-from llamapipe.cli.loading import open_engine, open_model
+from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
-    HelpFormatter,
     Option,
-    UsageError,
     add_options,
     defaults_of,
     given,
     model_path,
+    open_engine,
+    open_model,
 )
-from llamapipe.cli.terminal import Terminal
+from llamapipe.cli.parser import HelpFormatter, UsageError
 
 _DESCRIPTION = (
     "Run requests through an engine and record its timeline: as .json for https://ui.perfetto.dev, or as a picture, "

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from llamapipe.cli.options import UsageError
+from llamapipe.cli.parser import UsageError
 from llamapipe.dynamo.arguments import parser
 from llamapipe.errors import LlamapipeError
 

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import llamapipe as lp
-from llamapipe.cli.loading import open_engine, open_model
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
-    HelpFormatter,
-    UsageError,
     add_engine_options,
     given,
     model_path,
+    open_engine,
+    open_model,
 )
-from llamapipe.cli.usage.parser import CommandParser
+from llamapipe.cli.parser import CommandParser, HelpFormatter, UsageError
 from llamapipe.gguf.fingerprint import fingerprint
 from llamapipe.host.cache_folder import cache_folder
 

@@ -18,7 +18,7 @@ import pytest
 from support.interrupts import heed_ctrl_c
 
 import llamapipe as lp
-from llamapipe.cli.terminal import Terminal, WordWrap, width
+from llamapipe.cli._terminal import Terminal, WordWrap, width
 
 COMMAND = [sys.executable, "-m", "llamapipe", "chat", "--temperature", "0"]
 ENVIRONMENT = {

@@ -12,7 +12,7 @@ import pytest
 from support.gguf_models import tiny_model
 
 import llamapipe as lp
-from llamapipe.cli.talk.conversation import Conversation, Message
+from llamapipe.cli.chat import Conversation, Message
 
 ENVIRONMENT = {
     **os.environ,

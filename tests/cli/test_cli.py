@@ -589,7 +589,7 @@ class TestTrace:
 
 @pytest.mark.parametrize("missing", ["lm_eval", "jinja2"])
 def test_the_harness_command_names_its_extra(missing: str, tmp_path: Path) -> None:
-    program = f"import sys; sys.modules[{missing!r}] = None; from llamapipe.cli.harness import main; sys.exit(main())"
+    program = f"import sys; sys.modules[{missing!r}] = None; from llamapipe.cli.lm_eval import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -14,8 +14,7 @@ from support.gguf_models import damaged_model, recurrent_model, tiny_model, with
 from support.run_script import command, environment
 
 import llamapipe as lp
-from llamapipe.cli.check.finding import Finding
-from llamapipe.cli.check.model_file import findings, look_at, suggestion
+from llamapipe.cli._model_file import Finding, findings_of, look_at, suggestion
 from llamapipe.llama.kv_memory import kv_bytes
 
 CLI = "import sys; from llamapipe.cli import main; sys.exit(main())"
@@ -40,7 +39,7 @@ def doctor(*words: object, status: int = 0) -> str:
 
 
 def words_of(found: dict[str, Any], name: str = "model.gguf") -> dict[str, Finding]:
-    return {finding.name: finding for finding in findings(found, name)}
+    return {finding.name: finding for finding in findings_of(found, name)}
 
 
 class TestCommand:
@@ -174,7 +173,7 @@ class TestMemory:
 
 
 def test_bench_tells_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llamapipe.cli.measure import bench
+    from llamapipe.cli import bench
 
     monkeypatch.setattr(bench, "usable_cores", lambda: 4)
     for free, is_busy in ((4.0, False), (3.7, False), (3.2, True), (0.0, True), (None, False)):

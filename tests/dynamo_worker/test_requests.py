@@ -9,7 +9,7 @@ import pytest
 from support.run_script import run_script
 
 import llamapipe as lp
-from llamapipe.cli.options import UsageError
+from llamapipe.cli.parser import UsageError
 from llamapipe.dynamo.arguments import _address, default_folder, parser
 from llamapipe.dynamo.requests import chunk, last_chunk, sampling_params
 from llamapipe.errors import InvalidRequestError

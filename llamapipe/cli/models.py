@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from llamapipe.cli.terminal import Terminal
+from llamapipe.cli._terminal import Terminal
 from llamapipe.hub.cache import cached_models
 
 

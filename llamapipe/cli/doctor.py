@@ -1,4 +1,7 @@
-"""``llamapipe doctor``: check versions, build, devices, and a model's file, with a fix for every problem."""
+"""``llamapipe doctor``: checks versions, build, devices and a model's file, and prints a fix for every problem.
+
+What loads native code runs in a child process (``run_probes``): a library for another processor would kill it.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
-from llamapipe.cli.check import model_file
-from llamapipe.cli.check.finding import Finding
+from llamapipe.cli._model_file import Finding, findings_of, look_at, suggestion
+from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import MODEL_HELP, model_path
-from llamapipe.cli.terminal import Terminal
+from llamapipe.errors import LlamapipeError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores, has_run_delay
 from llamapipe.native.backend_packages import installed
@@ -39,7 +43,7 @@ _DRIVERS = {
 # The parent's search path: a source tree in the current folder must not shadow the installed package.
 _PROBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from llamapipe.cli.check.probe import main; sys.exit(main(sys.argv[2:]))"
+    "from llamapipe.cli.doctor import run_probes; sys.exit(run_probes(sys.argv[2:]))"
 )
 
 
@@ -89,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         }
         if about_model is not None and about_model["ok"]:
             facts = {key: value for key, value in about_model.items() if key not in ("name", "ok")}
-            report["model"] = facts | {"command": model_file.suggestion(about_model, name)}
+            report["model"] = facts | {"command": suggestion(about_model, name)}
         print(json.dumps(report, indent=2))
     else:
         _show(Terminal(sys.stdout), findings, model)
@@ -100,7 +104,7 @@ def _of_model(about: dict[str, Any], name: str) -> Iterator[Finding]:
     if not about["ok"]:
         yield Finding("model", False, about["error"])
     else:
-        yield from model_file.findings(about, name)
+        yield from findings_of(about, name)
 
 
 def _versions() -> Iterator[Finding]:
@@ -264,3 +268,73 @@ def _show(terminal: Terminal, installation: list[Finding], model: list[Finding])
         if wrong
         else terminal.style("No problems found.", "green")
     )
+
+
+# ---- in the child process
+def _probe_native() -> dict[str, Any]:
+    """Load the native module and the backends."""
+    from llamapipe.native.load import backends_not_loaded
+    from llamapipe.native.load import native as load
+
+    module = load()
+    lib, texts = module.lib, {}
+    for name, text in (("level", lib.lp_kernels_level()), ("problem", lib.lp_kernels_problem())):
+        texts[name] = None if text == module.ffi.NULL else module.ffi.string(text).decode()
+    return {"file": module.__file__, "not_loaded": backends_not_loaded(), "kernels": texts}
+
+
+def _probe_devices() -> dict[str, Any]:
+    """Ask the backends for their devices."""
+    import llamapipe as lp
+
+    return {"devices": [asdict(device) for device in lp.devices()]}
+
+
+def _probe_demo_model() -> dict[str, Any]:
+    """Load the bundled model and generate from it."""
+    import llamapipe as lp
+    from llamapipe.llama.kv_memory import kv_bytes
+
+    start = time.perf_counter()
+    with lp.Model.demo() as model, lp.Engine(model) as engine:
+        loaded = time.perf_counter()
+        out = engine.generate("Once upon a time", lp.SamplingParams(max_tokens=8, temperature=0))
+        done = time.perf_counter()
+        kv = kv_bytes(model, engine.n_cells, "f16", "f16")  # the default cache types
+        n_cells, n_seq_max = engine.n_cells, engine.n_seq_max
+    return {
+        "path": str(lp.demo_model_path()),
+        "n_tokens": len(out.token_ids),
+        "text": out.text,
+        "n_cells": n_cells,
+        "n_seq_max": n_seq_max,
+        "kv_bytes": kv,
+        "load_s": round(loaded - start, 3),
+        "generate_s": round(done - loaded, 3),
+    }
+
+
+_PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+    "native module": _probe_native,
+    "devices": _probe_devices,
+    "demo model": _probe_demo_model,
+}
+
+
+def run_probes(files: Sequence[str] = ()) -> int:
+    """Runs the probes in order, in the child process, then looks at model files; stops at the first failure.
+
+    Writes a JSON object a line, ``{"name": …, …}``, each as soon as it is known, so the parent knows which one failed.
+    """
+    probes = _PROBES | {f"model {file}": lambda file=file: look_at(Path(file)) for file in files}
+    for name, probe in probes.items():
+        print(json.dumps({"name": name, "begin": True}), flush=True)
+        try:
+            result = {"name": name, "ok": True, **probe()}
+        except Exception as error:
+            text = str(error) if isinstance(error, LlamapipeError) else f"{type(error).__name__}: {error}"
+            result = {"name": name, "ok": False, "error": text}
+        print(json.dumps(result), flush=True)
+        if not result["ok"]:
+            return 1
+    return 0

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 from llamapipe.arguments import check_int, path_of
-from llamapipe.cli.options import UsageError, number_or_automatic
+from llamapipe.cli.options import number_or_automatic
+from llamapipe.cli.parser import UsageError
 from llamapipe.errors import BackendError
 from llamapipe.rpc.addresses import Address, check_host, look_up
 

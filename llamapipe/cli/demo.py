@@ -1,20 +1,25 @@
-"""``llamapipe demo``: show the library on the bundled model."""
+"""``llamapipe demo``: shows the library on the bundled model.
+
+``Board`` draws several texts that grow at once; ``compare`` runs the same requests one by one and concurrently.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import sys
+import textwrap
 import time
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
 
 import llamapipe as lp
-from llamapipe.cli.demo.board import Board
-from llamapipe.cli.demo.measure import Measured, compare
-from llamapipe.cli.options import UsageError
-from llamapipe.cli.terminal import Terminal
+from llamapipe.cli._terminal import Terminal
+from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores
 
@@ -277,4 +282,198 @@ def _cells(measured: Measured) -> tuple[str, str, str, str]:
         "" if measured.spread is None else "{:.0f} to {:.0f}".format(*measured.spread),
         f"{1000 * measured.first_token_s:.0f} ms",
         f"{measured.seconds:.2f} s",
+    )
+
+
+# ---- texts side by side
+_GAP = 3
+_NARROWEST = 22  # characters; below that columns are no longer readable
+
+
+class Board:
+    """Shows one column for each title and redraws it as text comes in.
+
+    On a terminal wide enough the columns stand side by side and each keeps its last `n_lines` lines; elsewhere
+    every finished sentence becomes a line that begins with its title, so that the interleaving can be seen in
+    a log as well.
+
+    A context manager: entering hides the cursor, leaving draws the last state and shows the cursor again.
+    Belongs to one thread.
+    """
+
+    def __init__(self, terminal: Terminal, titles: list[str], n_lines: int = 7) -> None:
+        self._terminal = terminal
+        self._titles = titles
+        self._texts = ["" for _ in titles]
+        self._notes = ["" for _ in titles]
+        self._note_styles: list[tuple[str, ...]] = [("dim",) for _ in titles]
+        self._printed = [0 for _ in titles]  # characters already written as labelled lines
+        self._width = (terminal.columns - 1 - _GAP * (len(titles) - 1)) // len(titles)
+        self._n_lines = max(2, min(n_lines, terminal.lines - 5))
+        self._side_by_side = terminal.redraws and self._width >= _NARROWEST
+        self._drawn = False
+
+    def __enter__(self) -> Board:
+        if self._side_by_side:
+            self._terminal.write("\x1b[?25l")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, BrokenPipeError):
+            return
+        self.draw()
+        if self._side_by_side:
+            self._terminal.write("\x1b[?25h")
+            return
+        for column in range(len(self._titles)):
+            self._print_to(column, len(self._texts[column]))
+
+    def text(self, column: int) -> str:
+        """The whole text of a column."""
+        return self._texts[column]
+
+    def add(self, column: int, text: str) -> None:
+        """Append to a column; shown by the next `draw`."""
+        self._texts[column] += text
+        if not self._side_by_side:
+            so_far = self._texts[column]
+            self._print_to(column, max(so_far.rfind(end) + 1 for end in (". ", "! ", "? ", "\n")))
+
+    def note(self, column: int, text: str, *styles: str) -> None:
+        """Set the line under a column."""
+        self._notes[column] = text
+        self._note_styles[column] = styles or ("dim",)
+
+    def end(self, column: int, text: str, *styles: str) -> None:
+        """Set the line under a column whose text is complete."""
+        self.note(column, text, *styles)
+        if not self._side_by_side:
+            self._print_to(column, len(self._texts[column]))
+            self._label(column, text)
+
+    def draw(self) -> None:
+        """Redraw the columns in place; does nothing if the output cannot be redrawn."""
+        if not self._side_by_side:
+            return
+        terminal, width = self._terminal, self._width
+        rows = [
+            [terminal.style(title[:width].ljust(width), "bold", "cyan") for title in self._titles],
+            [terminal.style(terminal.symbol("─") * width, "dim") for _ in self._titles],
+        ]
+        bodies = [self._wrap(text) for text in self._texts]
+        rows += [[body[i].ljust(width) for body in bodies] for i in range(self._n_lines)]
+        rows.append(
+            [
+                terminal.style(note[:width].ljust(width), *styles)
+                for note, styles in zip(self._notes, self._note_styles, strict=True)
+            ]
+        )
+        up = f"\x1b[{len(rows)}A" if self._drawn else ""
+        # One write for the whole picture, or it flickers.
+        terminal.write(up + "".join("\r\x1b[2K" + (" " * _GAP).join(row) + "\n" for row in rows))
+        self._drawn = True
+
+    def _wrap(self, text: str) -> list[str]:
+        """The last `n_lines` lines of `text` broken at the column's width, padded with empty ones."""
+        text = self._terminal.text(text).expandtabs(4)
+        lines = [line for part in text.split("\n") for line in textwrap.wrap(part, self._width) or [""]]
+        return (
+            (lines + [""] * self._n_lines)[: self._n_lines]
+            if len(lines) <= self._n_lines
+            else lines[-self._n_lines :]
+        )
+
+    def _print_to(self, column: int, end: int) -> None:
+        """Write the column's text up to `end` as labelled lines."""
+        start = self._printed[column]
+        if end <= start:
+            return
+        self._printed[column] = end
+        for line in self._texts[column][start:end].splitlines():
+            if line.strip():
+                self._label(column, line.strip())
+
+    def _label(self, column: int, text: str) -> None:
+        label = self._titles[column].ljust(max(len(title) for title in self._titles))
+        self._terminal.line(f"  {label} {self._terminal.symbol('│')} {self._terminal.text(text)}")
+
+
+# ---- the comparison
+@dataclass(frozen=True)
+class Measured:
+    """One way of serving a set of requests that all arrive at time zero.
+
+    `n_tokens`: generated by all; `seconds`: until the last was done; `first_token_s`: median over the requests of
+    the time until their first token. `spread`: the lowest and the highest tokens per second of several runs.
+    """
+
+    n_tokens: int
+    seconds: float
+    first_token_s: float
+    spread: tuple[float, float] | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens of all requests per second."""
+        return self.n_tokens / self.seconds
+
+
+def one_by_one(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> Measured:
+    """Run the requests one after another, as callers that share a lock do."""
+    firsts, n_tokens = [], 0
+    start = time.perf_counter()
+    for prompt in prompts:
+        waited = time.perf_counter() - start
+        out = engine.generate(prompt, params)
+        firsts.append(waited + (out.timings.first_token_s or 0.0))
+        n_tokens += len(out.token_ids)
+    return Measured(n_tokens, time.perf_counter() - start, statistics.median(firsts))
+
+
+def concurrently(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> Measured:
+    """Run all requests concurrently."""
+    start = time.perf_counter()
+    outs = engine.generate(list(prompts), params)
+    seconds = time.perf_counter() - start
+    firsts = [out.timings.first_token_s or 0.0 for out in outs]
+    return Measured(sum(len(out.token_ids) for out in outs), seconds, statistics.median(firsts))
+
+
+def compare(
+    blocking: Callable[[], lp.Engine],
+    shared: Callable[[], lp.Engine],
+    prompts: Sequence[str],
+    params: lp.SamplingParams,
+    n_runs: int,
+    limit_s: float,
+    progress: Callable[[int, int], None],
+) -> tuple[Measured, Measured, int]:
+    """Medians of `n_runs` runs each way, in turns so that a busy moment affects both, and the number of runs.
+
+    Each run has a new engine, warmed up before its time is taken, and no other engine beside it: OpenMP keeps threads
+    for every engine thread, and slows all of them down once there are more than cores. Ends early, after at least
+    one run, when another would exceed `limit_s` seconds.
+    """
+    slow: list[Measured] = []
+    fast: list[Measured] = []
+    left_s = limit_s
+    while not slow or (len(slow) < n_runs and left_s > slow[-1].seconds + fast[-1].seconds):
+        progress(len(slow), n_runs)
+        for make, way, runs in ((blocking, one_by_one, slow), (shared, concurrently, fast)):
+            with make() as engine:
+                concurrently(engine, prompts, replace(params, max_tokens=4))
+                runs.append(way(engine, prompts, params))
+        left_s -= slow[-1].seconds + fast[-1].seconds
+    return _median(slow), _median(fast), len(slow)
+
+
+def _median(runs: Sequence[Measured]) -> Measured:
+    rates = [run.tokens_per_s for run in runs]
+    return Measured(
+        runs[0].n_tokens,
+        statistics.median(run.seconds for run in runs),
+        statistics.median(run.first_token_s for run in runs),
+        (min(rates), max(rates)) if len(runs) > 1 else None,
     )

@@ -1,7 +1,7 @@
 """What ``llamapipe doctor -m FILE`` says about a model: what the file is, whether and how it fits, how to serve it.
 
-``look_at`` runs in the probe's process. It reads the head of the file and the vocabulary, no weights. ``findings`` puts
-its result into words.
+``look_at`` runs in the doctor's child process. It reads the head of the file and the vocabulary, no weights.
+``findings_of`` puts its result into words.
 """
 
 from __future__ import annotations
@@ -9,20 +9,30 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from llamapipe.cli.check.finding import Finding
 
 if TYPE_CHECKING:
     import llamapipe as lp
     from llamapipe.gguf.check import GgufInfo
+
 
 _GIB = 2**30
 _CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _USUAL_CONTEXT, _USUAL_SLOTS, _MOST_SLOTS = 8192, 8, 64
 # Of the memory that is free: the engine's prefix cache takes a tenth, and compute buffers and the program need some.
 _SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line that the doctor prints. `fix`: what to do if it is not `ok`, or could be better."""
+
+    name: str
+    ok: bool
+    detail: str
+    fix: str = ""
 
 
 def look_at(path: Path) -> dict[str, Any]:
@@ -90,7 +100,7 @@ def _weights(info: GgufInfo) -> list[dict[str, Any]]:
 
 def _template(model: lp.Model) -> dict[str, Any]:
     """Whether the model can chat, and what its template has; None: not known."""
-    from llamapipe.cli.loading import template_problem
+    from llamapipe.cli.options import template_problem
 
     try:
         if (problem := template_problem(model)) is not None:
@@ -141,7 +151,7 @@ def suggestion(found: dict[str, Any], name: str) -> str | None:
     return None
 
 
-def findings(found: dict[str, Any], name: str) -> Iterator[Finding]:
+def findings_of(found: dict[str, Any], name: str) -> Iterator[Finding]:
     """The facts in words, and what is wrong. ``name``: what the user called the model."""
     size = f"{_size(found['size_bytes'])}{f' in {n} files' if (n := found['n_parts']) > 1 else ''}"
     title = f"{found['title']}: " if found["title"] else ""

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import llamapipe as lp
-from llamapipe.cli.loading import open_engine, open_model
-from llamapipe.cli.measure.load import Load, LoadRunner, Speed
+from llamapipe.cli._terminal import Terminal
+from llamapipe.cli.bench import Load, LoadRunner, Speed
 from llamapipe.cli.options import (
     MODEL,
     MODEL_HELP,
-    HelpFormatter,
-    UsageError,
     add_options,
     defaults_of,
     given,
     model_path,
+    open_engine,
+    open_model,
 )
-from llamapipe.cli.terminal import Terminal
+from llamapipe.cli.parser import HelpFormatter, UsageError
 from llamapipe.host.cores import usable_cores
 
 _DESCRIPTION = """\

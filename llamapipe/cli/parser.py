@@ -1,0 +1,143 @@
+"""Reads the command line: the parser of a command, and the texts that arguments, files and standard input hold."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import llamapipe as lp
+from llamapipe.cli._hints import about_option
+
+_SHORT = re.compile(r"-[A-Za-z]+")
+_GIVEN_ONCE = ("model", "embeddings", "chat_template")
+
+
+class UsageError(Exception):
+    """The command line is invalid. The exit status is 2."""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks in descriptions and examples, but wraps paragraphs that are wider than the terminal."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = []
+        for paragraph in text.split("\n\n"):
+            lines = paragraph.splitlines()
+            is_prose = not any(line.startswith(" ") for line in lines)
+            if is_prose and any(len(line) > width for line in lines):
+                paragraphs.append(textwrap.fill(" ".join(lines), width))
+            else:
+                paragraphs.append(paragraph)
+        return super()._fill_text("\n\n".join(paragraphs), width, indent)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one subcommand.
+
+    Argparse reports unknown options with the usage of the whole program. This parser reports them itself, with its own
+    usage and what to use instead.
+    """
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse `args`; arguments that the subcommand does not know are an error."""
+        self._check_options(sys.argv[1:] if args is None else args)
+        values, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._reject(unknown)
+        return values, unknown
+
+    def _check_options(self, args: Sequence[str]) -> None:
+        """Refuses unknown short options, and a second model.
+
+        Argparse would read ``-fa on`` as ``-f a`` and ``-n`` as the beginning of ``-np``, and use the last model.
+        """
+        given: set[str] = set()
+        for text in args:
+            if text == "--":
+                return
+            action = self._option_string_actions.get(text.partition("=")[0])
+            if action is None:
+                if _SHORT.fullmatch(text):
+                    self._reject([text])
+            elif action.dest in _GIVEN_ONCE:
+                if action.dest in given:
+                    self.error(f"{'/'.join(action.option_strings)} is given twice; give one file")
+                given.add(action.dest)
+
+    def _reject(self, unknown: Sequence[str]) -> NoReturn:
+        message = f"unrecognized arguments: {' '.join(unknown)}"
+        wrong = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
+        if wrong is not None:
+            command = self.prog.rpartition(" ")[2]
+            fields = vars(lp.SamplingParams)["__dataclass_fields__"] if command == "serve" else ()
+            message += about_option(wrong, command, self._option_string_actions, fields)
+        elif names_model(unknown[0]) and "-m" in self._option_string_actions:
+            message += "; pass a model with -m"
+        self.error(f"{message} (see {self.prog} --help)")
+
+
+# ---- texts: arguments, files, standard input; UTF-8 in every locale
+def read_texts(given: list[str], files: list[Path], lines: bool) -> list[str]:
+    """All texts, in the order of the command line, files last; ``-`` is standard input. Raises UsageError, OSError.
+
+    Without arguments and files, standard input is read if it is not a terminal. ``lines``: each line is a text.
+    """
+    texts: list[str] = []
+    if not given and not files and not stdin_is_terminal() and (piped := read_stdin()):
+        texts = _split(piped, lines)
+    for text in given:
+        texts += _split(read_stdin(), lines) if text == "-" else [given_text(text)]
+    for file in files:
+        texts += _split(read_file(file), lines)
+    if not texts:
+        raise UsageError("no text given; pass one as an argument, with -f FILE, or - for stdin")
+    return texts
+
+
+def given_text(text: str) -> str:
+    """A text of the command line. Raises UsageError if it is not UTF-8, or the name of a model without its -m."""
+    if names_model(text):
+        raise UsageError(f"{text} names a model: pass it with -m")
+    return utf8(os.fsencode(text), "the text")
+
+
+def names_model(text: str) -> bool:
+    """Whether an argument is the name of a model, and surely no text."""
+    return text.lower().endswith(".gguf") and not any(map(str.isspace, text))
+
+
+def stdin_is_terminal() -> bool:
+    """Whether a person types; also True if there is no standard input."""
+    return sys.stdin is None or sys.stdin.isatty()
+
+
+def read_file(file: Path) -> str:
+    """All of a file; ``-`` is standard input. Raises OSError, UsageError if it is not UTF-8."""
+    return read_stdin() if str(file) == "-" else utf8(file.read_bytes(), str(file))
+
+
+def read_stdin() -> str:
+    """All of standard input. Raises UsageError if it is not UTF-8."""
+    return "" if sys.stdin is None else utf8(sys.stdin.buffer.read(), "stdin")
+
+
+def utf8(data: bytes, name: str) -> str:
+    """Decodes a text, with the line ends of Unix. Raises UsageError, which calls it ``name``."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text: {error}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _split(text: str, lines: bool) -> list[str]:
+    """One text, less the line end that editors add, or one for each line that is not blank."""
+    if lines:
+        return [line for line in text.splitlines() if line.strip()]
+    return [text.removesuffix("\n")]

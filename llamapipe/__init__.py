@@ -18,7 +18,7 @@ from llamapipe.embedding import Embedder, Ranked
 from llamapipe.engine import Engine
 from llamapipe.jobs.batch import BatchResult, batch
 from llamapipe.jobs.run import BatchSummary
-from llamapipe.kv_events.options import KvEvents
+from llamapipe.kv_events import KvEvents
 from llamapipe.llama.batch import Batch
 from llamapipe.llama.devices import Device, devices
 from llamapipe.llama.model import Model, demo_model_path

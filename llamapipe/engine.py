@@ -66,7 +66,7 @@ from llamapipe.arguments import (
 )
 from llamapipe.errors import InvalidRequestError
 from llamapipe.host.memory import free_memory, return_freed_memory
-from llamapipe.kv_events.options import KvEvents
+from llamapipe.kv_events import KvEvents
 from llamapipe.llama.context import Context, state_version
 from llamapipe.llama.kv_memory import kv_bytes
 from llamapipe.llama.model import MODEL_OPTIONS, Model
@@ -248,7 +248,7 @@ class Engine(Owner):
             self._kv_bytes = kv_bytes(model, context.n_cells, type_k, type_v) or 0
             publisher = tracker = None
             if kv_events is not None:
-                from llamapipe.kv_events.publisher import Publisher
+                from llamapipe.kv_events import Publisher
 
                 publisher = undo.enter_context(closing(Publisher(kv_events, model.path.stem)))
                 tracker = publisher.tracker

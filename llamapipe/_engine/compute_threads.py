@@ -27,8 +27,7 @@ from time import perf_counter
 from typing import Protocol
 
 from llamapipe.errors import BackendError
-from llamapipe.host.core_budget import BudgetMember, process_budget
-from llamapipe.host.cpu_load import cpu_load
+from llamapipe.host.cpu_load import BudgetMember, cpu_load, process_budget
 from llamapipe.llama.context import Context
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.native_pipeline import on_gpu

@@ -43,7 +43,7 @@ from llamapipe.llama.native_pipeline import StepAbortedError
 from llamapipe.results import EngineStats, TimeHistogram
 
 if TYPE_CHECKING:
-    from llamapipe.kv_events.publisher import Publisher
+    from llamapipe.kv_events import Publisher
 
 
 class Inbox:

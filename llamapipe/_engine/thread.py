@@ -19,7 +19,7 @@ from llamapipe._engine.request import Request
 from llamapipe._engine.sampling import SAMPLING_THREAD_NAME
 from llamapipe.errors import EngineClosedError
 from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
-from llamapipe.kv_events.options import EVENTS_THREAD_NAME
+from llamapipe.kv_events import EVENTS_THREAD_NAME
 from llamapipe.locks import Lock
 from llamapipe.results import EngineStats
 

@@ -74,7 +74,7 @@ def look_at(path: Path) -> dict[str, Any]:
 
 def _weights(info: GgufInfo) -> list[dict[str, Any]]:
     """Bytes and number of the matrices of products by type, with what computes them on the CPU; the largest first."""
-    from llamapipe.gguf.tensors import tensor_bytes, type_name
+    from llamapipe.gguf.check import tensor_bytes, type_name
     from llamapipe.llama.model import packs_architecture
     from llamapipe.native.load import native
 

@@ -7,7 +7,7 @@ import json
 import sys
 
 from llamapipe.cli._terminal import Terminal
-from llamapipe.hub.cache import cached_models
+from llamapipe.hub import cached_models
 
 
 def add_parser(

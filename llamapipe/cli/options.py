@@ -88,10 +88,10 @@ def model_path(text: str) -> Path:
 
     Raises ArgumentTypeError for a name that is no model's, ModelLoadError and ImportError if there is no such model.
     """
-    from llamapipe.hub.reference import PREFIX, hub_name, parse
+    from llamapipe.hub import PREFIX, hub_name, parse
 
     if text.startswith(PREFIX):
-        from llamapipe.hub.download import model_file
+        from llamapipe.hub import model_file
 
         try:
             return model_file(*parse(text))

@@ -12,7 +12,7 @@ from llamapipe.arguments import check_int, path_of
 from llamapipe.cli.options import number_or_automatic
 from llamapipe.cli.parser import UsageError
 from llamapipe.errors import BackendError
-from llamapipe.rpc.addresses import Address, check_host, look_up
+from llamapipe.rpc import Address, check_host, look_up
 
 _DESCRIPTION = """\
 Lend this machine's devices to a model that runs in another process: its GPUs, or its CPU if it has none. A worker
@@ -73,7 +73,7 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Run the command; it ends by a signal or an error."""
     from llamapipe.host.cores import usable_cores
-    from llamapipe.rpc.worker import free_port, serve
+    from llamapipe.rpc import free_port, serve
 
     address = _address(args)
     try:

@@ -23,7 +23,7 @@ from llamapipe.compat.responses import (
 from llamapipe.compat.sampling import COMMON_OPTIONS, LogitsProcessor, StoppingCriteria, most_tokens
 from llamapipe.embedding import Embedder
 from llamapipe.params import SamplingParams
-from llamapipe.text.offsets import TextOffsets
+from llamapipe.text.stream import TextOffsets
 
 Answer = dict[str, Any]
 
@@ -61,7 +61,7 @@ class Llama(LlamaBase):
 
         Other parts of a split model are found by themselves. Raises as ``Model.from_pretrained``.
         """
-        from llamapipe.hub.download import model_file
+        from llamapipe.hub import model_file
 
         if local_dir is not None or cache_dir is not None or local_dir_use_symlinks != "auto":
             raise ValueError(

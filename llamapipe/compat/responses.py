@@ -10,7 +10,7 @@ from typing import Any
 
 from llamapipe.compat.tokenizer import LlamaTokenizer
 from llamapipe.results import ChatChoice, ChatDelta, Delta, TokenLogprob, call_message
-from llamapipe.text.offsets import TextOffsets
+from llamapipe.text.stream import TextOffsets
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from llamapipe.cli.options import (
     open_model,
 )
 from llamapipe.cli.parser import CommandParser, HelpFormatter, UsageError
-from llamapipe.gguf.fingerprint import fingerprint
+from llamapipe.gguf.reader import fingerprint
 from llamapipe.host.cache_folder import cache_folder
 
 _DESCRIPTION = "Run a worker for NVIDIA Dynamo. Without -m, use the bundled model."

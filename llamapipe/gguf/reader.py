@@ -8,8 +8,10 @@ Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 an
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -54,12 +56,10 @@ _DTYPES: Final = {
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
 _HEADER_BYTES: Final = 24
-
 _MAX_KEY_BYTES: Final = 65_535
 _MAX_STRING_BYTES: Final = 1 << 30  # llama.cpp's own limit
 _MAX_NAME_BYTES: Final = 63  # GGML_MAX_NAME - 1
 _SCAN_BYTES: Final = 1 << 22
-
 Scalar = int | float | bytes
 
 
@@ -327,3 +327,29 @@ def _alignment(entries: dict[str, Entry]) -> int:
     if entry.kind != U32 or not isinstance(value, int) or value <= 0 or value & (value - 1):
         raise Damage(f"general.alignment is {value!r}, it must be a u32 and a power of two")
     return value
+
+
+N_BYTES = 16
+_HEAD_BYTES = 16 * 2**20  # metadata, vocabulary and the list of tensors
+_CHUNK_BYTES = 2**20
+_N_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def fingerprint(path: Path) -> bytes:
+    """16 bytes that differ for files with other metadata, another vocabulary or other weights.
+
+    A BLAKE2b hash of the file's size, its first 16 MiB and 64 samples of 4 KiB, evenly spread. Files whose weights
+    differ only between the samples are not told apart. Raises OSError.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        from hashlib import blake2b
+
+        digest = blake2b(size.to_bytes(8, "little"), digest_size=N_BYTES)
+        for _ in range(_HEAD_BYTES // _CHUNK_BYTES):
+            digest.update(file.read(_CHUNK_BYTES))
+        for i in range(1, _N_SAMPLES + 1):
+            file.seek(max(size - _SAMPLE_BYTES, 0) * i // _N_SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()

@@ -1,7 +1,10 @@
-"""Checks a model's hyperparameters before llama.cpp reads them.
+"""Checks a model's hyperparameters, heads and rotary positions before llama.cpp reads them.
 
 llama.cpp asserts them in ``llama_model_base::load_hparams`` or in the operations it builds from them, and a failed
-assertion ends the process. It refuses tensors whose shapes do not fit the hyperparameters by itself.
+assertion ends the process. It refuses tensors whose shapes do not fit the hyperparameters by itself. But some matrices
+it compares only with the model's width or with the first layer's sizes, and later reshapes them by the number of heads.
+
+A missing key is not an error here; a value of the wrong type, or outside its limits, is.
 """
 
 from __future__ import annotations
@@ -12,10 +15,178 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from llamapipe.gguf.heads import MAX_WIDTH, check_heads
-from llamapipe.gguf.keys import Keys, text
-from llamapipe.gguf.reader import BOOL, F32, U32, Array, Damage, Head
+from llamapipe.gguf.reader import ARRAY, BOOL, F32, I32, TYPE_NAMES, U32, Array, Damage, Entry, Head
+
+
+def text(entries: dict[str, Entry], key: str) -> str | None:
+    """The value of a string key; None if it is missing."""
+    entry = entries.get(key)
+    if entry is None:
+        return None
+    if not isinstance(entry.value, bytes):
+        raise Damage(f"{key} must be a string")
+    return entry.value.decode("utf-8", "backslashreplace")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The metadata of one architecture, by the part of the key that follows the architecture's name."""
+
+    entries: dict[str, Entry]
+    architecture: str
+
+    def name(self, key: str) -> str:
+        """The full key, with the architecture's name."""
+        return f"{self.architecture}.{key}"
+
+    def get(self, key: str, kind: int) -> int | None:
+        """The value of a key of type `kind` (an integer type or bool); None if it is missing."""
+        entry = self.entries.get(self.name(key))
+        if entry is None:
+            return None
+        if entry.kind != kind or not isinstance(entry.value, int):
+            raise Damage(f"{self.name(key)} must be {TYPE_NAMES[kind]}, it is {TYPE_NAMES[entry.kind]}")
+        return entry.value
+
+    def integer(
+        self, key: str, low: int, high: int, *, required: bool = False, besides: int | None = None
+    ) -> int:
+        """The value of a u32 key; 0 if it is missing."""
+        value = self.get(key, U32)
+        if value is None:
+            if required:
+                raise Damage(f"{self.name(key)} is missing from the metadata")
+            return 0
+        if not low <= value <= high and value != besides:
+            raise Damage(f"{self.name(key)} is {value}, it must be {low} to {high}")
+        return value
+
+    def per_layer(self, key: str, n_layer: int) -> npt.NDArray[np.int64] | None:
+        """The values `(n_layer,)` of a key that holds one number per layer, or one for all layers."""
+        entry = self.entries.get(self.name(key))
+        if entry is None:
+            return None
+        if entry.kind != ARRAY:
+            return np.full(n_layer, self.get(key, U32), np.int64)
+        array = entry.value
+        if not isinstance(array, Array) or array.kind not in (U32, I32, BOOL):
+            raise Damage(f"{self.name(key)} must be u32 or an array of integers")
+        if array.count != n_layer:
+            raise Damage(f"{self.name(key)} has {array.count} elements, but the model has {n_layer} layers")
+        values = array.data.astype(np.int64)
+        if values.min() < 0:
+            raise Damage(f"{self.name(key)} holds {values.min()}, it must not be negative")
+        return values
+
+
+MAX_WIDTH: Final = 1 << 24
+MAX_U32: Final = (1 << 32) - 1
+_PROJECTION: Final = re.compile(r"blk\.(\d{1,3})\.attn_(q|k|v|qkv)\.weight")
+# Models with these keys (compressed KV, linear attention, state spaces) use the same names for other shapes.
+_OTHER_SHAPES: Final = (
+    "attention.kv_lora_rank",
+    "attention.key_length_mla",
+    "kda.head_dim",
+    "ssm.state_size",
+)
+# Architectures whose graph asserts that rotary positions cover the whole head (llama.cpp's src/models).
+_WHOLE_HEADS: Final = frozenset(
+    """apertus arcee arctic baichuan chameleon codeshell cogvlm cohere2moe dbrx deci deepseek dots1 dream ernie4_5
+    ernie4_5-moe exaone exaone-moe exaone4 falcon granite granite_swa graniteswitch grok grovemoe hunyuan-moe hunyuan_vl
+    hy_v3 internlm2 jais2 llada llada-moe llama llama4 maincoder mellum mistral3 olmo olmo2 olmoe orion paddleocr
+    pangu-embedded plamo pockettts qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe rnd1 seed_oss smallthinker
+    smollm3 starcoder2 talkie xverse""".split()
+)
+
+
+def check_heads(keys: Keys, head: Head, n_layer: int, n_embd: int) -> None:
+    """Check the numbers and sizes of heads against each other and against the matrices. Raises Damage."""
+    heads = keys.per_layer("attention.head_count", n_layer)
+    if heads is None or not heads.any():
+        return  # recurrent models have no heads
+    groups = keys.per_layer("attention.head_count_kv", n_layer)
+    if groups is None:
+        groups = heads
+    wrong = np.flatnonzero((groups > 0) & (heads % np.maximum(groups, 1) > 0))
+    if len(wrong):
+        i = int(wrong[0])
+        raise Damage(
+            f"layer {i} has {heads[i]} attention heads, not a multiple of its {groups[i]} key-value heads"
+        )
+    if not heads[0]:
+        return  # llama.cpp takes the sizes of heads from the first layer
+    n_key = keys.integer("attention.key_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
+    n_value = keys.integer("attention.value_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
+    sizes = {(n_key, n_value)}
+    n_rot = _rotated(keys, "rope.dimension_count", n_key)
+    n_rot_swa = _rotated(keys, "rope.dimension_count_swa", n_rot)
+    if n_rot and not n_rot_swa:
+        raise Damage(f"{keys.name('rope.dimension_count_swa')} is 0, it must be positive")
+    if any(keys.integer(key, 0, MAX_WIDTH) for key in _OTHER_SHAPES):
+        return
+    if keys.integer("attention.sliding_window", 0, MAX_U32):
+        n_key_swa = keys.integer("attention.key_length_swa", 1, MAX_WIDTH) or n_key
+        n_value_swa = keys.integer("attention.value_length_swa", 1, MAX_WIDTH) or n_value
+        sizes.add((n_key_swa, n_value_swa))
+        if n_rot_swa > n_key_swa:
+            raise Damage(
+                f"{keys.name('rope.dimension_count_swa')} is {n_rot_swa}, heads have {n_key_swa} values"
+            )
+    if n_rot > n_key or (keys.architecture in _WHOLE_HEADS and n_rot != n_key):
+        raise Damage(
+            f"positions rotate {n_rot} ({keys.name('rope.dimension_count')}) of a head's {n_key} values"
+        )
+    _check_sections(keys, n_key)
+    for tensor in head.tensors:
+        match = _PROJECTION.fullmatch(tensor.name)
+        if not match or int(match[1]) >= n_layer:
+            continue
+        n_heads, n_groups = int(heads[int(match[1])]), int(groups[int(match[1])])
+        n_rows = math.prod(tensor.dims[1:])
+        if not any(n_rows in _rows(match[2], n_heads, n_groups, k, v) for k, v in sizes):
+            wanted = " or ".join(f"{k} and {v}" for k, v in sorted(sizes))
+            raise Damage(
+                f"{tensor.name} has {n_rows} rows, which does not fit {n_heads} heads and {n_groups} key-value heads"
+                f" with keys and values of {wanted}"
+            )
+
+
+def _rows(matrix: str, n_heads: int, n_groups: int, n_key: int, n_value: int) -> tuple[int, ...]:
+    """The row counts that a projection may have."""
+    if matrix == "q":
+        return n_heads * n_key, 2 * n_heads * n_key  # twice the rows with a gate
+    if matrix == "k":
+        return (n_groups * n_key,)
+    if matrix == "v":
+        return (n_groups * n_value,)
+    return (n_heads * n_key + n_groups * (n_key + n_value),)
+
+
+def _rotated(keys: Keys, key: str, default: int) -> int:
+    value = keys.get(key, U32)
+    n = default if value is None else value
+    if n % 2:
+        raise Damage(f"{keys.name(key)} or the head size is {n}, it must be even")
+    return n
+
+
+def _check_sections(keys: Keys, n_key: int) -> None:
+    entry = keys.entries.get(keys.name("rope.dimension_sections"))
+    if entry is None:
+        return
+    if isinstance(entry.value, int):
+        sections = np.full(4, entry.value, np.int64)  # llama.cpp takes one number for all of them
+    elif isinstance(entry.value, Array) and entry.kind == ARRAY and len(entry.value.data):
+        sections = entry.value.data.astype(np.int64)
+    else:
+        return
+    if sections.min() < 0 or sections.sum() > n_key:
+        raise Damage(
+            f"{keys.name('rope.dimension_sections')} is {sections.tolist()}, heads have {n_key} values"
+        )
+
 
 _MAX_LAYERS: Final = 512  # LLAMA_MAX_LAYERS
 _MAX_EXPERTS: Final = 1024  # LLAMA_MAX_EXPERTS

@@ -7,15 +7,61 @@ not call llama.cpp: the caller passes what llama.cpp decides at load time, such 
 
 from __future__ import annotations
 
+import json
 import mmap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Final, NamedTuple
 
-from llamapipe.gguf.keys import text
-from llamapipe.gguf.pre_tokenizers import PRE_TOKENIZERS
 from llamapipe.gguf.reader import Array, Head, parse_head
+from llamapipe.gguf.shapes import text
 
+
+class PreTokenizer(NamedTuple):
+    """``patterns``: applied in this order. ``whole_words``: a word that is a piece is taken whole, without merges."""
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+
+
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+
+
+def _words(letters: str, digits: str) -> str:
+    """The expression of GPT-4 and its descendants. ``letters``: a class without brackets; ``digits``: a number."""
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*|{_ENDS}"
+
+
+_LLAMA3: Final = _words(r"\p{L}", r"\p{N}{1,3}")
+_QWEN2: Final = _words(r"\p{L}", r"\p{N}")
+_QWEN35: Final = _words(r"\p{L}\p{M}", r"\p{N}")
+PRE_TOKENIZERS: Final = {
+    **dict.fromkeys(
+        (
+            *("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "modern-bert", "mpt", "olmo", "jais"),
+            *("trillion", "granite-docling", "exaone4"),
+        ),
+        PreTokenizer((_GPT2,)),
+    ),
+    **dict.fromkeys(
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        PreTokenizer((r"\p{N}", _GPT2)),
+    ),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        PreTokenizer((_LLAMA3,), whole_words=True),
+    ),
+    **dict.fromkeys(("glm4", "glm5"), PreTokenizer((_LLAMA3,), whole_words=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "stablelm2", "hunyuan", "solar-open", "megrez"),
+        PreTokenizer((_QWEN2,)),
+    ),
+    "qwen35": PreTokenizer((_QWEN35,)),
+}
 _SPACE: Final = "\u2581"  # how SentencePiece writes a space
 _BYTE_PIECES: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
@@ -118,8 +164,6 @@ def _check_overlaps(added: Sequence[AddedToken]) -> None:
 
 
 # ---- SentencePiece with merges: pieces have scores, and the pair with the best score is merged first
-
-
 def _sentencepiece(head: Head, pieces: list[str], added: Sequence[AddedToken]) -> dict[str, Any]:
     known = set(pieces)
     if missing := [piece for piece in _BYTE_PIECES if piece not in known]:
@@ -189,8 +233,6 @@ def _merges_by_score(head: Head, pieces: list[str], added: Sequence[AddedToken])
 
 
 # ---- byte-level BPE: the file lists the merges in their order
-
-
 def _byte_level(head: Head, pieces: list[str]) -> dict[str, Any]:
     flavour = text(head.entries, "tokenizer.ggml.pre")
     found = PRE_TOKENIZERS.get(flavour or "")
@@ -267,3 +309,63 @@ def _template(pieces: list[str], first: int | None, last: int | None) -> dict[st
             if token is not None
         },
     }
+
+
+def write_tokenizer(
+    source: Path,
+    folder: Path,
+    added: Sequence[AddedToken],
+    *,
+    first: int | None,
+    last: int | None,
+    bos: int | None,
+    eos: int | None,
+    ends: Sequence[int],
+    n_ctx_train: int,
+    chat_template: str | None,
+) -> Path:
+    """Writes the three files for the checked GGUF file ``source`` and returns the folder.
+
+    ``bos``, ``eos``: the special tokens that templates refer to; ``ends``: all tokens that end generation. For
+    other arguments see ``tokenizer_json``. Output is deterministic. Raises CannotExportError, OSError.
+    """
+    tokenizer = tokenizer_json(source, added, first, last)
+    names = {token: piece for piece, token in tokenizer["model"]["vocab"].items()}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": first is not None,
+        "add_eos_token": last is not None,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": n_ctx_train,
+    }
+    for name, token in (("bos_token", bos), ("eos_token", eos)):
+        if token is not None:
+            config[name] = names[token]
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    model = {
+        "architectures": ["GGUF"],  # readers require one; no program loads weights with it
+        "model_type": "gguf",
+        "vocab_size": len(names),
+        "max_position_embeddings": n_ctx_train,
+        "bos_token_id": bos,
+        "eos_token_id": list(ends) if len(ends) > 1 else eos,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (
+        ("tokenizer.json", tokenizer),
+        ("tokenizer_config.json", config),
+        ("config.json", model),
+    ):
+        with NamedTemporaryFile(
+            "w", encoding="utf-8", dir=folder, prefix=f".{name}.", delete=False
+        ) as partial:
+            try:
+                json.dump(content, partial, ensure_ascii=False)
+                partial.close()
+                Path(partial.name).chmod(0o644)
+                Path(partial.name).replace(folder / name)
+            except BaseException:
+                Path(partial.name).unlink()
+                raise
+    return folder

@@ -1,13 +1,18 @@
-"""How many cores this process may compute on.
+"""How many cores this process may compute on, and how several processes divide them.
 
 llama.cpp's compute threads busy-wait for each other after every operation. With more threads than cores they are
-several times slower than with fewer (docs/design/cpu.md).
+several times slower than with fewer (docs/design/cpu.md). Memory of another NUMA node is slower, and two processes on
+the hyperthreads of one core disturb each other. So a process's share is whole nodes where there are enough, else whole
+physical cores of one node.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from llamapipe.host.control_group import limit_files
@@ -50,3 +55,135 @@ def cpu_quota(files: list[Path]) -> float | None:
         if quota > 0 and period > 0:  # -1: no limit
             quotas.append(quota / period)
     return min(quotas, default=None)
+
+
+_SYSTEM = Path("/sys/devices/system")
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """One process's part of the cores.
+
+    ``cores``: the numbers of its cores; empty where the system cannot pin processes. ``n_threads``: how many of them
+    may compute at once, fewer than ``cores`` if a quota of CPU time allows less. ``nodes``: where its cores are.
+    """
+
+    cores: tuple[int, ...]
+    n_threads: int
+    nodes: tuple[int, ...] = ()
+
+
+@contextmanager
+def started_on(cores: Sequence[int]) -> Iterator[None]:
+    """Pins this thread to cores, and undoes it at the end: a process that it starts meanwhile stays pinned.
+
+    Does nothing for no cores. Raises OSError if the process may not use any of them.
+    """
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def core_shares(n: int, system: Path = _SYSTEM) -> list[CoreShare]:
+    """The cores that this process may use, divided into ``n`` shares. Raises ValueError if there are fewer cores."""
+    quota = cpu_quota(limit_files("cpu", "cpu.cfs_quota_us", "cpu.max"))
+    if hasattr(os, "sched_getaffinity"):
+        return divided(n, os.sched_getaffinity(0), quota, system)
+    n_cores = os.cpu_count() or 1
+    _check(n, n_cores)
+    return [CoreShare((), part) for part in _parts(n_cores, n)]
+
+
+def n_numa_nodes(system: Path = _SYSTEM) -> int:
+    """The number of NUMA nodes with cores that this process may use; at least 1."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    return max(len(_nodes(allowed, system)), 1)
+
+
+def divided(n: int, allowed: set[int], quota: float | None, system: Path = _SYSTEM) -> list[CoreShare]:
+    """These cores, divided into ``n`` disjoint shares; see ``core_shares``. ``quota``: cores' worth of CPU time.
+
+    ``system``: the folder that has ``node`` and ``cpu``.
+    """
+    _check(n, len(allowed))
+    nodes = _nodes(allowed, system)
+    per_share: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # cores, nodes
+    if n <= len(nodes):
+        numbers = iter(nodes)
+        for size in _parts(len(nodes), n):
+            own = tuple(next(numbers) for _ in range(size))
+            per_share.append((tuple(sorted(core for node in own for core in nodes[node])), own))
+    else:
+        n_shares = dict.fromkeys(nodes, 0)
+        for _ in range(n):  # to the node where a share is largest
+            n_shares[max(nodes, key=lambda node: len(nodes[node]) / (n_shares[node] + 1))] += 1
+        for node, cores in nodes.items():
+            per_share += [(part, (node,)) for part in _split(cores, n_shares[node], system)]
+    n_all = len(allowed) if quota is None else min(len(allowed), max(math.ceil(quota), 1))
+    if n_all == len(allowed):
+        return [CoreShare(cores, len(cores), own) for cores, own in per_share]
+    limits = [max(part, 1) for part in _parts(n_all, n)]
+    return [
+        CoreShare(cores, min(limit, len(cores)), own)
+        for (cores, own), limit in zip(per_share, limits, strict=True)
+    ]
+
+
+def _check(n: int, n_cores: int) -> None:
+    if n > n_cores:
+        raise ValueError(
+            f"{n} processes need {n} cores, and this process may use {n_cores}; start at most {n_cores}"
+        )
+
+
+def _parts(n: int, n_parts: int) -> list[int]:
+    """Sizes of nearly equal parts of ``n``, the larger ones first."""
+    return [n // n_parts + (i < n % n_parts) for i in range(n_parts)]
+
+
+def _nodes(allowed: set[int], system: Path) -> dict[int, tuple[int, ...]]:
+    """The allowed cores of each NUMA node; one node, number 0, where the system tells none."""
+    found: dict[int, tuple[int, ...]] = {}
+    for folder in (system / "node").glob("node[0-9]*"):
+        cores = _listed(folder / "cpulist") & allowed
+        if cores:  # a node may have memory only
+            found[int(folder.name.removeprefix("node"))] = tuple(sorted(cores))
+    if set().union(*found.values()) != allowed:
+        return {0: tuple(sorted(allowed))}
+    return dict(sorted(found.items()))
+
+
+def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
+    """The cores of a node in ``n`` parts of whole physical cores, if there are as many."""
+    physical: dict[tuple[int, ...], list[int]] = {}
+    for core in cores:
+        topology = system / "cpu" / f"cpu{core}" / "topology"
+        siblings = _listed(topology / "core_cpus_list") or _listed(topology / "thread_siblings_list")
+        physical.setdefault(tuple(sorted(siblings or {core})), []).append(core)
+    units = list(physical.values())
+    if len(units) < n:
+        units = [[core] for core in cores]
+    parts = []
+    for size in _parts(len(units), n):
+        parts.append(tuple(sorted(core for unit in units[:size] for core in unit)))
+        units = units[size:]
+    return parts
+
+
+def _listed(file: Path) -> set[int]:
+    """The numbers in a file such as ``0-3,8-11``; none if it cannot be read."""
+    try:
+        text = file.read_text().strip()
+        numbers: set[int] = set()
+        for part in filter(None, text.split(",")):
+            first, _, last = part.partition("-")
+            numbers.update(range(int(first), int(last or first) + 1))
+        return numbers
+    except (OSError, ValueError):
+        return set()

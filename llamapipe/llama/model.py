@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from llamapipe.chat.tools import ToolDefinition
     from llamapipe.gguf.check import GgufInfo
     from llamapipe.llama.chat_prompts import ChatPrompts
-    from llamapipe.rpc.connections import Workers
+    from llamapipe.rpc import Workers
 
 # Options of ``Engine`` that other libraries pass when they load a model.
 ENGINE_OPTIONS = (
@@ -185,7 +185,7 @@ class Model(Owner):
         shares = shares_of_devices(ffi, lib, tensor_split)
         try:
             if rpc is not None:
-                from llamapipe.rpc.connections import Workers
+                from llamapipe.rpc import Workers
 
                 self._workers = Workers(rpc)
             far = [] if self._workers is None else self._workers.devices
@@ -308,7 +308,7 @@ class Model(Owner):
         them. Raises ImportError without the extra, ValueError for a bad name, ModelLoadError if no model or several
         match or the download fails; else as ``Model`` does.
         """
-        from llamapipe.hub.download import model_file
+        from llamapipe.hub import model_file
 
         for name, value in (("local_files_only", local_files_only), ("progress", progress)):
             check_flag(name, value)
@@ -372,8 +372,8 @@ class Model(Owner):
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that tell this file apart from others; see ``gguf.fingerprint``. Raises OSError."""
-        from llamapipe.gguf.fingerprint import fingerprint
+        """16 bytes that tell this file apart from others; see ``gguf.reader.fingerprint``. Raises OSError."""
+        from llamapipe.gguf.reader import fingerprint
 
         return fingerprint(self.path)
 
@@ -432,8 +432,7 @@ class Model(Owner):
 
         Any thread. Raises ValueError if ``tokenizer.json`` cannot express the vocabulary exactly; OSError.
         """
-        from llamapipe.gguf.tokenizer_files import write_tokenizer
-        from llamapipe.gguf.tokenizer_json import AddedToken
+        from llamapipe.gguf.tokenizer_json import AddedToken, write_tokenizer
 
         vocab = self.vocab
         added = [AddedToken(*token) for token in vocab.special_tokens()]

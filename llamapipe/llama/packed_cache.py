@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from llamapipe.gguf.fingerprint import fingerprint
+from llamapipe.gguf.reader import fingerprint
 from llamapipe.host.at_exit import end_thread_at_exit
 
 if TYPE_CHECKING:

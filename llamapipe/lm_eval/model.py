@@ -4,26 +4,233 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from llamapipe.arguments import quoted
-from llamapipe.engine import Engine
+from llamapipe.arguments import check_flag, check_int, quoted
+from llamapipe.chat.template import ChatTemplate
+from llamapipe.engine import CacheType, Engine, FlashAttention
+from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model, demo_model_path
-from llamapipe.lm_eval.chat import ModelChat
-from llamapipe.lm_eval.generation import sampling_params
-from llamapipe.lm_eval.options import Options
+from llamapipe.params import SamplingParams
 from llamapipe.results import Score
+
+_INT32_MAX = 2**31 - 1
+_DEFAULT_SEQUENCES = 8  # Engine's
+
+
+@dataclass(frozen=True)
+class Options:
+    """Model arguments.
+
+    - ``path``: the model's file, or ``demo`` for the one in the package.
+    - ``n_ctx`` (or ``max_length``), ``n_seq_max``, ``n_cells``, ``n_threads``, ``n_threads_batch``, ``n_batch``,
+      ``n_ubatch``, ``kv_unified``, ``type_k``, ``type_v``, ``flash_attn``: as for ``Engine``; ``n_gpu_layers``: as for
+      ``Model``.
+    - ``max_gen_toks``: most generated tokens where a task does not say (default: 256, at most half of ``n_ctx``).
+    - ``add_bos_token``: whether texts begin with BOS (default: what the vocabulary says). ``prefix_token_id``: what
+      stands before the first token of a text that is scored from its beginning (default: BOS, else EOS).
+    - ``enable_thinking``: given to the chat template, by those that ask for it.
+    - ``batch_size``: over 1 the default of ``n_seq_max``; the engine makes its own batches. ``max_batch_size`` is the
+      same for ``batch_size=auto``. ``device``: ``cpu`` keeps all layers off GPUs; others choose nothing here.
+
+    The harness reads numbers from text in its own way, so ``-1`` may come as ``-1.0``.
+
+    Raises TypeError and ValueError naming the argument.
+    """
+
+    path: str
+    n_ctx: int | None = None
+    max_length: int | None = None
+    n_seq_max: int | None = None
+    n_cells: int | None = None
+    n_threads: int | None = None
+    n_threads_batch: int | None = None
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_gpu_layers: int | None = None
+    kv_unified: bool | None = None
+    type_k: CacheType = "f16"
+    type_v: CacheType = "f16"
+    flash_attn: FlashAttention = "auto"
+    max_gen_toks: int | None = None
+    add_bos_token: bool | None = None
+    prefix_token_id: int | None = None
+    enable_thinking: bool | None = None
+    batch_size: int | str | None = None
+    max_batch_size: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        path: object = self.path
+        if not isinstance(path, str) or not path:
+            raise TypeError(
+                f"path must be the file of a model, or demo, not {quoted(self.path)}: --model_args path=model.gguf"
+            )
+        for name in (
+            "n_ctx", "max_length", "n_seq_max", "n_cells", "n_threads", "n_threads_batch", "n_batch", "n_ubatch",
+            "max_gen_toks", "max_batch_size",
+        ):  # fmt: skip
+            self._int(name, 1)
+        self._int("n_gpu_layers", -1)
+        self._int("prefix_token_id", 0)
+        for name in ("kv_unified", "add_bos_token", "enable_thinking"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+        if self.n_ctx is not None and self.max_length not in (None, self.n_ctx):
+            raise ValueError(
+                f"n_ctx is {self.n_ctx} and max_length is {self.max_length}; they mean the same, give one of them"
+            )
+        self._set("n_ctx", self.max_length if self.n_ctx is None else self.n_ctx)
+        if self.device is not None and not isinstance(self.device, str):
+            raise TypeError(f"device must be a name such as cpu, not {quoted(self.device)}")
+        if self.n_gpu_layers is None:
+            self._set("n_gpu_layers", 0 if self.device == "cpu" else -1)
+        self._set("n_seq_max", self._sequences())
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Options:
+        """Those of a command line. Raises TypeError also for arguments that do not exist, and without ``path``."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"llamapipe has no model argument {quoted(name)}; it has: {', '.join(known)}")
+        if "path" not in given:
+            raise TypeError(
+                "llamapipe needs the file of a model: --model_args path=model.gguf (or path=demo)"
+            )
+        return cls(**given)
+
+    def _sequences(self) -> int:
+        size = self.batch_size
+        if isinstance(size, str) and (size == "auto" or size.startswith("auto:")):
+            size = self.max_batch_size
+        elif size is not None:
+            try:
+                size = check_int("batch_size", int(size), 1, _INT32_MAX)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"batch_size is {quoted(size)}; it must be a whole number, or auto"
+                ) from None
+        if self.n_seq_max is not None:
+            return self.n_seq_max
+        # The harness passes 1 if the user chose no value.
+        return _DEFAULT_SEQUENCES if size in (None, 1) else int(size)
+
+    def _int(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is not None:
+            self._set(name, check_int(name, value, low, _INT32_MAX))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+# The harness's name: llamapipe's name. An option that a task does not set removes no token.
+_CUTS = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p"}
+_PENALTIES = {
+    "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+_NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_KNOWN = ("until", *_LENGTHS, "do_sample", "temperature", *_CUTS, *_PENALTIES, "seed", "num_beams")
+
+
+def sampling_params(gen_kwargs: Mapping[str, Any], default_max_gen_toks: int) -> SamplingParams:
+    """Params of one request.
+
+    Without sampling the most probable token is taken. Sampled requests without a ``seed`` get one from Python's
+    generator, which the harness seeds. Raises ValueError and TypeError for arguments that mean nothing here: they
+    would change results, so they are not passed over.
+    """
+    if not isinstance(gen_kwargs, Mapping):
+        raise TypeError(f"generation arguments must be a dict, not {type(gen_kwargs).__name__}")
+    given = {name: value for name, value in gen_kwargs.items() if value is not None}
+    for name in given:
+        if name not in _KNOWN:
+            raise ValueError(
+                f"llamapipe has no generation argument {quoted(name)}; it has: {', '.join(_KNOWN)}"
+            )
+    if given.get("num_beams", 1) != 1:
+        raise ValueError(f"num_beams is {given['num_beams']}; llamapipe searches no beams, leave it out")
+    normal: dict[str, Any] = dict(normalize_gen_kwargs(given, default_max_gen_toks))
+    sampled = bool(normal["do_sample"])
+    temperature = float(normal.get("temperature", 1.0)) if sampled else 0.0
+    options = {**_NEUTRAL, **{ours: given[name] for name, ours in _CUTS.items() if name in given}}
+    options |= {ours: given[name] for name, ours in _PENALTIES.items() if name in given}
+    seed = given.get("seed")
+    return SamplingParams(
+        max_tokens=normal["max_gen_toks"],
+        temperature=temperature,
+        stop=_stops(normal["until"]),
+        seed=random.getrandbits(63) if seed is None and sampled else seed,
+        repeat_last_n=-1,  # as transformers counts: the whole text
+        **options,
+    )
+
+
+def _stops(until: list[Any]) -> list[str]:
+    for text in until:
+        if not isinstance(text, str):
+            raise TypeError(f"until must hold strings, not {type(text).__name__}")
+    return [text for text in until if text]  # an empty one means none to the harness
+
+
+class ModelChat:
+    """Renders conversations with the template in use. One thread at a time.
+
+    ``enable_thinking``: given to templates, unless it is None. A BOS that the template writes stays in the text.
+    """
+
+    def __init__(self, model: Model, enable_thinking: bool | None = None) -> None:
+        self._model = model
+        self._name: str | None = None
+        self._compiled: dict[str, ChatTemplate] = {}
+        self._arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+
+    @property
+    def text(self) -> str | None:
+        """The source of the template in use, None where the model has none."""
+        return self._model.chat_prompts.text(self._name)
+
+    def choose(self, name: str | None) -> str:
+        """Uses the template of this name from now on, and returns it. Raises InvalidRequestError if there is none."""
+        self._name = name
+        if not self.text:
+            named = "" if name is None else f" named {name!r}"
+            raise InvalidRequestError(
+                f"{self._model.path.name} has no chat template{named}; run without --apply_chat_template"
+            )
+        return self.text
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The prompt for a conversation; without ``add_generation_prompt`` it ends inside the last message.
+
+        Raises TypeError and InvalidRequestError, see ``ChatTemplate.render``.
+        """
+        text = self.choose(self._name)
+        if text not in self._compiled:
+            self._compiled[text] = self._model.chat_prompts.compiled(text, strips_bos=False)
+        return self._compiled[text].render(
+            messages, continue_last=not add_generation_prompt, template_args=self._arguments
+        )
+
 
 _log = logging.getLogger(__name__)
 _DEFAULT_MAX_GEN_TOKS = 256  # the harness's
 _PART = 256  # requests between two writes of the harness's cache, where there is one
-
 Tokens = list[int]
 Pair = tuple[tuple[str, str] | None, Tokens, Tokens]  # texts (for the cache), a context, its continuation
 

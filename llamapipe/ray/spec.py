@@ -11,8 +11,8 @@ from pathlib import Path
 
 from llamapipe.arguments import check_int, did_you_mean, quoted
 from llamapipe.engine import Engine
-from llamapipe.host.core_budget import limit_cores
-from llamapipe.hub.reference import PREFIX, parse
+from llamapipe.host.cpu_load import limit_cores
+from llamapipe.hub import PREFIX, parse
 from llamapipe.llama.model import Model
 
 _NOT_PICKLED = {"path", "model", "progress"}
@@ -74,7 +74,7 @@ class EngineSpec:
         name = os.fsdecode(self.model)
         if not name.startswith(PREFIX):
             return Path(name)
-        from llamapipe.hub.download import model_file
+        from llamapipe.hub import model_file
 
         reference = parse(name)
         return model_file(reference.repo_id, reference.filename, progress=False)

@@ -20,7 +20,7 @@ from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
 from llamapipe.server.wire.constraints import with_field
 from llamapipe.streams import AsyncChatStream
-from llamapipe.text.offsets import TextOffsets
+from llamapipe.text.stream import TextOffsets
 
 if TYPE_CHECKING:
     from llamapipe.server.application import ServerState

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llamapipe.kv_events.options import BLOCK_SIZE
+from llamapipe.kv_events import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from llamapipe.engine import Engine

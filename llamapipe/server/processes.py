@@ -36,7 +36,7 @@ from typing import Any
 
 import llamapipe
 from llamapipe.errors import LlamapipeError
-from llamapipe.host.placement import CoreShare, core_shares, n_numa_nodes, started_on
+from llamapipe.host.cores import CoreShare, core_shares, n_numa_nodes, started_on
 
 CONNECTION, RETIRE, STOP, CANCEL = b"c", b"r", b"s", b"k"  # to the worker
 TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # from the worker

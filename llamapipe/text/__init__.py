@@ -4,8 +4,6 @@ Pieces may split a UTF-8 character, so a character appears once it is complete. 
 Everything here is plain Python, fed by one thread at a time.
 """
 
-from llamapipe.text.detokenizer import Utf8Assembler
-from llamapipe.text.stop import StopChecker
-from llamapipe.text.stream import TextStream
+from llamapipe.text.stream import StopChecker, TextStream, Utf8Assembler
 
 __all__ = ["StopChecker", "TextStream", "Utf8Assembler"]

@@ -1,15 +1,217 @@
-"""The text of one request: takes token pieces, returns the text that may be shown.
+"""Turns the token pieces of one request into the text that may be shown.
 
-It combines the assembler of characters with the checker of stop strings.
+A piece may begin or end inside a UTF-8 character, so a character appears once it is complete. Text that may still turn
+out to be part of a stop string is held back. Everything here is plain Python, fed by one thread at a time.
 """
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
+from collections import deque
 from collections.abc import Sequence
 from copy import copy
+from functools import lru_cache
 
-from llamapipe.text.detokenizer import Utf8Assembler
-from llamapipe.text.stop import StopChecker
+from llamapipe.arguments import quoted
+
+
+class Utf8Assembler:
+    """Turns a series of byte pieces into text; holds a character back until its last byte arrives.
+
+    The results of `feed` and `finish`, joined, equal ``b"".join(pieces).decode("utf-8", "replace")`` for any bytes cut
+    in any way. Bytes that can no longer become a character are returned as U+FFFD at once, so at most three bytes are
+    held back.
+
+    One object serves one stream. It has no lock: feed it from one thread at a time.
+    """
+
+    __slots__ = ("_pending",)
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def __repr__(self) -> str:
+        return f"Utf8Assembler(pending={self._pending!r})"
+
+    @property
+    def pending(self) -> bytes:
+        """The bytes of a character that is not complete yet (0 to 3)."""
+        return self._pending
+
+    def feed(self, piece: bytes) -> str:
+        """Return the characters that `piece` completes, in order; often the whole piece, sometimes ``""``."""
+        if self._pending:
+            piece = self._pending + piece
+        text, n_used = utf_8_decode(piece, "replace", False)
+        self._pending = piece[n_used:]
+        return text
+
+    def finish(self) -> str:
+        """Return U+FFFD if the input ended inside a character, else ``""``; the next `feed` starts a new text."""
+        if not self._pending:
+            return ""
+        text = self._pending.decode("utf-8", "replace")
+        self._pending = b""
+        return text
+
+
+class TextOffsets:
+    """Counts characters through the tokens of one text, in their order.
+
+    The offset of a token is the index of the character that holds its first byte: where a character has several tokens,
+    all of them have its index. ``skip_space``: the first piece begins with a space that is not in the text, which
+    some vocabularies add.
+    """
+
+    def __init__(self, offset: int = 0, skip_space: bool = False) -> None:
+        self._offset = offset
+        self._skip_space = skip_space
+        self._assembler = Utf8Assembler()
+
+    def __repr__(self) -> str:
+        return f"TextOffsets(offset={self._offset})"
+
+    def next(self, piece: bytes) -> int:
+        """The offset of the next token."""
+        offset = self._offset
+        if self._skip_space and piece:
+            self._skip_space = False
+            piece = piece.removeprefix(b" ")
+        self._offset += len(self._assembler.feed(piece))
+        return offset
+
+
+class StopChecker:
+    """Passes text through until one of `stops` is complete.
+
+    The stop string that is complete first ends the text; if several end at the same character, the longest
+    of them does. So the result does not depend on how the text was cut into parts, needs no look-ahead, and the
+    returned text contains no stop string.
+
+    The checker holds back exactly the longest tail that begins a stop string. Its work is proportional to the length
+    of the text and does not depend on the number of stop strings or their overlaps.
+
+    Strings are compared by code points, without normalisation or case folding. One object serves one stream. It has
+    no lock: feed it from one thread at a time. Checkers of equal stop strings share their tables.
+
+    Raises TypeError for a `str` in place of a sequence and for strings that are not `str`, ValueError for an empty
+    stop string.
+    """
+
+    __slots__ = ("_automaton", "_held", "_matched", "_state")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str):
+            raise TypeError(
+                f"stop: expected a sequence of strings, got the string {quoted(stops)}; pass [{quoted(stops)}]"
+            )
+        for stop in stops:
+            if not isinstance(stop, str):
+                raise TypeError(f"stop: expected strings, got {quoted(stop)} of type {type(stop).__name__}")
+            if not stop:
+                raise ValueError("stop: an empty string would end every text before it begins; leave it out")
+        self._automaton = _automaton(tuple(stops))
+        self._state = 0
+        self._held = ""
+        self._matched: str | None = None
+
+    def __repr__(self) -> str:
+        return f"StopChecker(matched={self._matched!r}, held={self._held!r})"
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return self._matched
+
+    @property
+    def held(self) -> str:
+        """The tail held back because it may become a stop string."""
+        return self._held
+
+    def feed(self, text: str) -> str:
+        """Take the next part; return the text that may be shown now, ``""`` after a match."""
+        automaton = self._automaton
+        state = self._state
+        if not state and automaton.first_characters.isdisjoint(text):
+            return text if self._matched is None else ""
+        if self._matched is not None:
+            return ""
+
+        children, fallback, match = automaton.children, automaton.fallback, automaton.match
+        for position, character in enumerate(text):
+            while (child := children[state].get(character)) is None and state:
+                state = fallback[state]
+            state = child or 0
+            found = match[state]
+            if found is not None:
+                shown = (self._held + text[: position + 1])[: -len(found)]
+                self._matched, self._held, self._state = found, "", 0
+                return shown
+        self._state = state
+        shown = self._held + text
+        n_shown = len(shown) - automaton.depth[state]
+        self._held = shown[n_shown:]
+        return shown[:n_shown]
+
+    def finish(self) -> str:
+        """Return the held tail, which cannot become a stop string any more because generation has ended."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+
+class _Automaton:
+    """The Aho-Corasick automaton of a set of strings: a state is the longest tail that begins one of them.
+
+    Source: A. V. Aho, M. J. Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975.
+    State 0 is the empty tail. It does not change once built, so checkers of any thread can share it.
+    """
+
+    __slots__ = ("children", "depth", "fallback", "first_characters", "match")
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self.children: list[dict[str, int]] = [{}]
+        self.depth: list[int] = [0]  # length of the state's tail, which must be held back
+        self.fallback: list[int] = [0]  # state of the next shorter tail that begins a string
+        self.match: list[str | None] = [None]  # the longest string that ends in this state
+        for string in strings:
+            self._insert(string)
+        self._link()
+        self.first_characters = frozenset(self.children[0])
+
+    def _insert(self, string: str) -> None:
+        state = 0
+        for character in string:
+            child = self.children[state].get(character)
+            if child is None:
+                child = len(self.children)
+                self.children[state][character] = child
+                self.children.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.fallback.append(0)
+                self.match.append(None)
+            state = child
+        self.match[state] = string
+
+    def _link(self) -> None:
+        """Fill `fallback`, and `match` of the states in whose tail a shorter string ends; breadth first."""
+        queue = deque(self.children[0].values())
+        while queue:
+            state = queue.popleft()
+            shorter = self.fallback[state]
+            if self.match[state] is None:
+                self.match[state] = self.match[shorter]
+            for character, child in self.children[state].items():
+                candidate = shorter
+                while character not in self.children[candidate] and candidate:
+                    candidate = self.fallback[candidate]
+                self.fallback[child] = self.children[candidate].get(character, 0)
+                queue.append(child)
+
+
+@lru_cache(maxsize=64)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """Build the tables once for all requests that use the same stop strings."""
+    return _Automaton(stops)
 
 
 class TextStream:

@@ -125,9 +125,7 @@ class TestModels:
         with small_hub({"some/model": {"m-Q8_0.gguf": data, "README.md": b"#"}, "some/split": parts}) as hub:
             env["HF_ENDPOINT"] = hub.url
             run("bench", "-m", "hf:some/model", "--requests", "1", "-n", "1", "--prompt-tokens", "1", env=env)
-            program = (
-                "from llamapipe.hub.download import model_file; model_file('some/split', progress=False)"
-            )
+            program = "from llamapipe.hub import model_file; model_file('some/split', progress=False)"
             subprocess.run(command(program), env=environment(env), check=True)
         records: list[Any] = [json.loads(line) for line in run("models", "--json", env=env).splitlines()]
         names = ["hf:some/model/m-Q8_0.gguf", "hf:some/split/big-00001-of-00002.gguf"]

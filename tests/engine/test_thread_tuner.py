@@ -13,7 +13,7 @@ import llamapipe as lp
 from llamapipe._engine import compute_threads as module
 from llamapipe._engine.compute_threads import ThreadTuner
 from llamapipe.errors import BackendError
-from llamapipe.host.core_budget import CoreBudget
+from llamapipe.host.cpu_load import CoreBudget
 
 GREEDY = lp.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 TICK_S = 0.01

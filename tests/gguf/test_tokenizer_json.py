@@ -15,8 +15,7 @@ from support.gguf_models import TOOLS
 from tokenizers import Tokenizer
 
 import llamapipe as lp
-from llamapipe.gguf.pre_tokenizers import PRE_TOKENIZERS
-from llamapipe.gguf.tokenizer_json import AddedToken, CannotExportError, _check_overlaps
+from llamapipe.gguf.tokenizer_json import PRE_TOKENIZERS, AddedToken, CannotExportError, _check_overlaps
 
 assert TOOLS.is_dir()  # importing it makes this one importable
 import make_model  # noqa: E402

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from llamapipe.host.core_budget import CoreBudget, process_budget
+from llamapipe.host.cpu_load import CoreBudget, process_budget
 
 
 def test_an_engine_alone_has_all_cores_and_two_share_them() -> None:

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from llamapipe.host.cores import limit_cores, usable_cores
-from llamapipe.host.placement import CoreShare, core_shares, divided, n_numa_nodes, started_on
+from llamapipe.host.cores import (
+    CoreShare,
+    core_shares,
+    divided,
+    limit_cores,
+    n_numa_nodes,
+    started_on,
+    usable_cores,
+)
 
 
 def system(folder: Path, nodes: dict[int, str], siblings: dict[int, str] | None = None) -> Path:

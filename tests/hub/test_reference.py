@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamapipe.hub.reference import Reference, choose, parse
+from llamapipe.hub import Reference, choose, parse
 
 NAMES = ["README.md", "model-Q4_K_M.gguf", "model-Q8_0.gguf", "mmproj-f16.gguf", "big/a-00001-of-00002.gguf"]
 PARTS = ["big/a-00001-of-00002.gguf", "big/a-00002-of-00002.gguf"]

@@ -8,8 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 from support.kv_subscriber import Index
 
 from llamapipe._engine.kv import ObservedTree
-from llamapipe.kv_events.blocks import Block, BlockTracker, Cleared, Event, Removed, Stored, chains
-from llamapipe.kv_events.publisher import apply
+from llamapipe.kv_events import Block, BlockTracker, Cleared, Event, Removed, Stored, apply, chains
 
 SIZE = 3
 TOKENS = st.lists(st.integers(0, 1), max_size=14)

@@ -17,8 +17,8 @@ import pytest
 from support.run_script import environment
 
 import llamapipe as lp
-from llamapipe.host.core_budget import limit_cores, process_budget
 from llamapipe.host.cores import usable_cores
+from llamapipe.host.cpu_load import limit_cores, process_budget
 from llamapipe.ray import Completer, EngineSpec
 from llamapipe.ray.costs import CHUNK_BYTES, PrefixCosts, chunks_of
 from llamapipe.ray.placement import cores_of_actor

@@ -6,7 +6,7 @@ import pytest
 
 import llamapipe as lp
 from llamapipe.errors import BackendError
-from llamapipe.rpc.addresses import parse_addresses
+from llamapipe.rpc import parse_addresses
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,11 @@ from support.rpc_workers import server, worker
 from support.run_script import environment, run_script
 
 import llamapipe as lp
+from llamapipe import rpc
 from llamapipe.cli import main
 from llamapipe.errors import BackendError
 from llamapipe.native.load import native
-from llamapipe.rpc import connections, handshake
-from llamapipe.rpc.addresses import Address
-from llamapipe.rpc.handshake import ANSWER, ANSWER_BYTES, REQUEST, check_worker
+from llamapipe.rpc import ANSWER, ANSWER_BYTES, REQUEST, Address, check_worker
 
 PROMPTS = ["Once upon a time", "Question: What does a cow say?\nAnswer:", "One, two,"]
 GREEDY = lp.SamplingParams(max_tokens=32, temperature=0)
@@ -139,7 +138,7 @@ def answering(data: bytes) -> Callable[[socket.socket], None]:
 def test_other_versions_and_other_servers_are_refused(data: bytes, message: str) -> None:
     with server(answering(data)) as address, pytest.raises(BackendError, match=message):
         load([address])
-    assert not connections._open
+    assert not rpc._open
 
 
 def test_a_port_where_nothing_listens() -> None:
@@ -170,7 +169,7 @@ def test_a_server_that_does_not_answer_is_waited_for_only_so_long(
         with pytest.raises(BackendError, match=r"did not answer within 0\.5 s"):
             check_worker(Address(address, host, int(port)), (8, 0), timeout_s=0.5)
     assert 0.4 < time.monotonic() - start < 5
-    assert handshake.TIMEOUT_S == 5
+    assert rpc.TIMEOUT_S == 5
 
 
 def test_the_version_is_that_of_the_build() -> None:
@@ -179,9 +178,9 @@ def test_the_version_is_that_of_the_build() -> None:
 
 
 def test_addresses_in_the_network_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    connections._warn([Address("127.0.0.1:1", "127.0.0.1", 1)])
+    rpc._warn([Address("127.0.0.1:1", "127.0.0.1", 1)])
     assert not caplog.records
-    connections._warn([Address("gpu:1", "10.0.0.2", 1)])
+    rpc._warn([Address("gpu:1", "10.0.0.2", 1)])
     assert "gpu:1 in the clear: RPC connections are neither authenticated nor encrypted" in caplog.text
 
 

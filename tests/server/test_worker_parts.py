@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import llamapipe as lp
-from llamapipe.host.placement import CoreShare
+from llamapipe.host.cores import CoreShare
 from llamapipe.server.metrics import rendered
 from llamapipe.server.processes import Backoff, Family, gpu_names, merged, placed
 

@@ -22,7 +22,7 @@ from support.run_script import environment
 from support.worker_server import N_LONG, SHORT, LongStream, WorkerServer, wait_for_end, worker_server
 
 import llamapipe as lp
-from llamapipe.host.placement import CoreShare, core_shares
+from llamapipe.host.cores import CoreShare, core_shares
 from llamapipe.server.processes import Backoff, Placement, Supervisor, WorkerFailedError, supervise
 
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from llamapipe.kv_events.options import KvEvents
+from llamapipe.kv_events import KvEvents
 from support.control import PATIENCE_S
 
 END = b"\xff" * 8

@@ -1,0 +1,268 @@
+"""Model files from the Hugging Face Hub: names, the cache on this machine, downloads.
+
+Choosing among the names in a repository is pure. The hub and its cache are asked through huggingface_hub, which is the
+extra ``hub``; it heeds ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``, and continues interrupted
+downloads. Nothing here knows about models.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llamapipe.errors import ModelLoadError
+
+PREFIX = "hf:"
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:huggingface|hf)\.co/([^/?:]+/[^/?:]+)"
+    r"(?:/(?:(?:resolve|blob)/[^/]+/)?([^?]+\.gguf)|(:[^/?]+))?.*"
+)
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_MOST_LISTED = 20
+
+
+class Reference(NamedTuple):
+    """A file, or a pattern of files, of a repository. ``filename``: as ``pattern`` of ``choose``."""
+
+    repo_id: str
+    filename: str | None
+
+
+def parse(text: str) -> Reference:
+    """``hf:owner/repo``, ``hf:owner/repo/file``, where the file may be a pattern, or ``hf:owner/repo:quantization``.
+
+    Raises ValueError.
+    """
+    owner, _, rest = text.removeprefix(PREFIX).partition("/")
+    name, slash, filename = rest.partition("/")
+    name, colon, quantization = name.partition(":")
+    is_whole = owner and name and bool(filename) == bool(slash) and bool(quantization) == bool(colon)
+    if not text.startswith(PREFIX) or not is_whole or (slash and colon):
+        raise ValueError(
+            f"{text!r} names no model on the hub; write hf:OWNER/REPO, hf:OWNER/REPO/FILE.gguf or hf:OWNER/REPO:QUANT"
+        )
+    return Reference(f"{owner}/{name}", filename or colon + quantization or None)
+
+
+def hub_name(address: str) -> str | None:
+    """The name, for ``parse``, of what an address of the hub's website shows; None for any other text."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        return None
+    repo_id, filename, quantization = found.groups()
+    return f"{PREFIX}{repo_id}{f'/{filename}' if filename else quantization or ''}"
+
+
+def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
+    """The files of the one model that matches: itself, or all of its parts, the first one first.
+
+    ``pattern``: a file's name or a pattern such as ``*Q4_K_M.gguf``, for the whole path or the last part of it;
+    ``:Q4_K_M`` for the name's last part, in any case. None: the only model. ``where``: for messages. Raises ValueError
+    if no model matches, or several do, or a part is missing.
+    """
+    files = sorted(name for name in names if name.endswith(".gguf"))
+    if pattern is None or pattern.startswith(":"):
+        # Projectors of pictures and importance matrices accompany models.
+        found = [name for name in files if not _last(name).startswith(("mmproj", "imatrix"))]
+        if pattern is not None:
+            found = [name for name in found if _has_quantization(name, pattern[1:])]
+    elif pattern in files:
+        found = [pattern]
+    else:
+        found = [name for name in files if fnmatchcase(name, pattern) or fnmatchcase(_last(name), pattern)]
+    models = sorted({_SPLIT.sub("", name) for name in found})
+    if not models:
+        what = (
+            "no GGUF file" if pattern is None else f"no GGUF file that matches {pattern.removeprefix(':')!r}"
+        )
+        raise ValueError(f"{where} has {what}; it has {_listed(files)}")
+    if len(models) > 1:
+        raise ValueError(f"{where} has {len(models)} models; name one of {_listed(found)}")
+    split = _SPLIT.search(found[0])
+    if split is None:
+        return found
+    stem, n = found[0][: split.start()], int(split.group(2))
+    parts = [f"{stem}-{i:05}-of-{n:05}.gguf" for i in range(1, n + 1)]
+    missing = [part for part in parts if part not in files]
+    if missing:
+        raise ValueError(f"{where} has not all parts of {stem}: {missing[0]} is missing")
+    return parts
+
+
+def part_of(name: str) -> tuple[str, int]:
+    """The model that a file belongs to, without ``.gguf``, and which part of it the file is, from 1."""
+    split = _SPLIT.search(name)
+    return (name.removesuffix(".gguf"), 1) if split is None else (name[: split.start()], int(split.group(1)))
+
+
+def _has_quantization(name: str, quantization: str) -> bool:
+    """Whether the file's name ends with it, as in ``model-Q4_K_M.gguf``."""
+    stem, wanted = part_of(_last(name))[0].lower(), quantization.lower()
+    return stem == wanted or stem.endswith(tuple(separator + wanted for separator in "-._"))
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return (", ".join(names[:_MOST_LISTED]) or "none") + more
+
+
+_log = logging.getLogger("llamapipe")
+# Errors of this machine's disk, not of the connection.
+_LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def model_file(
+    repo_id: str,
+    filename: str | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    progress: bool = True,
+) -> Path:
+    """The path of a model's first or only file, whose other parts are beside it; for options see ``Model``.
+
+    Raises ImportError without the extra ``hub``, ValueError for a bad name, ModelLoadError if the hub or its cache has
+    no such model.
+    """
+    hub = library()
+    where = f"{repo_id}{f'@{revision}' if revision else ''}"
+    try:
+        hub.utils.validate_repo_id(repo_id)
+        with _bars(hub, progress):
+            if local_files_only or hub.constants.HF_HUB_OFFLINE:
+                return _cached(hub, repo_id, filename, revision, where)
+            try:
+                _connect(hub)
+                names = hub.HfApi().list_repo_files(repo_id, revision=revision)
+                files = [
+                    hub.hf_hub_download(repo_id, name, revision=revision)
+                    for name in choose(names, filename, where)
+                ]
+                return Path(files[0])
+            except _http_errors(hub) as e:
+                if isinstance(e, hub.errors.HfHubHTTPError) and e.response is not None:
+                    raise
+                if isinstance(e, OSError) and e.errno in _LOCAL:
+                    raise
+                # There is no connection.
+                with suppress(ModelLoadError, ValueError):
+                    found = _cached(hub, repo_id, filename, revision, where)
+                    _log.warning("the hub cannot be reached; using %s from the cache", found.name)
+                    return found
+                raise
+    except hub.errors.HFValidationError as e:
+        raise ValueError(f"{repo_id!r} is no name of a repository: {e}") from None
+    except ValueError as e:
+        raise ModelLoadError(str(e)) from None
+    except _http_errors(hub) as e:
+        raise ModelLoadError(f"{where}: {_reason(hub, e)}") from e
+
+
+def library() -> Any:
+    """huggingface_hub. Raises ImportError, which names the extra."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError as e:
+        raise ImportError(
+            f"models from the hub need {e.name}, which is not installed: pip install 'llamapipe[hub]'"
+        ) from None
+    return huggingface_hub
+
+
+def _connect(hub: Any) -> None:
+    """Raises ConnectionError if the hub cannot be reached.
+
+    Without it the library would try its first request six times in half a minute, and log every failure.
+    """
+    try:
+        hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
+    except _http_errors(hub) as e:
+        raise ConnectionError(f"{hub.constants.ENDPOINT} cannot be reached: {e}") from e
+
+
+def _http_errors(hub: Any) -> tuple[type[Exception], ...]:
+    """What a request raises: an answer that is an error, or no answer (of the HTTP library, or of the system)."""
+    return (hub.errors.HfHubHTTPError, getattr(hub.errors, "HTTPError", OSError), OSError)
+
+
+def _cached(hub: Any, repo_id: str, filename: str | None, revision: str | None, where: str) -> Path:
+    try:
+        folder = Path(hub.snapshot_download(repo_id, revision=revision, local_files_only=True))
+    except hub.errors.LocalEntryNotFoundError:
+        raise ModelLoadError(
+            f"{where} is not in the cache of this machine, and downloads are off (local_files_only, HF_HUB_OFFLINE)"
+        ) from None
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.exists()]
+    return folder / choose(names, filename, f"the cached {where}")[0]
+
+
+@contextmanager
+def _bars(hub: Any, shown: bool) -> Iterator[None]:
+    """Shows or hides the library's progress bars, which are a setting of the process."""
+    if shown or hub.utils.are_progress_bars_disabled():
+        yield
+        return
+    hub.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        hub.utils.enable_progress_bars()
+
+
+def _reason(hub: Any, error: Exception) -> str:
+    """What a user can do about an error of the library, in one line."""
+    errors = hub.errors
+    if isinstance(error, errors.GatedRepoError):
+        return "the repository asks for consent to its terms: accept them on its page and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such repository, or it is private and HF_TOKEN is missing"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "there is no such revision"
+    if isinstance(error, ConnectionError):
+        return f"{error}, and the cache of this machine has no such model"
+    text = str(error).strip().splitlines()
+    return f"the hub did not answer as expected: {text[0] if text else type(error).__name__}"
+
+
+class CachedModel(NamedTuple):
+    """``reference``: what ``-m`` takes. ``size_bytes``: of all parts of a split model."""
+
+    reference: str
+    path: Path
+    size_bytes: int
+
+
+def cached_models() -> list[CachedModel]:
+    """The models in the cache, by name; none if there is no cache. Raises ImportError without the extra ``hub``."""
+    hub = library()
+    try:
+        repos = hub.scan_cache_dir().repos
+    except hub.errors.CacheNotFound:
+        return []
+    found: dict[str, CachedModel] = {}
+    for repo in repos:
+        for revision in sorted(repo.revisions, key=lambda one: one.last_modified):
+            files = {
+                str(file.file_path.relative_to(revision.snapshot_path)): file
+                for file in revision.files
+                if file.file_name.endswith(".gguf")
+            }
+            for name, file in files.items():
+                model, part = part_of(name)
+                if part == 1:
+                    size = sum(other.size_on_disk for n, other in files.items() if part_of(n)[0] == model)
+                    reference = f"{PREFIX}{repo.repo_id}/{name}"
+                    found[reference] = CachedModel(reference, Path(file.file_path), size)
+    return [found[reference] for reference in sorted(found)]

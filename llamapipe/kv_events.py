@@ -1,0 +1,383 @@
+"""KV events: what an engine tells routers about the token blocks in its prefix cache, in vLLM's format over ZeroMQ.
+
+A block is ``block_size`` tokens together with all tokens before them. Its hash is of the block's tokens and of the hash
+of the block before it, so equal prefixes have equal hashes, in every process. A block is stored while at least one
+holder in the tree begins with it and has computed it. Changes are collected on the engine thread, and ``take`` returns
+their net effect: a block that was removed and stored again since the last call is not mentioned. So nothing is lost if
+``take`` is called late, and what waits is no more than the cache holds.
+
+Two threads of the publisher send batches and answer requests for missed ones. A message has three frames: the topic,
+the batch's number (eight bytes, big-endian, from 0), and the batch in MessagePack: ``[time, [event, …]]``, where an
+event is an array that begins with its name. A subscriber that finds a number other than the next one has missed
+batches; it asks for them at the replay endpoint. If these are not kept any longer, the answer begins with one batch
+that clears all blocks and stores those that were there. The frames of an answer are an empty one and those of a
+message, as in vLLM since 0.26; number -1 and an empty batch end it. The first batch clears all blocks, and so does the
+last: what a subscriber knows of an engine that was here before is wrong.
+
+Needs the extra ``kv-events``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from importlib import import_module
+from queue import SimpleQueue
+from struct import Struct
+from typing import Any, NamedTuple, Protocol
+
+from llamapipe.arguments import check_flag, check_int
+from llamapipe.locks import Lock
+
+EVENTS_THREAD_NAME = "llamapipe-kv-events"
+BLOCK_SIZE = 16  # vLLM's default; routers read it from the events
+_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})|ipc://\S+")
+_LARGEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class KvEvents:
+    """KV events of an engine: ``Engine(..., kv_events=lp.KvEvents("tcp://127.0.0.1:5557"))``; frozen.
+
+    - ``endpoint``: the ZeroMQ address of the PUB socket, ``tcp://HOST:PORT`` or ``ipc://PATH``. Port 0 takes a free
+      one. There is no authentication: use loopback, or a network that only the router can reach.
+    - ``replay_endpoint``: the address of a ROUTER socket where subscribers ask for batches that they missed.
+    - ``topic``: the first frame of each message. Default: ``kv@HOSTNAME@MODEL``, with the name of the model's file.
+    - ``block_size``: tokens in a block. Prefixes are told in whole blocks.
+    - ``n_replay``: batches that are kept for replays. What older ones stored is kept, too, in one batch.
+    - ``connect``: connect the PUB socket to the endpoint, where the router listens, instead of listening there.
+
+    Raises TypeError or ValueError naming the field.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str | None = None
+    block_size: int = BLOCK_SIZE
+    n_replay: int = 10_000
+    connect: bool = False
+
+    def __post_init__(self) -> None:
+        _check_address("endpoint", self.endpoint)
+        if self.replay_endpoint is not None:
+            _check_address("replay_endpoint", self.replay_endpoint)
+        if self.topic is not None and not isinstance(self.topic, str):
+            raise TypeError(f"topic must be a string or None, not {type(self.topic).__name__}")
+        check_int("block_size", self.block_size, 1, 4096)
+        check_int("n_replay", self.n_replay, 1, 10_000_000)
+        check_flag("connect", self.connect)
+
+
+def _check_address(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, not {type(value).__name__}")
+    found = _ADDRESS.fullmatch(value)
+    if found is None or int(found["port"] or 0) > _LARGEST_PORT:
+        raise ValueError(f"{name} is {value!r}; it must be tcp://HOST:PORT or ipc://PATH")
+
+
+class Holder(Protocol):
+    """What is in the tree. ``n``: its first tokens that are computed; it changes between calls."""
+
+    @property
+    def n(self) -> int:
+        """Computed tokens."""
+
+    def __hash__(self) -> int: ...
+
+
+class Block(NamedTuple):
+    """A block that is stored. ``depth``: blocks before it; ``parent``: the hash of the last of these."""
+
+    depth: int
+    parent: int | None
+    tokens: tuple[int, ...]
+
+
+class Stored(NamedTuple):
+    """Consecutive blocks are in the cache now. ``parent``: the hash of the block before them."""
+
+    hashes: list[int]
+    parent: int | None
+    tokens: list[int]
+
+
+class Removed(NamedTuple):
+    """Blocks are in the cache no longer."""
+
+    hashes: list[int]
+
+
+class Cleared(NamedTuple):
+    """No block is in the cache."""
+
+
+Event = Stored | Removed | Cleared
+
+
+class BlockTracker:
+    """The blocks of one prefix tree, which calls ``inserted``, ``extended`` and ``removed``. One thread."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._pack = Struct(f"<Q{block_size}i").pack
+        self._held: dict[Holder, list[int]] = {}  # the hashes of each holder's computed blocks
+        self._growing: dict[Holder, tuple[Sequence[int], int]] = {}  # tokens in the tree, not all computed
+        self._n_holders: dict[int, int] = {}  # by hash
+        self._new: dict[int, Block] = {}  # stored and not told
+        self._gone: dict[int, int] = {}  # told and removed since, with the depth
+
+    def __repr__(self) -> str:
+        return f"<BlockTracker n={len(self._n_holders)} n_new={len(self._new)} n_gone={len(self._gone)}>"
+
+    # ---- what the tree tells
+    def inserted(self, holder: Holder, tokens: Sequence[int]) -> None:
+        """A holder is in the tree with these tokens."""
+        self._growing[holder] = tokens, len(tokens)
+
+    def extended(self, holder: Holder, tokens: Sequence[int]) -> None:
+        """A holder has these tokens now, which begin with those that it had."""
+        self._growing[holder] = tokens, len(tokens)
+
+    def removed(self, holder: Holder) -> None:
+        """A holder is not in the tree."""
+        self._growing.pop(holder, None)
+        for depth, block in enumerate(self._held.pop(holder, ())):
+            n = self._n_holders[block] = self._n_holders[block] - 1
+            if not n:
+                del self._n_holders[block]
+                if self._new.pop(block, None) is None:
+                    self._gone[block] = depth
+
+    # ---- events
+    def take(self) -> list[Event]:
+        """The changes since the last call: what was removed, then what was stored, parents first."""
+        self._grow()
+        events: list[Event] = []
+        if self._gone:
+            events.append(Removed(sorted(self._gone, key=self._gone.__getitem__, reverse=True)))
+            self._gone.clear()
+        if self._new:
+            by_depth = sorted(self._new.items(), key=lambda item: item[1].depth)
+            events += chains(by_depth)
+            self._new.clear()
+        return events
+
+    def _grow(self) -> None:
+        """Hashes the blocks that were computed since the last call."""
+        size = self.block_size
+        for holder, (tokens, n_tokens) in list(self._growing.items()):
+            n = min(holder.n, n_tokens) // size
+            held = self._held.setdefault(holder, [])
+            for depth in range(len(held), n):
+                self._hold(held, depth, tokens[depth * size : (depth + 1) * size])
+            if n == n_tokens // size:
+                del self._growing[holder]
+
+    def _hold(self, held: list[int], depth: int, tokens: Sequence[int]) -> None:
+        parent = held[-1] if held else None
+        digest = blake2b(self._pack(parent or 0, *tokens), digest_size=8).digest()
+        block = int.from_bytes(digest, "little")
+        held.append(block)
+        n = self._n_holders.get(block, 0)
+        self._n_holders[block] = n + 1
+        if not n and self._gone.pop(block, None) is None:
+            self._new[block] = Block(depth, parent, tuple(tokens))
+
+
+def chains(blocks: Iterable[tuple[int, Block]]) -> list[Stored]:
+    """As few events as store these blocks. Parents must come before their children."""
+    events: list[Stored] = []
+    by_end: dict[int | None, Stored] = {}
+    for key, block in blocks:
+        event = None if block.parent is None else by_end.pop(block.parent, None)
+        if event is None:
+            event = Stored([], block.parent, [])
+            events.append(event)
+        event.hashes.append(key)
+        event.tokens.extend(block.tokens)
+        by_end[key] = event
+    return events
+
+
+_MAX_WAITING = 64  # batches; while as many wait, changes are collected in the tracker
+_MAX_UNSENT = 100_000  # batches for one slow subscriber; it misses those after them
+_LINGER_MS = 200  # for the last batches when the engine closes
+_JOIN_S = 5.0
+_N_REPLAYED = 3  # frames of a request for a replay
+_REPLAY_END = (-1).to_bytes(8, "big", signed=True)
+_log = logging.getLogger("llamapipe.kv_events")
+
+
+class Publisher:
+    """The sockets and threads of one engine's events. ``put`` and ``flush`` are for the engine thread.
+
+    ``options``: with the addresses that are in use. ``tracker``: where ``flush`` takes the events. ``n_put``: batches
+    that were put; the next one has this number. Raises OSError if an address cannot be used, ImportError without the
+    extra ``kv-events``.
+    """
+
+    def __init__(self, options: KvEvents, model_name: str) -> None:
+        self._zmq = zmq = _module("zmq")
+        self._encode = _module("msgspec").msgpack.Encoder().encode
+        self.tracker = BlockTracker(options.block_size)
+        self.n_put = 0
+        self._queue: SimpleQueue[list[Event] | None] = SimpleQueue()
+        self._lock = Lock()  # of what the two threads share
+        self._kept: deque[tuple[int, bytes, list[Event]]] = deque()
+        self._base: dict[int, Block] = {}  # what batches before the kept ones stored
+        self._closed = False
+        self._context = zmq.Context()
+        self._replay: Any = None
+        topic = options.topic
+        if topic is None:
+            topic = f"kv@{os.uname().nodename}@{model_name}"
+        self._topic = topic.encode()
+        self._n_kept = options.n_replay
+        try:
+            self._pub = self._socket(zmq.PUB, options.endpoint, options.connect)
+            options = replace(options, endpoint=self._pub.last_endpoint.decode(), topic=topic)
+            if options.replay_endpoint is not None:
+                self._replay = self._socket(zmq.ROUTER, options.replay_endpoint)
+                options = replace(options, replay_endpoint=self._replay.last_endpoint.decode())
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.options = options
+        targets = (self._run,) if self._replay is None else (self._run, self._answer)
+        self._threads = [
+            threading.Thread(target=target, name=EVENTS_THREAD_NAME, daemon=True) for target in targets
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._put([Cleared()])
+
+    def __repr__(self) -> str:
+        return f"<Publisher {self.options.endpoint} n_put={self.n_put}>"
+
+    def _socket(self, kind: int, address: str, connect: bool = False) -> Any:
+        zmq = self._zmq
+        made = self._context.socket(kind)
+        made.linger = _LINGER_MS
+        made.sndhwm = _MAX_UNSENT
+        made.ipv6 = "[" in address
+        try:
+            if connect:
+                made.connect(address)
+            else:
+                made.bind(address)
+        except zmq.ZMQError as e:
+            raise OSError(e.errno, f"cannot use {address} for KV events: {e.strerror}") from None
+        return made
+
+    # ---- the engine thread
+    def flush(self) -> None:
+        """Sends what has changed since the last call. Does not wait: while many batches wait, changes are collected."""
+        if self._queue.qsize() < _MAX_WAITING:
+            events = self.tracker.take()
+            if events:
+                self._put(events)
+
+    def _put(self, events: list[Event]) -> None:
+        self.n_put += 1
+        self._queue.put(events)
+
+    def close(self) -> None:
+        """Sends a last batch and closes the sockets. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._put([Cleared()])
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+
+    # ---- the publishing thread
+    def _run(self) -> None:
+        number = 0
+        try:
+            while (events := self._queue.get()) is not None:
+                payload = self._encode([time.time(), [self._array(event) for event in events]])
+                with self._lock:  # also for a replay between two batches
+                    self._keep(number, payload, events)
+                self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
+                number += 1
+        except Exception:
+            _log.exception("KV events are not published any longer")
+        finally:
+            self._pub.close()
+            self._context.term()  # ends the other thread, too
+
+    def _array(self, event: Event) -> list[object]:
+        if isinstance(event, Stored):
+            size = self.tracker.block_size
+            return ["BlockStored", event.hashes, event.parent, event.tokens, size, None, None, None]
+        if isinstance(event, Removed):
+            return ["BlockRemoved", event.hashes, None]
+        return ["AllBlocksCleared"]
+
+    def _keep(self, number: int, payload: bytes, events: list[Event]) -> None:
+        self._kept.append((number, payload, events if self._replay is not None else []))
+        if len(self._kept) > self._n_kept:
+            apply(self._base, self._kept.popleft()[2], self.tracker.block_size)
+
+    # ---- the thread of replays
+    def _answer(self) -> None:
+        replay, zmq = self._replay, self._zmq
+        try:
+            while True:
+                frames = replay.recv_multipart()
+                if len(frames) != _N_REPLAYED or len(frames[2]) != len(_REPLAY_END):
+                    _log.warning("a request for KV events is not an empty frame and a number of eight bytes")
+                    continue
+                for number, payload in self._since(int.from_bytes(frames[2], "big")):
+                    replay.send_multipart([*frames[:2], self._topic, number.to_bytes(8, "big"), payload])
+                replay.send_multipart([*frames[:2], b"", _REPLAY_END, b""])
+        except zmq.ContextTerminated:
+            pass
+        except Exception:
+            _log.exception("KV events are not replayed any longer")
+        finally:
+            replay.close()
+
+    def _since(self, first: int) -> list[tuple[int, bytes]]:
+        """The batches from a number on; one that stores all blocks before them, if some are not kept."""
+        with self._lock:
+            kept = [(number, payload) for number, payload, _ in self._kept if number >= first]
+            oldest = self._kept[0][0] if self._kept else 0
+            base = list(self._base.items()) if first < oldest else None
+        if base is None:
+            return kept
+        events = [self._array(Cleared()), *map(self._array, chains(base))]
+        return [(oldest - 1, self._encode([time.time(), events])), *kept]
+
+
+def apply(blocks: dict[int, Block], events: Iterable[Event], size: int) -> None:
+    """Has the blocks be what they are after these events. Parents stay before their children."""
+    for event in events:
+        if isinstance(event, Stored):
+            parent = event.parent
+            for i, key in enumerate(event.hashes):
+                blocks[key] = Block(0, parent, tuple(event.tokens[i * size : (i + 1) * size]))
+                parent = key
+        elif isinstance(event, Removed):
+            for key in event.hashes:
+                blocks.pop(key, None)
+        else:
+            blocks.clear()
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise ImportError(
+            f'kv_events needs {name}, which is not installed: pip install "llamapipe[kv-events]"'
+        ) from None

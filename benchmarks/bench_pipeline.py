@@ -25,6 +25,7 @@ import numpy as np
 
 import llamapipe as lp
 from llamapipe._engine.executor import StepExecutor
+from llamapipe._engine.kv import Remove
 from llamapipe.llama import Batch
 from llamapipe.llama.context import Context
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
@@ -105,7 +106,7 @@ class Steps:
         """Seconds of a step: the median over several steps after a prompt of 64 tokens."""
         n, executor = self.n_seq, self.executor
         for seq_id in range(n):
-            executor.remove(seq_id, 0)
+            executor.change_cells([Remove(seq_id, 0)])
             executor.launch([5] * 64, range(64), [seq_id] * 64, [0] * 64)
         rows = list(range(n))
         step = executor.launch([7] * n, [64] * n, rows, [1] * n)

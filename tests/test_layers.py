@@ -120,6 +120,7 @@ def test_fakes_need_nothing_native() -> None:
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {n for n in names if n and n.startswith("llamapipe")} == {
         "llamapipe.errors",
+        "llamapipe._engine.kv",
         "llamapipe._engine.scoring",
     }
 

@@ -16,10 +16,8 @@ import numpy as np
 
 from llamapipe._engine.compute_threads import ThreadTuner
 from llamapipe._engine.deliver import LaunchWakeList
-from llamapipe._engine.kv import Copy, Load, Remove, Save, Shift
-from llamapipe._engine.request import Request
+from llamapipe._engine.kv import CellChanges, Copy, MemoryOp, Remove, Restore, Save, Shift
 from llamapipe._engine.sampling import BackgroundDraws, BackgroundSampler, SamplingThreads
-from llamapipe._engine.scheduler import Scheduler
 from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import DecodeError, NoToken
 from llamapipe.llama.native_pipeline import NativePipeline, SavedCells
@@ -31,18 +29,7 @@ if TYPE_CHECKING:
 
 AnySampler = SamplerChain | BackgroundSampler
 _MORE_THREADS = 8  # for samplers, if threads hang
-
-
-class Saved(Protocol):
-    """The cells of a sequence in host memory."""
-
-    n_bytes: int
-
-    def to_bytes(self) -> bytes:
-        """A copy of them, for ``Executor.restore``."""
-
-    def close(self) -> None:
-        """Frees the memory."""
+_ANY_SIZE = 2**62
 
 
 class Executor(Protocol):
@@ -56,26 +43,20 @@ class Executor(Protocol):
     late_errors: bool
     depth: int
 
-    def remove(self, seq_id: int, position: int) -> bool:
-        """Removes the cells of a sequence from ``position`` on. False if it could only remove all of them."""
+    def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
+        """Performs these operations in order, after the steps launched before; keeps saved cells by their keys.
 
-    def shift(self, seq_id: int, begin: int, end: int) -> bool:
-        """Removes cells from the middle of a sequence and moves those after them.
-
-        False if that is not possible; the sequence is empty then.
+        An operation that is not possible leaves its sequence empty.
         """
 
-    def copy(self, source: int, seq_id: int, n: int) -> bool:
-        """Copies the first ``n`` cells of a sequence to an empty one. False if that is not possible."""
+    def read_cells(self, seq_id: int) -> bytes | None:
+        """A copy of the cells of a sequence, for ``keep_saved``; waits for the steps before. None on a failure."""
 
-    def save(self, seq_id: int, max_bytes: int) -> Saved | None:
-        """Copies the cells of a sequence to host memory. None if they take more than ``max_bytes``, or on a failure."""
+    def read_saved(self, key: int) -> bytes | None:
+        """The same of saved cells. None if they were not saved."""
 
-    def restore(self, state: bytes) -> Saved:
-        """Saved cells that were bytes meanwhile; ``load`` refuses those that do not fit this context."""
-
-    def load(self, saved: Any, seq_id: int, n: int) -> bool:
-        """Gives an empty sequence the first ``n`` saved cells. False if that is not possible."""
+    def keep_saved(self, key: int, state: bytes) -> bool:
+        """Keeps bytes as saved cells; loading refuses those that do not fit this context. False: no memory is left."""
 
     def sequence_end(self, seq_id: int) -> int:
         """The position after a sequence's last cell; waits for the steps before."""
@@ -188,20 +169,54 @@ class StepExecutor:
         self._background = BackgroundDraws(self.threads)
         self._launched_s = 0.0
         self._n_vocab = context.model.n_vocab
+        self._n_swa = context.model.n_swa
+        self._saved: dict[int, SavedCells] = {}  # by the KV cache's keys
 
-    def remove(self, seq_id: int, position: int) -> bool:
-        """Removes the cells of a sequence from ``position`` on. False if it could only remove all of them."""
+    def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
         self._context.claim()
+        lost: set[int] = set()
+        saved: list[tuple[int, int | None]] = []
+        for op in ops:
+            if isinstance(op, Remove):
+                done = self._remove(op.slot, op.position)
+            elif isinstance(op, Copy):
+                done = op.source not in lost and self._copy(op.source, op.slot, op.n)
+            elif isinstance(op, Restore):
+                cells = self._saved.get(op.key)
+                done = cells is not None and cells.load(self.pipeline, op.slot, op.n)
+            elif isinstance(op, Shift):
+                done = op.slot not in lost and self._shift(op.slot, op.begin, op.end)
+            elif isinstance(op, Save):
+                copy = None if op.slot in lost else SavedCells.of(self.pipeline, op.slot, op.max_bytes)
+                saved.append((op.key, None if copy is None else copy.n_bytes))
+                if copy is not None:
+                    self._saved[op.key] = copy
+                continue
+            else:
+                forgotten = self._saved.pop(op.key, None)
+                if forgotten is not None:
+                    forgotten.close()
+                continue
+            if not done:
+                lost.add(op.slot)
+            elif isinstance(op, (Copy, Restore)):
+                lost.discard(op.slot)
+        return CellChanges(lost, saved)
+
+    def _remove(self, seq_id: int, position: int) -> bool:
         lib = self._native.lib
-        if not self._left_by_window(seq_id, position):
+        if not (self._n_swa and position and self._left_by_window(seq_id, position)):
             removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, position, -1, 0)
             if removed > 0:
                 return True
             if removed < 0:
                 raise DecodeError(f"removing from sequence {seq_id} failed ({last_error(self._native)})")
-        # Recurrent models keep no history to go back to.
-        lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
+        self._clear(seq_id)  # recurrent models keep no history to go back to
         return False
+
+    def _clear(self, seq_id: int) -> None:
+        lib = self._native.lib
+        lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
 
     def _left_by_window(self, seq_id: int, position: int) -> bool:
         """Whether a sliding window may lack cells that the positions before ``position`` need.
@@ -209,25 +224,19 @@ class StepExecutor:
         llama.cpp gives cells that the window has left to other sequences, and does not save them. So only the last
         token can be taken back.
         """
-        n_swa = self._context.model.n_swa
-        if not (n_swa and position):
-            return False
         end = self.sequence_end(seq_id)
-        return end >= n_swa and end - position > 1
+        return end >= self._n_swa and end - position > 1
 
-    def shift(self, seq_id: int, begin: int, end: int) -> bool:
+    def _shift(self, seq_id: int, begin: int, end: int) -> bool:
         """Removes positions from ``begin`` to before ``end``. The next step rotates the keys of those after them."""
-        self._context.claim()
         lib = self._native.lib
         removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, end, 0)
         if removed > 0 and lib.lp_memory(self._handle, lib.LP_SHIFT, seq_id, 0, end, -1, begin - end) > 0:
             return True
-        lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
+        self._clear(seq_id)
         return False
 
-    def copy(self, source: int, seq_id: int, n: int) -> bool:
-        """Copies the first ``n`` cells of a sequence to an empty one. False if that is not possible."""
-        self._context.claim()
+    def _copy(self, source: int, seq_id: int, n: int) -> bool:
         lib = self._native.lib
         if self._context.kv_unified and not self._context.model.is_recurrent:
             done = lib.lp_memory(self._handle, lib.LP_COPY, source, seq_id, 0, n, 0)
@@ -237,19 +246,26 @@ class StepExecutor:
             raise DecodeError(f"copying sequence {source} failed ({last_error(self._native)})")
         return bool(done > 0)
 
-    def save(self, seq_id: int, max_bytes: int) -> SavedCells | None:
-        """Copies the cells of a sequence to host memory. None if they take more than ``max_bytes``, or on a failure."""
+    def read_cells(self, seq_id: int) -> bytes | None:
         self._context.claim()
-        return SavedCells.of(self.pipeline, seq_id, max_bytes)
+        cells = SavedCells.of(self.pipeline, seq_id, _ANY_SIZE)
+        if cells is None:
+            return None
+        try:
+            return cells.to_bytes()
+        finally:
+            cells.close()
 
-    def restore(self, state: bytes) -> SavedCells:
-        """Saved cells of what ``SavedCells.to_bytes`` returned."""
-        return SavedCells.of_bytes(state)
+    def read_saved(self, key: int) -> bytes | None:
+        cells = self._saved.get(key)
+        return None if cells is None else cells.to_bytes()
 
-    def load(self, saved: SavedCells, seq_id: int, n: int) -> bool:
-        """Gives an empty sequence the first ``n`` saved cells. False if that is not possible."""
-        self._context.claim()
-        return saved.load(self.pipeline, seq_id, n)
+    def keep_saved(self, key: int, state: bytes) -> bool:
+        try:
+            self._saved[key] = SavedCells.of_bytes(state)
+        except MemoryError:
+            return False
+        return True
 
     def sequence_end(self, seq_id: int) -> int:
         """The position after a sequence's last cell; waits for the steps before."""
@@ -493,95 +509,10 @@ class StepExecutor:
         self._native.lib.lp_abort(self._handle, step)
 
     def close(self) -> None:
-        """Waits for samplers that still draw. Frees pipeline and context."""
+        """Waits for samplers that still draw. Frees saved cells, pipeline and context."""
         self.threads.close()
+        while self._saved:
+            self._saved.popitem()[1].close()
         if self.tuner is not None:
             self.tuner.close()
         self.pipeline.close()
-
-
-_ANY_SIZE = 2**62
-
-
-class CellKeeper:
-    """The cells of one context. The engine thread."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._saved: dict[int, Saved] = {}  # by the scheduler's keys
-
-    def __repr__(self) -> str:
-        return f"<CellKeeper n_saved={len(self._saved)}>"
-
-    def apply(self, executor: Executor) -> bool:
-        """Performs all changes that are queued. False if a slot lost its cells, which the scheduler knows then."""
-        lost: set[int] = set()
-        for op in self._scheduler.cache.take_memory_ops():
-            if isinstance(op, Remove):
-                done = executor.remove(op.slot, op.position)
-            elif isinstance(op, Shift):
-                done = op.slot not in lost and executor.shift(op.slot, op.begin, op.end)
-            elif isinstance(op, Copy):
-                done = op.source not in lost and executor.copy(op.source, op.slot, op.n)
-            elif isinstance(op, Load):
-                done = op.key in self._saved and executor.load(self._saved[op.key], op.slot, op.n)
-            elif isinstance(op, Save):
-                self._save(executor, op, op.slot in lost)
-                continue
-            else:
-                self._forget(op.key)
-                continue
-            if not done:
-                lost.add(op.slot)
-                self._scheduler.recompute(op.slot)
-            elif not isinstance(op, (Remove, Shift)):
-                lost.discard(op.slot)
-        return not lost
-
-    def _save(self, executor: Executor, op: Save, is_lost: bool) -> None:
-        saved = None if is_lost else executor.save(op.slot, op.max_bytes)
-        self._scheduler.cache.saved(op.key, None if saved is None else saved.n_bytes)
-        if saved is not None:
-            self._saved[op.key] = saved
-
-    def _forget(self, key: int) -> None:
-        saved = self._saved.pop(key, None)
-        if saved is not None:
-            saved.close()
-
-    def snapshot(self, executor: Executor, request: Request) -> tuple[int, bytes]:
-        """How many cells a request has, in a slot or saved, and their bytes. Between steps."""
-        self.apply(executor)
-        kept = request.saved_cells
-        if kept is not None and kept.key in self._saved:
-            return kept.n, self._saved[kept.key].to_bytes()
-        if request.slot < 0 or request.n_past == 0 or not request.uses_cache:
-            return 0, b""
-        saved = executor.save(request.slot, _ANY_SIZE)
-        if saved is None:
-            return 0, b""
-        try:
-            return request.n_past, saved.to_bytes()
-        finally:
-            saved.close()
-
-    def restore(self, executor: Executor, request: Request, n: int, state: bytes) -> None:
-        """Saves the first ``n`` cells of a request without a slot, if the budget allows that."""
-        saved = executor.restore(state)
-        key = self._scheduler.cache.restore(request, n, saved.n_bytes)
-        if key is None:
-            saved.close()
-        else:
-            self._saved[key] = saved
-
-    def check_integrity(self, executor: Executor) -> None:
-        """Raises AssertionError if a sequence has other cells than the scheduler says. Between steps."""
-        self.apply(executor)
-        expected = self._scheduler.n_cells_by_slot()
-        found = {slot: executor.sequence_end(slot) for slot in expected}
-        assert found == expected, f"cells by slot: {found}, expected {expected}"
-
-    def close(self) -> None:
-        """Frees the saved sequences."""
-        for key in list(self._saved):
-            self._forget(key)

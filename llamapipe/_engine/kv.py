@@ -47,7 +47,7 @@ class Save(NamedTuple):
     max_bytes: int
 
 
-class Load(NamedTuple):
+class Restore(NamedTuple):
     """Copy the first ``n`` saved cells to a sequence, which is empty."""
 
     key: int
@@ -69,7 +69,18 @@ class Shift(NamedTuple):
     end: int
 
 
-MemoryOp = Shift | Remove | Copy | Save | Load | Forget
+class CellChanges(NamedTuple):
+    """What became of memory operations.
+
+    ``lost``: sequences that have no cells now, because an operation on them was not possible. ``saved``: the keys of
+    sequences that were to be saved, with their bytes; None: not saved.
+    """
+
+    lost: set[int]
+    saved: list[tuple[int, int | None]]
+
+
+MemoryOp = Shift | Remove | Copy | Save | Restore | Forget
 
 
 class Saved(Protocol):
@@ -785,7 +796,7 @@ class KvCache:
         return key
 
     def _load(self, source: Cells, slot: int, n: int) -> None:
-        self.memory_ops.append(Load(source.key, slot, n))
+        self.memory_ops.append(Restore(source.key, slot, n))
         self.n_restored += 1
         self._store.use(source.key)
         if n == source.n and not source.pinned:

@@ -33,7 +33,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from llamapipe._engine.deliver import ResultDispatcher
-from llamapipe._engine.executor import CellKeeper, Executor
+from llamapipe._engine.executor import Executor
 from llamapipe._engine.planner import BatchPlan
 from llamapipe._engine.request import UNLIMITED, Request, Sampler, State
 from llamapipe._engine.scheduler import Scheduler
@@ -468,7 +468,6 @@ class EngineLoop:
         self._error: BaseException | None = None  # a defect of the loop: every request fails with it
         self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
         self._last_step = -1  # the number of that step
-        self._cells = CellKeeper(scheduler)
         self._late = LateDraws()
         executor.notify_drawn(lambda: self.inbox.put(self.take_drawn))
         self._step_times = TimeCounter()
@@ -557,20 +556,30 @@ class EngineLoop:
         """The tokens of a resumable request that does not run, how many are prompt or have cells, and the cells."""
         if request.error is not None:
             raise request.error
-        n_cells, state = self._cells.snapshot(self._executor, request)
+        self._change_cells()
+        kept, executor = request.saved_cells, self._executor
+        n_cells, state = 0, None if kept is None else executor.read_saved(kept.key)
+        if kept is not None and state is not None:
+            n_cells = kept.n
+        elif request.slot >= 0 and request.n_past and request.uses_cache:
+            state = executor.read_cells(request.slot)
+            n_cells = request.n_past if state is not None else 0
         # Constraints cannot be followed from the middle of a text: they begin with what follows.
         n_prompt = len(request.tokens) if request.dropped else request.n_prompt
-        return request.tokens.copy(), n_prompt, n_cells, state
+        return request.tokens.copy(), n_prompt, n_cells, state or b""
 
     def restore(self, request: Request, n_cells: int, state: bytes) -> None:
         """Accepts a new request whose first cells are given."""
         if state and self._error is None:
-            self._cells.restore(self._executor, request, n_cells, state)
+            cache = self._scheduler.cache
+            key = cache.restore(request, n_cells, len(state))
+            if key is not None and not self._executor.keep_saved(key, state):
+                cache.saved(key, None)
         self.add(request)
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
         """The bytes of a request's cells that stay saved (0: they could not be saved), needed bytes, and the budget."""
-        self._cells.apply(self._executor)
+        self._change_cells()
         kept, cache = request.saved_cells, self._scheduler.cache
         n_bytes = 0 if kept is None or not cache.has(kept) else kept.n_bytes
         return n_bytes, cache.n_bytes_of(len(request.tokens)), cache.host_budget
@@ -621,7 +630,10 @@ class EngineLoop:
         """
         self._scheduler.check_integrity()
         if not self.in_flight.steps and not self.closed:
-            self._cells.check_integrity(self._executor)
+            self._change_cells()
+            expected = self._scheduler.n_cells_by_slot()
+            found = {slot: self._executor.sequence_end(slot) for slot in expected}
+            assert found == expected, f"cells by slot: {found}, expected {expected}"
 
     def replace_executor(self, executor: Executor) -> Executor:
         """Runs the next steps on another executor and returns this one: a seam for tests that hold or fail steps."""
@@ -640,7 +652,6 @@ class EngineLoop:
             self.closed = True
             for owner in (
                 self.dispatcher,
-                self._cells,
                 self.in_flight,
                 self._executor,
                 self.kv_events,
@@ -664,7 +675,7 @@ class EngineLoop:
                 self._flush()
             if scheduler.has_memory_ops:
                 # Before the plan: what cannot be removed in part is computed again.
-                self._cells.apply(self._executor)
+                self._change_cells()
             # After a change from two micro-batches to one, a step may be in flight that has to be sampled first.
             plan = scheduler.plan() if len(steps) < scheduler.max_in_flight else None
             if scheduler.dequeued:
@@ -684,7 +695,7 @@ class EngineLoop:
                     continue
                 # All requests wait for their callers: the first one to return must not start a step without the
                 # others.
-                self._cells.apply(self._executor)
+                self._change_cells()
             # 2. The launch failed, or there is room for another micro-batch: plan again.
             elif plan is not None:
                 started = perf_counter()
@@ -744,10 +755,15 @@ class EngineLoop:
         self._n_skip = 0 if n_arrived else min(2 * self._n_skip + 1, _MAX_SKIPPED_WINDOWS)
         self._n_skipped = 0
 
+    def _change_cells(self) -> bool:
+        """Performs the changes to KV cells that are queued. False if a sequence lost its cells by that."""
+        scheduler = self._scheduler
+        return scheduler.cells_changed(self._executor.change_cells(scheduler.cache.take_memory_ops()))
+
     # ---- one step
     def _launch(self, plan: BatchPlan, started: float) -> None:
         """Launches a plan that was begun at this time of ``perf_counter``. Handles its failure."""
-        keeps_cells = not self._scheduler.has_memory_ops or self._cells.apply(self._executor)
+        keeps_cells = not self._scheduler.has_memory_ops or self._change_cells()
         if not keeps_cells or (not plan.repeats and not self._make_samplers(plan)):
             self._scheduler.drop(plan)  # a request of it lost its cells or failed: plan again
             return

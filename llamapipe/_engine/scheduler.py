@@ -27,7 +27,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from llamapipe._engine.kv import KvCache, Shift
+from llamapipe._engine.kv import CellChanges, KvCache, Shift
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import Request, State
 from llamapipe._engine.scoring import LogprobTargets
@@ -725,12 +725,16 @@ class Scheduler:
         self.cache.memory_ops += plan.padding
         return [request for request, _ in plan.scheduled if request.batch_plan is plan]
 
-    def recompute(self, slot: int) -> None:
-        """Has a sequence computed again: the memory could not remove a part of it and removed all of it."""
-        request = next((request for request in self._running if request.slot == slot), None)
-        self.cache.lost(slot, request)
-        if request is not None:
-            self._running.recompute(request)
+    def cells_changed(self, changes: CellChanges) -> bool:
+        """Notes what became of ``cache.memory_ops``. False if a sequence lost its cells: it is computed again."""
+        for key, n_bytes in changes.saved:
+            self.cache.saved(key, n_bytes)
+        for slot in changes.lost:
+            request = next((request for request in self._running if request.slot == slot), None)
+            self.cache.lost(slot, request)
+            if request is not None:
+                self._running.recompute(request)
+        return not changes.lost
 
     def relieve(self, plan: BatchPlan) -> bool:
         """Discards a step that found no cells and frees some. False if only one request has any."""

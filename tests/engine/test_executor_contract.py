@@ -18,6 +18,7 @@ from support.gguf_models import BROKEN, PRESETS, damaged_model, make_model, recu
 
 import llamapipe as lp
 from llamapipe._engine.executor import Executor, StepExecutor
+from llamapipe._engine.kv import Copy, Forget, Remove, Restore, Save
 from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 from llamapipe.llama import Batch, Context, Model, SamplerChain
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
@@ -50,6 +51,21 @@ class Kit:
             outputs += [0] * (len(run) - 1) + [int(output)]
         self.step = self.executor.launch(tokens, positions, seq_ids, outputs)
         self.rows = [i for i, output in enumerate(outputs) if output]
+
+    def remove(self, seq_id: int, position: int) -> bool:
+        return not self.executor.change_cells([Remove(seq_id, position)]).lost
+
+    def copy(self, source: int, seq_id: int, n: int) -> bool:
+        return not self.executor.change_cells([Copy(source, seq_id, n)]).lost
+
+    def save(self, seq_id: int, max_bytes: int) -> int | None:
+        """The bytes that are saved, under key 0."""
+        ((key, n_bytes),) = self.executor.change_cells([Save(seq_id, 0, max_bytes)]).saved
+        assert key == 0
+        return n_bytes
+
+    def restore(self, seq_id: int, n: int) -> bool:
+        return not self.executor.change_cells([Restore(0, seq_id, n)]).lost
 
     def sample(self) -> list[int]:
         """The greedy tokens of the last launch's outputs."""
@@ -263,7 +279,7 @@ class TestAgain:
             scarce.executor.sample(scarce.step, scarce.rows, [a, b])
             with pytest.raises(ContextFullError):
                 scarce.executor.sample_repeat(scarce.executor.launch_repeat())
-        assert scarce.executor.remove(2, 0)
+        assert scarce.remove(2, 0)
         scarce.launch((0, len(first) + 1, [8], True), (1, len(second) + 1, [9], True))
         scarce.assert_says([*first, 5, 8], [*second, 6, 9])
 
@@ -274,7 +290,7 @@ class TestRemove:
         tokens, other = prompt_of(12), prompt_of(9, 1)
         kit.launch((0, 0, tokens, True), (1, 0, other, True))
         changed = [*tokens[:8], 77, 78]
-        if kit.executor.remove(0, 8):
+        if kit.remove(0, 8):
             assert not kit.recurrent
             kit.launch((0, 8, changed[8:], True), (1, 9, [5], True))
         else:  # then all of it is gone
@@ -284,28 +300,28 @@ class TestRemove:
 
     def test_a_whole_sequence_is_forgotten(self, kit: Kit) -> None:
         kit.launch((0, 0, prompt_of(12), True), (1, 0, prompt_of(9, 1), True))
-        assert kit.executor.remove(0, 0)
+        assert kit.remove(0, 0)
         kit.launch((0, 0, prompt_of(7, 5), True), (1, 9, [5], True))
         kit.assert_says(prompt_of(7, 5), [*prompt_of(9, 1), 5])
 
     def test_nothing_is_there_to_forget(self, kit: Kit) -> None:
-        assert kit.executor.remove(3, 0)
-        assert kit.executor.remove(3, 5)
+        assert kit.remove(3, 0)
+        assert kit.remove(3, 5)
         kit.launch((0, 0, prompt_of(12), True))
-        assert kit.executor.remove(0, 12)
+        assert kit.remove(0, 12)
         kit.launch((0, 12, [7], True))
         kit.assert_says([*prompt_of(12), 7])
 
     def test_a_filler_is_forgotten(self, kit: Kit) -> None:
         """As the scheduler does to gaps between sequences, where the memory can."""
         if kit.recurrent:
-            assert kit.executor.remove(1, 0)
+            assert kit.remove(1, 0)
             return
         kit.launch(*((i, 0, prompt_of(6, i), True) for i in (0, 1, 3)))
         kit.launch((0, 6, [4], True), (1, 6, [0], False), (2, 0, [0], False), (3, 6, [4], True))
         kit.assert_says([*prompt_of(6), 4], [*prompt_of(6, 3), 4])
-        assert kit.executor.remove(1, 6)
-        assert kit.executor.remove(2, 0)
+        assert kit.remove(1, 6)
+        assert kit.remove(2, 0)
         kit.launch((1, 6, [8], True), (2, 0, prompt_of(5), True))
         kit.assert_says([*prompt_of(6, 1), 8], prompt_of(5))
 
@@ -321,7 +337,7 @@ class TestFull:
                 scarce.launch_and_sample((1, 0, prompt_of(37, 1), True))
         scarce.launch((0, 220, [6], True), (2, 0, prompt_of(9, 2), True))
         scarce.assert_says([*tokens, 6], prompt_of(9, 2))
-        assert scarce.executor.remove(0, 0)
+        assert scarce.remove(0, 0)
         scarce.launch((1, 0, prompt_of(37, 1), True))
         scarce.assert_says(prompt_of(37, 1))
 
@@ -330,7 +346,7 @@ class TestFull:
             scarce.launch((i, 0, prompt_of(N_CTX // N_SEQ, i), True))
         with pytest.raises(ContextFullError):
             scarce.launch_and_sample((2, N_CTX // N_SEQ, [1], True))
-        assert scarce.executor.remove(0, N_CTX // N_SEQ - 1)
+        assert scarce.remove(0, N_CTX // N_SEQ - 1)
         scarce.launch((2, N_CTX // N_SEQ, [1], True))
         scarce.assert_says([*prompt_of(N_CTX // N_SEQ, 2), 1])
 
@@ -342,7 +358,7 @@ class TestCopies:
         kit.launch((1, 0, tokens, True))
         kit.sample()
         n = 40 if kit.recurrent else 33
-        assert kit.executor.copy(1, 3, n)
+        assert kit.copy(1, 3, n)
         kit.launch((3, n, [*tokens[n:], 8], True), (1, 40, [9], True))
         kit.assert_says([*tokens, 8], [*tokens, 9])
 
@@ -350,21 +366,21 @@ class TestCopies:
         tokens = prompt_of(40)
         kit.launch((1, 0, tokens, True))
         kit.sample()
-        saved = kit.executor.save(1, 2**30)
-        assert saved is not None and saved.n_bytes >= 40
-        kit.executor.remove(1, 0)
+        assert (kit.save(1, 2**30) or 0) >= 40
+        kit.remove(1, 0)
         kit.launch((1, 0, prompt_of(17, 5), True), (0, 0, prompt_of(9, 6), True))
         kit.assert_says(prompt_of(17, 5), prompt_of(9, 6))
         for slot, n in ((2, 40), (3, 40 if kit.recurrent else 21)):  # as often as wanted, whole or in part
-            assert kit.executor.load(saved, slot, n)
+            assert kit.restore(slot, n)
             kit.launch((slot, n, [*tokens[n:], 8], True))
             kit.assert_says([*tokens, 8])
-        saved.close()
+        kit.executor.change_cells([Forget(0), Remove(1, 0)])
+        assert not kit.restore(1, 40)
 
     def test_a_sequence_that_is_too_large_is_not_saved(self, kit: Kit) -> None:
         kit.launch((0, 0, prompt_of(40), True))
         kit.sample()
-        assert kit.executor.save(0, 39) is None
+        assert kit.save(0, 39) is None
         kit.launch((0, 40, [8], True))
         kit.assert_says([*prompt_of(40), 8])
 
@@ -373,22 +389,20 @@ class TestCopies:
         tokens = prompt_of(64)
         kit.launch((0, 0, tokens, True))
         kit.sample()
-        saved = kit.executor.save(0, 2**30)
-        assert saved is not None
+        assert kit.save(0, 2**30) is not None
         for slot in (1, 2):
             kit.launch((slot, 0, prompt_of(60, slot), True))
             kit.sample()
             kit.launch((slot, 60, prompt_of(30, 7), True))
             kit.sample()
-        assert not kit.executor.load(saved, 3, 64)  # 12 cells are free
+        assert not kit.restore(3, 64)  # 12 cells are free
         kit.launch((3, 0, prompt_of(5), True), (0, 64, [8], True), (1, 90, [7], True))
         kit.assert_says(prompt_of(5), [*tokens, 8], [*prompt_of(60, 1), *prompt_of(30, 7), 7])
-        kit.executor.remove(3, 0)
-        kit.executor.remove(0, 0)
-        assert kit.executor.load(saved, 3, 64)
+        kit.remove(3, 0)
+        kit.remove(0, 0)
+        assert kit.restore(3, 64)
         kit.launch((3, 64, [8], True))
         kit.assert_says([*tokens, 8])
-        saved.close()
 
 
 class TestSample:
@@ -399,7 +413,7 @@ class TestSample:
             first, second, third = kit.sample()
             assert second == NoToken.NO_FINITE_LOGIT
             assert (first, third) == (kit.says(prompt_of(4)), kit.says(prompt_of(5, 2)))
-            assert kit.executor.remove(1, 0)
+            assert kit.remove(1, 0)
             kit.launch((0, 4, [3], True), (1, 0, prompt_of(9), True))
             kit.assert_says([*prompt_of(4), 3], prompt_of(9))
 
@@ -431,7 +445,7 @@ class TestSample:
 class TestOwner:
     def test_one_thread_uses_it(self, kit: Kit) -> None:
         kit.launch((0, 0, prompt_of(4), True))
-        for use in (lambda: kit.launch((0, 4, [1], True)), lambda: kit.executor.remove(0, 0)):
+        for use in (lambda: kit.launch((0, 4, [1], True)), lambda: kit.remove(0, 0)):
             with pytest.raises(RuntimeError, match="belongs to another thread"):
                 Worker(use).result()
         kit.assert_says(prompt_of(4))
@@ -440,7 +454,7 @@ class TestOwner:
         kit.launch((0, 0, prompt_of(4), True))
         kit.executor.close()
         kit.executor.close()
-        for use in (lambda: kit.launch((0, 4, [1], True)), kit.sample, lambda: kit.executor.remove(0, 0)):
+        for use in (lambda: kit.launch((0, 4, [1], True)), kit.sample, lambda: kit.remove(0, 0)):
             with pytest.raises(EngineClosedError, match="the context is closed"):
                 use()
 
@@ -456,7 +470,7 @@ class TestWalk:
             if chance.random() < 0.3:
                 i = chance.randrange(N_SEQ)
                 keep = chance.randint(0, len(sequences[i]))
-                if kit.executor.remove(i, keep):
+                if kit.remove(i, keep):
                     del sequences[i][keep:]
                 else:
                     sequences[i].clear()

@@ -32,6 +32,7 @@ from support.sampler_definitions import Stages as Definition
 
 import llamapipe as lp
 from llamapipe._engine.executor import StepExecutor
+from llamapipe._engine.kv import Remove
 from llamapipe._engine.request import Request
 from llamapipe._engine.sampling import SamplerFactoryCache
 from llamapipe.errors import DecodeError
@@ -603,11 +604,11 @@ class TestSteps:
                         said.append(steps.executor.sample(step, steps.rows, [chains[s] for s in run]))
                 for run, drawn in zip(runs, said, strict=True):
                     for seq_id in run:
-                        steps.executor.remove(seq_id, 0)
+                        steps.executor.change_cells([Remove(seq_id, 0)])
                     step = steps.launch(run, [])
                     assert steps.executor.sample(step, steps.rows, [plain[s] for s in run]) == drawn
                     for seq_id in run:
-                        steps.executor.remove(seq_id, 0)
+                        steps.executor.change_cells([Remove(seq_id, 0)])
             assert steps.n_graph() == 3 * (3 if ON_DEVICE else 12)
             assert steps.pipeline.counters().n_moved == 0
 
@@ -632,9 +633,9 @@ class TestSteps:
             with pytest.raises(DecodeError):
                 steps.executor.sample(steps.launch({0: [5, 6]}, [a]), steps.rows, [a])
             for i in range(4):  # no slot of the ring is lost
-                steps.executor.remove(0, 0)
+                steps.executor.change_cells([Remove(0, 0)])
                 said = steps.executor.sample(steps.launch({0: [5, 6 + i]}, [a]), steps.rows, [a])
-                steps.executor.remove(0, 0)
+                steps.executor.change_cells([Remove(0, 0)])
                 assert said == steps.executor.sample(steps.launch({0: [5, 6 + i]}, []), steps.rows, [b])
             assert steps.n_graph() == 4
 
@@ -650,7 +651,7 @@ class TestSteps:
             assert steps.n_graph() == 2  # it would have asked for the same
             with steps.chain(9) as c:
                 steps.executor.sample(step, rows, [c])
-            steps.executor.remove(0, 0)
+            steps.executor.change_cells([Remove(0, 0)])
             step = steps.launch({0: [5, 6]}, [])
             assert steps.executor.sample(step, steps.rows, [b]) == first
 
@@ -714,7 +715,7 @@ class TestSteps:
         with Steps(demo, ring) as steps:
             step = steps.executor.launch([5, 6, 7], [0, 1, 2], [0] * 3, [1] * 3, [], [], {0: [6], 2: [1]})
             alone = steps.executor.score(step, [0, 0, 1, 2], [6, 7, 7, 3], 2)
-            steps.executor.remove(0, 0)
+            steps.executor.change_cells([Remove(0, 0)])
             step = steps.executor.launch([5, 6, 7], [0, 1, 2], [0] * 3, [1] * 3)
             whole = steps.executor.score(step, [0, 0, 1, 2], [6, 7, 7, 3], 2)
         for one, two in zip(alone, whole, strict=True):

@@ -15,7 +15,6 @@ from support.fakes import N_VOCAB, FakeContext, continuation
 from support.memory import cache_of
 
 from llamapipe._engine import scheduler as scheduler_module
-from llamapipe._engine.executor import CellKeeper
 from llamapipe._engine.kv import Shift
 from llamapipe._engine.planner import BatchPlan
 from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, State
@@ -50,7 +49,6 @@ class Bench:
             cache_of(n_slots), n_ctx, n_cells, n_batch, n_ubatch, padding_token, prefill_cutoff=prefill_cutoff
         )
         self.context = FakeContext(n_slots, n_ctx, n_cells, n_batch, recurrent=recurrent)
-        self.memory = CellKeeper(self.scheduler)
         self.n_added = 0
         self.n_full = 0  # launches that found no cells
         self.n_held = 0  # requests in a slot at the last launch
@@ -122,7 +120,7 @@ class Bench:
 
     def remove(self) -> None:
         """Removes the cells that were given up; then they are what the requests say."""
-        self.memory.apply(self.context)
+        self.scheduler.cells_changed(self.context.change_cells(self.scheduler.cache.take_memory_ops()))
         expected: list[list[int]] = [[] for _ in range(self.context.n_seq_max)]
         for request in self.scheduler.live():
             if request.slot >= 0:

@@ -10,7 +10,6 @@ import pytest
 from support.fakes import FakeContext, continuation, next_token, score_of
 from support.memory import cache_of
 
-from llamapipe._engine.executor import CellKeeper
 from llamapipe._engine.planner import BatchPlan
 from llamapipe._engine.request import Request, RequestSpec, State
 from llamapipe._engine.scheduler import Scheduler
@@ -42,15 +41,17 @@ class Desk:
         self.context.n_score_rows = n_score_rows
         self.cache = cache_of(n_slots, enabled=True, whole_only=recurrent, host_bytes=host_bytes, min_save=4)
         self.scheduler = Scheduler(self.cache, N_CTX, n_cells, 24, 12, None, n_score_rows=n_score_rows)
-        self.memory = CellKeeper(self.scheduler)
         self.n_fed = 0
 
+    def change_cells(self) -> bool:
+        return self.scheduler.cells_changed(self.context.change_cells(self.cache.take_memory_ops()))
+
     def step(self) -> BatchPlan | None:
-        self.memory.apply(self.context)
+        self.change_cells()
         plan = self.scheduler.plan()
         if plan is None:
             return None
-        if not self.memory.apply(self.context):
+        if not self.change_cells():
             self.scheduler.drop(plan)
             return plan
         try:

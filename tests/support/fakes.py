@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from llamapipe._engine.kv import CellChanges, Copy, Forget, MemoryOp, Remove, Restore, Save, Shift
 from llamapipe._engine.scoring import TokenScore
 from llamapipe.errors import ContextFullError, EngineClosedError
 
@@ -141,7 +142,8 @@ class FakeContext:
         self.recurrent = recurrent
         self.before_launch = before_launch
         self.sequences: list[list[int]] = [[] for _ in range(n_seq_max)]  # the tokens in each one's cells
-        self.saved: list[FakeSaved] = []
+        self.saved: list[FakeSaved] = []  # all that there ever were
+        self.kept: dict[int, FakeSaved] = {}  # those that are there, by key
         self.refuses_saves = False
         self.launches: list[Launch] = []  # those that succeeded
         self.n_launches = 0  # all
@@ -162,7 +164,37 @@ class FakeContext:
         """Cells in use."""
         return sum(map(len, self.sequences))
 
-    def remove(self, seq_id: int, position: int) -> bool:
+    def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
+        lost: set[int] = set()
+        sizes: list[tuple[int, int | None]] = []
+        for op in ops:
+            done = True
+            match op:
+                case Remove(slot, position):
+                    done = self._remove(slot, position)
+                case Shift(slot, begin, end):
+                    done = slot not in lost and self._shift(slot, begin, end)
+                case Copy(source, slot, n):
+                    done = source not in lost and self._copy(source, slot, n)
+                case Restore(key, slot, n):
+                    done = key in self.kept and self._load(self.kept[key], slot, n)
+                case Save(slot, key, max_bytes):
+                    saved = None if slot in lost else self.save(slot, max_bytes)
+                    sizes.append((key, None if saved is None else saved.n_bytes))
+                    if saved is not None:
+                        self.kept[key] = saved
+                    continue
+                case Forget(key):
+                    if key in self.kept:
+                        self.kept.pop(key).close()
+                    continue
+            if not done:
+                lost.add(slot)
+            elif isinstance(op, (Copy, Restore)):
+                lost.discard(slot)
+        return CellChanges(lost, sizes)
+
+    def _remove(self, seq_id: int, position: int) -> bool:
         """Forgets a sequence's cells from ``position`` on; a recurrent one all of them, False then."""
         self._claim()
         assert 0 <= seq_id < self.n_seq_max, f"there is no sequence {seq_id}"
@@ -174,7 +206,7 @@ class FakeContext:
         del cells[position:]
         return True
 
-    def copy(self, source: int, seq_id: int, n: int) -> bool:
+    def _copy(self, source: int, seq_id: int, n: int) -> bool:
         """Gives an empty sequence the first `n` cells of another."""
         self._claim()
         assert source != seq_id and not self.sequences[seq_id], f"sequence {seq_id} is not empty"
@@ -184,7 +216,7 @@ class FakeContext:
         self.sequences[seq_id] = self.sequences[source][:n]
         return True
 
-    def shift(self, seq_id: int, begin: int, end: int) -> bool:
+    def _shift(self, seq_id: int, begin: int, end: int) -> bool:
         """Drops cells from the middle of a sequence."""
         self._claim()
         cells = self.sequences[seq_id]
@@ -202,12 +234,22 @@ class FakeContext:
         self.saved.append(FakeSaved(cells.copy()))
         return self.saved[-1]
 
-    def restore(self, state: bytes) -> FakeSaved:
-        """Saved cells of what ``FakeSaved.to_bytes`` returned."""
-        self.saved.append(FakeSaved(array("i", state).tolist()))
-        return self.saved[-1]
+    def read_cells(self, seq_id: int) -> bytes | None:
+        saved = self.save(seq_id, 2**62)
+        if saved is None:
+            return None
+        saved.close()
+        return saved.to_bytes()
 
-    def load(self, saved: FakeSaved, seq_id: int, n: int) -> bool:
+    def read_saved(self, key: int) -> bytes | None:
+        return self.kept[key].to_bytes() if key in self.kept else None
+
+    def keep_saved(self, key: int, state: bytes) -> bool:
+        self.saved.append(FakeSaved(array("i", state).tolist()))
+        self.kept[key] = self.saved[-1]
+        return True
+
+    def _load(self, saved: FakeSaved, seq_id: int, n: int) -> bool:
         """Gives an empty sequence the first `n` saved cells."""
         self._claim()
         assert not saved.closed and not self.sequences[seq_id], f"sequence {seq_id} is not empty"
@@ -336,6 +378,8 @@ class FakeContext:
     def close(self) -> None:
         """Nothing can be done with it any more."""
         self.closed = True
+        while self.kept:
+            self.kept.popitem()[1].close()
 
     def _claim(self) -> None:
         if self.closed:

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from llamapipe._engine.kv import Copy, KvCache, MemoryOp, Save
-from llamapipe._engine.kv import Load as LoadCells
+from llamapipe._engine.kv import Copy, KvCache, MemoryOp, Restore, Save
 from llamapipe._engine.planner import BatchPlan
 from llamapipe._engine.request import UNLIMITED, Request, RequestSpec, State
 from llamapipe._engine.scheduler import Scheduler
@@ -285,7 +284,7 @@ def count_copies(ops: Iterable[MemoryOp], cache: KvCache) -> tuple[int, int]:
     """Number of copies of cells, between slots, to host memory or back, and number of copied cells."""
     n_copies = n_cells = 0
     for op in ops:
-        if isinstance(op, (Copy, LoadCells)):
+        if isinstance(op, (Copy, Restore)):
             n_copies, n_cells = n_copies + 1, n_cells + op.n
         elif isinstance(op, Save):
             n_copies, n_cells = n_copies + 1, n_cells + cache.n_saved_cells(op.key)

@@ -82,7 +82,7 @@ def main() -> int:
 
 def _timed_flush(engine: lp.Engine) -> list[float]:
     """Has the engine's publisher add up the time of its flushes in the list's only entry."""
-    publisher = engine._engine_thread.loop.kv_events
+    publisher = engine._engine_thread.loop._kv_events
     assert publisher is not None
     flush, spent = publisher.flush, [0.0]
 

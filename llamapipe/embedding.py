@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast, overload
 
 import numpy as np
 
-from llamapipe._engine.compute_threads import ThreadTuner, tuner_of
+from llamapipe._engine.compute_threads import ThreadTuner, make_tuner
 from llamapipe._engine.deliver import progress_bar
 from llamapipe._engine.long_work import LongWork, size_of
 from llamapipe.arguments import check_flag, check_tokens, explains_options, from_column
@@ -104,7 +104,7 @@ class Embedder(Owner):
         self.n_seq_max = context.n_seq_max
         self.n_embd = context.width
         self._long_work = LongWork()
-        tuner = tuner_of(context, is_threaded=False, is_fixed=n_threads is not None)
+        tuner = make_tuner(context, is_threaded=False, is_fixed=n_threads is not None)
         self._worker = Worker(context, tuner, self._long_work)
 
     def __repr__(self) -> str:

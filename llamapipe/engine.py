@@ -25,7 +25,7 @@ from llamapipe._engine.chat_requests import (
     ToolChoice,
     Truncation,
 )
-from llamapipe._engine.compute_threads import tuner_of
+from llamapipe._engine.compute_threads import make_tuner
 from llamapipe._engine.deliver import AsyncMailbox, Mailbox, Progress, ThreadMailbox, progress_bar
 from llamapipe._engine.executor import StepExecutor
 from llamapipe._engine.invariance import check_invariance
@@ -281,19 +281,25 @@ class Engine(Owner):
             n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
             self._request_builder = RequestBuilder(model, context.n_ctx, n_sharing)
             self._chat_builder = ChatBuilder(model, self._request_builder)
-            tuner = tuner_of(context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch))
-            executor = StepExecutor(pipeline, tuner)
-            loop = EngineLoop(scheduler, executor, window_us * 1e-6, self._queue.left)
-            loop.kv_events = publisher
-            loop.long_work = self._long_work = LongWork()
+            self.trace = Trace(pipeline)
+            tuner = make_tuner(
+                context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch), trace=self.trace
+            )
+            self._long_work = LongWork()
+            loop = EngineLoop(
+                scheduler,
+                StepExecutor(pipeline, tuner),
+                window_us * 1e-6,
+                self._queue.left,
+                self.trace,
+                publisher,
+                self._long_work,
+            )
             self.kv_events = None if publisher is None else publisher.options
             engine_thread = EngineThread(loop)
             undo.callback(engine_thread.close, drain=False)
             self._engine_thread = engine_thread
             self._submission = Submission(engine_thread, self._queue)
-            self.trace = loop.trace = Trace(pipeline)
-            if tuner is not None:
-                tuner.trace = self.trace
             if trace:
                 self.trace.start()
             engine_thread.start()
@@ -543,8 +549,7 @@ class Engine(Owner):
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         request = self._request_builder.restored(item, mailbox, found.n_prompt)
         generation = self._generation(request, mailbox)
-        engine_thread = self._engine_thread
-        engine_thread.call(engine_thread.loop.restore, request, found.n_cells, found.state)
+        self._engine_thread.restore(request, found.n_cells, found.state)
         return generation
 
     @explains_options()
@@ -577,7 +582,7 @@ class Engine(Owner):
         engine_thread = self._engine_thread
         try:
             self._submission.collect(iter([make]), options, progress_bar(False, 1))
-            n_bytes, n_needed, budget = engine_thread.ask(lambda: engine_thread.loop.kept_bytes(requests[0]))
+            n_bytes, n_needed, budget = engine_thread.kept_bytes(requests[0])
             if n_bytes == 0:
                 raise InvalidRequestError(
                     f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "
@@ -585,7 +590,7 @@ class Engine(Owner):
                 )
         except BaseException:
             if requests:
-                engine_thread.call(engine_thread.loop.release, requests[0])
+                engine_thread.release(requests[0])
             raise
         return CachedPrefix(engine_thread, requests[0], len(tokens), n_bytes)
 
@@ -1162,7 +1167,7 @@ class Engine(Owner):
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
-        self._engine_thread.ask(self._engine_thread.loop.check_integrity)
+        self._engine_thread.check_integrity()
 
     @property
     def closed(self) -> bool:

@@ -6,7 +6,6 @@ A stream computes ahead of its reader, by a bounded number of tokens; a generati
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from queue import Empty
 from time import perf_counter
 from types import TracebackType
@@ -17,7 +16,7 @@ from llamapipe._engine.deliver import AsyncMailbox, DeltaParser, Failure, Thread
 from llamapipe._engine.request import Request, State
 from llamapipe._engine.snapshot import Layout, Snapshot, pack
 from llamapipe._engine.submit import Item, ObservedRequest
-from llamapipe._engine.thread import EngineThread, single_caller
+from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import OneCall, OneTask
@@ -488,7 +487,7 @@ class Generation(Owner):
             return None
         self._engine_thread.check_open()
         self._changed = False
-        self._engine_thread.loop.inbox.single_caller = single_caller()
+        self._engine_thread.note_waiting_thread()
         try:
             request.token_budget = request.n_total + 1
             self._engine_thread.resume(request)
@@ -593,7 +592,7 @@ class Generation(Owner):
         forked._changed = self._changed
         forked._n_dropped = self._n_dropped
         forked.engine = self.engine
-        self._engine_thread.call(self._engine_thread.loop.fork, parent, child)
+        self._engine_thread.fork(parent, child)
         return forked
 
     def snapshot(self) -> bytes:
@@ -611,7 +610,7 @@ class Generation(Owner):
 
     def _snapshot(self) -> bytes:
         self._check_open()
-        taken = self._engine_thread.ask(partial(self._engine_thread.loop.snapshot, self._request))
+        taken = self._engine_thread.snapshot(self._request)
         return pack(Snapshot(*taken), self._layout())
 
     def cancel(self) -> None:
@@ -653,7 +652,7 @@ class Generation(Owner):
         request = self._request
         self._changed = True
         request.reopen()  # the engine thread leaves a waiting request alone; `finish_reason` must hold at once
-        self._engine_thread.call(self._engine_thread.loop.change, request, n_keep, tokens)
+        self._engine_thread.change(request, n_keep, tokens)
 
 
 def _seed_of_fork(seed: int, index: int) -> int:
@@ -681,7 +680,7 @@ class CachedPrefix(Owner):
 
     def release(self) -> None:
         """Lets the cache drop the prefix when it needs the memory. A second call does nothing."""
-        self._engine_thread.call(self._engine_thread.loop.release, self._request)
+        self._engine_thread.release(self._request)
 
     def __enter__(self) -> CachedPrefix:
         return self

@@ -24,13 +24,16 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from llamapipe.errors import BackendError
 from llamapipe.host.cpu_load import BudgetMember, cpu_load, process_budget
 from llamapipe.llama.context import Context
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.native_pipeline import on_gpu
+
+if TYPE_CHECKING:
+    from llamapipe.pipeline.trace import Trace
 
 _TOLERATED = (
     0.6  # of one thread's time, for all n of them: D above 0.6 / n costs more than the n-th thread brings
@@ -214,7 +217,7 @@ class ComputeThreads(Protocol):
         """The kernel's ids of the threads that compute; empty before the first decode."""
 
 
-class Load(Protocol):
+class LoadCounters(Protocol):
     """Counters of the machine's load; see ``llamapipe.host.cpu_load.CpuLoad``."""
 
     def watch(self, thread_ids: Iterable[int]) -> None:
@@ -236,15 +239,6 @@ class Load(Protocol):
         """Closes the files that it reads."""
 
 
-class SpanRecorder(Protocol):
-    """Where it is recorded when how many threads computed."""
-
-    on: bool
-
-    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
-        """Records a stage, in seconds of ``time.perf_counter``."""
-
-
 class ThreadTuner:
     """Keeps the number of a context's threads right while the load of the machine changes.
 
@@ -254,10 +248,15 @@ class ThreadTuner:
     """
 
     def __init__(
-        self, threads: ComputeThreads, member: BudgetMember, load: Load | None, is_fixed: bool = False
+        self,
+        threads: ComputeThreads,
+        member: BudgetMember,
+        load: LoadCounters | None,
+        is_fixed: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         self.n_changes = 0
-        self.trace: SpanRecorder | None = None
+        self._trace = trace
         self._threads = threads
         self.member = member
         self._load = load
@@ -333,7 +332,7 @@ class ThreadTuner:
         if self._load is not None:
             self._load.close()
 
-    def _observe(self, policy: RunDelayPolicy, load: Load, now_s: float) -> None:
+    def _observe(self, policy: RunDelayPolicy, load: LoadCounters, now_s: float) -> None:
         if not self._is_watching:
             self._watch(load, now_s)
             return
@@ -373,19 +372,19 @@ class ThreadTuner:
         if self._by_delay is not None and self._load is not None:
             self._watch(self._load, now_s)
 
-    def _watch(self, load: Load, now_s: float) -> None:
+    def _watch(self, load: LoadCounters, now_s: float) -> None:
         ids = self._threads.compute_thread_ids()
         self._is_watching = bool(ids)
         load.watch(ids)
         self._restart_delay(load, now_s)
         self._restart_cores(load, now_s)
 
-    def _restart_delay(self, load: Load, now_s: float) -> None:
+    def _restart_delay(self, load: LoadCounters, now_s: float) -> None:
         self._delay_s = load.run_and_delay_s()[1]
         self._n_throttled = load.n_throttled()
         self._delay_began_s, self._next_s = now_s, now_s + _DELAY_EVERY_S
 
-    def _restart_cores(self, load: Load, now_s: float) -> None:
+    def _restart_cores(self, load: LoadCounters, now_s: float) -> None:
         self._idle_s, self._run_s, self._process_s = (
             load.idle_s(),
             load.run_and_delay_s()[0],
@@ -395,13 +394,15 @@ class ThreadTuner:
 
     def _record(self, now_s: float) -> None:
         """Notes a stretch of time with the same number of threads."""
-        if self.trace is not None and self.trace.on:
+        if self._trace is not None and self._trace.on:
             n = self._threads.n_threads
-            self.trace.add(f"{n} threads" if n > 1 else "1 thread", -1, self._computing_s, now_s)
+            self._trace.add(f"{n} threads" if n > 1 else "1 thread", -1, self._computing_s, now_s)
         self._computing_s = now_s
 
 
-def tuner_of(context: Context | EmbeddingContext, is_threaded: bool, is_fixed: bool) -> ThreadTuner | None:
+def make_tuner(
+    context: Context | EmbeddingContext, is_threaded: bool, is_fixed: bool, trace: Trace | None = None
+) -> ThreadTuner | None:
     """What keeps a context's number of threads right; None where a GPU computes, whose steps need few of them.
 
     ``is_threaded``: launches return before their step is computed. ``is_fixed``: the caller chose the number.
@@ -410,4 +411,4 @@ def tuner_of(context: Context | EmbeddingContext, is_threaded: bool, is_fixed: b
         return None
     member = process_budget().member(context.n_threads if is_fixed else None)
     load = None if is_fixed or context.n_threads == 1 else cpu_load()
-    return ThreadTuner(context, member, load, is_fixed or (load is None and is_threaded))
+    return ThreadTuner(context, member, load, is_fixed or (load is None and is_threaded), trace)

@@ -44,6 +44,7 @@ from llamapipe.results import EngineStats, TimeHistogram
 
 if TYPE_CHECKING:
     from llamapipe.kv_events import Publisher
+    from llamapipe.pipeline.trace import Trace
 
 
 class Inbox:
@@ -118,24 +119,6 @@ class InFlightStep(NamedTuple):
     step: int
     samplers: list[Any]
     began_s: float  # of ``perf_counter``
-
-
-class StepTrace(Protocol):
-    """Where the loop records the stages ``plan`` and ``deliver``."""
-
-    on: bool
-
-    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
-        """Records a stage, in seconds of ``time.perf_counter``."""
-
-
-class NoTrace:
-    """A trace that is off."""
-
-    on = False
-
-    def add(self, stage: str, step: int, begin_s: float, end_s: float) -> None:
-        """Records nothing."""
 
 
 class StepsInFlight:
@@ -446,6 +429,9 @@ class EngineLoop:
         executor: Executor,
         window_s: float,
         left_queue: Callable[[Sequence[Request]], object],
+        trace: Trace | None = None,
+        kv_events: Publisher | None = None,
+        long_work: Closable | None = None,
     ) -> None:
         self.inbox = Inbox()
         self.dispatcher = ResultDispatcher(at_launch=not executor.overlaps)
@@ -453,14 +439,14 @@ class EngineLoop:
             executor.wake_at_launch(self.dispatcher.wakes)
         self.in_flight = StepsInFlight(executor)
         self.open: dict[Request, None] = {}
-        self.trace: StepTrace = NoTrace()
-        self.kv_events: Publisher | None = None
-        self.long_work: Closable | None = None
+        self._trace = trace
+        self._kv_events = kv_events
+        self._long_work = long_work
         self._scheduler = scheduler
         self._executor = executor
         self._left_queue = left_queue
         self._micro_batches = MicroBatchSwitch(executor)
-        scheduler.batch_builder.depth = executor.depth if executor.overlaps else 1
+        scheduler.set_depth(executor.depth if executor.overlaps else 1)
         self._window_s = window_s
         self._n_skip = self._n_skipped = 0  # windows to skip after one in vain, and skipped since
         self._stopping = False
@@ -635,12 +621,6 @@ class EngineLoop:
             found = {slot: self._executor.sequence_end(slot) for slot in expected}
             assert found == expected, f"cells by slot: {found}, expected {expected}"
 
-    def replace_executor(self, executor: Executor) -> Executor:
-        """Runs the next steps on another executor and returns this one: a seam for tests that hold or fail steps."""
-        replaced, self._executor = self._executor, executor
-        self.in_flight.executor = executor
-        return replaced
-
     # ---- the loop
     def run(self) -> None:
         """Runs until a ``stop`` command. Frees the context at the end."""
@@ -654,8 +634,8 @@ class EngineLoop:
                 self.dispatcher,
                 self.in_flight,
                 self._executor,
-                self.kv_events,
-                self.long_work,
+                self._kv_events,
+                self._long_work,
             ):
                 if owner is not None:
                     owner.close()
@@ -683,8 +663,8 @@ class EngineLoop:
             if plan is not None:
                 self._launch(plan, started)
             self._deliver()
-            if self.kv_events is not None:
-                self.kv_events.flush()
+            if self._kv_events is not None:
+                self._kv_events.flush()
 
             # There are three cases for what to do next:
             # 1. A step is in flight, and no further one can be launched: sample it.
@@ -721,8 +701,8 @@ class EngineLoop:
     def _wait(self) -> None:
         """Blocks for a command, then a moment longer for more requests, if that has paid lately."""
         inbox, scheduler = self.inbox, self._scheduler
-        if self.kv_events is not None:
-            self.kv_events.flush()
+        if self._kv_events is not None:
+            self._kv_events.flush()
         if inbox.empty():
             self._executor.idle()
             if not inbox.single_caller and not self.open:
@@ -773,8 +753,8 @@ class EngineLoop:
             self.in_flight.launch(plan, samplers, planned)
         except (ContextFullError, DecodeError) as e:
             self._failed(plan, e)
-        if self.trace.on and self.in_flight.steps:
-            self.trace.add("plan", self.in_flight.steps[-1].step, started, planned)
+        if self._trace is not None and self._trace.on and self.in_flight.steps:
+            self._trace.add("plan", self.in_flight.steps[-1].step, started, planned)
         self._plan_s += planned - started
         self._launch_s += perf_counter() - planned
 
@@ -828,7 +808,7 @@ class EngineLoop:
         if not executor.overlaps:
             self._deliver()
         elif self._micro_batches.step(len(sampled)):
-            scheduler.batch_builder.n_micro_batches = self._micro_batches.n
+            scheduler.split_decoding(self._micro_batches.n)
 
     def _deliver(self) -> None:
         """Gives the tokens sampled last to their sinks, and has the callers woken."""
@@ -851,8 +831,8 @@ class EngineLoop:
         if self.dispatcher.pending:
             self._flush()
         ended = perf_counter()
-        if undelivered and self.trace.on:
-            self.trace.add("deliver", self._last_step, began, ended)
+        if undelivered and self._trace is not None and self._trace.on:
+            self._trace.add("deliver", self._last_step, began, ended)
         self._deliver_s += ended - began
 
     def _flush(self, together: bool = False) -> None:

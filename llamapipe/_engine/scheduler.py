@@ -357,7 +357,6 @@ class Scheduler:
     in a step, of which llama.cpp computes ``n_ubatch`` at a time. For ``padding_token``, ``n_score_rows``,
     ``prefill_cutoff`` and ``max_itl_s`` see BatchBuilder, for ``overflow`` Overflow.
 
-    ``batch_builder``: its ``depth`` and ``n_micro_batches`` may be changed between two steps.
     ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
     again. ``unsettled``: those with their last token whose samplers do not know yet whether the text is complete.
     """
@@ -453,6 +452,14 @@ class Scheduler:
         """Removes and returns ``dequeued``."""
         dequeued, self.dequeued = self.dequeued, []
         return dequeued
+
+    def set_depth(self, depth: int) -> None:
+        """How many steps of scores may be in flight. Before the first step."""
+        self.batch_builder.depth = depth
+
+    def split_decoding(self, n_micro_batches: int) -> None:
+        """Splits the decoding requests into so many parts, each a step, from the next step on."""
+        self.batch_builder.n_micro_batches = n_micro_batches
 
     # ---- events
     def add(self, request: Request) -> None:

@@ -69,7 +69,7 @@ from llamapipe._engine.request import UNLIMITED, Request, RequestSpec
 from llamapipe._engine.sampling import GrammarBudget, SamplerFactory, SamplerFactoryCache, choose_seed
 from llamapipe._engine.scoring import ContinuationTargets, PromptTargets
 from llamapipe._engine.tenant import cache_key, grammar_limit, tenant
-from llamapipe._engine.thread import EngineThread, single_caller
+from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import (
     check_choice,
     check_flag,
@@ -929,7 +929,7 @@ class Submission:
         Raises QueueFullError, TimeoutError, EngineClosedError.
         """
         try:
-            self._engine_thread.loop.inbox.single_caller = single_caller()
+            self._engine_thread.note_waiting_thread()
             for request in self._entering(deque(requests), block):
                 self._queue.enter(request, deadline)
         except BaseException:
@@ -979,7 +979,7 @@ class Submission:
             while True:
                 try:
                     while not exhausted and len(pending.groups) < n_ahead:
-                        self._engine_thread.loop.inbox.single_caller = single_caller()
+                        self._engine_thread.note_waiting_thread()
                         if not self._make_next(makes, mailbox, pending):
                             exhausted = True
                             break
@@ -1018,7 +1018,7 @@ class Submission:
     async def asubmit(self, *requests: Request, block: bool = True) -> None:
         """``submit`` for asyncio; cancelling the task cancels the requests."""
         try:
-            self._engine_thread.loop.inbox.single_caller = False
+            self._engine_thread.note_waiting_task()
             for request in self._entering(deque(requests), block):
                 await self._queue.aenter(request)
         except BaseException:
@@ -1039,7 +1039,7 @@ class Submission:
             while True:
                 try:
                     while not exhausted and len(pending.groups) < _N_AHEAD:
-                        self._engine_thread.loop.inbox.single_caller = False
+                        self._engine_thread.note_waiting_task()
                         if not self._make_next(makes, mailbox, pending):
                             exhausted = True
                             break
@@ -1098,7 +1098,7 @@ class Submission:
                 return
             pending.add(make(mailbox))
             mailbox.requests = pending.requests
-            self._engine_thread.loop.inbox.single_caller = False
+            self._engine_thread.note_waiting_task()
             for request in self._entering(pending.unsubmitted, pending.options.block):
                 await self._queue.aenter(request)
             while pending.ready:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 from weakref import WeakSet
@@ -142,6 +143,33 @@ class EngineThread:
         """Has the engine thread call a function between two steps, in the order of calls. Does not wait."""
         self._inbox.put(function, *arguments)
 
+    def note_waiting_thread(self) -> None:
+        """Notes that the calling thread is about to submit a request and to wait for it.
+
+        If no other thread could submit meanwhile, an idle engine starts its step at once.
+        """
+        self._inbox.single_caller = single_caller()
+
+    def note_waiting_task(self) -> None:
+        """Notes the same of a task: others of its event loop may submit meanwhile."""
+        self._inbox.single_caller = False
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Submits a request that continues the sequence of a resumable one that does not run."""
+        self._inbox.put(self.loop.fork, parent, child)
+
+    def change(self, request: Request, n_keep: int | None, tokens: Sequence[int]) -> None:
+        """Trims or lengthens the sequence of a resumable request that does not run."""
+        self._inbox.put(self.loop.change, request, n_keep, tokens)
+
+    def restore(self, request: Request, n_cells: int, state: bytes) -> None:
+        """Submits a resumable request whose first cells are given as bytes."""
+        self._inbox.put(self.loop.restore, request, n_cells, state)
+
+    def release(self, request: Request) -> None:
+        """The saved cells of a request that has ended need not be kept any more."""
+        self._inbox.put(self.loop.release, request)
+
     def resume(self, request: Request) -> None:
         """Has a paused request continue, as far as its token budget allows."""
         self._inbox.put(self.loop.resume, request)
@@ -180,6 +208,18 @@ class EngineThread:
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
+
+    def snapshot(self, request: Request) -> tuple[list[int], int, int, bytes]:
+        """See ``EngineLoop.snapshot``. Waits for the running step."""
+        return self.ask(partial(self.loop.snapshot, request))
+
+    def kept_bytes(self, request: Request) -> tuple[int, int, int]:
+        """See ``EngineLoop.kept_bytes``."""
+        return self.ask(partial(self.loop.kept_bytes, request))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the engine's bookkeeping is inconsistent."""
+        self.ask(self.loop.check_integrity)
 
     def stats(self) -> EngineStats:
         """A consistent copy of the counters. Waits for the end of the running step."""

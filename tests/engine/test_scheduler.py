@@ -520,7 +520,7 @@ class TestSteps:
         decoding = [bench.add(max_tokens=50) for _ in range(4)]
         bench.steps(2)
         scheduler = bench.scheduler
-        scheduler.batch_builder.n_micro_batches = 2
+        scheduler.split_decoding(2)
         prompts = [bench.add(n_prompt=4, token_budget=99) for _ in range(8)]
         before = [r.n_total for r in decoding]
         in_flight = [scheduler.plan(), scheduler.plan()]
@@ -614,11 +614,11 @@ class TestAgain:
         requests = [bench.add(max_tokens=12) for _ in range(4)]
         bench.steps(2)
         scheduler = bench.scheduler
-        scheduler.batch_builder.n_micro_batches = 2
+        scheduler.split_decoding(2)
         first, second = scheduler.plan(), scheduler.plan()
         assert first is not None and second is not None
         scheduler.commit(first, [7] * len(first.requests))
-        scheduler.batch_builder.n_micro_batches = 1
+        scheduler.split_decoding(1)
         scheduler.commit(second, [7] * len(second.requests))
         plan = scheduler.plan()
         assert plan is not None and set(plan.requests) == set(requests)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import llamapipe as lp
-from support.inside import executor_of, inbox_of, loop_of, n_steps_of, thread_of
+from support.inside import executor_of, inbox_of, n_steps_of, replace_executor, thread_of
 
 PATIENCE_S = 120.0  # a test that waits longer fails; busy machines were seen to stand still for half a minute
 
@@ -41,7 +41,7 @@ class Gate:
         self._sampled: list[int] = []  # from the last of them
 
     def __enter__(self) -> Gate:
-        thread_of(self._engine).ask(lambda: loop_of(self._engine).replace_executor(self))
+        replace_executor(self._engine, self)
         return self
 
     def __exit__(
@@ -49,7 +49,7 @@ class Gate:
     ) -> None:
         self.open()
         if not self._engine.closed:
-            thread_of(self._engine).ask(lambda: loop_of(self._engine).replace_executor(self._executor))
+            replace_executor(self._engine, self._executor)
 
     # ---- the test
     def wait(self) -> None:

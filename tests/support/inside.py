@@ -140,9 +140,9 @@ def told_and_cached(engine: lp.Engine, block_size: int) -> tuple[int, set[tuple[
     loop = loop_of(engine)
 
     def look() -> tuple[int, set[tuple[int, ...]]]:
-        assert loop.kv_events is not None
-        loop.kv_events.flush()
-        return loop.kv_events.n_put, cached_prefixes(loop._scheduler.cache, block_size)
+        assert loop._kv_events is not None
+        loop._kv_events.flush()
+        return loop._kv_events.n_put, cached_prefixes(loop._scheduler.cache, block_size)
 
     return thread_of(engine).ask(look)
 
@@ -166,7 +166,7 @@ def tree_of(engine: lp.Engine) -> PrefixTree[Cells]:
 @contextmanager
 def stalled_events(engine: lp.Engine) -> Iterator[None]:
     """Keeps the thread that publishes KV events from going on."""
-    publisher = loop_of(engine).kv_events
+    publisher = loop_of(engine)._kv_events
     assert publisher is not None
     with publisher._lock:
         yield
@@ -187,7 +187,7 @@ def set_micro_batches(engine: lp.Engine, n: int) -> None:
     scheduler = scheduler_of(engine)
 
     def change() -> None:
-        scheduler.batch_builder.n_micro_batches = n
+        scheduler.split_decoding(n)
 
     thread_of(engine).ask(change)
 
@@ -197,6 +197,16 @@ def held_locks(engine: lp.Engine) -> Iterator[None]:
     """Holds the locks that callers of the engine take, as a thread of the parent may when another one forks."""
     with engine._engine_thread._lock, engine._queue._entering:
         yield
+
+
+def replace_executor(engine: lp.Engine, executor: Any) -> None:
+    """Runs the next steps of an engine on another executor, between two steps."""
+    loop = loop_of(engine)
+
+    def replace() -> None:
+        loop._executor = loop.in_flight.executor = executor
+
+    thread_of(engine).ask(replace)
 
 
 def swap_native(engine: lp.Engine, native: Any) -> Any:

@@ -131,9 +131,8 @@ class ChatBuilder:
 
     def item(self, messages: Conversation, params: SamplingParams | None, options: ChatOptions) -> ChatItem:
         """One conversation, checked. Raises TypeError, ValueError, InvalidRequestError, ImportError."""
-        from llamapipe.chat.messages import check_messages
+        from llamapipe.chat.messages import check_messages, kept_messages
         from llamapipe.chat.tools import allowed_tools, check_tool_choice, check_tools
-        from llamapipe.chat.turns import kept_messages
 
         if params is None:
             params = SamplingParams(max_tokens=None)

@@ -8,13 +8,18 @@ from itertools import takewhile
 from typing import Any
 
 from llamapipe.arguments import quoted
-from llamapipe.chat.calls.call_format import CallFormat, ReasoningMarkers, Style, segments
-from llamapipe.chat.calls.grammar import Answer, GrammarWriter
-from llamapipe.chat.calls.harmony import REASONING as HARMONY_REASONING
-from llamapipe.chat.calls.harmony import harmony_grammar, is_harmony
-from llamapipe.chat.calls.lark import Literals, SpecialId
-from llamapipe.chat.calls.probe import KNOWN_REASONING, Render, TemplateProbe
-from llamapipe.chat.calls.tagged import TaggedArguments
+from llamapipe.chat._answer_grammar import AnswerGrammar, GrammarWriter, Literals, SpecialId, TaggedArguments
+from llamapipe.chat._call_format import (
+    KNOWN_REASONING,
+    CallFormat,
+    ReasoningMarkers,
+    Render,
+    Style,
+    TemplateProbe,
+    segments,
+)
+from llamapipe.chat._harmony import REASONING as HARMONY_REASONING
+from llamapipe.chat._harmony import harmony_grammar, is_harmony
 from llamapipe.chat.parser import ChatParser
 from llamapipe.chat.tools import Tool
 from llamapipe.errors import InvalidRequestError
@@ -116,7 +121,7 @@ class ChatFormat:
             )
         if not used and schema is None:
             return None
-        answer = Answer(
+        answer = AnswerGrammar(
             tools=[_Checked(t.name, _without_notes(closed_objects(_checked(t)))) for t in used],
             required=required,
             parallel=parallel,

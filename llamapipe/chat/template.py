@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from jinja2.exceptions import TemplateError
 
 from llamapipe.arguments import quoted
-from llamapipe.chat.limits import LimitError, new_limits
+from llamapipe.chat._sandbox import FixedList, LimitError, new_limits, sandbox
 from llamapipe.chat.messages import (
     ROLE,
     Message,
@@ -26,7 +26,6 @@ from llamapipe.chat.messages import (
     with_system_role,
     with_text_arguments,
 )
-from llamapipe.chat.sandbox import FixedList, sandbox
 from llamapipe.errors import InvalidRequestError
 
 # Marks the end of a message that is to be continued: the text that the template writes after it is cut off.

@@ -481,7 +481,7 @@ class Conversation:
         If the last message alone fills the context, nothing is hidden, and the tokens are those of it alone.
         ``n_tokens``: counts the tokens of a prompt.
         """
-        from llamapipe.chat.turns import kept_messages
+        from llamapipe.chat.messages import kept_messages
 
         kept = list(kept_messages(self.visible(), n_tokens, n_ctx, max_tokens))
         first = len(self.messages) + len(self._head) - len(kept)

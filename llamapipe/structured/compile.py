@@ -20,10 +20,9 @@ from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.llama.model import Model
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
-from llamapipe.structured.grammar import SchemaGrammar
-from llamapipe.structured.guide import DEAD_END, Guide, message_of
-from llamapipe.structured.library import llguidance
-from llamapipe.structured.rewrite import rewritten
+from llamapipe.structured._grammar import SchemaGrammar
+from llamapipe.structured._rewrite import rewritten
+from llamapipe.structured.guide import DEAD_END, GrammarTokenizer, Guide, llguidance, message_of
 from llamapipe.structured.schema import (
     Schema,
     schema_object,
@@ -33,7 +32,6 @@ from llamapipe.structured.schema import (
     with_options,
     without_options,
 )
-from llamapipe.structured.tokenizer import GrammarTokenizer
 
 _log = logging.getLogger("llamapipe")
 

@@ -1,18 +1,329 @@
 """Checks a GBNF grammar before llama.cpp reads it.
 
 It refuses grammars that would crash llama.cpp's parser, make it loop forever, or be silently read as something else.
-The text is read without recursion, and every error names its line and column.
+The text is read into rules as llama.cpp does, but without recursion, and every error names its line and column. Limits
+are checked while reading, so that a short text cannot expand into a large grammar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from llamapipe.arguments import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.vocab import Vocab
-from llamapipe.structured.gbnf_reader import GbnfReader
-from llamapipe.structured.gbnf_rules import TERMINAL, Alternative, Rules
+
+TERMINAL = -1
+Alternative = list[int]  # ids of rules, and TERMINAL
+
+
+@dataclass
+class Rules:
+    """``alternatives[i]`` belongs to rule ``i``. Rules made for repetitions and brackets have no name."""
+
+    names: dict[str, int] = field(default_factory=dict)
+    alternatives: dict[int, list[Alternative]] = field(default_factory=dict)
+    first_used: dict[str, int] = field(default_factory=dict)  # offset of the first use of each name
+    tokens: list[tuple[int, int | str]] = field(default_factory=list)  # offset; the id, or the text in <...>
+    n_symbols: int = 0
+
+    def symbol(self, name: str, at: int) -> int:
+        """The id of a named rule, which is created at its first use."""
+        if name not in self.names:
+            self.names[name] = self.new()
+            self.first_used[name] = at
+        return self.names[name]
+
+    def new(self) -> int:
+        """The id of a new rule without a name."""
+        self.n_symbols += 1
+        return self.n_symbols - 1
+
+
+MAX_DEPTH = 100  # nested brackets; llama.cpp recurses, and a stack of 512 KiB overflows below 2,000
+MAX_TIMES = 2000  # in {m,n}; llama.cpp's own limit, beyond which it silently repeats without end
+MAX_ELEMENTS = 100_000  # after expansion: "..."{2000} multiplies its text
+MAX_TOKEN_CHARS = 256  # in <token>, which llama.cpp tokenizes
+_WORD = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
+_SIMPLE_ESCAPES = {"t": 9, "r": 13, "n": 10, "\\": 92, '"': 34, "[": 91, "]": 93, "-": 45}
+_HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
+
+
+@dataclass
+class _Open:
+    """A rule or bracket that is being read."""
+
+    rule: int
+    at: int
+    n_symbols_before: int
+    alternatives: list[Alternative] = field(default_factory=list)
+    sequence: Alternative = field(default_factory=list)
+    last: int = 0  # index of the last symbol in the sequence
+    weight: int = 1  # product of nested repetitions, as llama.cpp counts it
+
+    def begin(self) -> None:
+        self.last, self.weight = len(self.sequence), 1
+
+    def alternative(self) -> None:
+        self.alternatives.append(self.sequence)
+        self.sequence = []
+        self.begin()
+
+
+class GbnfReader:
+    """Reads one text; call ``read`` once."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text + "\0"  # ends every loop, like the end of a C string
+        self._at = 0
+        self._n_elements = 0
+        self._rules = Rules()
+
+    def error(self, what: str, at: int | None = None) -> InvalidRequestError:
+        """An error with the line and column of ``at`` (default: the current place)."""
+        at = self._at if at is None else at
+        line = self._text.count("\n", 0, at) + 1
+        column = at - (self._text.rfind("\n", 0, at) + 1) + 1
+        return InvalidRequestError(f"grammar: {what} at line {line} column {column}")
+
+    def read(self) -> Rules:
+        """The rules of the text. Raises InvalidRequestError, with line and column, if llama.cpp must not get it."""
+        self._space(True)
+        while self._text[self._at] != "\0":
+            self._rule()
+        return self._rules
+
+    # ---- rules
+    def _rule(self) -> None:
+        at = self._at
+        name = self._name()
+        self._space(False)
+        if not self._text.startswith("::=", self._at):
+            raise self.error("expected ::=")
+        self._at += 3
+        self._space(True)
+        rule = self._rules.symbol(name, at)
+        if rule in self._rules.alternatives:
+            raise self.error(f"the rule {quoted(name)} is defined twice", at)
+        self._rules.alternatives[rule] = []
+        self._alternatives(_Open(rule, at, self._rules.n_symbols))
+        if self._text[self._at] not in "\r\n\0":
+            raise self.error("expected a new line or the end")
+        self._space(True)
+
+    def _alternatives(self, outer: _Open) -> None:
+        stack = [outer]
+        while True:
+            top = stack[-1]
+            char = self._text[self._at]
+            if char == "|":
+                self._skip(True)
+                top.alternative()
+            elif char == "(":
+                if len(stack) > MAX_DEPTH:
+                    raise self.error(f"more than {MAX_DEPTH} brackets are open")
+                before, at = self._rules.n_symbols, self._at
+                stack.append(_Open(self._rules.new(), at, before))
+                self._skip(True)
+            elif char == ")" and len(stack) > 1:
+                stack.pop()
+                top.alternative()
+                self._rules.alternatives[top.rule] = top.alternatives
+                outer = stack[-1]
+                outer.begin()
+                outer.weight = max(1, self._rules.n_symbols - top.n_symbols_before)
+                self._push(outer, top.rule)
+                self._skip(len(stack) > 1)
+            elif not self._symbol(top, len(stack) > 1):
+                if len(stack) > 1:
+                    raise self.error("expected )")
+                top.alternative()
+                self._rules.alternatives[top.rule] = top.alternatives
+                return
+
+    def _push(self, top: _Open, item: int, n_elements: int = 1) -> None:
+        self._n_elements += n_elements
+        if self._n_elements > MAX_ELEMENTS:
+            raise self.error(f"the grammar has more than {MAX_ELEMENTS} elements")
+        top.sequence.append(item)
+
+    # ---- symbols
+    def _symbol(self, top: _Open, nested: bool) -> bool:
+        """Reads one symbol or repetition; returns False if none begins here."""
+        char = self._text[self._at]
+        if char == '"':
+            self._literal(top)
+        elif char == "[":
+            self._characters(top)
+        elif char in "<!":
+            self._token(top)
+        elif char in _WORD:
+            at = self._at
+            top.begin()
+            self._push(top, self._rules.symbol(self._name(), at))
+        elif char == ".":
+            self._at += 1
+            top.begin()
+            self._push(top, TERMINAL)
+        elif char in "*+?{":
+            self._repetition(top, nested)
+        else:
+            return False
+        self._space(nested)
+        return True
+
+    def _literal(self, top: _Open) -> None:
+        begin = self._at
+        self._at += 1
+        top.begin()
+        while self._text[self._at] != '"':
+            at = self._at
+            if self._character(begin) == 0:
+                raise self.error("llama.cpp does not support NUL characters in literals", at)
+            self._push(top, TERMINAL)
+        self._at += 1
+
+    def _characters(self, top: _Open) -> None:
+        begin = self._at
+        self._at += 2 if self._text[self._at + 1] == "^" else 1
+        top.begin()
+        n = 0
+        while self._text[self._at] != "]":
+            at = self._at
+            low = self._character(begin)
+            n += 1
+            if self._text[self._at] == "-" and self._text[self._at + 1] != "]":
+                self._at += 1
+                n += 1
+                if self._character(begin) < low:
+                    raise self.error("the range is empty, its end comes before its beginning", at)
+        self._at += 1
+        if n:
+            self._push(top, TERMINAL, n)
+
+    def _character(self, begin: int) -> int:
+        char = self._text[self._at]
+        if char == "\0":
+            raise self.error("the quote or bracket is never closed", begin)
+        if char != "\\":
+            self._at += 1
+            return ord(char)
+        letter = self._text[self._at + 1]
+        if letter in _SIMPLE_ESCAPES:
+            self._at += 2
+            return _SIMPLE_ESCAPES[letter]
+        n_digits = _HEX_ESCAPES.get(letter)
+        if n_digits is None:
+            raise self.error("unknown escape")
+        digits = self._text[self._at + 2 : self._at + 2 + n_digits]
+        if len(digits) < n_digits or not set(digits) <= set("0123456789abcdefABCDEF"):
+            raise self.error(f"expected {n_digits} hexadecimal digits")
+        if int(digits, 16) > 0x10FFFF:
+            raise self.error("there is no such character")
+        self._at += 2 + n_digits
+        return int(digits, 16)
+
+    def _token(self, top: _Open) -> None:
+        at = self._at
+        begin = at + (self._text[at] == "!")
+        if self._text[begin] != "<":
+            raise self.error("expected <")
+        end = self._text.find(">", begin, begin + MAX_TOKEN_CHARS)
+        if end < 0:
+            raise self.error(f"no > within {MAX_TOKEN_CHARS} characters")
+        inner = self._text[begin + 1 : end]
+        if inner.startswith("["):
+            if not inner.endswith("]") or not _is_decimal(inner[1:-1]) or len(inner) > 12:
+                raise self.error("expected a token id between <[ and ]>")
+            self._rules.tokens.append((at, int(inner[1:-1])))
+        else:
+            self._rules.tokens.append((at, f"<{inner}>"))
+        self._at = end + 1
+        top.begin()
+        self._push(top, TERMINAL)
+
+    # ---- repetitions
+    def _repetition(self, top: _Open, nested: bool) -> None:
+        at, char = self._at, self._text[self._at]
+        least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char, (0, None))
+        self._at += 1
+        if char == "{":
+            least, most = self._times(at, nested)
+        repeated = top.sequence[top.last :]
+        if not repeated:
+            raise self.error(f"nothing before {char} to repeat", at)
+        n_rules = most or least or 1
+        if top.weight * n_rules > MAX_TIMES:
+            raise self.error(f"nested repetitions multiply to more than {MAX_TIMES}", at)
+        n_optional = 1 if most is None else most - least
+        self._n_elements += len(repeated) * (max(least - 1, 0) + n_optional)
+        if self._n_elements > MAX_ELEMENTS:
+            raise self.error(f"the grammar has more than {MAX_ELEMENTS} elements", at)
+        top.sequence[top.last :] = repeated * least
+        tail: list[int] = []
+        for _ in range(n_optional):
+            rule = self._rules.new()
+            self._rules.alternatives[rule] = [repeated + ([rule] if most is None else tail), []]
+            tail = [rule]
+        top.sequence += tail
+        top.weight *= n_rules
+
+    def _times(self, at: int, nested: bool) -> tuple[int, int | None]:
+        self._space(nested)
+        least = most = self._number(at)
+        bounded = True
+        self._space(nested)
+        if self._text[self._at] == ",":
+            self._skip(nested)
+            bounded = self._text[self._at] != "}"
+            most = self._number(at) if bounded else least
+            self._space(nested)
+        if self._text[self._at] != "}":
+            raise self.error("expected }")
+        self._at += 1
+        if most < least:
+            raise self.error(f"the repetition {{{least},{most}}} has a maximum below its minimum", at)
+        return least, most if bounded else None
+
+    def _number(self, at: int) -> int:
+        begin = self._at
+        while self._text[self._at] in "0123456789":
+            self._at += 1
+        digits = self._text[begin : self._at]
+        if not digits:
+            raise self.error("expected a number")
+        if len(digits) > 9 or int(digits) > MAX_TIMES:
+            raise self.error(f"more than {MAX_TIMES} repetitions", at)
+        return int(digits)
+
+    # ---- characters
+    def _name(self) -> str:
+        begin = self._at
+        while self._text[self._at] in _WORD:
+            self._at += 1
+        if self._at == begin:
+            raise self.error("expected the name of a rule")
+        return self._text[begin : self._at]
+
+    def _skip(self, newline: bool) -> None:
+        self._at += 1
+        self._space(newline)
+
+    def _space(self, newline: bool) -> None:
+        text, at = self._text, self._at
+        while text[at] in (" \t#\r\n" if newline else " \t#"):
+            if text[at] == "#":
+                while text[at] not in "\0\r\n":
+                    at += 1
+            else:
+                at += 1
+        self._at = at
+
+
+def _is_decimal(text: str) -> bool:
+    return bool(text) and set(text) <= set("0123456789")
+
 
 MAX_BYTES = 2**18
 # Ways to reach a first character. llama.cpp keeps a stack for each and compares every stack with all others.

@@ -8,7 +8,7 @@ import pytest
 from support.chat_families import FULL, PARIS, TOOLS
 from support.chat_templates import ByteVocabulary, names, renderer
 
-from llamapipe.chat.calls.call_format import common_start
+from llamapipe.chat._call_format import common_start
 from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.parser import parse_answer
 

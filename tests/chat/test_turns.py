@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamapipe.chat.turns import kept_messages
+from llamapipe.chat.messages import kept_messages
 
 Message = dict[str, Any]
 SYSTEM = {"role": "system", "content": "s" * 10}

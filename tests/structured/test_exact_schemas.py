@@ -13,12 +13,12 @@ import pytest
 from support.guided import accepts
 
 import llamapipe as lp
-from llamapipe.chat.calls.lark import json_value
+from llamapipe.chat._answer_grammar import json_value
 from llamapipe.compat.formats import FUNCTION_CALLING
 from llamapipe.errors import InvalidRequestError
+from llamapipe.structured._grammar import integer_range, number_bound
+from llamapipe.structured._rewrite import FORMATS
 from llamapipe.structured.compile import compile_guide
-from llamapipe.structured.formats import FORMATS
-from llamapipe.structured.ranges import integer_range, number_bound
 
 LARGE = 2**60
 INTEGERS: list[tuple[Any, list[Any], list[Any]]] = [

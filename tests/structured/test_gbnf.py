@@ -13,8 +13,7 @@ from support.run_script import LIMIT_S, environment
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured.gbnf import MAX_BYTES, MAX_CHAIN, MAX_STACKS, check_gbnf
-from llamapipe.structured.gbnf_reader import MAX_DEPTH
+from llamapipe.structured.gbnf import MAX_BYTES, MAX_CHAIN, MAX_DEPTH, MAX_STACKS, check_gbnf
 
 WORKER = Path(__file__).parents[1] / "support" / "gbnf_worker.py"
 

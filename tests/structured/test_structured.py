@@ -20,8 +20,7 @@ import llamapipe as lp
 from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
 from llamapipe.structured import compile as compiling
 from llamapipe.structured.compile import compile_guide
-from llamapipe.structured.guide import Guide
-from llamapipe.structured.tokenizer import GrammarTokenizer, token_bytes
+from llamapipe.structured.guide import GrammarTokenizer, Guide, token_bytes
 
 
 @pytest.fixture(scope="module", params=["builtin-spm", "builtin-bpe"])

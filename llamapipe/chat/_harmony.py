@@ -10,12 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llamapipe.chat.calls.answer_output import AnswerOutput
-from llamapipe.chat.calls.call_format import ReasoningMarkers
-from llamapipe.chat.calls.grammar import Answer
-from llamapipe.chat.calls.lark import ANY, SPACES, Literals, Rules, json_value
-from llamapipe.chat.calls.reader import Malformed, Reading, TextBuffer, ahead, skip, spaces, until
-from llamapipe.chat.calls.reader import json_value as read_json
+from llamapipe.chat._answer_grammar import ANY, SPACES, AnswerGrammar, Literals, Rules, json_value
+from llamapipe.chat._call_format import ReasoningMarkers
+from llamapipe.chat._reader import AnswerOutput, Malformed, Reading, TextBuffer, ahead, skip, spaces, until
+from llamapipe.chat._reader import json_value as read_json
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _CONSTRAIN, _RETURN = "<|constrain|>", "<|return|>"
@@ -30,7 +28,7 @@ def is_harmony(prompt: str, calls: str | None) -> bool:
     return prompt.rstrip().endswith(START) and (calls is None or (CHANNEL in calls and MESSAGE in calls))
 
 
-def harmony_grammar(answer: Answer, literals: Literals) -> str:
+def harmony_grammar(answer: AnswerGrammar, literals: Literals) -> str:
     """The Lark grammar of an answer: analysis, then text or one call."""
     rules = Rules(literals)
     text = literals.text

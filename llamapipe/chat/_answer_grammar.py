@@ -1,19 +1,117 @@
-"""Arguments that are each written between markers, as in ``<parameter=city>Paris</parameter>``.
+"""Grammars of whole answers: optional reasoning, then free text, tool calls, or JSON.
 
-A string is written as it is, any other value as JSON. If a schema allows both, a value is read as a string, except
-that ``null`` is read as null if the schema allows it. The formats in ``_FORMATS`` are enforced; others are annotations.
+They are written in llguidance's dialect of Lark. Some templates write each argument of a call between markers, as in
+``<parameter=city>Paris</parameter>``: ``TaggedArguments`` writes the grammar of these and reads them. A string is
+written as it is, any other value as JSON. If a schema allows both, a value is read as a string, except that ``null`` is
+read as null if the schema allows it. The formats in ``_FORMATS`` are enforced; others are annotations.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from llamapipe.arguments import quoted
-from llamapipe.chat.calls.call_format import CallFormat
-from llamapipe.chat.calls.lark import ANY, GAP, Literals, Rules, json_value, regex_text
+from llamapipe.chat._call_format import CallFormat, ReasoningMarkers, Style, segments
 from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.schema import SPACE, with_options
+
+SpecialId = Callable[[str], "int | None"]
+# The spaces that may follow an end marker (not all models write the template's newlines), and those between the parts
+# of JSON.
+GAP, SPACES = "GAP?", "SP?"
+TERMINALS = f"GAP: /[ \\n]{{1,8}}/\nSP: /{SPACE}/"
+# Any text, as a part of a regular expression.
+ANY = "(?s:.*)"
+
+
+class Literals:
+    """Writes text as Lark. Markers that are one control token of the vocabulary become that token."""
+
+    def __init__(self, special_id: SpecialId) -> None:
+        self._special_id = special_id
+
+    def token(self, marker: str) -> str | None:
+        """The control token of a marker, ``<[id]>``; None if it is text."""
+        found = self._special_id(marker) if len(marker) > 1 else None
+        return None if found is None else f"<[{found}]>"
+
+    def text(self, text: str) -> str:
+        """The elements that match ``text`` exactly; empty for empty text."""
+        parts: list[str] = []
+        plain = ""
+        for segment in segments(text):
+            token = self.token(segment)
+            if token is None:
+                plain += segment
+                continue
+            parts += [json.dumps(plain)] * bool(plain) + [token]
+            plain = ""
+        return " ".join(parts + [json.dumps(plain)] * bool(plain))
+
+    def edge(self, text: str) -> str:
+        """Like ``text``, but the spaces and newlines at its start and its end may vary.
+
+        If one option begins with a newline and another does not, both can be tried only with such freedom.
+        """
+        inner = text.strip()
+        before = GAP if inner and text[0] != inner[0] else ""
+        after = GAP if text and text[-1:] != inner[-1:] else ""
+        return " ".join(part for part in (before, self.text(inner), after) if part)
+
+
+class Rules:
+    """The rules of one grammar, in the order in which they are needed."""
+
+    def __init__(self, literals: Literals) -> None:
+        self._literals = literals
+        self._lines: list[str] = []
+        self._lazy: dict[str, str] = {}  # names by body: equal ones, as of many arguments, are one rule
+        self._terminals: dict[str, str] = {}
+
+    def add(self, name: str, body: str) -> str:
+        """Adds a rule, or a terminal if its name is in capitals; returns the name."""
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """Adds a terminal; returns its name."""
+        if body not in self._terminals:
+            self._terminals[body] = self.add(f"TEXT_{len(self._terminals) + 1}", body)
+        return self._terminals[body]
+
+    def lazy(self, body: str) -> str:
+        """Adds a rule whose text ends where it first matches; returns its name."""
+        if body not in self._lazy:
+            self._lazy[body] = f"lazy_{len(self._lazy) + 1}"
+            self._lines.append(f"{self._lazy[body]}[lazy]: {body}")
+        return self._lazy[body]
+
+    def up_to(self, marker: str, text: str = f"/{ANY}/") -> str:
+        """The elements that match text up to and including the first ``marker``."""
+        token = self._literals.token(marker)
+        return self.lazy(f"{text} {json.dumps(marker)}") if token is None else f"{text} {token}"
+
+    def write(self, start: str) -> str:
+        """The grammar's text."""
+        return "\n".join([f"start: {start}", *self._lines, TERMINALS]) + "\n"
+
+
+def json_value(schema: dict[str, Any], whitespace: str = "flexible") -> str:
+    """The element that matches JSON of a schema. ``whitespace``: see ``SamplingParams.json_whitespace``.
+
+    Models write the arguments of calls as they were trained to, mostly with spaces.
+    """
+    return f"%json {json.dumps(with_options(schema, whitespace))}"
+
+
+def regex_text(text: str) -> str:
+    """``text`` as a part of a regular expression between slashes."""
+    return re.sub(r"([][.^$*+?(){}|\\/&~])", r"\\\1", text).replace("\n", r"\n")
+
 
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -291,3 +389,183 @@ def _is_of(value: Any, names: set[str]) -> bool:
 
 def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+class ToolLike(Protocol):
+    """The attributes of a tool that a grammar needs."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The checked JSON schema of its arguments."""
+
+
+@dataclass(frozen=True)
+class AnswerGrammar:
+    """The answers that a request allows.
+
+    - ``tools``: the tools that may be called; empty for none. ``required``: the answer consists of calls only.
+    - ``schema``: the JSON schema of the text; None for free text. ``whitespace``: the spaces of such JSON.
+    - ``reasoning``: its markers if the answer may begin with reasoning, and whether the prompt has opened it.
+    """
+
+    tools: Sequence[ToolLike]
+    required: bool
+    parallel: bool
+    schema: dict[str, Any] | None
+    reasoning: ReasoningMarkers | None
+    reasoning_open: bool
+    whitespace: str = "compact"
+
+
+class GrammarWriter:
+    """Writes one Lark grammar. Rules are collected in the order in which they are needed."""
+
+    def __init__(self, form: CallFormat | None, answer: AnswerGrammar, literals: Literals) -> None:
+        self._form = form
+        self._answer = answer
+        self._literals = literals
+        self._rules = Rules(literals)
+        self._excluded: list[str] = []  # free text must not begin with a match of these
+
+    def write(self) -> str:
+        """The grammar's text."""
+        answer = self._answer
+        before = self._reasoning() if answer.reasoning else ""
+        main = self._main()
+        start = f"{before} {main}".strip()
+        if answer.reasoning_open and not answer.required and answer.schema is None:
+            start += " | THINKING"  # a model may end without closing its reasoning
+            self._rules.add("THINKING", f"/{ANY}/")
+        elif answer.reasoning and self._free:
+            start += f" | {self._reasoning_start()} THINKING"
+            self._rules.add("THINKING", f"/{ANY}/")
+        return self._rules.write(start)
+
+    # ---- reasoning
+    def _reasoning(self) -> str:
+        markers = self._answer.reasoning
+        assert markers is not None
+        rest = self._rules.up_to(markers.end) + ("" if self._free else f" {GAP}")
+        if self._answer.reasoning_open:
+            return rest
+        if self._literals.token(markers.start) is None:
+            self._excluded.append(rf"\s*{regex_text(markers.start)}")
+        return f"({self._reasoning_start()} {rest})?"
+
+    def _reasoning_start(self) -> str:
+        markers = self._answer.reasoning
+        assert markers is not None
+        # One terminal, so that other text that begins with spaces is not a longer match.
+        return self._literals.token(markers.start) or f"/[ \\n]{{0,4}}{regex_text(markers.start)}/"
+
+    # ---- what follows the reasoning
+    @property
+    def _free(self) -> bool:
+        return not self._answer.required and self._answer.schema is None
+
+    def _main(self) -> str:
+        answer = self._answer
+        options: list[str] = []
+        if not self._free:
+            if answer.schema is not None and not answer.required:
+                options.append(json_value(answer.schema, answer.whitespace))
+            if answer.tools:
+                options.append(self._forced_calls())
+        else:
+            options += self._free_calls()
+            options.append("FREE")
+            self._rules.add("FREE", self._free_text())
+        return options[0] if len(options) == 1 else f"({' | '.join(options)})"
+
+    def _free_text(self) -> str:
+        return f"/{ANY}/" + "".join(f" & ~/(?s:{text}.*)/" for text in self._excluded)
+
+    def _forced_calls(self) -> str:
+        form = self._form
+        assert form is not None
+        self._add_calls(form, form.opening)
+        return "calls" if form.trigger else self._python_tag("calls")
+
+    def _free_calls(self) -> list[str]:
+        """The options for free text followed by calls; a trigger in the text always begins a call."""
+        form = self._form
+        assert form is not None
+        trigger = form.trigger
+        if not trigger:
+            return self._bare_calls(form)
+        self._add_calls(form, form.opening[len(trigger) :])
+        return [f"{self._rules.up_to(trigger, 'FREE')} calls"]
+
+    def _bare_calls(self, form: CallFormat) -> list[str]:
+        """Calls without a marker. The whole answer is a call if it begins like one."""
+        first = json.dumps(form.members[0].key)
+        self._excluded.append(rf"\s*\{{\s*{regex_text(first)}")
+        # One terminal, so that free text, which can begin in the same way, is not a longer match.
+        self._rules.add("OPENING", rf"/[ \n]{{0,2}}\{{[ \n]{{0,2}}{regex_text(first)}/")
+        self._add_calls(form, "", opened=True)
+        return [self._python_tag("calls")]
+
+    def _python_tag(self, calls: str) -> str:
+        tag = self._literals.token(PYTHON_TAG)
+        return calls if tag is None else f"{tag}? {calls}"
+
+    # ---- calls
+    def _add_calls(self, form: CallFormat, opening: str, opened: bool = False) -> None:
+        """The rule ``calls``: what is left of the opening, calls, and the end of their section."""
+        text = self._literals
+        names = []
+        for i, tool in enumerate(self._answer.tools):
+            names.append(self._rules.add(f"call_{i}", self._call(form, tool, opened)))
+        call = f"({' | '.join(names)})"
+        parts = [text.edge(opening), call]
+        if self._answer.parallel and form.parallel:
+            between = text.edge(form.separator + form.call_start)
+            parts.append(f"({between} {call})*")
+        end = form.section_end
+        parts.append(text.edge(end.rstrip()))
+        self._rules.add("calls", " ".join(part for part in parts if part))
+
+    def _call(self, form: CallFormat, tool: ToolLike, opened: bool) -> str:
+        text = self._literals
+        if form.style is Style.JSON:
+            parts = [self._object(form, tool, opened)]
+        else:
+            parts = [json.dumps(tool.name)]
+            if form.id_start:
+                parts.append(f"({text.text(form.id_start)} /[a-zA-Z0-9]{{9}}/)?")
+            parts.append(text.edge(form.after_name))
+            if form.style is Style.NAMED:
+                parts.append(json_value(tool.parameters))
+            else:
+                parts.append(TaggedArguments(form, tool.parameters).grammar(text, self._rules))
+        # Any spaces may precede the end of a call, because the template's own may have been generated already.
+        end = form.call_end
+        parts.append(text.edge(end.rstrip()))
+        return " ".join(part for part in parts if part)
+
+    def _object(self, form: CallFormat, tool: ToolLike, opened: bool) -> str:
+        parts = []
+        for i, member in enumerate(form.members):
+            if opened and i == 0:
+                parts.append("OPENING")
+            else:
+                parts += ['"{"' if i == 0 else '","', SPACES, json.dumps(json.dumps(member.key))]
+            parts += [SPACES, '":"', SPACES]
+            if member.role == "name":
+                parts.append(json.dumps(json.dumps(tool.name)))
+            elif member.role == "arguments":
+                parts.append(json_value(tool.parameters))
+            elif member.role == "id":
+                parts.append('/"[a-zA-Z0-9]{9}"/')
+            else:
+                parts.append(json.dumps(member.constant))
+            parts.append(SPACES)
+        return " ".join([*parts, '"}"'])
+
+
+# Llama 3.1 and its successors may write this token before a call.
+PYTHON_TAG = "<|python_tag|>"

@@ -3,6 +3,9 @@
 llguidance reads numbers as doubles, so integers beyond 2**53 would silently become others; it has no ``uniqueItems``
 and no look-around in patterns. Only such parts, and the parts around them, are written here. All others become
 ``%json`` elements of the grammar, which llguidance's compiler reads.
+
+Lark has "and" and "not" for whole terminals, and no look-ahead inside them: ``without_look_around`` writes such
+patterns as Lark. The regular expressions of numbers within bounds are exact for any count of digits.
 """
 
 from __future__ import annotations
@@ -17,9 +20,7 @@ from typing import Any, NoReturn
 
 from llamapipe.arguments import quoted
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured.look_around import LOOK_AROUND, without_look_around
-from llamapipe.structured.ranges import integer_range, number_bound
-from llamapipe.structured.rewrite import (
+from llamapipe.structured._rewrite import (
     ASSERTIONS,
     BOUNDS,
     OF_TYPE,
@@ -30,6 +31,249 @@ from llamapipe.structured.rewrite import (
     target,
 )
 from llamapipe.structured.schema import SPACE, subschemas, with_options
+
+LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+
+
+def without_look_around(pattern: str) -> str | None:
+    """A pattern with ``(?=`` and ``(?!`` between its top-level parts, in Lark; None if they stand elsewhere."""
+    if len(pattern) > _MOST_CHARS:
+        return None
+    options = [_sequence(option, '""') for option in _split(pattern)]
+    return None if None in options else " | ".join(f"({option})" for option in options)
+
+
+_MOST_CHARS = 2000
+_MOST_LARK_CHARS = 50_000  # what follows a group is written once for each of its options
+_ATOM = re.compile(
+    r"(?P<look>\(\?<?[=!])|(?P<group>\((?:\?:|\?P?<\w+>)?)|"
+    r"(?:\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\\[()])(?:[*+?]|\{[0-9,]+\})?\??",
+    re.DOTALL,
+)
+_ANY = "/(?s:.*)/"
+
+
+def _close(pattern: str, start: int) -> int:
+    """The place of the bracket that closes a group whose content begins at ``start``."""
+    depth, at = 1, start
+    while depth:
+        found = _ATOM.match(pattern, at)
+        if found is None:  # a bracket
+            depth -= 1
+            at += 1
+        else:
+            depth += found["look"] is not None or found["group"] is not None
+            at = found.end()
+        if at > len(pattern) or (depth and at == len(pattern)):
+            return len(pattern)
+    return at - 1
+
+
+def _split(pattern: str) -> list[str]:
+    """The options of a pattern, which ``|`` separates."""
+    options, start, at = [], 0, 0
+    while at < len(pattern):
+        if pattern[at] == "|":
+            options.append(pattern[start:at])
+            start = at = at + 1
+            continue
+        found = _ATOM.match(pattern, at)
+        if found is None:
+            return [pattern]
+        at = found.end()
+        if found["look"] is not None or found["group"] is not None:
+            at = _close(pattern, at) + 1
+    return [*options, pattern[start:]]
+
+
+def _sequence(pattern: str, after: str, is_start: bool = True, is_inner: bool = False) -> str | None:
+    """One option of a pattern, and what follows it, in Lark. ``is_inner``: ``after`` is what follows in the pattern."""
+    parts: list[tuple[str, str]] = []  # kind and text
+    at = 0
+    while at < len(pattern):
+        found = _ATOM.match(pattern, at)
+        if found is None:
+            return None
+        if found["look"] is None and found["group"] is None:
+            parts.append(("text", found[0]))
+            at = found.end()
+            continue
+        end = _close(pattern, found.end())
+        inner, at = pattern[found.end() : end], end + 1
+        if found["look"] is not None:
+            parts.append((found["look"], inner))
+        elif LOOK_AROUND.search(inner):
+            if pattern[at : at + 1] in ("*", "+", "?", "{"):
+                return None
+            parts.append(("group", inner))
+        else:
+            more = re.compile(r"(?:[*+?]|\{[0-9,]+\})?\??").match(pattern, at)
+            assert more is not None
+            parts.append(("text", pattern[found.start() : more.end()]))
+            at = more.end()
+    begins = bool(parts) and parts[0] == ("text", "^")
+    ends = bool(parts) and parts[-1] == ("text", "$")
+    body = parts[begins : len(parts) - ends]
+    if ("text", "^") in body or ("text", "$") in body or (begins and not is_start) or (ends and is_inner):
+        return None
+    tail = after if is_inner or ends else _ANY
+    plain = ""
+    for kind, text in reversed(body):
+        if kind == "text":
+            plain = _as_lark(text) + plain
+            continue
+        tail, plain = (f"/{plain}/ ({tail})" if plain else tail), ""
+        options = _split(text)
+        if kind == "group" and tail == _ANY and any(option.endswith("$") for option in options):
+            # "^a(b|c$)" allows more text after "ab". That is hardly meant (pydantic 2.12 writes such patterns of
+            # Decimal), so only texts that end there are generated.
+            options, tail = [option.removesuffix("$") for option in options], '""'
+        if len(tail) * len(options) > _MOST_LARK_CHARS:
+            return None
+        if kind == "group":
+            inner_options = [_sequence(option, tail, False, True) for option in options]
+        elif kind in ("(?=", "(?!"):
+            # Inside, "^" is true only where nothing stands before; the text is matched from there on.
+            is_first = is_start and (kind, text) == body[0]
+            inner_options = [
+                None
+                if option[:1] == "^" and not is_first
+                else _sequence(f"^{option.removeprefix('^')}", '""')
+                for option in options
+            ]
+        else:
+            return None
+        if None in inner_options:
+            return None
+        either = " | ".join(f"({option})" for option in inner_options)
+        tail = f"({either})" if kind == "group" else f"({tail}) & {'~' if kind == '(?!' else ''}({either})"
+        tail = f"({tail})"
+    tail = f"/{plain}/ ({tail})" if plain else tail
+    return tail if begins or not is_start else f"{_ANY} ({tail})"
+
+
+def _as_lark(atom: str) -> str:
+    """An atom of a pattern for a regular expression between slashes, where classes are those of ASCII."""
+    is_class = atom.startswith("[")
+    atom = atom.replace("\\d", "0-9" if is_class else "[0-9]")
+    atom = atom.replace("\\w", "0-9A-Za-z_" if is_class else "[0-9A-Za-z_]")
+    return re.sub(r"(?<!\\)/", r"\\/", atom)
+
+
+def integer_range(low: int | None, high: int | None) -> str:
+    """A regular expression of the integers from ``low`` to ``high``, both included; None: without a bound."""
+    parts = []
+    if low is None or low < 0:
+        parts.append(
+            f"-(?:{_natural_range(max(1, -high) if high is not None else 1, None if low is None else -low)})"
+        )
+    if (low is None or low <= 0) and (high is None or high >= 0):
+        parts.append("0")
+    if high is None or high > 0:
+        parts.append(_natural_range(1 if low is None else max(1, low), high))
+    return "|".join(parts)
+
+
+_FRACTION = r"(?:\.[0-9]+)?"
+
+
+def number_bound(bound: Fraction, keyword: str) -> str:
+    """A regular expression of the decimal numbers, without exponents, that one bound allows.
+
+    ``bound`` has finitely many digits. ``keyword``: ``minimum``, ``maximum``, ``exclusiveMinimum`` or
+    ``exclusiveMaximum``.
+    """
+    is_exclusive = keyword.startswith("exclusive")
+    is_upper = keyword.endswith("aximum")
+    size = abs(bound)
+    sign, other = ("-", "") if bound < 0 or (bound == 0 and is_upper) else ("", "-")
+    if bound == 0 or (bound > 0) != is_upper:  # away from zero
+        zero = [r"-?0(?:\.0+)?"] if bound == 0 and not is_exclusive else []
+        return "|".join([f"{sign}(?:{_far_from(size, is_exclusive)})", *zero])
+    up_to = _up_to(size, is_exclusive)
+    below = [r"-?0(?:\.0+)?"]
+    if up_to:
+        below.append(f"{sign}(?:{up_to})")
+    return "|".join([f"{other}(?:{_far_from(Fraction(0), False)})", *below])
+
+
+def _digits(size: Fraction) -> tuple[int, str]:
+    """The whole part, and the digits after the point."""
+    whole, rest = divmod(size, 1)
+    digits = ""
+    while rest:
+        digit, rest = divmod(rest * 10, 1)
+        digits += str(digit)
+    return int(whole), digits
+
+
+def _far_from(size: Fraction, is_exclusive: bool) -> str:
+    """Numbers of at least ``size``, or of more than it."""
+    whole, digits = _digits(size)
+    above = r"[0-9]*[1-9][0-9]*" if is_exclusive else "[0-9]*"
+    parts = [f"(?:{_natural_range(whole + 1, None)}){_FRACTION}"]
+    for i, digit in enumerate(digits):
+        if digit != "9":
+            parts.append(rf"{whole}\.{digits[:i]}[{int(digit) + 1}-9][0-9]*")
+    if digits:
+        parts.append(rf"{whole}\.{digits}{above}")
+    else:
+        parts.append(rf"{whole}\.{above}" if is_exclusive else f"{whole}{_FRACTION}")
+    return "|".join(parts)
+
+
+def _up_to(size: Fraction, is_exclusive: bool) -> str:
+    """Numbers from 0 up to ``size``, or below it."""
+    whole, digits = _digits(size)
+    parts = [] if whole == 0 else [f"(?:{integer_range(0, whole - 1)}){_FRACTION}"]
+    if not digits:
+        return "|".join([*parts, *([] if is_exclusive else [rf"{whole}(?:\.0+)?"])])
+    parts.append(rf"{whole}(?:\.0+)?")
+    for i, digit in enumerate(digits):
+        if i:
+            parts.append(rf"{whole}\.{digits[:i]}0*")
+        if digit != "0":
+            parts.append(rf"{whole}\.{digits[:i]}[0-{int(digit) - 1}][0-9]*")
+    if not is_exclusive:
+        parts.append(rf"{whole}\.{digits}0*")
+    return "|".join(parts)
+
+
+def _natural_range(low: int, high: int | None) -> str:
+    """The same from ``low``, which is 1 or more."""
+    n_low = len(str(low))
+    if high is None:
+        return f"{_same_length(str(low), '9' * n_low)}|[1-9][0-9]{{{n_low},}}"
+    n_high = len(str(high))
+    if n_low == n_high:
+        return _same_length(str(low), str(high))
+    parts = [_same_length(str(low), "9" * n_low)]
+    if n_high - n_low > 1:
+        parts.append(f"[1-9][0-9]{{{n_low},{n_high - 2}}}")
+    return "|".join([*parts, _same_length("1" + "0" * (n_high - 1), str(high))])
+
+
+def _same_length(low: str, high: str) -> str:
+    n = len(low)
+    if low == high:
+        return low
+    if set(low) == {"0"} and set(high) == {"9"}:
+        return f"[0-9]{{{n}}}"
+    if low[0] == high[0]:
+        return low[0] + _same_length(low[1:], high[1:])
+    if n == 1:
+        return f"[{low}-{high}]"
+    parts, first, last = [], int(low[0]), int(high[0])
+    if low[1:].strip("0"):
+        parts.append(low[0] + _same_length(low[1:], "9" * (n - 1)))
+        first += 1
+    if high[1:].strip("9"):
+        parts.append(high[0] + _same_length("0" * (n - 1), high[1:]))
+        last -= 1
+    if first <= last:
+        parts.append(f"[{first}-{last}][0-9]{{{n - 1}}}")
+    return f"(?:{'|'.join(parts)})"
+
 
 _EXACT = 2**53  # every integer up to this one is a double of its own
 _MOST_DIGITS = 400

@@ -31,28 +31,13 @@ from llamapipe.arguments import quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.host.memory import return_freed_memory
-from llamapipe.server.anthropic import CountRequest, MessagesRequest, count_tokens, messages
-from llamapipe.server.chat import ChatRequest, chat_completions
-from llamapipe.server.completions import CompletionRequest, completions
-from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest, embeddings, rerank
+from llamapipe.server import anthropic, chat, completions, embeddings, page, responses, system, tokens
 from llamapipe.server.endpoint import Endpoint, Exchange, get, post
 from llamapipe.server.errors import ApiError
 from llamapipe.server.generation import check_template_args, refuse_long_chat
 from llamapipe.server.guard import BodyBudget, Guard
 from llamapipe.server.metrics import Metrics
-from llamapipe.server.page import Timeline, page, page_file, timeline
-from llamapipe.server.responses import ResponsesRequest, responses
 from llamapipe.server.settings import ServerSettings
-from llamapipe.server.system import delete_model, get_model, health, list_models, metrics, model_info, openapi
-from llamapipe.server.tokens import (
-    DetokenizeRequest,
-    TemplateRequest,
-    TokenizeRequest,
-    apply_template,
-    detokenize,
-    tokenize,
-    tokenizer_info,
-)
 from llamapipe.server.wire.other_servers import path_hint
 
 if TYPE_CHECKING:
@@ -79,7 +64,7 @@ class ServerState:
         self.in_thread = engine._long_work.run  # for what would hold up the event loop; fair to clients
         self.worker: Worker | None = None
         self.bound_to: str | None = None
-        self.timeline = Timeline(engine)
+        self.timeline = page.Timeline(engine)
         self.bodies = BodyBudget(settings.max_bodies_bytes)
         self.model_names = settings.model_names or (engine.model.path.stem,)
         self.metrics = Metrics(engine, self.model_names[0])
@@ -285,56 +270,73 @@ _GENERATES = ("504",)
 ROUTES = (
     post(
         "/v1/chat/completions",
-        chat_completions,
-        ChatRequest,
+        chat.chat_completions,
+        chat.ChatRequest,
         "Answer a conversation.",
         _GENERATES,
         ("/chat/completions",),
     ),
-    post("/v1/completions", completions, CompletionRequest, "Complete text or tokens.", _GENERATES),
+    post(
+        "/v1/completions",
+        completions.completions,
+        completions.CompletionRequest,
+        "Complete text or tokens.",
+        _GENERATES,
+    ),
     post(
         "/v1/responses",
-        responses,
-        ResponsesRequest,
+        responses.responses,
+        responses.ResponsesRequest,
         "Answer an input; nothing is stored.",
         _GENERATES,
         ("/responses",),
     ),
     post(
-        "/v1/messages", messages, MessagesRequest, "Answer a conversation, in Anthropic's format.", _GENERATES
+        "/v1/messages",
+        anthropic.messages,
+        anthropic.MessagesRequest,
+        "Answer a conversation, in Anthropic's format.",
+        _GENERATES,
     ),
-    post("/v1/messages/count_tokens", count_tokens, CountRequest, "Count the tokens of a conversation."),
-    post("/v1/embeddings", embeddings, EmbeddingRequest, "Embed texts."),
+    post(
+        "/v1/messages/count_tokens",
+        anthropic.count_tokens,
+        anthropic.CountRequest,
+        "Count the tokens of a conversation.",
+    ),
+    post("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, "Embed texts."),
     post(
         "/v1/rerank",
-        rerank,
-        RerankRequest,
+        embeddings.rerank,
+        embeddings.RerankRequest,
         "Rank documents for a query.",
         aliases=("/rerank", "/reranking", "/v1/reranking"),
     ),
-    get("/v1/models", list_models, "The models that are served.", aliases=("/models",)),
-    get("/v1/models/{id:path}", get_model, "One model.", ("404",)),
-    Endpoint("DELETE", "/v1/models/{id:path}", delete_model, "Refused for a model that is served.", ("403",)),
-    post("/tokenize", tokenize, TokenizeRequest, "Tokenize text or a conversation."),
-    post("/detokenize", detokenize, DetokenizeRequest, "The text of tokens."),
-    post("/apply-template", apply_template, TemplateRequest, "The prompt of a conversation."),
-    get("/tokenizer_info", tokenizer_info, "Properties of the tokenizer."),
-    get("/model_info", model_info, "Sizes of the model and of the engine."),
+    get("/v1/models", system.list_models, "The models that are served.", aliases=("/models",)),
+    get("/v1/models/{id:path}", system.get_model, "One model.", ("404",)),
+    Endpoint(
+        "DELETE", "/v1/models/{id:path}", system.delete_model, "Refused for a model that is served.", ("403",)
+    ),
+    post("/tokenize", tokens.tokenize, tokens.TokenizeRequest, "Tokenize text or a conversation."),
+    post("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, "The text of tokens."),
+    post("/apply-template", tokens.apply_template, tokens.TemplateRequest, "The prompt of a conversation."),
+    get("/tokenizer_info", tokens.tokenizer_info, "Properties of the tokenizer."),
+    get("/model_info", system.model_info, "Sizes of the model and of the engine."),
     get(
         "/health",
-        health,
+        system.health,
         "Whether the server accepts requests.",
         ("503",),
         has_key=False,
         aliases=("/v1/health",),
     ),
-    get("/metrics", metrics, "Metrics for Prometheus.", media="text/plain"),
-    get("/openapi.json", openapi),
+    get("/metrics", system.metrics, "Metrics for Prometheus.", media="text/plain"),
+    get("/openapi.json", system.openapi),
 )
 PAGE_ROUTES = (
-    get("/", page, has_key=False),
-    get("/page/{name}", page_file, has_key=False),
-    get("/timeline", timeline),
+    get("/", page.page, has_key=False),
+    get("/page/{name}", page.page_file, has_key=False),
+    get("/timeline", page.timeline),
 )
 
 

@@ -29,8 +29,8 @@ from llamapipe.cli.options import (
 from llamapipe.cli.parser import HelpFormatter, UsageError
 from llamapipe.jobs.answers import Answerer, AnswerRequest, check_template
 from llamapipe.jobs.batch import AHEAD
-from llamapipe.jobs.output import is_complete, lines_of, open_output
 from llamapipe.jobs.records import STDIN, check_columns, count_records, format_of, read_records
+from llamapipe.jobs.results import is_complete, lines_of, open_output
 from llamapipe.jobs.run import BatchSummary, run_job
 
 _DESCRIPTION = """\

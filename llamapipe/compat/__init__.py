@@ -5,17 +5,17 @@ constructor takes, such as ``GGML_TYPE_Q8_0``, are here, too.
 """
 
 from llamapipe.arguments import unknown_attribute
-from llamapipe.compat.grammar import LlamaGrammar
+from llamapipe.compat.base import LlamaCache, LlamaDiskCache, LlamaRAMCache, LlamaState
 from llamapipe.compat.llama import Llama
 from llamapipe.compat.names import CONSTANTS
 from llamapipe.compat.sampling import (
+    LlamaGrammar,
     LogitsProcessor,
     LogitsProcessorList,
     MinTokensLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from llamapipe.compat.state import LlamaCache, LlamaDiskCache, LlamaRAMCache, LlamaState
 from llamapipe.compat.tokenizer import LlamaTokenizer
 
 __version__ = "0.3.36"  # of llama-cpp-python: the version whose names these are

@@ -11,7 +11,7 @@ from typing import Any
 from llamapipe.arguments import listed, quoted
 from llamapipe.chat.results import ToolCall, ToolCallDelta, new_call_id
 from llamapipe.compat.formats import Format
-from llamapipe.compat.grammar import closed
+from llamapipe.compat.sampling import closed
 from llamapipe.engine import Engine
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams

@@ -10,7 +10,6 @@ from typing import Any
 from llamapipe.arguments import explains_options
 from llamapipe.compat.base import LlamaBase
 from llamapipe.compat.chats import ChatCall, choice_of, schema_of, tools_of
-from llamapipe.compat.grammar import LlamaGrammar
 from llamapipe.compat.responses import (
     LogprobWriter,
     chat_choice,
@@ -20,7 +19,13 @@ from llamapipe.compat.responses import (
     head,
     usage,
 )
-from llamapipe.compat.sampling import COMMON_OPTIONS, LogitsProcessor, StoppingCriteria, most_tokens
+from llamapipe.compat.sampling import (
+    COMMON_OPTIONS,
+    LlamaGrammar,
+    LogitsProcessor,
+    StoppingCriteria,
+    most_tokens,
+)
 from llamapipe.embedding import Embedder
 from llamapipe.params import SamplingParams
 from llamapipe.text.stream import TextOffsets

@@ -10,8 +10,8 @@ from llamapipe._engine.deliver import progress_bar
 from llamapipe.arguments import check_flag, explains_options, from_column, path_of
 from llamapipe.engine import Engine
 from llamapipe.jobs.answers import Answerer
-from llamapipe.jobs.output import lines_of, open_output
 from llamapipe.jobs.records import Record, check_columns, count_records, read_records, records_of
+from llamapipe.jobs.results import lines_of, open_output
 from llamapipe.jobs.run import BatchSummary, answers, run_job
 from llamapipe.params import SamplingParams
 

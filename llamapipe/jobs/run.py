@@ -1,20 +1,98 @@
-"""Runs a job: a bounded number of records is in flight, and results come as they are done, or in order."""
+"""Runs a job: a bounded number of records is in flight, and results come as they are done, or in order.
+
+Two threads help callers: one runs an event loop where there is none, and one reads records, so that answers do not wait
+for a pipe that brings the next record later.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from llamapipe.jobs.answers import Answer, Answerer
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import ResultFile
-from llamapipe.jobs.slow_records import SlowRecords
+
+T = TypeVar("T")
+
+
+class EventLoopThread:
+    """A thread that runs an event loop until the block ends; then what runs in it is cancelled."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="llamapipe-batch", daemon=True)
+
+    def __enter__(self) -> EventLoopThread:
+        self._thread.start()
+        return self
+
+    def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
+        """Starts a task. Any thread."""
+        future: Future[T] = Future()
+
+        async def run() -> None:
+            try:
+                future.set_result(await coroutine)
+            except asyncio.CancelledError:
+                future.cancel()
+            except (
+                BaseException
+            ) as e:  # with SystemExit the loop would end, and the caller would wait for ever
+                future.set_exception(e)
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return future
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(_cancel_others())
+        finally:
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class SlowRecords:
+    """Reads one record ahead in a daemon thread, which may still wait for the pipe when the program ends."""
+
+    def __init__(self, records: Iterator[Record]) -> None:
+        self._records = records
+        self._asked: SimpleQueue[Future[Record | None]] = SimpleQueue()
+        threading.Thread(target=self._run, name="llamapipe-records", daemon=True).start()
+
+    def ask(self) -> Future[Record | None]:
+        """The next record; None at the end."""
+        future: Future[Record | None] = Future()
+        self._asked.put(future)
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future = self._asked.get()
+            try:
+                future.set_result(next(self._records, None))
+            except BaseException as error:
+                future.set_exception(error)
+
 
 _NUMBER = re.compile(r"\d+")
 _MOST_REASONS = 20
@@ -66,8 +144,6 @@ def answers(
     in the order of the records. Closing the iterator cancels what is in flight. Raises what reading a record raises,
     and EngineClosedError.
     """
-    from llamapipe.jobs.event_loop import EventLoopThread  # asyncio is loaded by what needs it
-
     left = iter(records)
     reader = SlowRecords(left) if slow else None
     in_flight: dict[Future[Answer], Record] = {}  # in the order of the records

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 from llamapipe.ray.spec import EngineSpec
 
 if TYPE_CHECKING:
-    from llamapipe.ray.completer import Completer
-    from llamapipe.ray.data import complete
+    from llamapipe.ray.data import Completer, complete
     from llamapipe.ray.router import PrefixCostRouter
     from llamapipe.ray.serve import deployment, openai_app
 
 __all__ = ["Completer", "EngineSpec", "PrefixCostRouter", "complete", "deployment", "openai_app"]
 _HOMES = {
-    "Completer": "completer",
+    "Completer": "data",
     "PrefixCostRouter": "router",
     "complete": "data",
     "deployment": "serve",

@@ -10,8 +10,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from llamapipe.arguments import check_int
-from llamapipe.ray.costs import PrefixCosts, chunks_of
-from llamapipe.ray.requests import prompt_bytes
+from llamapipe.ray.costs import PrefixCosts, chunks_of, prompt_bytes
 
 
 class PrefixCostRouter(RequestRouter):  # type: ignore[misc]

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llamapipe.arguments import check_int, did_you_mean, quoted
 from llamapipe.engine import Engine
+from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import limit_cores
 from llamapipe.hub import PREFIX, parse
 from llamapipe.llama.model import Model
+
+
+def ray() -> Any:
+    """The package ``ray``. Raises ImportError."""
+    try:
+        import ray as library
+    except ModuleNotFoundError as e:
+        raise ImportError(
+            f"llamapipe.ray needs {e.name}, which is not installed: pip install 'llamapipe[ray]'"
+        ) from None
+    return library
+
+
+def n_sharing(ray: Any, n_actors: int) -> int:
+    """About how many actors run on one machine: their number over that of the machines."""
+    n_machines = sum(1 for node in ray.nodes() if node["Alive"]) if ray.is_initialized() else 1
+    return -(-n_actors // max(n_machines, 1))
+
+
+def cores_of_actor(num_cpus: float | None, n_sharing: int) -> int | None:
+    """The cores that this process may compute on: those that Ray reserved for it, or its part of the machine's.
+
+    None: all of them, as long as other work leaves them.
+    """
+    if num_cpus:
+        return math.ceil(num_cpus)
+    return max(usable_cores() // n_sharing, 1) if n_sharing > 1 else None
+
 
 _NOT_PICKLED = {"path", "model", "progress"}
 

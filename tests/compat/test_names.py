@@ -50,7 +50,7 @@ class TestConstants:
     def test_completion_shows_them_and_the_reference_has_them(self) -> None:
         assert set(CONSTANTS) | set(compat.__all__) | {"__version__"} == set(dir(compat))
         named: set[str] = set()
-        page = (PAGES / "reference" / "compat.md").read_text(encoding="utf-8")
+        page = (PAGES / "reference" / "extras.md").read_text(encoding="utf-8")
         for row in re.findall(r"^\| `.*$", page, re.MULTILINE):
             prefix = ""
             for name in re.findall(r"`(\w+)`", row.split("|")[2]):

@@ -31,10 +31,9 @@ from support.run_script import command, environment
 
 import llamapipe as lp
 from llamapipe.jobs.answers import Answerer
-from llamapipe.jobs.event_loop import EventLoopThread
 from llamapipe.jobs.records import MAX_LINE_BYTES, Record, count_records, read_records
 from llamapipe.jobs.results import ResultFile
-from llamapipe.jobs.run import BatchSummary, run_job
+from llamapipe.jobs.run import BatchSummary, EventLoopThread, run_job
 from llamapipe.server.batch import BatchRequests
 
 GREEDY = lp.SamplingParams(max_tokens=6, temperature=0.0)

@@ -107,7 +107,7 @@ def forks(model: lp.Model, unified: bool, n_rounds: int, n_tokens: int = 1000) -
     rng = random.Random(3)
     params = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     fork_s, next_s = [], []
-    with lp.Engine(model, n_ctx=2048, n_seq_max=4, kv_unified=unified) as engine:
+    with lp.Engine(model, n_ctx=2048, n_seq_max=4, tuning=lp.EngineTuning(kv_unified=unified)) as engine:
         prompt = [rng.randrange(300, 30_000) for _ in range(n_tokens)]
         with engine.start(prompt, params) as parent:
             parent.next()

@@ -45,7 +45,7 @@ def main() -> int:
     with (
         lp.Model(args.model) as model,
         lp.Engine(model, **options) as without,
-        lp.Engine(model, **options, kv_events=events) as with_events,
+        lp.Engine(model, tuning=lp.EngineTuning(kv_events=events), **options) as with_events,
     ):
         assert with_events.kv_events is not None
         with subprocess.Popen(

@@ -140,16 +140,16 @@ def measure(args: argparse.Namespace, work: Work) -> dict[str, list[float]]:
         layouts = [True] if work.n_cells else [False, True]
         for unified in layouts:
             layout = "unified" if unified else "streams"
-            for name, options in (("", {}), (", no cache", {"prefix_cache": False})):
+            for name, prefix_cache in (("", True), (", no cache", False)):
                 engine = stack.enter_context(
                     lp.Engine(
                         args.model,
                         n_ctx=work.n_ctx,
                         n_seq_max=work.n_slots,
                         n_cells=work.n_cells,
-                        kv_unified=unified,
                         n_threads=args.threads,
-                        **options,  # type: ignore[arg-type]
+                        tuning=lp.EngineTuning(kv_unified=unified),
+                        prefix_cache=prefix_cache,
                     )
                 )
                 sides[f"llamapipe {layout}{name}"] = in_process(engine), engine

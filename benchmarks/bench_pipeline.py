@@ -199,7 +199,9 @@ def engine(model: lp.Model, args: argparse.Namespace) -> Result:
         with ExitStack() as stack:
             options = {"n_ctx": 256, "n_seq_max": n_seq, "n_threads": args.n_threads}
             engines = {
-                depth: stack.enter_context(lp.Engine(model, pipeline_depth=depth, **options))
+                depth: stack.enter_context(
+                    lp.Engine(model, tuning=lp.EngineTuning(pipeline_depth=depth), **options)
+                )
                 for depth in (1, 2)
             }
             times: dict[int, list[float]] = {depth: [] for depth in engines}

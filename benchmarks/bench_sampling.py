@@ -101,7 +101,15 @@ def engine(model: lp.Model, args: argparse.Namespace) -> int:
         with ExitStack() as stack:
             engines = {
                 choice: stack.enter_context(
-                    closing(lp.Engine(model, 256, n, n_threads=args.n_threads, graph_sampling=choice))
+                    closing(
+                        lp.Engine(
+                            model,
+                            256,
+                            n,
+                            n_threads=args.n_threads,
+                            tuning=lp.EngineTuning(graph_sampling=choice),
+                        )
+                    )
                 )
                 for choice in ("off", "on")
             }

@@ -11,7 +11,7 @@ async def ask(engine: lp.Engine) -> list[str]:
     return [out.text for out in outs]
 
 
-with lp.Engine(lp.demo_model_path(), ring="auto", type_k="f16") as engine:
+with lp.Engine(lp.demo_model_path(), type_k="f16", tuning=lp.EngineTuning(ring="auto")) as engine:
     one: lp.Completion = engine.generate("1, 2, 3,", lp.SamplingParams(max_tokens=4, n=2, logprobs=1))
     texts: tuple[str, ...] = tuple(choice.text for choice in one.choices)
     several: list[lp.Completion] = engine.generate([[1, 2], [3]], lp.SamplingParams(max_tokens=2))

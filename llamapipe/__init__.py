@@ -15,7 +15,7 @@ from llamapipe import errors, telemetry
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.chat.tools import Tool
 from llamapipe.embedding import Embedder, Ranked
-from llamapipe.engine import Engine
+from llamapipe.engine import Engine, EngineTuning
 from llamapipe.jobs.batch import BatchResult, batch
 from llamapipe.jobs.run import BatchSummary
 from llamapipe.kv_events import KvEvents
@@ -62,6 +62,7 @@ __all__ = [
     "Embedder",
     "Engine",
     "EngineStats",
+    "EngineTuning",
     "Generation",
     "KvEvents",
     "Model",

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, aclosing, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -61,6 +61,7 @@ from llamapipe.arguments import (
     check_flag,
     check_float,
     check_int,
+    explains_fields,
     explains_options,
     refuse_table,
 )
@@ -98,6 +99,53 @@ _META_BYTES = 16  # position and sequence of a saved cell
 _DEFAULT_BYTES = 512 * 2**20  # if the free memory is not known
 
 
+@explains_fields
+@dataclass(frozen=True)
+class EngineTuning:
+    """Options of an engine that few programs need: ``Engine(model, tuning=EngineTuning(n_ubatch=1024))``; frozen.
+
+    - ``n_batch``: maximum tokens of a step. ``n_ubatch``: maximum tokens that llama.cpp computes at a time.
+    - ``n_threads_batch``: compute threads of steps of more than one token; default: those of ``n_threads``.
+    - ``kv_unified``: one KV cache shared by all requests (True) or a separate part for each (False); None: unified
+      only if ``n_cells`` is given.
+    - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.
+    - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
+      with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
+    - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
+      buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
+      (on GPUs, except software devices), ``"on"`` or ``"off"``.
+    - ``kv_events``: publish what the prefix cache holds, for routers; see ``docs/guides/routers.md``. Needs the extra
+      ``kv-events``.
+    - ``trace``: True records a timeline in the engine's attribute ``trace``; a path also writes it there when the
+      engine closes, as ``.json`` (Perfetto) or ``.svg``.
+
+    Values are checked when an engine is made. Raises TypeError for unknown options.
+    """
+
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_threads_batch: int | None = None
+    kv_unified: bool | None = None
+    batch_window_us: int = 200
+    pipeline_depth: int | None = None
+    ring: Literal["auto", "events", "sync", "off"] = "auto"
+    graph_sampling: Literal["auto", "on", "off"] = "auto"
+    kv_events: KvEvents | None = None
+    trace: bool | str | Path | None = None
+
+
+_NO_TUNING = EngineTuning()
+
+
+def with_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``Engine`` made from a flat list, such as a command line: options of EngineTuning go into one."""
+    tuned = {name: value for name, value in options.items() if name in EngineTuning.__dataclass_fields__}
+    if not tuned:
+        return dict(options)
+    rest = {name: value for name, value in options.items() if name not in tuned}
+    return rest | {"tuning": replace(rest.get("tuning", _NO_TUNING), **tuned)}
+
+
 class Engine(Owner):
     """Serves any number of threads and asyncio tasks from one context.
 
@@ -105,21 +153,12 @@ class Engine(Owner):
     - ``n_ctx``: positions each request may use, prompt and generated; default: the smaller of the model's training
       context and 4096. ``n_seq_max``: requests computed at once; others wait. ``n_cells``: KV cells in total; default:
       ``n_ctx * n_seq_max``. Another number makes the KV cache unified; requests are preempted when cells run out.
-    - ``kv_unified``: one KV cache shared by all requests (True) or a separate part for each (False); None: unified
-      only if ``n_cells`` is given. ``type_k``, ``type_v``: the types of keys and values in the KV cache; the quantized
-      ones take less memory. ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
-    - ``n_batch``: maximum tokens of a step. ``n_ubatch``: maximum tokens that llama.cpp computes at a time.
+    - ``type_k``, ``type_v``: the types of keys and values in the KV cache; the quantized ones take less memory.
+      ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
     - ``n_threads``: compute threads. Default: the cores this process may use, or fewer in a container with a CPU
       limit, and fewer for as long as other work needs the cores; with ``kernels="ggml"`` this may change how texts
       of 512 tokens or more are rounded (``docs/design/cpu.md``). A given number stays fixed: more threads than
-      free cores slow the engine down several-fold. ``n_threads_batch``: the same for steps of more than one token;
-      default: ``n_threads``.
-    - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.
-    - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
-      with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
-    - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
-    - ``trace``: True records a timeline in the attribute ``trace``; a path also writes it there when the engine
-      closes, as ``.json`` (Perfetto) or ``.svg``.
+      free cores slow the engine down several-fold.
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
       compute them; see ``docs/guides/memory.md``. ``"exact"`` reuses fewer, so that logits are bitwise those without
       the cache. ``cache_bytes``: host memory for cells that have lost their slot;
@@ -130,14 +169,13 @@ class Engine(Owner):
       ``"recompute"``: it keeps its first ``n_keep`` tokens (at least the BOS token) and the newer half of the others,
       which are computed again; its text then ends only by ``max_tokens``, a stop string or an end token. ``"shift"``:
       the same without computing them again, with llama.cpp's shift of positions. That is faster and only approximate;
-      it needs ``kv_unified=False`` and a model whose positions can be shifted.
+      it needs a separate KV cache for each request (no ``n_cells``) and a model whose positions can be shifted.
+    - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
     - ``batch_invariant``: True: the same request gives the same text whatever else runs, or a ValueError here says why
       this model's texts could differ; see ``docs/sampling.md``.
-    - ``kv_events``: publish what the prefix cache holds, for routers; see ``docs/guides/routers.md``. The attribute of
-      this name has the addresses that are in use. Needs the extra ``kv-events``.
-    - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
-      buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
-      (on GPUs, except software devices), ``"on"`` or ``"off"``.
+    - ``tuning``: options that few programs need; see ``EngineTuning``.
+
+    The attribute ``kv_events`` has the addresses of ``EngineTuning.kv_events`` that are in use, ``trace`` the timeline.
 
     Chats need the extra ``chat``. In their calls, ``messages`` is a list of messages, ``{"role": ...,
     "content": ...}``, or a str, which is a single user message.
@@ -162,53 +200,56 @@ class Engine(Owner):
         "detokenize": "the model has it: engine.model.detokenize",
     }
 
-    @explains_options({"SamplingParams": SamplingParams.__dataclass_fields__, "Model": MODEL_OPTIONS})
+    @explains_options(
+        {
+            "EngineTuning": EngineTuning.__dataclass_fields__,
+            "SamplingParams": SamplingParams.__dataclass_fields__,
+            "Model": MODEL_OPTIONS,
+        }
+    )
     def __init__(
         self,
         model: Model | str | os.PathLike[str],
         n_ctx: int | None = None,
         n_seq_max: int = 8,
         n_cells: int | None = None,
-        n_batch: int = 2048,
-        n_ubatch: int = 512,
         n_threads: int | None = None,
-        n_threads_batch: int | None = None,
-        kv_unified: bool | None = None,
         type_k: CacheType = "f16",
         type_v: CacheType = "f16",
         flash_attn: FlashAttention = "auto",
-        batch_window_us: int = 200,
-        pipeline_depth: int | None = None,
-        max_queue: int | None = None,
-        trace: bool | str | Path | None = None,
-        ring: Literal["auto", "events", "sync", "off"] = "auto",
-        graph_sampling: Literal["auto", "on", "off"] = "auto",
         prefix_cache: bool | Literal["exact"] = True,
         cache_bytes: int | None = None,
         max_itl_ms: float | None = None,
         overflow: Literal["stop", "recompute", "shift"] = "stop",
         n_keep: int = 0,
-        kv_events: KvEvents | None = None,
+        max_queue: int | None = None,
         batch_invariant: bool = False,
+        tuning: EngineTuning = _NO_TUNING,
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
         if not isinstance(model, (Model, str, os.PathLike)):
             raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
-        depth = None if pipeline_depth is None else check_int("pipeline_depth", pipeline_depth, 1, 2)
-        self._trace_path = _trace_path(trace)
+        if not isinstance(tuning, EngineTuning):
+            raise TypeError(
+                f"tuning must be EngineTuning, not {type(tuning).__name__}: tuning=lp.EngineTuning(n_ubatch=1024)"
+            )
+        depth = tuning.pipeline_depth
+        depth = None if depth is None else check_int("pipeline_depth", depth, 1, 2)
+        self._trace_path = _trace_path(tuning.trace)
         cache_mode = prefix_cache if prefix_cache == "exact" else check_flag("prefix_cache", prefix_cache)
         max_itl_s = None if max_itl_ms is None else check_float("max_itl_ms", max_itl_ms, 1, 1e6) / 1e3
         n_cache_bytes = None if cache_bytes is None else check_int("cache_bytes", cache_bytes, 0, 2**63 - 1)
+        kv_events = tuning.kv_events
         if kv_events is not None and not isinstance(kv_events, KvEvents):
             raise TypeError(f"kv_events must be KvEvents or None, not {type(kv_events).__name__}")
         if kv_events is not None and not cache_mode:
             raise ValueError("kv_events tells what the prefix cache holds, but prefix_cache is False")
-        window_us = check_int("batch_window_us", batch_window_us, 0, _MAX_WINDOW_US)
+        window_us = check_int("batch_window_us", tuning.batch_window_us, 0, _MAX_WINDOW_US)
         self._queue = QueueLimit(
             None if max_queue is None else check_int("max_queue", max_queue, 1, 2**31 - 1)
         )
         # Per-sequence KV is faster if no cells are shared.
-        unified = n_cells is not None if kv_unified is None else kv_unified
+        unified = n_cells is not None if tuning.kv_unified is None else tuning.kv_unified
         # After an error or Ctrl-C the caller has no object to close: each line that creates something also stores it.
         with ExitStack() as undo:
             if not isinstance(model, Model):
@@ -219,18 +260,18 @@ class Engine(Owner):
                 n_ctx=n_ctx,
                 n_seq_max=n_seq_max,
                 n_cells=n_cells,
-                n_batch=n_batch,
-                n_ubatch=n_ubatch,
+                n_batch=tuning.n_batch,
+                n_ubatch=tuning.n_ubatch,
                 n_outputs_max=1,  # raised to n_seq_max: a decoding sequence has one at a time
                 n_more_outputs=SCORE_ROWS,
                 n_threads=n_threads,
-                n_threads_batch=n_threads_batch,
+                n_threads_batch=tuning.n_threads_batch,
                 kv_unified=unified,
                 type_k=type_k,
                 type_v=type_v,
                 flash_attn=flash_attn,
-                n_ring_slots=ring_slots(model, ring, 2 if depth is None else depth + 1),
-                graph_sampling=wants_graph_sampling(model, ring, graph_sampling),
+                n_ring_slots=ring_slots(model, tuning.ring, 2 if depth is None else depth + 1),
+                graph_sampling=wants_graph_sampling(model, tuning.ring, tuning.graph_sampling),
                 batch_invariant=check_flag("batch_invariant", batch_invariant),
             )
             context = undo.enter_context(closing(new_context()))
@@ -271,7 +312,7 @@ class Engine(Owner):
             self._context_repr = repr(context)
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             _warn_of_size(context, self._kv_bytes)
-            pipeline = undo.enter_context(closing(engine_pipeline(context, ring, depth)))
+            pipeline = undo.enter_context(closing(engine_pipeline(context, tuning.ring, depth)))
             # "exact" can share only whole batches, and these models only whole sequences.
             shares = cache_mode is True and not model.is_recurrent and not model.n_swa
             # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
@@ -283,7 +324,10 @@ class Engine(Owner):
             self._chat_builder = ChatBuilder(model, self._request_builder)
             self.trace = Trace(pipeline)
             tuner = make_tuner(
-                context, pipeline.threaded, is_fixed=bool(n_threads or n_threads_batch), trace=self.trace
+                context,
+                pipeline.threaded,
+                is_fixed=bool(n_threads or tuning.n_threads_batch),
+                trace=self.trace,
             )
             self._long_work = LongWork()
             loop = EngineLoop(
@@ -300,7 +344,7 @@ class Engine(Owner):
             undo.callback(engine_thread.close, drain=False)
             self._engine_thread = engine_thread
             self._submission = Submission(engine_thread, self._queue)
-            if trace:
+            if tuning.trace:
                 self.trace.start()
             engine_thread.start()
             undo.pop_all()

@@ -44,7 +44,7 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True)
 class KvEvents:
-    """KV events of an engine: ``Engine(..., kv_events=lp.KvEvents("tcp://127.0.0.1:5557"))``; frozen.
+    """KV events of an engine: ``EngineTuning(kv_events=lp.KvEvents("tcp://127.0.0.1:5557"))``; frozen.
 
     - ``endpoint``: the ZeroMQ address of the PUB socket, ``tcp://HOST:PORT`` or ``ipc://PATH``. Port 0 takes a free
       one. There is no authentication: use loopback, or a network that only the router can reach.

@@ -67,14 +67,16 @@ def demo() -> Iterator[lp.Model]:
 def make_engine(tiny: lp.Model) -> Iterator[Callable[..., lp.Engine]]:
     """Makes engines over the tiny model unless another is given; each is checked and closed after the test.
 
-    One thread computes unless asked otherwise: the models are so small that a second one only adds waiting.
+    ``options``: of Engine and EngineTuning. One thread computes unless asked otherwise: the models are so small that a
+    second one only adds waiting.
     """
     import llamapipe as lp
+    from llamapipe.engine import with_tuning
 
     made: list[lp.Engine] = []
 
     def make(model: lp.Model | None = None, **options: Any) -> lp.Engine:
-        engine = lp.Engine(model or tiny, **{"n_ctx": 256, "n_threads": 1, **options})
+        engine = lp.Engine(model or tiny, **with_tuning({"n_ctx": 256, "n_threads": 1, **options}))
         made.append(engine)
         return engine
 

@@ -18,6 +18,7 @@ import llamapipe as lp
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError
+from llamapipe.engine import with_tuning
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,7 @@ def add_options(
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `Engine` and of `Model`."""
-    add_options(parser, "engine", ENGINE, defaults_of(lp.Engine))
+    add_options(parser, "engine", ENGINE, defaults_of(lp.Engine) | defaults_of(lp.EngineTuning))
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
 
 
@@ -384,7 +385,7 @@ def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
     if options.get("n_ctx") == 0:
         options = {**options, "n_ctx": model.n_ctx_train}
     try:
-        return lp.Engine(model, **options)
+        return lp.Engine(model, **with_tuning(options))
     except lp.errors.LlamapipeError:
         raise
     except (ValueError, TypeError) as error:

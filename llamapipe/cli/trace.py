@@ -81,7 +81,7 @@ def add_parser(
     parser.add_argument(
         "--steps", type=int, default=_DRAWN, metavar="N", help=f"steps in the picture (default: {_DRAWN})"
     )
-    add_options(parser, "engine", [*ENGINE, *_DEPTH], defaults_of(lp.Engine))
+    add_options(parser, "engine", [*ENGINE, *_DEPTH], defaults_of(lp.Engine) | defaults_of(lp.EngineTuning))
     add_options(
         parser,
         "model",

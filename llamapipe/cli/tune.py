@@ -125,7 +125,13 @@ class _Tuning:
     def show(self) -> None:
         """Prints the call."""
         terminal = self._terminal
-        arguments = "".join(f", {name}={value!r}" for name, value in self._options.items())
+        tuned = {name: value for name, value in self._options.items() if name not in defaults_of(lp.Engine)}
+        arguments = "".join(
+            f", {name}={value!r}" for name, value in self._options.items() if name not in tuned
+        )
+        if tuned:
+            fields = ", ".join(f"{name}={value!r}" for name, value in tuned.items())
+            arguments += f", tuning=lp.EngineTuning({fields})"
         terminal.line()
         terminal.line(f"lp.Engine({str(self._model.path)!r}{arguments})")
         terminal.line(

@@ -26,7 +26,7 @@ from llamapipe.compat.names import NO_SCORES, missing
 from llamapipe.compat.sampling import SAMPLING_OPTIONS, sampling_params
 from llamapipe.compat.tokenizer import LlamaTokenizer, PromptMaker
 from llamapipe.embedding import Embedder
-from llamapipe.engine import Engine
+from llamapipe.engine import Engine, with_tuning
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.model import Model
 from llamapipe.locks import Lock
@@ -391,7 +391,7 @@ class LlamaBase(SequenceMethods):
             if self._engine is None:
                 if model.vocab_only:
                     raise RuntimeError("vocab_only=True: this Llama can only tokenize")
-                engine = Engine(model, **options.engine_options(self._options, self._n_ctx))
+                engine = Engine(model, **with_tuning(options.engine_options(self._options, self._n_ctx)))
                 self._engine = self._owned.enter_context(engine)
                 self._sequence = ThreadSequence(self._engine, self._n_ctx)
             return self._engine

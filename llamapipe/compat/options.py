@@ -142,7 +142,7 @@ def model_options(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
-    """The arguments of ``Engine``. ``n_ctx``: the context of a request, in tokens. Raises ValueError."""
+    """Options of ``Engine`` and ``EngineTuning``. ``n_ctx``: tokens of a request's context. Raises ValueError."""
     n_seq_max = values["n_seq_max"]
     n_cells = values["n_cells"]
     if n_cells is None and n_seq_max * n_ctx > _SHARED_CELLS:

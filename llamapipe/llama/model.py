@@ -44,13 +44,11 @@ if TYPE_CHECKING:
 ENGINE_OPTIONS = (
     "n_ctx",
     "n_seq_max",
-    "n_batch",
-    "n_ubatch",
     "n_threads",
-    "n_threads_batch",
     "type_k",
     "type_v",
 )
+TUNING_OPTIONS = ("n_batch", "n_ubatch", "n_threads_batch")  # the same, of EngineTuning
 # Architectures whose graphs also look up rows of weights that are loaded for products: packed ones have none.
 _READ_AS_ROWS = frozenset({"clef"})
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
@@ -109,7 +107,7 @@ class Model(Owner):
         "embed": "an Embedder has it: Embedder(model)"
     }
 
-    @explains_options({"Engine": ENGINE_OPTIONS})
+    @explains_options({"Engine": ENGINE_OPTIONS, "EngineTuning": TUNING_OPTIONS})
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -314,7 +312,14 @@ class Model(Owner):
             check_flag(name, value)
         if wrong := options.keys() - MODEL_OPTIONS:
             known = MODEL_OPTIONS | {"filename", "revision", "local_files_only", "progress"}
-            raise TypeError(wrong_option("from_pretrained", min(wrong), known, {"Engine": ENGINE_OPTIONS}))
+            raise TypeError(
+                wrong_option(
+                    "from_pretrained",
+                    min(wrong),
+                    known,
+                    {"Engine": ENGINE_OPTIONS, "EngineTuning": TUNING_OPTIONS},
+                )
+            )
         texts: dict[str, object] = {"repo_id": repo_id, "filename": filename, "revision": revision}
         for name, text in texts.items():
             if not isinstance(text, str) and (text is not None or name == "repo_id"):

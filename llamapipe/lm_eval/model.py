@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llamapipe.arguments import check_flag, check_int, quoted
 from llamapipe.chat.template import ChatTemplate
-from llamapipe.engine import CacheType, Engine, FlashAttention
+from llamapipe.engine import CacheType, Engine, EngineTuning, FlashAttention
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model, demo_model_path
 from llamapipe.params import SamplingParams
@@ -33,8 +33,8 @@ class Options:
 
     - ``path``: the model's file, or ``demo`` for the one in the package.
     - ``n_ctx`` (or ``max_length``), ``n_seq_max``, ``n_cells``, ``n_threads``, ``n_threads_batch``, ``n_batch``,
-      ``n_ubatch``, ``kv_unified``, ``type_k``, ``type_v``, ``flash_attn``: as for ``Engine``; ``n_gpu_layers``: as for
-      ``Model``.
+      ``n_ubatch``, ``kv_unified``, ``type_k``, ``type_v``, ``flash_attn``: as for ``Engine`` and
+      ``EngineTuning``; ``n_gpu_layers``: as for ``Model``.
     - ``max_gen_toks``: most generated tokens where a task does not say (default: 256, at most half of ``n_ctx``).
     - ``add_bos_token``: whether texts begin with BOS (default: what the vocabulary says). ``prefix_token_id``: what
       stands before the first token of a text that is scored from its beginning (default: BOS, else EOS).
@@ -257,14 +257,16 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
                 n_ctx=options.n_ctx,
                 n_seq_max=options.n_seq_max or 1,
                 n_cells=options.n_cells,
-                n_batch=options.n_batch,
-                n_ubatch=options.n_ubatch,
                 n_threads=options.n_threads,
-                n_threads_batch=options.n_threads_batch,
-                kv_unified=options.kv_unified,
                 type_k=options.type_k,
                 type_v=options.type_v,
                 flash_attn=options.flash_attn,
+                tuning=EngineTuning(
+                    n_batch=options.n_batch,
+                    n_ubatch=options.n_ubatch,
+                    n_threads_batch=options.n_threads_batch,
+                    kv_unified=options.kv_unified,
+                ),
             )
         except BaseException:
             self.model.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llamapipe.arguments import check_int, did_you_mean, quoted
-from llamapipe.engine import Engine
+from llamapipe.engine import Engine, EngineTuning, with_tuning
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import limit_cores
 from llamapipe.hub import PREFIX, parse
@@ -55,7 +55,7 @@ class EngineSpec:
 
     - ``model``: the path of a GGUF file, which each machine must have; or ``hf:OWNER/REPO`` or
       ``hf:OWNER/REPO/FILE.gguf`` of the Hugging Face Hub (extra ``hub``), which each machine downloads once.
-    - ``engine_options``: arguments of ``Engine``, such as ``{"n_ctx": 2048, "n_seq_max": 32}``.
+    - ``engine_options``: arguments of ``Engine`` and ``EngineTuning``, such as ``{"n_ctx": 2048, "n_ubatch": 1024}``.
     - ``model_options``: arguments of ``Model``, such as ``{"n_gpu_layers": 20}``.
 
     Values of options are checked where the engine is made.
@@ -77,11 +77,12 @@ class EngineSpec:
         if name.startswith(PREFIX):
             parse(name)
         object.__setattr__(self, "model", name)
-        for options, kind in (("engine_options", Engine), ("model_options", Model)):
+        tuning = EngineTuning.__dataclass_fields__.keys()
+        for options, kind, more in (("engine_options", Engine, tuning), ("model_options", Model, ())):
             given = getattr(self, options)
             if not isinstance(given, Mapping):
                 raise TypeError(f"{options} must be a mapping, not {type(given).__name__}")
-            known = set(inspect.signature(kind).parameters) - _NOT_PICKLED
+            known = {*inspect.signature(kind).parameters, *more} - _NOT_PICKLED
             for option in given:
                 if option not in known:
                     hint = did_you_mean(str(option), known)
@@ -121,6 +122,6 @@ class EngineSpec:
             limit_cores(n_cores)
         with (
             Model(self.model_path(), **self.model_options) as model,  # type: ignore[arg-type]
-            Engine(model, **self.engine_options) as engine,  # type: ignore[arg-type]
+            Engine(model, **with_tuning(self.engine_options)) as engine,
         ):
             yield engine

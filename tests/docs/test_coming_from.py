@@ -18,8 +18,8 @@ PAGES = sorted((Path(__file__).parents[2] / "docs" / "coming-from").glob("*.md")
 # Of the client of OpenAI.
 OTHERS = {"extra_body"}
 CALLS = (
-    lp.Engine, lp.Model, lp.Model.from_pretrained, lp.SamplingParams, lp.Embedder, lp.Engine.generate, lp.Engine.chat,
-    lp.Engine.stream_chat, ServerSettings, serve,
+    lp.Engine, lp.EngineTuning, lp.Model, lp.Model.from_pretrained, lp.SamplingParams, lp.Embedder,
+    lp.Engine.generate, lp.Engine.chat, lp.Engine.stream_chat, ServerSettings, serve,
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from support.gguf_models import tiny_model
 from support.run_script import run_script
 
 import llamapipe as lp
+from llamapipe.engine import with_tuning
 from llamapipe.errors import BackendError, InvalidRequestError, ModelLoadError
 
 N_CTX = 64
@@ -507,7 +508,7 @@ def test_bad_sizes_of_an_engine(tiny: lp.Model, name: str, bad: Bad) -> None:
     if bad.value is None and name in ("n_ctx", "n_cells", "n_threads", "max_queue"):
         return
     with pytest.raises(bad.error, match=f"^{name} (is|must be)"):
-        lp.Engine(tiny, **{name: bad.value})
+        lp.Engine(tiny, **with_tuning({name: bad.value}))
 
 
 @pytest.mark.parametrize(
@@ -529,7 +530,7 @@ def test_options_of_an_engine_that_do_not_go_together(
     tiny: lp.Model, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        lp.Engine(tiny, **options)
+        lp.Engine(tiny, **with_tuning(options))
 
 
 @pytest.mark.parametrize("model", [None, 5])

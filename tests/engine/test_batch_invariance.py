@@ -14,6 +14,7 @@ from support.mixed_requests import mixed_requests, told_alone, told_among_others
 
 import llamapipe as lp
 from llamapipe._engine.invariance import _is_invariant
+from llamapipe.engine import with_tuning
 from llamapipe.llama import Context
 from llamapipe.native.load import native
 
@@ -53,7 +54,7 @@ def test_what_depends_is_refused(model: lp.Model) -> None:
     ]
     for options, why in refused:
         with pytest.raises(ValueError, match=f"batch_invariant=True, but .*{why}"):
-            lp.Engine(model, n_ctx=256, batch_invariant=True, **options)
+            lp.Engine(model, n_ctx=256, batch_invariant=True, **with_tuning(options))
 
 
 def test_ggmls_kernels_are_refused() -> None:

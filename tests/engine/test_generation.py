@@ -580,7 +580,8 @@ class TestSharedSteps:
         program = """
 import sys, time
 import llamapipe as lp
-with lp.Model(sys.argv[1]) as model, lp.Engine(model, n_ctx=64, n_threads=1, batch_window_us=1_000_000) as engine:
+tuning = lp.EngineTuning(batch_window_us=1_000_000)
+with lp.Model(sys.argv[1]) as model, lp.Engine(model, n_ctx=64, n_threads=1, tuning=tuning) as engine:
     params = lp.SamplingParams(max_tokens=2, ignore_eos=True)
     took = []
     while len(took) < 3 and min(took, default=1) >= 1:  # more than once only when the machine stands still

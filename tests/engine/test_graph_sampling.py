@@ -435,7 +435,7 @@ class TestEngine:
 
     def test_another_value_is_rejected(self, demo: lp.Model) -> None:
         with pytest.raises(ValueError, match="graph_sampling"):
-            lp.Engine(demo, graph_sampling="yes")  # type: ignore[arg-type]
+            lp.Engine(demo, tuning=lp.EngineTuning(graph_sampling="yes"))  # type: ignore[arg-type]
 
     @pytest.mark.device
     def test_where_it_cannot_be(

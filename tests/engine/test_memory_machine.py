@@ -31,6 +31,7 @@ from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp
+from llamapipe.engine import with_tuning
 from llamapipe.streams import Generation
 
 MOST = 8  # generations at once
@@ -289,7 +290,9 @@ def test_kv_events_tell_every_change(tiny: lp.Model, tmp_path: Path, kind: str) 
 def machine_on(model: lp.Model, loop: PlainLoop, options: dict[str, Any]) -> Iterator[type[MemoryMachine]]:
     """One engine for all sequences: each finds what the ones before have left."""
     with (
-        lp.Engine(model, n_ctx=256, n_threads=1, n_ubatch=32, cache_bytes=400_000, **options) as engine,
+        lp.Engine(
+            model, n_ctx=256, n_threads=1, cache_bytes=400_000, **with_tuning({"n_ubatch": 32, **options})
+        ) as engine,
         Subscriber(engine.kv_events) if engine.kv_events is not None else nullcontext() as subscriber,
     ):
 

@@ -232,7 +232,7 @@ def test_texts_stay_right_while_threads_change(tiny: lp.Model, loads: list[FakeL
     with lp.Engine(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as engine:
         expected = engine.generate(prompts(12), params)
         assert engine.stats().n_thread_changes == 0
-    with lp.Engine(tiny, n_ctx=256, n_seq_max=4, pipeline_depth=depth) as engine:
+    with lp.Engine(tiny, n_ctx=256, n_seq_max=4, tuning=lp.EngineTuning(pipeline_depth=depth)) as engine:
         loads[0].alternates = True
         got = engine.generate(prompts(12), params)
         stats = engine.stats()
@@ -243,7 +243,7 @@ def test_texts_stay_right_while_threads_change(tiny: lp.Model, loads: list[FakeL
 
 @pytest.mark.native
 def test_an_engine_reports_its_threads(tiny: lp.Model, loads: list[FakeLoad]) -> None:
-    with lp.Engine(tiny, n_ctx=256, trace=True) as engine:
+    with lp.Engine(tiny, n_ctx=256, tuning=lp.EngineTuning(trace=True)) as engine:
         assert (engine.stats().n_threads, engine.stats().n_thread_changes) == (2, 0)
         engine.generate(prompts(1)[0], GREEDY)
         loads[0].delay = 1.2

@@ -28,7 +28,7 @@ sys.modules["zmq"] = None
 import llamapipe as lp
 with lp.Model.demo() as model:
     try:
-        lp.Engine(model, n_ctx=64, kv_events=lp.KvEvents("tcp://127.0.0.1:0"))
+        lp.Engine(model, n_ctx=64, tuning=lp.EngineTuning(kv_events=lp.KvEvents("tcp://127.0.0.1:0")))
     except ImportError as e:
         say(e)
 """
@@ -302,17 +302,17 @@ class TestOptions:
         with pytest.raises(TypeError, match="connect"):
             lp.KvEvents("tcp://127.0.0.1:1", connect=1)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="kv_events"):
-            lp.Engine(tiny, kv_events="tcp://127.0.0.1:1")  # type: ignore[arg-type]
+            lp.Engine(tiny, tuning=lp.EngineTuning(kv_events="tcp://127.0.0.1:1"))  # type: ignore[arg-type]
 
     def test_there_is_nothing_to_tell_without_a_cache(self, tiny: lp.Model) -> None:
         with pytest.raises(ValueError, match="prefix_cache is False"):
-            lp.Engine(tiny, kv_events=options(), prefix_cache=False)
+            lp.Engine(tiny, prefix_cache=False, tuning=lp.EngineTuning(kv_events=options()))
 
     def test_an_address_in_use(self, make_engine: MakeEngine, tiny: lp.Model) -> None:
         engine = make_engine(kv_events=options())
         assert engine.kv_events is not None
         with pytest.raises(OSError, match=engine.kv_events.endpoint):
-            lp.Engine(tiny, kv_events=engine.kv_events)
+            lp.Engine(tiny, tuning=lp.EngineTuning(kv_events=engine.kv_events))
 
     def test_the_router_may_be_the_one_that_listens(self, make_engine: MakeEngine) -> None:
         with zmq.Context() as context, context.socket(zmq.SUB) as sub:

@@ -60,7 +60,7 @@ def product_bytes(path: Path) -> list[int]:
 
 
 def log_probabilities(model: lp.Model, n_ubatch: int = 64) -> np.ndarray:
-    with lp.Engine(model, n_ctx=128, n_seq_max=1, n_ubatch=n_ubatch) as engine:
+    with lp.Engine(model, n_ctx=128, n_seq_max=1, tuning=lp.EngineTuning(n_ubatch=n_ubatch)) as engine:
         return np.array(engine.score_tokens([PROMPT])[0].logprobs)
 
 

@@ -182,7 +182,11 @@ def test_an_engine_that_is_half_made_leaves_nothing_behind(tiny: lp.Model, depth
         n += step
         reached = interrupted(
             n,
-            lambda: made.append(lp.Engine(tiny, n_ctx=64, n_seq_max=1, n_threads=1, pipeline_depth=depth)),
+            lambda: made.append(
+                lp.Engine(
+                    tiny, n_ctx=64, n_seq_max=1, n_threads=1, tuning=lp.EngineTuning(pipeline_depth=depth)
+                )
+            ),
         )
         for engine in made:
             assert len(engine.generate("a", PARAMS).token_ids) == 5

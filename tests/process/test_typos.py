@@ -11,7 +11,7 @@ import pytest
 from support.run_script import run_script
 
 import llamapipe as lp
-from llamapipe.llama.model import ENGINE_OPTIONS, MODEL_OPTIONS
+from llamapipe.llama.model import ENGINE_OPTIONS, MODEL_OPTIONS, TUNING_OPTIONS
 from llamapipe.server.settings import ServerSettings
 
 PATH = lp.demo_model_path()
@@ -115,6 +115,7 @@ def test_roles_of_templates_own_are_no_typos(open_engine: Any) -> None:
 
 def test_options_named_in_hints_exist() -> None:
     assert set(ENGINE_OPTIONS) <= inspect.signature(lp.Engine).parameters.keys()
+    assert set(TUNING_OPTIONS) <= inspect.signature(lp.EngineTuning).parameters.keys()
     parameters = inspect.signature(lp.Model).parameters.keys()
     assert parameters - {"path", "progress"} == MODEL_OPTIONS
 

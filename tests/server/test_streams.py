@@ -30,7 +30,7 @@ on_all = pytest.mark.parametrize("path", PATHS)
 
 @pytest.fixture(scope="module")
 def engine(demo: lp.Model) -> Iterator[lp.Engine]:
-    with lp.Engine(demo, n_ctx=512, n_seq_max=4, n_batch=32, max_queue=2) as engine:
+    with lp.Engine(demo, n_ctx=512, n_seq_max=4, max_queue=2, tuning=lp.EngineTuning(n_batch=32)) as engine:
         yield engine
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import llamapipe as lp
+from llamapipe.engine import with_tuning
 
 Job = tuple[list[int], lp.SamplingParams]
 Told = list[
@@ -33,14 +34,14 @@ def mixed_requests(n: int, tokens: Sequence[int], n_shared: int, n_most: int = 2
 def told_alone(model: lp.Model, jobs: list[Job], **options: Any) -> list[Told]:
     """Of one after another, on one thread, without a prefix cache."""
     with lp.Engine(
-        model, n_seq_max=1, n_threads=1, prefix_cache=False, batch_invariant=True, **options
+        model, n_seq_max=1, n_threads=1, prefix_cache=False, batch_invariant=True, **with_tuning(options)
     ) as engine:
         return [_told(engine.generate(*job)) for job in jobs]
 
 
 def told_among_others(model: lp.Model, jobs: list[Job], **options: Any) -> list[Told]:
     """Of all at once, some of which are beside requests that are cancelled."""
-    with lp.Engine(model, n_threads=2, batch_invariant=True, **options) as engine:
+    with lp.Engine(model, n_threads=2, batch_invariant=True, **with_tuning(options)) as engine:
         others = [engine.stream([7] * (20 + i), lp.SamplingParams(max_tokens=90)) for i in range(6)]
         with ThreadPoolExecutor(len(jobs)) as pool:
             running = [pool.submit(partial(engine.generate, *job)) for job in jobs]

@@ -32,7 +32,9 @@ def model() -> Iterator[lp.Model]:
 @pytest.fixture(scope="module")
 def engine(model: lp.Model) -> Iterator[lp.Engine]:
     # One thread: as fast for so small a model, and not slowed by whatever else the machine does.
-    with lp.Engine(model, n_ctx=1024, n_seq_max=16, n_threads=1, n_threads_batch=1) as engine:
+    with lp.Engine(
+        model, n_ctx=1024, n_seq_max=16, n_threads=1, tuning=lp.EngineTuning(n_threads_batch=1)
+    ) as engine:
         yield engine
 
 

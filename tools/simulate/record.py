@@ -199,10 +199,9 @@ def _engine(model: lp.Model, options: NodeOptions, **engine_options: Any) -> lp.
         model,
         n_ctx=options.n_ctx,
         n_seq_max=options.n_seq_max,
-        n_batch=options.n_batch,
-        n_ubatch=options.n_ubatch,
         cache_bytes=options.cache_bytes,
         prefix_cache=options.prefix_cache,
+        tuning=lp.EngineTuning(n_batch=options.n_batch, n_ubatch=options.n_ubatch),
         **engine_options,
     )
 

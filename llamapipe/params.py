@@ -9,6 +9,7 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
 from llamapipe.arguments import check_flag, check_float, check_int, did_you_mean, explains_fields, quoted
 from llamapipe.llama.sampler import MAX_BIAS, check_bias
 from llamapipe.structured.schema import WHITESPACE, closed_objects
@@ -32,34 +33,6 @@ class HasJsonSchema(Protocol):
 
     def model_json_schema(self) -> Mapping[str, object]:
         """The schema as a dict."""
-
-
-# llama.cpp's default order. "infill" is applied only if params ask for it.
-SAMPLER_ORDER = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typical_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-    "infill",
-)
-_FIELDS_OF = {
-    "penalties": ("repeat_penalty", "presence_penalty", "frequency_penalty"),
-    "dry": ("dry_multiplier",),
-    "top_n_sigma": ("top_n_sigma",),
-    "top_k": ("top_k",),
-    "typical_p": ("typical_p",),
-    "top_p": ("top_p",),
-    "min_p": ("min_p",),
-    "xtc": ("xtc_probability",),
-    "temperature": ("temperature", "dynatemp_range"),
-    "infill": ("infill",),
-}
-CONSTRAINTS = ("grammar", "json_schema", "regex", "lark", "choice")
 
 
 @explains_fields
@@ -167,62 +140,24 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens == -1:
             raise ValueError("max_tokens is -1; it must be from 1 to 2147483647, or None for no limit")
-        self._int("max_tokens", 1, _INT32_MAX, optional=True)
-        self._int("top_k", -1, _INT32_MAX)
+        for name, check, option in _CHECKS:
+            value = getattr(self, name)
+            if value is not None or not option.optional:
+                object.__setattr__(self, name, check(name, value, option.low, option.high))
         self._set("top_k", max(self.top_k, 0))
-        self._int("repeat_last_n", -1, _INT32_MAX)
-        self._int("seed", -1, 2**64 - 1, optional=True)
         self._set("seed", None if self.seed == -1 else self.seed)
-        self._float("temperature", 0.0, 1e6)
-        self._float("top_p", 0.0, 1.0)
-        self._float("min_p", 0.0, 1.0)
-        self._float("typical_p", 0.0, 1.0)
-        self._float("repeat_penalty", 1e-6, 1e6)
-        self._float("presence_penalty", -1e6, 1e6)
-        self._float("frequency_penalty", -1e6, 1e6)
-        self._int("min_tokens", 0, _INT32_MAX)
-        self._int("logprobs", 0, _INT32_MAX, optional=True)
-        self._int("prompt_logprobs", 0, _INT32_MAX, optional=True)
-        self._int("n", 1, 10_000)
-        self._int("dry_allowed_length", 0, _INT32_MAX)
-        self._int("dry_penalty_last_n", -1, 1 << 20)
-        self._int("mirostat", 0, 2)
-        self._float("dynatemp_range", 0.0, 1e6)
-        self._float("dynatemp_exponent", 0.0, 1e6)
-        self._float("top_n_sigma", -1e6, 1e6)
-        self._float("xtc_probability", 0.0, 1.0)
-        self._float("xtc_threshold", 0.0, 1.0)
-        self._float("dry_multiplier", 0.0, 1e6)
-        self._float("dry_base", 1.0, 1e6)
-        self._float("mirostat_tau", 0.0, 1e3)
-        self._float("mirostat_eta", 0.0, 1e3)
-        self._float("adaptive_target", -1e6, 1.0)
-        self._float("adaptive_decay", 0.0, 0.99)
-        if self.grammar_timeout is not None:
-            self._float("grammar_timeout", 1e-3, 1e9)
-        check_flag("ignore_eos", self.ignore_eos)
-        check_flag("infill", self.infill)
-        check_flag("cache", self.cache)
-        self._int("priority", -1000, 1000)
         check_salt(self.cache_salt)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
             )
-        for name in ("stop", "bad_words", "dry_sequence_breakers"):
-            self._set(name, _strings(name, getattr(self, name)))
         self._check_processors()
         self._check_constraints()
         self._check_order()
-        if self.allowed_token_ids is not None:
-            allowed = _items("allowed_token_ids", self.allowed_token_ids)
-            if not allowed:
-                raise ValueError(
-                    "allowed_token_ids is empty, so no token could be sampled; None allows every token"
-                )
-            self._set("allowed_token_ids", _tokens("allowed_token_ids", allowed))
-        stops = _items("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
-        self._set("stop_token_ids", _tokens("stop_token_ids", stops))
+        if self.allowed_token_ids == ():
+            raise ValueError(
+                "allowed_token_ids is empty, so no token could be sampled; None allows every token"
+            )
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise TypeError(
@@ -271,7 +206,7 @@ class SamplingParams:
                 f"json_whitespace is {quoted(self.json_whitespace)}; it must be {' or '.join(map(repr, WHITESPACE))}"
             )
         if self.choice is not None:
-            choices = _strings("choice", _items("choice", self.choice))
+            choices = _text_list("choice", _items("choice", self.choice))
             if not choices:
                 raise ValueError("choice is empty, so no text could be generated; give one text or more")
             self._set("choice", choices)
@@ -305,7 +240,7 @@ class SamplingParams:
         for name in SAMPLER_ORDER:
             if name in order:
                 continue
-            changed = [f for f in _FIELDS_OF[name] if getattr(self, f) != getattr(SamplingParams, f)]
+            changed = [f for f in SWITCHES[name] if getattr(self, f) != getattr(SamplingParams, f)]
             if changed:
                 raise ValueError(
                     f"{changed[0]} is given, but sampler_order leaves {quoted(name)} out; add it there"
@@ -314,14 +249,6 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
-
-    def _int(self, name: str, low: int, high: int, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is not None or not optional:
-            self._set(name, check_int(name, value, low, high))
-
-    def _float(self, name: str, low: float, high: float) -> None:
-        self._set(name, check_float(name, getattr(self, name), low, high))
 
 
 def check_salt(value: object) -> str | None:
@@ -350,9 +277,12 @@ def _items(name: str, value: Any) -> list[Any]:
         raise TypeError(f"{name} must be a sequence, not {type(value).__name__}") from None
 
 
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    if value is None and name != "dry_sequence_breakers":
-        return ()
+def _strings(name: str, value: Any, *_: float) -> tuple[str, ...]:
+    """Texts; none where ``value`` is None, as other libraries say it."""
+    return () if value is None else _text_list(name, value)
+
+
+def _text_list(name: str, value: Any, *_: float) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else _items(name, value)
     for s in strings:
         if not isinstance(s, str):
@@ -365,10 +295,15 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _tokens(name: str, values: Sequence[Any]) -> tuple[int, ...]:
+def _tokens(name: str, value: Any, *_: float) -> tuple[int, ...]:
+    values = _items(name, () if value is None else value)
     if set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) <= _INT32_MAX)):
         return tuple(values)  # a check of each would take long for a whole vocabulary
     return tuple(check_int(f"a token id of {name}", value, 0, _INT32_MAX) for value in values)
+
+
+def _flag(name: str, value: object, *_: float) -> bool:
+    return check_flag(name, value)
 
 
 def _biases(given: dict[Any, Any]) -> dict[int, float]:
@@ -379,3 +314,15 @@ def _biases(given: dict[Any, Any]) -> dict[int, float]:
     ):
         values = [check_bias(f"logit_bias of token {t}", v) for t, v in zip(tokens, values, strict=True)]
     return dict(zip(tokens, map(float, values), strict=True))
+
+
+# What puts an option into its plain type. Constraints, biases and orders have longer checks, above.
+_CHECK_OF: dict[Kind, Callable[[str, Any, Any, Any], object]] = {
+    Kind.INT: check_int,
+    Kind.FLOAT: check_float,
+    Kind.FLAG: _flag,
+    Kind.TEXTS: _strings,
+    Kind.TEXT_LIST: _text_list,
+    Kind.TOKENS: _tokens,
+}
+_CHECKS = [(option.name, _CHECK_OF[option.kind], option) for option in OPTIONS if option.kind in _CHECK_OF]

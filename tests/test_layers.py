@@ -37,7 +37,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("gguf", "host", "hub", "text", "native", "chat", "kv_events"),
     ("structured.schema",),
     ("arguments",),
-    ("errors", "locks", "_engine"),
+    ("errors", "locks", "_engine", "_sampling_table"),
 )
 # One room: these know each other's types.
 POLICY = {f"_engine.{name}" for name in ("request", "scheduler", "planner", "kv", "scoring")}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from llamapipe._engine.sampling import SamplingThreads
 from llamapipe._engine.tenant import tenant
-from llamapipe.params import CONSTRAINTS
+from llamapipe._sampling_table import CONSTRAINTS
 
 if TYPE_CHECKING:
     import asyncio

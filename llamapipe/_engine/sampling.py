@@ -28,13 +28,14 @@ from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from llamapipe._engine.request import Request, Sampler
+from llamapipe._sampling_table import SAMPLER_ORDER
 from llamapipe.errors import ConstraintError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.host.cores import usable_cores
 from llamapipe.llama.sampler import Guide, SamplerChain, takes_tokens
 from llamapipe.llama.sampling_options import Dry, SamplingOptions
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
-from llamapipe.params import SAMPLER_ORDER, SamplingParams
+from llamapipe.params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -244,9 +245,9 @@ class SamplerFactory:
                 raise InvalidRequestError(f"grammar: {e}") from None
 
     def _make_options(self) -> SamplingOptions:
-        """The native options; numbers have the same names there."""
+        """The native options."""
         p, options = self.params, SamplingOptions()
-        options.set_named(p)
+        options.set_numbers(p)
         options.set_order(SAMPLER_ORDER if p.sampler_order is None else p.sampler_order)
         options.set_bias(self._biases)
         options.set_allowed(p.allowed_token_ids)

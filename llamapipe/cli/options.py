@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
+from llamapipe._sampling_table import BY_NAME, OPTIONS, Kind, SamplingOption
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError
@@ -124,106 +125,44 @@ def template_file(text: str) -> str:
     return text
 
 
+# How the text of an option is read, by its kind; and of the options of other kinds, or with further values.
+_READ: dict[Kind, Callable[[str], Any]] = {
+    Kind.INT: int,
+    Kind.FLOAT: float,
+    Kind.FLAG: bool,
+    Kind.TEXT: str,
+    Kind.TEXTS: str,
+    Kind.TEXT_LIST: str,
+    Kind.TOKENS: int,
+    Kind.BIASES: _bias,
+    Kind.SAMPLERS: _names,
+    Kind.CONSTRAINT: _text_or_file,
+}
+_READ_OTHERWISE: dict[str, Callable[[str], Any]] = {
+    "max_tokens": _number_or_none,
+    "seed": number_or_automatic,
+    "regex": str,
+    "choice": str,
+}
+_REPEATED = (Kind.TEXTS, Kind.TEXT_LIST, Kind.TOKENS, Kind.BIASES)
+_SEVERAL_TEXTS = ("n", "logprobs")
+
+
+def _from_table(option: SamplingOption) -> Option:
+    """The option of a command for one of ``SamplingParams``."""
+    read = _READ_OTHERWISE.get(option.name, _READ[option.kind])
+    repeats = option.kind in _REPEATED or option.name == "choice"
+    note = " (repeatable)" if repeats else "; @FILE reads a file" if read is _text_or_file else ""
+    return Option(option.name, read, option.metavar or "", option.help + note, repeats, option.flags)
+
+
 SAMPLING = [
-    Option(
-        "max_tokens",
-        _number_or_none,
-        "N",
-        "generate at most N tokens; 'none' or -1: until the model stops or the context is full",
-        aliases=("-n",),
-    ),
-    Option(
-        "temperature",
-        float,
-        "T",
-        "0: always the most probable token; higher values give more varied text",
-        aliases=("--temp",),
-    ),
-    Option("top_k", int, "N", "keep the N most probable tokens (0: off)"),
-    Option(
-        "top_p",
-        float,
-        "P",
-        "keep the smallest set of most probable tokens whose probabilities sum to P (1: off)",
-    ),
-    Option(
-        "min_p", float, "P", "drop tokens less than P times as probable as the most probable one (0: off)"
-    ),
-    Option("typical_p", float, "P", "locally typical sampling with probability mass P (1: off)"),
-    Option("repeat_penalty", float, "X", "penalize tokens that occurred, if above 1 (1: off)"),
-    Option("repeat_last_n", int, "N", "apply the penalties to the last N tokens (-1: all)"),
-    Option(
-        "presence_penalty", float, "X", "subtract X once from the logit of each token that occurred (0: off)"
-    ),
-    Option("frequency_penalty", float, "X", "subtract X from a token's logit for each occurrence (0: off)"),
-    Option("logit_bias", _bias, "ID=X", "add X to the logit of a token (repeatable)", repeats=True),
-    Option(
-        "seed",
-        number_or_automatic,
-        "N",
-        "random seed; the same seed gives the same output (-1: another one each time)",
-        aliases=("-s",),
-    ),
-    Option("stop", str, "TEXT", "stop before this text (repeatable)", repeats=True),
-    Option("stop_token_ids", int, "ID", "stop at this token (repeatable)", repeats=True),
-    Option("ignore_eos", bool, "", "continue after the model's end-of-generation token"),
-    Option("min_tokens", int, "N", "generate at least N tokens"),
-    Option("grammar", _text_or_file, "GBNF", "constrain the output to this GBNF grammar; @FILE reads a file"),
-    Option(
-        "json_schema", _text_or_file, "JSON", "constrain the output to this JSON schema; @FILE reads a file"
-    ),
-    Option("regex", str, "REGEX", "constrain the output to this regular expression"),
-    Option("lark", _text_or_file, "LARK", "constrain the output to this Lark grammar; @FILE reads a file"),
-    Option("choice", str, "TEXT", "generate one of these texts (repeatable)", repeats=True),
-    Option("json_whitespace", str, "KIND", "spaces in the JSON of a schema: compact (none) or flexible"),
-    Option("grammar_timeout", float, "SECONDS", "processor time that following a constraint may take"),
-    Option("allowed_token_ids", int, "ID", "allow only these tokens (repeatable)", repeats=True),
-    Option("bad_words", str, "TEXT", "never generate this text (repeatable)", repeats=True),
-    Option(
-        "sampler_order",
-        _names,
-        "NAMES",
-        "apply these samplers in this order, separated by commas; others are skipped",
-    ),
-    Option(
-        "dynatemp_range",
-        float,
-        "T",
-        "dynamic temperature: vary it by up to ±T with the entropy of the distribution (0: off)",
-    ),
-    Option("dynatemp_exponent", float, "X", "exponent of the dynamic temperature"),
-    Option(
-        "top_n_sigma",
-        float,
-        "X",
-        "keep tokens whose logit is within X standard deviations of the largest (-1: off)",
-    ),
-    Option("xtc_probability", float, "P", "XTC: probability of applying it at a token (0: off)"),
-    Option(
-        "xtc_threshold",
-        float,
-        "P",
-        "XTC: drop every token more probable than P, except the least probable of them",
-    ),
-    Option("dry_multiplier", float, "X", "DRY: penalty for tokens that extend a repetition (0: off)"),
-    Option("dry_base", float, "X", "DRY: base of the penalty's growth with the repetition's length"),
-    Option("dry_allowed_length", int, "N", "DRY: do not penalize repetitions up to N tokens"),
-    Option("dry_penalty_last_n", int, "N", "DRY: search the last N tokens for repetitions (-1: all)"),
-    Option(
-        "dry_sequence_breakers", str, "TEXT", "DRY: text that ends a repetition (repeatable)", repeats=True
-    ),
-    Option("mirostat", int, "N", "Mirostat version, 1 or 2, instead of the truncating samplers (0: off)"),
-    Option("mirostat_tau", float, "X", "Mirostat target surprise (tau)"),
-    Option("mirostat_eta", float, "X", "Mirostat learning rate (eta)"),
-    Option("adaptive_target", float, "P", "favour tokens of about this probability (-1: off)"),
-    Option("adaptive_decay", float, "X", "decay of the running average of --adaptive-target"),
-    Option("infill", bool, "", "fill-in-the-middle sampling: stop when an end token is likely enough"),
+    _from_table(option)
+    for option in OPTIONS
+    if option.metavar is not None and option.name not in _SEVERAL_TEXTS
 ]
 # For commands that can show several texts and log-probabilities.
-TEXTS = [
-    Option("n", int, "N", "completions for each prompt; a prompt of 16 tokens or more is computed once"),
-    Option("logprobs", int, "N", "log-probabilities of the tokens and of the N most probable ones"),
-]
+TEXTS = [_from_table(BY_NAME[name]) for name in _SEVERAL_TEXTS]
 ENGINE = [
     Option(
         "n_ctx",

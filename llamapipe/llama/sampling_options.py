@@ -6,10 +6,13 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from llamapipe._sampling_table import OPTIONS
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
 from llamapipe.native.owner import Owner
+
+NUMBERS = tuple(option.name for option in OPTIONS if option.is_native)
 
 
 class Dry(Owner):
@@ -78,11 +81,10 @@ class SamplingOptions(Owner):
         other._kept = dict(self._kept)
         return other
 
-    def set_named(self, params: object) -> None:
-        """Takes every number that ``params`` has under the name of a field."""
-        for name in _numbers(self._ffi):
-            if hasattr(params, name):
-                setattr(self.struct, name, getattr(params, name))
+    def set_numbers(self, params: object) -> None:
+        """Takes the numbers that native code reads as they are: ``is_native`` in the table of options."""
+        for name in NUMBERS:
+            setattr(self.struct, name, getattr(params, name))
 
     def set_order(self, names: Iterable[str]) -> None:
         """The samplers that are applied, in this order: names of ``SAMPLER_ORDER``."""
@@ -142,9 +144,3 @@ class SamplingOptions(Owner):
     def _set_array(self, name: str, kind: str, values: Any) -> None:
         self._kept[name] = self._ffi.NULL if values is None else self._ffi.new(kind, values)
         setattr(self.struct, name, self._kept[name])
-
-
-def _numbers(ffi: Any) -> list[str]:
-    """The fields that are numbers of their own, not the length of an array."""
-    fields = ffi.typeof("lp_sampling_options").fields
-    return [name for name, field in fields if field.type.kind == "primitive" and not name.startswith("n_")]

@@ -15,6 +15,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from llamapipe._sampling_table import BY_NAME
 from llamapipe.arguments import check_flag, check_int, quoted
 from llamapipe.chat.template import ChatTemplate
 from llamapipe.engine import CacheType, Engine, EngineTuning, FlashAttention
@@ -143,7 +144,7 @@ _PENALTIES = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
-_NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+_NEUTRAL = {name: BY_NAME[name].neutral for name in _CUTS.values()}
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _KNOWN = ("until", *_LENGTHS, "do_sample", "temperature", *_CUTS, *_PENALTIES, "seed", "num_beams")
 

@@ -18,7 +18,7 @@ from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResp
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import ChatJob, check_n_messages, template_args
-from llamapipe.server.wire.sampling import Sampling
+from llamapipe.server.sampling import Sampling
 
 # Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
 _HOSTED = (

@@ -32,8 +32,7 @@ from llamapipe.server.generation import (
     prompts_of,
     total_choices,
 )
-from llamapipe.server.wire.constraints import with_field
-from llamapipe.server.wire.sampling import Sampling
+from llamapipe.server.sampling import Sampling, with_field
 from llamapipe.streams import AsyncStream, PromptProgress
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, dialect_of, log_unexpected
-from llamapipe.server.fields import unused, without_nulls
-from llamapipe.server.wire.mismatch import mismatch
+from llamapipe.server.fields import mismatch, unused, without_nulls
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

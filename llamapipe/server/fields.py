@@ -13,6 +13,7 @@ it is null. ``docs/guides/server.md`` has the same tables; a test compares them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from llamapipe.arguments import did_you_mean
 from llamapipe.server.errors import ApiError
+from llamapipe.server.wire.other_servers import field_hint
 
 
 @dataclass(frozen=True, init=False)
@@ -133,3 +136,29 @@ def without_nulls(value: Any, kind: Any) -> Any:
     return {
         name: without_nulls(member, inner.get(name)) for name, member in value.items() if member is not None
     }
+
+
+# ---- bodies of another shape
+_UNKNOWN_FIELD = re.compile(r"contains unknown field `([^`]*)`")
+_MISSING_FIELD = re.compile(r"missing required field `([^`]*)`")
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`")
+
+
+def mismatch(message: str, kind: Any) -> ApiError:
+    """The answer for msgspec's ``message`` about a body that should be a ``kind``. It names the field."""
+    place = _PLACE.search(message)
+    path = place.group(1) if place else ""
+    text = _PLACE.sub("", message)
+    for pattern, what in ((_UNKNOWN_FIELD, "unknown"), (_MISSING_FIELD, "missing")):
+        found = pattern.search(message)
+        if found:
+            field = f"{path}.{found.group(1)}" if path else found.group(1)
+            hint = _hint(field, kind) if what == "unknown" and not path else ""
+            return ApiError(400, f"{what} field: {field}{hint}", field, f"{what}_field")
+    return ApiError(400, f"{path}: {text}" if path else text, path or None, "invalid_value")
+
+
+def _hint(field: str, kind: Any) -> str:
+    known = [one.encode_name for one in msgspec.structs.fields(kind)]
+    hint = field_hint(field, known)
+    return did_you_mean(field, known) if hint is None else hint

@@ -18,7 +18,7 @@ from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
-from llamapipe.server.wire.constraints import with_field
+from llamapipe.server.sampling import with_field
 from llamapipe.streams import AsyncChatStream
 from llamapipe.text.stream import TextOffsets
 

@@ -18,8 +18,8 @@ from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse, event
 from llamapipe.server.errors import ApiError, api_error
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
+from llamapipe.server.sampling import Sampling
 from llamapipe.server.tools import ClientName, Tools, custom_arguments, custom_input, qualified, tools_of
-from llamapipe.server.wire.sampling import Sampling
 
 Message = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"

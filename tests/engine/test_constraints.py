@@ -16,8 +16,8 @@ import pytest
 from support.random_schemas import SchemaMaker
 
 import llamapipe as lp
+from llamapipe._sampling_table import SAMPLER_ORDER
 from llamapipe.errors import ConstraintError, DecodeError, InvalidRequestError
-from llamapipe.params import SAMPLER_ORDER
 
 MakeEngine = Callable[..., lp.Engine]
 Row = npt.NDArray[np.float32]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamapipe import SamplingParams
-from llamapipe.params import SAMPLER_ORDER
+from llamapipe._sampling_table import SAMPLER_ORDER
 
 make: Callable[..., SamplingParams] = SamplingParams
 INT32_MAX = 2**31 - 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from llamapipe._sampling_table import SAMPLER_ORDER
 from llamapipe.errors import NoToken
 from llamapipe.llama.native_pipeline import mode_names
 from llamapipe.native.load import enum_names, native
-from llamapipe.params import SAMPLER_ORDER, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 CDEF = ROOT / "llamapipe" / "native" / "cdef"
@@ -22,12 +22,6 @@ def test_samplers_have_the_same_names_in_the_same_order() -> None:
     names = enum_names("lp_sampler_name")
     assert [names[i] for i in range(len(names))] == [f"LP_SAMPLER_{name.upper()}" for name in SAMPLER_ORDER]
     assert len(SAMPLER_ORDER) <= native().lib.LP_MAX_SAMPLERS
-
-
-def test_every_number_of_the_options_is_one_of_sampling_params() -> None:
-    fields = native().ffi.typeof("lp_sampling_options").fields
-    numbers = {name for name, field in fields if field.type.kind == "primitive" and not name.startswith("n_")}
-    assert numbers - set(SamplingParams.__dataclass_fields__) == {"needs_row", "has_guide"}
 
 
 def test_modes_are_named_after_their_constants() -> None:

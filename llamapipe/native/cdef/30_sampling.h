@@ -1,7 +1,8 @@
 // Sampling: a request's options and its sampler, as cffi reads them and src/native.h includes them.
 //
-// To add a sampler: give it a name and its options here, make its stage in src/sampler_options.cpp, and give SamplingParams
-// the same options in engine/params.py. Nothing else names it.
+// To add a sampler: give it a name and its options here and its stage in src/sampler_options.cpp; in Python, its options
+// are rows of _sampling_table.py and fields of SamplingParams (params.py). CONTRIBUTING.md has the steps; a test compares
+// the rows with this struct.
 
 // Samplers that a request's order may name. Python: SAMPLER_ORDER, in lower case and without the prefix.
 enum lp_sampler_name {

@@ -1,0 +1,332 @@
+"""The options of a request: those of the table, and their names in the APIs of OpenAI, vLLM, SGLang and llama-server.
+
+Open this file for what a request's body may say about sampling. The fields of llamapipe's options are made from
+``_sampling_table``; a format that the answer must match has several names, of which a request may give one. Errors name
+the field that the request has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, Kind
+from llamapipe.arguments import quoted
+from llamapipe.errors import InvalidRequestError
+from llamapipe.params import SamplingParams
+from llamapipe.server.errors import ApiError
+from llamapipe.server.fields import Only, Unused
+
+_ID_DIGITS = 10  # of a token id, which has 32 bits
+_MOST_CHARACTERS = 65_536  # of all texts of one option
+# The most texts of an option. Each breaker is compared with every token of the vocabulary before the first step.
+_MOST_TEXTS = {"stop": 1024, "bad_words": 1024, "dry_sequence_breakers": 64}
+Tokenize = Callable[[str], list[int]]
+
+
+_FIRST_WORD = re.compile(r"\w+")
+_COMPACT = 'json_whitespace: "flexible" allows spaces between the parts of JSON'
+_TAGS = "give tools, whose calls are written in the model's format, or a grammar"
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's name of the format of the answer's text; ``schema`` is llama-server's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | None = None
+
+    def answer_schema(self) -> Any:
+        """The JSON schema that the answer must match, None for any text. Raises ApiError 400."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return self.schema or {"type": "object"}
+        schema = (self.json_schema or {}).get("schema", self.schema)
+        if schema is None:
+            raise ApiError(
+                400, "response_format: json_schema needs a schema", "response_format.json_schema.schema"
+            )
+        return schema
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's name of the format of the answer's text."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[Any, Only(instead=_TAGS)] = None
+    disable_fallback: Annotated[bool | None, Only(False, True)] = None
+    disable_any_whitespace: Annotated[bool | None, Only(False, True)] = None
+    disable_additional_properties: Annotated[
+        bool | None, Only(False, instead="put additionalProperties: false into the schema")
+    ] = None
+    whitespace_pattern: Annotated[str | None, Only(instead=_COMPACT)] = None
+
+
+class Constrained(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that hold a format of the answer; at most one of them may be given."""
+
+    grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    lark: str | None = None
+    choice: list[str] | None = None
+    json_whitespace: Literal["compact", "flexible"] | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's names, and SGLang's.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_decoding_backend: Annotated[str | None, Unused()] = None
+    guided_whitespace_pattern: Annotated[str | None, Only(instead=_COMPACT)] = None
+    structural_tag: Annotated[Any, Only(instead=_TAGS)] = None
+    ebnf: str | None = None
+
+    def constraint(self) -> Constraint | None:
+        """The format that the answer must match. Raises ApiError 400 if two are given."""
+        found: list[Constraint] = []
+        for field, kind in _KINDS.items():
+            value = getattr(self, field)
+            if value is not None and value is not False:
+                found.append(_constraint(field, kind, value))
+        if self.response_format is not None:
+            schema = self.response_format.answer_schema()
+            if schema is not None:
+                found.insert(0, _constraint("response_format", "json_schema", schema))
+        for field, kind in _STRUCTURED.items():
+            value = getattr(self.structured_outputs, field, None)
+            if value is not None and value is not False:
+                found.append(_constraint(f"structured_outputs.{field}", kind, value))
+        if len(found) > 1:
+            first, other = (constraint.field for constraint in found[:2])
+            raise ApiError(400, f"{first} and {other} are both given; give one of them", other)
+        return found[0] if found else None
+
+
+class Constraint(NamedTuple):
+    """A format. ``field``: of the request; ``name``, ``value``: a field of ``SamplingParams``."""
+
+    field: str
+    name: str
+    value: Any
+
+
+# What each field holds. "any grammar" may be Lark's or GBNF; an object without a schema is "object".
+_KINDS = {
+    **{name: name for name in ("json_schema", "regex", "grammar", "lark", "choice")},
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "any grammar",
+    "guided_json_object": "object",
+    "ebnf": "grammar",
+}
+_STRUCTURED = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "any grammar",
+    "json_object": "object",
+}
+
+
+def _constraint(field: str, kind: str, value: Any) -> Constraint:
+    if kind == "object":
+        return Constraint(field, "json_schema", {"type": "object"})
+    if kind == "any grammar":
+        return Constraint(field, "grammar" if "::=" in value else "lark", value)
+    if kind == "json_schema" and not isinstance(value, (dict, bool, str)):
+        raise ApiError(400, f"{field}: the schema must be a JSON object or a boolean", field)
+    if kind == "choice" and (not value or not all(value)):
+        raise ApiError(400, f"{field} must hold at least one text, and no empty one", field)
+    return Constraint(field, kind, value)
+
+
+# ---- all options
+# A field of a request, by the kind of its option. Null: the default of ``SamplingParams``.
+_TYPES: dict[Kind, Any] = {
+    Kind.INT: int | None,
+    Kind.FLOAT: float | None,
+    Kind.FLAG: bool | None,
+    Kind.TEXT: str | None,
+    Kind.TEXTS: str | list[str] | None,
+    Kind.TEXT_LIST: list[str] | None,
+    Kind.SAMPLERS: list[str] | None,
+    Kind.TOKENS: list[int] | None,
+    Kind.BIASES: dict[str, float] | None,  # by token id or text
+}
+_IN_CONSTRAINED = frozenset(Constrained.__struct_fields__)
+_FROM_TABLE = [
+    (name, _TYPES[option.kind], None)
+    for option in OPTIONS
+    for name in option.wire
+    if name not in _IN_CONSTRAINED
+]
+if TYPE_CHECKING:
+
+    class _Options(Constrained, kw_only=True):
+        """The fields of the table that this server's modules read by name."""
+
+        n: int | None = None
+        stop: str | list[str] | None = None
+        seed: int | None = None
+        logit_bias: dict[str, float] | None = None
+        cache_salt: str | None = None
+
+else:
+    _Options = msgspec.defstruct(
+        "_Options",
+        _FROM_TABLE,
+        bases=(Constrained,),
+        module=__name__,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+class Sampling(_Options, kw_only=True):
+    """Options that every text route accepts: those of the table, and those of other servers; None: the default."""
+
+    priority: Annotated[int | None, Only(0)] = None
+    # vLLM's and SGLang's.
+    length_penalty: Annotated[float | None, Only(1.0, 1, 0.0, 0)] = None  # of beam search
+    use_beam_search: Annotated[bool | None, Only(False)] = None
+    stop_regex: Annotated[Any, Only([], "", instead="give stop, or a regex that ends there")] = None
+    include_stop_str_in_output: Annotated[bool | None, Only(False)] = None
+    no_stop_trim: Annotated[bool | None, Only(False)] = None
+    skip_special_tokens: Annotated[
+        bool | None, Only(True, instead="control tokens have no text; return_token_ids has their ids")
+    ] = None
+    spaces_between_special_tokens: Annotated[bool | None, Only(True, False)] = None
+    logits_processors: Annotated[Any, Only([], instead="give logit_bias or allowed_token_ids")] = None
+    custom_logit_processor: Annotated[Any, Only(instead="give logit_bias or allowed_token_ids")] = None
+    custom_params: Annotated[Any, Only({})] = None
+    lora_path: Annotated[Any, Only()] = None
+    session_params: Annotated[Any, Only({})] = None
+    vllm_xargs: Annotated[Any, Only({})] = None
+    return_hidden_states: Annotated[bool | None, Only(False)] = None
+    return_routed_experts: Annotated[bool | None, Only(False)] = None
+    return_cached_tokens_details: Annotated[bool | None, Unused(False)] = None
+    request_id: Annotated[str | None, Unused()] = None
+    rid: Annotated[Any, Unused()] = None
+    kv_transfer_params: Annotated[Any, Unused({})] = None
+    bootstrap_host: Annotated[Any, Only()] = None
+    bootstrap_port: Annotated[Any, Only()] = None
+    bootstrap_room: Annotated[Any, Only()] = None
+    data_parallel_rank: Annotated[Any, Unused()] = None
+    extra_key: Annotated[Any, Only(instead="give cache_salt")] = None
+    # llama-server's, with the only value that holds here.
+    id_slot: Annotated[int | None, Only(-1)] = None
+    timings_per_token: Annotated[bool | None, Only(False)] = None
+    return_tokens: Annotated[bool | None, Only(False, instead="return_token_ids returns them")] = None
+    post_sampling_probs: Annotated[bool | None, Only(False)] = None
+
+    def params(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
+        """The options as ``SamplingParams``; ``more``: further fields of it.
+
+        ``tokenize``: for the keys of ``logit_bias``, which may be token ids or text. Raises ApiError 400, which names
+        the field.
+        """
+        values: dict[str, Any] = {}
+        for field, name in _PASSED_ON:
+            value = getattr(self, field)
+            if value is None:
+                continue
+            if name in values:
+                raise ApiError(400, f"{name} and {field} are the same option; give one")
+            values[name] = value
+        constraint = self.constraint()
+        if constraint is not None:
+            values[constraint.name] = constraint.value
+        if self.seed is not None and self.seed != -1:
+            values["seed"] = self.seed % 2**64
+        if self.logit_bias is not None:
+            values["logit_bias"] = _biases(self.logit_bias, tokenize)
+        values.update(more)
+        return checked_params(values)
+
+
+# The fields that are passed on as they are, with the names that ``SamplingParams`` has for them.
+_READ_HERE = {"seed", "logit_bias", *CONSTRAINTS}
+_PASSED_ON = [
+    (field, option.name) for option in OPTIONS for field in option.wire if option.name not in _READ_HERE
+]
+
+
+def checked_params(values: dict[str, Any]) -> SamplingParams:
+    """``SamplingParams`` of these fields. Raises ApiError 400, which names the field."""
+    for name, most in _MOST_TEXTS.items():
+        _check_texts(name, values.get(name), most)
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as e:
+        message = str(e)
+        first = message.partition(" ")[0]
+        raise ApiError(
+            400, message, first if first in SamplingParams.__dataclass_fields__ else None
+        ) from None
+
+
+def _check_texts(name: str, given: str | list[str] | None, most: int) -> None:
+    """Raises ApiError 400 for texts that would keep the engine, and so all other requests, busy for long."""
+    texts = [given] if isinstance(given, str) else given or []
+    if len(texts) > most:
+        raise ApiError(400, f"{name} has {len(texts)} texts; the limit is {most}", name)
+    n_characters = sum(map(len, texts))
+    if n_characters > _MOST_CHARACTERS:
+        raise ApiError(400, f"{name} has {n_characters} characters; the limit is {_MOST_CHARACTERS}", name)
+
+
+def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
+    """Biases by token id. A key that is not a number is text; each of its tokens gets the bias. Raises ApiError 400."""
+    biases: dict[int, float] = {}
+    n_characters = 0
+    for key, value in given.items():
+        if key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS:
+            biases[int(key)] = value
+            continue
+        if not key or key.removeprefix("-").isdigit():
+            raise ApiError(
+                400, f"logit_bias has the key {quoted(key)}; give a token id or text", "logit_bias"
+            )
+        n_characters += len(key)
+        if n_characters > _MOST_CHARACTERS:
+            raise ApiError(
+                400,
+                f"logit_bias has keys of more than {_MOST_CHARACTERS} characters; that is the limit",
+                "logit_bias",
+            )
+        try:
+            tokens = tokenize(key)
+        except ValueError as e:
+            raise ApiError(400, f"logit_bias: {e}", "logit_bias") from None
+        biases.update(dict.fromkeys(tokens, value))
+    return biases
+
+
+# ---- errors
+def with_field(error: InvalidRequestError, field: str) -> ApiError | InvalidRequestError:
+    """The error with the field it is about; unchanged if that is not known. ``field``: what holds the constraint.
+
+    The engine knows ``SamplingParams`` only. A request may name its JSON schema otherwise, and the engine writes the
+    schema and the tools of a chat into one Lark grammar before it compiles them.
+    """
+    text = str(error)
+    found = _FIRST_WORD.match(text)
+    word = "" if found is None else found[0]
+    if word in CONSTRAINTS and word != field:
+        what = {"json_schema": "the JSON schema", "regex": "the regex"}.get(word, "the grammar")
+        return ApiError(400, f"{field}: {what}{text[len(word) :]}", field.partition(":")[0])
+    if word == field or word in SamplingParams.__dataclass_fields__:
+        return ApiError(400, text, word)
+    return ApiError(400, text, "tools") if word in ("tool", "tools") else error

@@ -1,0 +1,111 @@
+"""Every option of a request has a row in the table, and everything that names options follows the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import llamapipe as lp
+from llamapipe._sampling_table import BY_NAME, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind, SamplingOption
+from llamapipe.cli.options import SAMPLING, TEXTS
+from llamapipe.compat.sampling import COMMON_OPTIONS
+from llamapipe.native.load import native
+from llamapipe.server.completions import CompletionRequest
+from llamapipe.server.sampling import Sampling
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from option_table import PAGE, with_table  # noqa: E402
+
+NUMBERS = (Kind.INT, Kind.FLOAT, Kind.FLAG)
+each = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+
+
+def default(option: SamplingOption) -> object:
+    return lp.SamplingParams.__dataclass_fields__[option.name].default
+
+
+def test_every_field_has_a_row_and_every_row_a_field() -> None:
+    assert len(BY_NAME) == len(OPTIONS)
+    assert BY_NAME.keys() == {field.name for field in dataclasses.fields(lp.SamplingParams)}
+
+
+@each
+def test_the_docstring_tells_of_it(option: SamplingOption) -> None:
+    assert re.search(rf"``{option.name}``", lp.SamplingParams.__doc__ or "")
+
+
+@each
+def test_a_default_and_a_neutral_value_are_in_the_range(option: SamplingOption) -> None:
+    if option.kind in (Kind.INT, Kind.FLOAT):
+        for value in (default(option), option.neutral):
+            assert value is None or option.low <= float(str(value)) <= option.high
+    assert (default(option) is None) <= option.optional
+
+
+@each
+def test_a_request_has_a_field_for_it_or_the_row_says_why_not(option: SamplingOption) -> None:
+    fields = Sampling.__struct_fields__
+    assert bool(option.wire) != bool(option.why_no_field)
+    assert not [name for name in option.wire if name not in fields]
+    assert not [name for name in option.route_fields if name in fields]
+    assert any(
+        name in CompletionRequest.__struct_fields__ for name in option.wire or option.route_fields
+    ) or (not option.route_fields)
+
+
+def test_a_request_to_the_server_has_no_option_without_a_row() -> None:
+    known = {name for option in OPTIONS for name in option.wire}
+    refused = {name for name in BY_NAME if not BY_NAME[name].wire}
+    assert set(Sampling.__struct_fields__) & set(BY_NAME) <= known | refused
+
+
+@each
+def test_a_command_has_it_or_the_row_says_why_not(option: SamplingOption) -> None:
+    commands = {each.name for each in [*TEXTS, *SAMPLING]}
+    assert (option.name in commands) == (option.metavar is not None) == (not option.why_no_flag)
+
+
+def test_the_native_struct_has_the_numbers_that_the_rows_name() -> None:
+    fields = native().ffi.typeof("lp_sampling_options").fields
+    numbers = {name for name, field in fields if field.type.kind == "primitive"}
+    lengths = {"n_biases", "n_allowed", "n_bad_words", "n_end_tokens", "n_order"}
+    # Made from several options: of logits_processors and constraints; from logprobs; with the end tokens.
+    made = {"needs_row", "has_guide", "n_logprobs", "min_tokens"}
+    assert numbers - lengths - made == {option.name for option in OPTIONS if option.is_native}
+
+
+@pytest.mark.parametrize("option", [one for one in OPTIONS if one.is_native], ids=lambda option: option.name)
+def test_the_native_default_is_neutral(option: SamplingOption) -> None:
+    value = getattr(native().lib.lp_sampling_default_options(), option.name)
+    assert option.neutral is None or value == pytest.approx(option.neutral)
+
+
+def test_every_sampler_is_turned_on_by_an_option() -> None:
+    assert SWITCHES.keys() == set(SAMPLER_ORDER) and all(SWITCHES.values())
+    assert {option.sampler for option in OPTIONS} == {None, *SAMPLER_ORDER}
+
+
+def test_options_of_llama_cpp_python_have_a_row() -> None:
+    theirs = {name for option in OPTIONS for name in (option.name, *option.elsewhere)}
+    gone = {"tfs_z"}  # refused: llama.cpp has no such sampler any more
+    assert COMMON_OPTIONS - theirs == gone | {"stopping_criteria", "logits_processor"}
+
+
+def test_the_page_has_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == with_table(text), "run: python tools/option_table.py"
+
+
+@each
+def test_types_of_fields_follow_the_kind(option: SamplingOption) -> None:
+    kinds = {Kind.INT: int, Kind.FLOAT: float, Kind.FLAG: bool, Kind.TEXT: str}
+    if option.kind in kinds and option.name != "json_whitespace":
+        for name in option.wire:
+            found = next(one for one in msgspec.structs.fields(Sampling) if one.name == name)
+            assert found.type == kinds[option.kind] | None and found.default is None

@@ -91,24 +91,16 @@ __all__ = [
 ]
 
 
-_ELSEWHERE = {
-    "Llama": "from llamapipe.compat import Llama",
-    "LLM": "use llamapipe.Engine",
-    "generate": "use llamapipe.Engine(path).generate",
-    "chat": "use llamapipe.Engine(path).chat",
-    "embed": "use llamapipe.Embedder(path).embed",
-    "serve": "from llamapipe.server import serve",
-}
 _NOT_IMPORTED = ("compat", "dynamo", "lm_eval", "ray", "server")
 
 
 def __getattr__(name: str) -> object:
     """Raises AttributeError with the nearest public name, or with the import that is missing."""
-    from llamapipe.arguments import unknown_attribute
+    from llamapipe._messages import unknown_attribute
 
     if name in _NOT_IMPORTED:
         raise AttributeError(f"llamapipe.{name} is not imported yet: import llamapipe.{name}", name=name)
-    raise unknown_attribute("llamapipe", name, __all__, _ELSEWHERE)
+    raise unknown_attribute("llamapipe", name, __all__, "llamapipe")
 
 
 def __dir__() -> list[str]:

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Set
-from functools import wraps
-from inspect import iscoroutinefunction
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
+from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 
-F = TypeVar("F", bound=Callable[..., Any])
-C = TypeVar("C", bound=type)
-_MOST_QUOTED = 100  # characters of a value in a message
-_MOST_LISTED = 20
+from llamapipe._messages import did_you_mean, quoted, shown
+
 _BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
 
 
@@ -116,90 +111,6 @@ def from_column(name: str, value: Any) -> Any:
     return value
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The same name in another case, else the most similar known name, else the shortest one that begins with ``name``.
-
-    None: there is none.
-    """
-    from difflib import get_close_matches
-
-    if len(name) > _MOST_QUOTED:
-        return None
-    names = sorted(known)
-    same = [one for one in names if one.lower() == name.lower()]
-    close = same or get_close_matches(name, names, 1)
-    longer = [one for one in names if len(name) > 2 and one.startswith(name)]
-    return close[0] if close else min(longer, key=len, default=None)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A suggestion to append to a message about an unknown name: the nearest known name, or an empty text."""
-    near = nearest(name, known)
-    return "" if near is None else f"; did you mean {near}?"
-
-
-def unknown_attribute(
-    owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
-) -> AttributeError:
-    """An AttributeError for a missing attribute, with what to do instead, from ``elsewhere``, or the nearest one."""
-    public = [one for one in known if not one.startswith("_")]
-    hint = f"; {elsewhere[name]}" if name in elsewhere else did_you_mean(name, public)
-    # With a name and no object, Python's traceback adds no suggestion of its own.
-    return AttributeError(f"{owner} has no attribute {quoted(name)}{hint}", name=name)
-
-
-def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Callable[[F], F]:
-    """A decorator. For an unknown keyword, the TypeError names the nearest option, or the class that has the option.
-
-    ``elsewhere``: the names of other classes' options, by class.
-    """
-
-    def decorate(function: F) -> F:
-        code = function.__code__
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        known = frozenset(names) - {"self", "cls"}
-        shown = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-
-        def check(keywords: dict[str, Any]) -> None:
-            if not keywords.keys() <= known:
-                raise TypeError(wrong_option(shown, min(keywords.keys() - known), known, elsewhere or {}))
-
-        return checked_call(function, check)
-
-    return decorate
-
-
-def checked_call(function: F, check: Callable[[dict[str, Any]], None]) -> F:
-    """A function that passes its keywords to ``check`` first; still a coroutine function if it was one."""
-
-    @wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        check(keywords)
-        return function(*arguments, **keywords)
-
-    @wraps(function)
-    async def acall(*arguments: Any, **keywords: Any) -> Any:
-        check(keywords)
-        return await function(*arguments, **keywords)
-
-    return cast(F, acall if iscoroutinefunction(function) else call)
-
-
-def explains_fields(cls: C) -> C:
-    """``explains_options`` for the constructor of a dataclass."""
-    setattr(cls, "__init__", explains_options()(vars(cls)["__init__"]))  # noqa: B010 - mypy refuses to assign it
-    return cls
-
-
-def wrong_option(name: str, wrong: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]]) -> str:
-    """The message about an unknown option of a function."""
-    for owner, names in elsewhere.items():
-        if wrong in names:
-            return f"{name}() has no option {quoted(wrong)}: it is an option of {owner}"
-    hint = did_you_mean(wrong, known) or f"; it has: {', '.join(sorted(known))}"
-    return f"{name}() has no option {quoted(wrong)}{hint}"
-
-
 def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> list[int]:
     """``tokens`` as a list of ints, each a token of the vocabulary.
 
@@ -226,32 +137,6 @@ def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> li
             f"{name} contains the token id {shown(bad)}; this vocabulary has the ids 0 to {n_vocab - 1}"
         )
     return ids
-
-
-def shown(n: int) -> str:
-    """A number as text for a message; Python refuses to write integers of over 4,300 digits."""
-    return str(n) if abs(n) < 10**40 else f"{'-' if n < 0 else ''}a number of {n.bit_length()} bits"
-
-
-def quoted(value: object) -> str:
-    """A value as Python writes it, for a message; cut after about 100 characters."""
-    if isinstance(value, int):
-        return shown(value) if type(value) is int else repr(value)
-    is_text = isinstance(value, (str, bytes, bytearray))
-    try:
-        text = repr(value[:_MOST_QUOTED] if is_text and len(value) > _MOST_QUOTED else value)  # type: ignore[arg-type, index]
-    except (ValueError, RecursionError):  # integers of over 4,300 digits in it; lists in lists
-        return f"a {type(value).__name__} that is too large to show"
-    if is_text and len(value) > _MOST_QUOTED:  # type: ignore[arg-type]
-        return f"{text[:-1]}…{text[-1]}"
-    return text if len(text) <= _MOST_QUOTED + 2 else f"{text[:_MOST_QUOTED]}…"
-
-
-def listed(names: Iterable[object]) -> str:
-    """Values for a message, the first 20 of them."""
-    texts = [quoted(name) for name in names]
-    more = len(texts) - _MOST_LISTED
-    return ", ".join(texts[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _not_bool(value: Any) -> Any:

@@ -23,14 +23,15 @@ import numpy as np
 from llamapipe._engine.compute_threads import ThreadTuner, make_tuner
 from llamapipe._engine.deliver import progress_bar
 from llamapipe._engine.long_work import LongWork, size_of
-from llamapipe.arguments import check_flag, check_tokens, explains_options, from_column
+from llamapipe._messages import explains_options
+from llamapipe.arguments import check_flag, check_tokens, from_column
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.host.memory import return_freed_memory
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.locks import Lock
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 
 if TYPE_CHECKING:
     import asyncio
@@ -54,7 +55,7 @@ class Ranked:
     n_tokens: int
 
 
-class Embedder(Owner):
+class Embedder(NotCopyable):
     """Computes embeddings with a model. Any thread, and asyncio.
 
     Close it, or use ``with``::

@@ -51,20 +51,12 @@ from llamapipe._engine.submit import (
     TokenIds,
     amakes_of,
     call_options,
-    explains_keywords,
     makes_of,
     outcome_of,
 )
 from llamapipe._engine.thread import EngineThread
-from llamapipe.arguments import (
-    check_choice,
-    check_flag,
-    check_float,
-    check_int,
-    explains_fields,
-    explains_options,
-    refuse_table,
-)
+from llamapipe._messages import explains_fields, explains_keywords, explains_options
+from llamapipe.arguments import check_choice, check_flag, check_float, check_int, refuse_table
 from llamapipe.errors import InvalidRequestError
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events import KvEvents
@@ -72,7 +64,7 @@ from llamapipe.llama.context import Context, state_version
 from llamapipe.llama.kv_memory import kv_bytes
 from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 from llamapipe.params import SamplingParams, check_salt
 from llamapipe.pipeline.trace import Trace, check_trace_path
 from llamapipe.results import ChatCompletion, Completion, EngineStats, Score
@@ -146,7 +138,7 @@ def with_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
     return rest | {"tuning": replace(rest.get("tuning", _NO_TUNING), **tuned)}
 
 
-class Engine(Owner):
+class Engine(NotCopyable):
     """Serves any number of threads and asyncio tasks from one context.
 
     - ``model``: a ``Model``, or the path of a GGUF file, which the engine then loads, owns and closes.
@@ -194,11 +186,6 @@ class Engine(Owner):
     Raises TypeError and ValueError for bad options, ModelLoadError for a bad file, BackendError if the context cannot
     be created.
     """
-
-    _elsewhere = dict.fromkeys(("embed", "rerank"), "an Embedder has it: Embedder(model)") | {
-        "tokenize": "the model has it: engine.model.tokenize",
-        "detokenize": "the model has it: engine.model.detokenize",
-    }
 
     @explains_options(
         {

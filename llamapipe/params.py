@@ -9,8 +9,9 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from llamapipe._messages import did_you_mean, explains_fields, quoted
 from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
-from llamapipe.arguments import check_flag, check_float, check_int, did_you_mean, explains_fields, quoted
+from llamapipe.arguments import check_flag, check_float, check_int
 from llamapipe.llama.sampler import MAX_BIAS, check_bias
 from llamapipe.structured.schema import WHITESPACE, closed_objects
 

@@ -20,7 +20,7 @@ from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import OneCall, OneTask
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 from llamapipe.results import ChatDelta, Delta, FinishReason, Token
 
 _RUNNING = State.RUNNING  # read once a token: a global is faster than a class attribute
@@ -39,7 +39,7 @@ class PromptProgress(NamedTuple):
     seconds: float
 
 
-class _Reader(Owner):
+class _Reader(NotCopyable):
     """The part both kinds of stream share: the budget for further tokens, the end, cancelling."""
 
     engine: object = None  # kept alive by its streams
@@ -290,7 +290,7 @@ class AsyncStream(_Reader):
         await self.aclose()
 
 
-class ChatStream(Owner):
+class ChatStream(NotCopyable):
     """An iterator over the parts of an answer; closing or dropping it cancels the request. Threads as for ``Stream``.
 
     ``n_prompt_tokens``: length of the prompt.
@@ -337,7 +337,7 @@ class ChatStream(Owner):
         self.close()
 
 
-class AsyncChatStream(Owner):
+class AsyncChatStream(NotCopyable):
     """An asynchronous iterator over the parts of an answer; see ``AsyncStream``.
 
     ``n_prompt_tokens``: length of the prompt; 0 until the first part of a long conversation's answer.
@@ -429,7 +429,7 @@ class AsyncChatStream(Owner):
         await self.aclose()
 
 
-class Generation(Owner):
+class Generation(NotCopyable):
     """A sequence that is continued by ``next``; nothing is computed ahead of a call.
 
     For one thread at a time, except ``cancel`` and ``close``: a call while another one runs raises RuntimeError.
@@ -662,7 +662,7 @@ def _seed_of_fork(seed: int, index: int) -> int:
     return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little")
 
 
-class CachedPrefix(Owner):
+class CachedPrefix(NotCopyable):
     """What ``Engine.cache_prefix`` returns. Any thread.
 
     ``n_tokens``: of the prefix. ``n_bytes``: of host memory that it takes. The prefix stays also if this object is

@@ -37,6 +37,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("gguf", "host", "hub", "text", "native", "chat", "kv_events"),
     ("structured.schema",),
     ("arguments",),
+    ("_messages",),
     ("errors", "locks", "_engine", "_sampling_table"),
 )
 # One room: these know each other's types.

@@ -21,8 +21,9 @@ from llamapipe._engine.deliver import DeltaParser
 from llamapipe._engine.sampling import GrammarBudget
 from llamapipe._engine.submit import Item, RequestBuilder, named
 from llamapipe._engine.tenant import grammar_limit
+from llamapipe._messages import quoted
 from llamapipe._sampling_table import CONSTRAINTS
-from llamapipe.arguments import check_choice, check_flag, from_column, quoted
+from llamapipe.arguments import check_choice, check_flag, from_column
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
 from llamapipe.locks import Lock

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.chat._call_format import CallFormat, ReasoningMarkers, Style, segments
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import SPACE, with_options

@@ -27,7 +27,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 
 MAX_ITERATIONS = 1_000_000
 MAX_SIZE = 2**26

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.chat._answer_grammar import AnswerGrammar, GrammarWriter, Literals, SpecialId, TaggedArguments
 from llamapipe.chat._call_format import (
     KNOWN_REASONING,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from llamapipe.arguments import did_you_mean, nearest, quoted
+from llamapipe._messages import did_you_mean, nearest, quoted
 from llamapipe.errors import InvalidRequestError
 
 Message = dict[str, Any]

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from jinja2.exceptions import TemplateError
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.chat._sandbox import FixedList, LimitError, new_limits, sandbox
 from llamapipe.chat.messages import (
     ROLE,

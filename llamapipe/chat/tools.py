@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamapipe.arguments import did_you_mean, listed, quoted
+from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import schema_text
 

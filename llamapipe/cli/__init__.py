@@ -18,6 +18,7 @@ from contextlib import redirect_stdout, suppress
 from typing import NoReturn
 
 import llamapipe
+from llamapipe._messages import did_you_mean
 from llamapipe.cli import (
     batch,
     bench,
@@ -34,7 +35,6 @@ from llamapipe.cli import (
     trace,
     tune,
 )
-from llamapipe.cli._hints import about_command
 from llamapipe.cli.parser import CommandParser, HelpFormatter, UsageError
 from llamapipe.errors import LlamapipeError
 
@@ -109,7 +109,8 @@ class _Parser(argparse.ArgumentParser):
         found = re.search(r"invalid choice: '([^']*)'", message)
         if found is not None:
             names = [command.__name__.rpartition(".")[2].replace("_", "-") for command in _COMMANDS]
-            message = f"there is no command {found[1]!r}{about_command(found[1], names)}"
+            hint = did_you_mean(found[1], names, "commands") or f"; commands: {', '.join(names)}"
+            message = f"there is no command {found[1]!r}{hint}"
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"llamapipe: {message} (see llamapipe --help)\n")
 

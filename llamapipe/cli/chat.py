@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import llamapipe as lp
+from llamapipe._messages import instead_of, nearest
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal, WordWrap
 from llamapipe.cli.options import (
@@ -173,10 +173,6 @@ _COMMANDS = (
     "/exit",
     "/quit",
 )
-_ELSEWHERE = {  # commands of Ollama and llama-cli
-    "/set": "options of the command set parameters (llamapipe chat --help), /system TEXT the system message",
-    "/read": "llamapipe chat - < FILE reads a message from a file",
-}
 
 
 class Session:
@@ -393,12 +389,12 @@ def _line(terminal: Terminal, text: str, style: str) -> None:
 
 def _hint(name: str) -> str:
     """What to type instead of a command that does not exist."""
-    if (elsewhere := _ELSEWHERE.get(name)) is not None:
-        return elsewhere
+    if (advice := instead_of(name, "conversation")) is not None:
+        return advice
     if "/" in name[1:]:
         return 'to send a message that begins with a slash, write """ before and after it'
-    near = get_close_matches(name, _COMMANDS, n=1)
-    return f"did you mean {near[0]}?" if near else "/help lists them"
+    near = nearest(name, _COMMANDS)
+    return f"did you mean {near}?" if near else "/help lists them"
 
 
 @dataclass

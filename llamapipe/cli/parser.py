@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import llamapipe as lp
-from llamapipe.cli._hints import about_option
+from llamapipe._messages import about_option
 
 _SHORT = re.compile(r"-[A-Za-z]+")
 _GIVEN_ONCE = ("model", "embeddings", "chat_template")

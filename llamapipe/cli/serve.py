@@ -16,7 +16,8 @@ from socket import gaierror
 from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
-from llamapipe.arguments import nearest, path_of
+from llamapipe._messages import nearest
+from llamapipe.arguments import path_of
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,

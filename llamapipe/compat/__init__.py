@@ -4,7 +4,7 @@ Calls from many threads run together. Options that llamapipe cannot honour raise
 constructor takes, such as ``GGML_TYPE_Q8_0``, are here, too.
 """
 
-from llamapipe.arguments import unknown_attribute
+from llamapipe._messages import unknown_attribute
 from llamapipe.compat.base import LlamaCache, LlamaDiskCache, LlamaRAMCache, LlamaState
 from llamapipe.compat.llama import Llama
 from llamapipe.compat.names import CONSTANTS

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe.arguments import check_int, check_tokens, wrong_option
+from llamapipe._messages import INSTEAD, wrong_option
+from llamapipe.arguments import check_int, check_tokens
 from llamapipe.compat import formats, options
-from llamapipe.compat.names import NO_SCORES, missing
+from llamapipe.compat.names import missing
 from llamapipe.compat.sampling import SAMPLING_OPTIONS, sampling_params
 from llamapipe.compat.tokenizer import LlamaTokenizer, PromptMaker
 from llamapipe.embedding import Embedder
@@ -208,7 +209,7 @@ class SequenceMethods:
     @property
     def scores(self) -> Any:
         """llama-cpp-python's logits of all tokens, which are not kept here."""
-        raise NotImplementedError(NO_SCORES)
+        raise NotImplementedError(INSTEAD["Llama"]["_scores"])
 
     def reset(self) -> None:
         """Forgets the calling thread's tokens."""

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from llamapipe.arguments import listed, quoted
+from llamapipe._messages import listed, quoted
 from llamapipe.chat.results import ToolCall, ToolCallDelta, new_call_id
 from llamapipe.compat.formats import Format
 from llamapipe.compat.sampling import closed

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from llamapipe.arguments import explains_options
+from llamapipe._messages import explains_options
 from llamapipe.compat.base import LlamaBase
 from llamapipe.compat.chats import ChatCall, choice_of, schema_of, tools_of
 from llamapipe.compat.responses import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from llamapipe.arguments import quoted, unknown_attribute
+from llamapipe._messages import instead_of, quoted, unknown_attribute
 from llamapipe.compat import options
 
 CONSTANTS: Final[dict[str, int]] = {
@@ -23,27 +23,10 @@ CONSTANTS: Final[dict[str, int]] = {
     for number, name in names.items()
 }
 
-NO_SCORES: Final = (
-    "logits of all tokens are not kept; use Llama.engine.score, or prompt_logprobs, or llamapipe.Pipeline"
-)
-_NO_STRUCT: Final = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
-_ABSENT: Final = {
-    "Llama": {
-        "_scores": NO_SCORES,
-        "_ctx": "there is no llama_cpp context; use Llama.engine, or llamapipe.Pipeline",
-        "_batch": "there is no llama_cpp batch; use llamapipe.Pipeline",
-        "context_params": _NO_STRUCT,
-        "model_params": _NO_STRUCT,
-    },
-    "LlamaState": {"scores": NO_SCORES},
-    "LlamaRAMCache": {"cache_state": "prefixes are kept by the engine: see Llama.engine.stats()"},
-}
-
 
 def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
     """An error for an attribute that ``owner`` lacks: the reason if llama-cpp-python has it, else the nearest name."""
-    reason = _ABSENT[owner].get(name)
-    if reason is not None:
+    if (reason := instead_of(name, owner)) is not None:
         return AttributeError(f"{owner} has no {quoted(name)} here: {reason}", name=name)
     if name.startswith("_"):  # Python itself asks for many of these
         return AttributeError(f"{owner!r} object has no attribute {name!r}", name=name)

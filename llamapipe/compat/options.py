@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from llamapipe.arguments import check_int, did_you_mean, quoted
+from llamapipe._messages import did_you_mean, quoted
+from llamapipe.arguments import check_int
 
 # llama.h's numbers.
 SPLIT_MODES: Final = {0: "none", 1: "layer", 2: "row", 3: "tensor"}

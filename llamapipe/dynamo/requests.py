@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
 from llamapipe.results import Delta, TokenLogprob

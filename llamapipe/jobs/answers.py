@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from llamapipe.arguments import check_flag, did_you_mean, nearest, quoted
+from llamapipe._messages import did_you_mean, nearest, quoted
+from llamapipe.arguments import check_flag
 from llamapipe.chat.results import ToolCall
 from llamapipe.engine import Engine
 from llamapipe.jobs.records import Record, as_json, column, is_null

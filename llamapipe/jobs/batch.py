@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from typing import TypedDict, cast, overload
 
 from llamapipe._engine.deliver import progress_bar
-from llamapipe.arguments import check_flag, explains_options, from_column, path_of
+from llamapipe._messages import explains_options
+from llamapipe.arguments import check_flag, from_column, path_of
 from llamapipe.engine import Engine
 from llamapipe.jobs.answers import Answerer
 from llamapipe.jobs.records import Record, check_columns, count_records, read_records, records_of

@@ -16,7 +16,7 @@ from math import isinf
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
-from llamapipe.arguments import listed, quoted
+from llamapipe._messages import listed, quoted
 from llamapipe.jobs import tables
 
 FORMATS: Final = ("jsonl", "csv", "parquet")

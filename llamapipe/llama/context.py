@@ -25,7 +25,7 @@ from llamapipe.llama.batch import Batch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -47,7 +47,7 @@ def state_version() -> int:
     return version
 
 
-class Context(Owner):
+class Context(NotCopyable):
     """KV cells and compute buffers over a model.
 
     ``n_ctx``: positions each sequence may use; ``n_cells``: KV cells in all (default ``n_ctx * n_seq_max``; fewer only

@@ -18,7 +18,7 @@ from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,7 +29,7 @@ _MIN_BATCH = 512
 _POLL = 2  # as in Context
 
 
-class EmbeddingContext(Owner):
+class EmbeddingContext(NotCopyable):
     """Compute buffers over a model. One thread at a time; close it before its model.
 
     ``n_ctx``: most tokens of a text. ``n_seq_max``: most texts of a batch. ``n_batch``: most tokens of a batch.

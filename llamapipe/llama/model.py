@@ -16,14 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
-from llamapipe.arguments import (
-    check_choice,
-    check_flag,
-    check_int,
-    explains_options,
-    path_of,
-    wrong_option,
-)
+from llamapipe._messages import explains_options, wrong_option
+from llamapipe.arguments import check_choice, check_flag, check_int, path_of
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.memory import free_memory, return_freed_memory
@@ -32,7 +26,7 @@ from llamapipe.llama.loading import Progress, is_loading, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.native.load import native
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 
 if TYPE_CHECKING:
     from llamapipe.chat.tools import ToolDefinition
@@ -71,7 +65,7 @@ MODEL_OPTIONS = frozenset(
 )
 
 
-class Model(Owner):
+class Model(NotCopyable):
     """A model loaded from a GGUF file.
 
     ``n_gpu_layers``: layers placed on GPUs, -1 for all. ``devices``: names or ``Device`` objects to use, None for all.
@@ -102,10 +96,6 @@ class Model(Owner):
     Raises ModelLoadError for a missing, damaged or unsupported file, TypeError and ValueError for wrong arguments,
     BackendError for an unknown device and for a worker that cannot be reached.
     """
-
-    _elsewhere = dict.fromkeys(("generate", "stream", "chat", "score"), "an Engine has it: Engine(model)") | {
-        "embed": "an Embedder has it: Embedder(model)"
-    }
 
     @explains_options({"Engine": ENGINE_OPTIONS, "EngineTuning": TUNING_OPTIONS})
     def __init__(

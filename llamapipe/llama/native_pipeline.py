@@ -11,7 +11,7 @@ from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.locks import Lock
 from llamapipe.native.load import drain_log, enum_names, last_error, native
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 
 GRAPH_SAMPLING = ("auto", "on", "off")
 RINGS = ("auto", "events", "sync", "off")
@@ -66,7 +66,7 @@ def mode_names() -> dict[int, str]:
     return {value: name.removeprefix("LP_").lower() for value, name in enum_names("lp_mode").items()}
 
 
-class NativePipeline(Owner):
+class NativePipeline(NotCopyable):
     """Owns a native pipeline and its context; ``close`` frees both.
 
     ``mode``: where rows are and who waits for what: ``"host"``, ``"events"``, ``"sync"`` or ``"direct"`` (see
@@ -192,7 +192,7 @@ class NativePipeline(Owner):
             self._free(self.handle)
 
 
-class SavedCells(Owner):
+class SavedCells(NotCopyable):
     """Owns one saved copy; ``SavedCells.of`` makes it. One thread at a time; may outlive its pipeline."""
 
     def __init__(self, handle: Any) -> None:

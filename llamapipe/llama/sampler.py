@@ -17,7 +17,7 @@ from llamapipe.errors import ConstraintError, DecodeError, EngineClosedError, No
 from llamapipe.llama.sampling_options import Dry, SamplingOptions
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -60,7 +60,7 @@ class Guide(Protocol):
         """Frees what it holds."""
 
 
-class SamplerChain(Owner):
+class SamplerChain(NotCopyable):
     """Turns logits into tokens for one request: bias and penalties, then samplers in their order, then the draw.
 
     ``seed`` (0 to 2**64 - 1) starts a generator of its own, which gives one uniform number to each drawn token.

@@ -10,12 +10,12 @@ from llamapipe._sampling_table import OPTIONS
 from llamapipe.errors import EngineClosedError
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 
 NUMBERS = tuple(option.name for option in OPTIONS if option.is_native)
 
 
-class Dry(Owner):
+class Dry(NotCopyable):
     """The DRY sampler's options with its sequence breakers looked up in a vocabulary, which takes a while.
 
     ``multiplier * base ** (length - allowed_length)`` is taken from the logit of a token that would lengthen a
@@ -61,7 +61,7 @@ class Dry(Owner):
         self._free()
 
 
-class SamplingOptions(Owner):
+class SamplingOptions(NotCopyable):
     """A native ``lp_sampling_options`` and the memory that it points to. Nothing is checked here.
 
     ``struct``: the native pointer. Fields have the names of SamplingParams; ``native/cdef/30_sampling.h`` says what

@@ -16,7 +16,7 @@ from llamapipe.chat.control_text import SpecialToken
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.native.load import last_error, native
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 from llamapipe.text.word_piece import WordPiece
 
 _CHUNK = 512  # pieces fetched per native call
@@ -34,7 +34,7 @@ class FimTokens(NamedTuple):
     middle: int
 
 
-class Vocab(Owner):
+class Vocab(NotCopyable):
     """The tokens of a loaded model: tokenizing, detokenizing, special tokens.
 
     ``n_vocab``: number of tokens; ids are 0 to ``n_vocab - 1``. ``bos``, ``eos``, ``eot``,

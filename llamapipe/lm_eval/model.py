@@ -15,8 +15,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from llamapipe._messages import quoted
 from llamapipe._sampling_table import BY_NAME
-from llamapipe.arguments import check_flag, check_int, quoted
+from llamapipe.arguments import check_flag, check_int
 from llamapipe.chat.template import ChatTemplate
 from llamapipe.engine import CacheType, Engine, EngineTuning, FlashAttention
 from llamapipe.errors import InvalidRequestError

@@ -15,7 +15,7 @@ from llamapipe.errors import EngineClosedError
 from llamapipe.host.at_exit import end_thread_at_exit
 from llamapipe.locks import Lock
 from llamapipe.native.load import last_error, native
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LONGEST_S = 10 * 365 * 24 * 3600.0
 
 
-class _Handle(Owner):
+class _Handle(NotCopyable):
     """Owns a native step. Every object that reads the step's memory holds a reference to it."""
 
     __slots__ = ("_context", "_free", "native")
@@ -100,7 +100,7 @@ class Logits:
         return f"<Logits {self.shape} of {self._output!r}>"
 
 
-class StepOutput(Owner):
+class StepOutput(NotCopyable):
     """The outputs of one submitted batch, which may not be computed yet.
 
     Rows follow the order of the batch entries whose ``outputs`` flag is set. ``n_tokens`` and ``n_outputs`` count the

@@ -17,7 +17,7 @@ from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import NativePipeline, ring_slots
 from llamapipe.native.load import last_error
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 from llamapipe.pipeline.memory import PipelineMemory
 from llamapipe.pipeline.output import StepOutput
 from llamapipe.pipeline.trace import Trace
@@ -48,7 +48,7 @@ class PipelineStats:
     compute_s: float
 
 
-class Pipeline(Owner):
+class Pipeline(NotCopyable):
     """Computes batches in order while the program reads the outputs of earlier ones.
 
     ``submit`` hands a batch to the pipeline's launch thread and returns its output at once. It blocks only while

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as arrow
 
-from llamapipe.arguments import check_float, check_int, listed, quoted
+from llamapipe._messages import listed, quoted
+from llamapipe.arguments import check_float, check_int
 from llamapipe.jobs.answers import Answer, Answerer, check_template, filled
 from llamapipe.jobs.records import Record
 from llamapipe.params import SamplingParams

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llamapipe.arguments import check_int, did_you_mean, quoted
+from llamapipe._messages import did_you_mean, quoted
+from llamapipe.arguments import check_int
 from llamapipe.engine import Engine, EngineTuning, with_tuning
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import limit_cores

@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe._engine.chat_requests import ChatOptions
-from llamapipe.arguments import did_you_mean, quoted
+from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.results import ToolCall
 from llamapipe.results import ChatChoice, ChatDelta, call_message
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event

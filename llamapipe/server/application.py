@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llamapipe._engine.long_work import size_of
 from llamapipe._engine.tenant import Tenant, tenant
-from llamapipe.arguments import quoted
+from llamapipe._messages import instead_of, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.host.memory import return_freed_memory
@@ -38,7 +38,6 @@ from llamapipe.server.generation import check_template_args, refuse_long_chat
 from llamapipe.server.guard import BodyBudget, Guard
 from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
-from llamapipe.server.wire.other_servers import path_hint
 
 if TYPE_CHECKING:
     from llamapipe.server.worker import Worker
@@ -358,8 +357,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     exchange: Exchange = request.scope["llamapipe.exchange"]
     headers: Mapping[str, str] | None = None
     if isinstance(error, HTTPException):
-        hint = path_hint(exchange.path) if error.status_code == 404 else ""
-        message = f"{exchange.method} {exchange.path}: {error.detail}{hint}"
+        hint = instead_of(exchange.path.rstrip("/"), "paths") if error.status_code == 404 else None
+        message = f"{exchange.method} {exchange.path}: {error.detail}{f'; {hint}' if hint else ''}"
         headers = error.headers
         error = ApiError(error.status_code, message)
     assert isinstance(error, ApiError)

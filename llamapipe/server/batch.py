@@ -7,7 +7,7 @@ import json
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.jobs.answers import Answer

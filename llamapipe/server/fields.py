@@ -22,9 +22,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from llamapipe.arguments import did_you_mean
+from llamapipe._messages import did_you_mean
 from llamapipe.server.errors import ApiError
-from llamapipe.server.wire.other_servers import field_hint
 
 
 @dataclass(frozen=True, init=False)
@@ -159,6 +158,7 @@ def mismatch(message: str, kind: Any) -> ApiError:
 
 
 def _hint(field: str, kind: Any) -> str:
-    known = [one.encode_name for one in msgspec.structs.fields(kind)]
-    hint = field_hint(field, known)
-    return did_you_mean(field, known) if hint is None else hint
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    if field == "think" and "chat_template_kwargs" not in known:
+        return "; only chats have reasoning"
+    return did_you_mean(field, known, "fields")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe._engine.long_work import size_of
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from starlette.responses import Response
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.pipeline.trace import ORDER
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError

@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe._engine.chat_requests import ChatOptions
-from llamapipe.arguments import did_you_mean, quoted
+from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.results import ChatDelta
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse, event

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from llamapipe._messages import quoted
 from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, Kind
-from llamapipe.arguments import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
 from llamapipe.server.errors import ApiError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 import llamapipe
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.metrics import CONTENT_TYPE

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from llamapipe.arguments import did_you_mean, listed, quoted
+from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.server.errors import ApiError
 
 _HOSTED = (

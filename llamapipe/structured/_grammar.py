@@ -18,7 +18,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured._rewrite import (
     ASSERTIONS,

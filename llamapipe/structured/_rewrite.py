@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import unquote
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import subschemas
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.vocab import Vocab
 

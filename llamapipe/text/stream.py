@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
 
-from llamapipe.arguments import quoted
+from llamapipe._messages import quoted
 
 
 class Utf8Assembler:

@@ -18,7 +18,7 @@ import pytest
 from support.control import wait_until
 
 import llamapipe as lp
-from llamapipe.arguments import listed, quoted
+from llamapipe._messages import listed, quoted
 from llamapipe.chat.tools import allowed_tools, check_tools
 from llamapipe.server import ServerSettings, serve
 from llamapipe.server.chat import ChatRequest

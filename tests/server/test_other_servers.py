@@ -138,14 +138,14 @@ class TestFields:
     @pytest.mark.parametrize(
         ("path", "field", "hint"),
         [
-            ("/v1/completions", "n_predict", "it is max_tokens here"),
-            ("/v1/chat/completions", "num_predict", "it is max_tokens here"),
-            ("/v1/responses", "n_predict", "it is max_output_tokens here"),
-            ("/v1/completions", "mirostat_mode", "it is mirostat here"),
+            ("/v1/completions", "n_predict", "use max_tokens"),
+            ("/v1/chat/completions", "num_predict", "use max_tokens"),
+            ("/v1/responses", "n_predict", "use max_output_tokens"),
+            ("/v1/completions", "mirostat_mode", "use mirostat"),
             ("/v1/chat/completions", "options", "each option as a field of its own"),
             ("/v1/chat/completions", "think", "chat_template_kwargs"),
             ("/v1/chat/completions", "keep_alive", "the model stays loaded"),
-            ("/v1/chat/completions", "format", "it is response_format here"),
+            ("/v1/chat/completions", "format", "use response_format"),
             ("/v1/completions", "max_tokenz", "did you mean max_tokens?"),
         ],
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from llamapipe.native.owner import Owner
+from llamapipe.native.not_copyable import NotCopyable
 
 # 97.5th percentiles of Student's t for 1 to 14 degrees of freedom
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
@@ -64,7 +64,7 @@ def level(hours: float, n_requests: int) -> Level:
         sys.getallocatedblocks(),
         sum(1 for _ in Path("/proc/self/fd").iterdir()),
         max(threading.active_count(), sum(1 for _ in Path("/proc/self/task").iterdir())),
-        sum(isinstance(each, Owner) for each in objects),
+        sum(isinstance(each, NotCopyable) for each in objects),
         len(objects),
     )
 

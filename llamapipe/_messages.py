@@ -1,0 +1,379 @@
+"""What messages about wrong names and values say: the value, the nearest known name, what to use instead of another's.
+
+Open this file to help people who come from another library or program: ``INSTEAD`` has the names that they bring and
+what they are here. Every "did you mean" is ``did_you_mean``; names of sampling options elsewhere are in
+``_sampling_table``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import wraps
+from inspect import iscoroutinefunction
+from typing import Any, Final, TypeVar, cast
+
+from llamapipe._sampling_table import BY_NAME, OPTIONS
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+_MOST_QUOTED = 100  # characters of a value in a message
+_MOST_LISTED = 20
+
+# ---- names from elsewhere
+_ENGINE = "an Engine has it: Engine(model)"
+_EMBEDDER = "an Embedder has it: Embedder(model)"
+_SCORES = (
+    "logits of all tokens are not kept; use Llama.engine.score, or prompt_logprobs, or llamapipe.Pipeline"
+)
+_NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
+_FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"
+_PROMPT = "pass the prompt as an argument, without an option"
+_HUB = "use -m hf:OWNER/REPO/FILE or -m hf:OWNER/REPO:QUANT"
+_ALWAYS_ON = "it is always on; leave the option out"
+_POLLED = "/metrics and /model_info are always on; leave the option out"
+_TLS = "the server speaks plain HTTP; use a proxy for TLS"
+_UNSUPPORTED = "llamapipe does not support it"
+_CHAT = "use llamapipe chat"
+_DEVICES = "only Python has it: lp.Model(path, devices=[...])"
+_SPLIT_MODE = "only Python has it: lp.Model(path, split_mode=...)"
+_TENSOR_SPLIT = "only Python has it: lp.Model(path, tensor_split=[...])"
+_MAIN_GPU = "only Python has it: lp.Model(path, main_gpu=N)"
+_AT_START = "the model is chosen when the server starts, with -m"
+_N_CTX = "leave it out: --n-ctx sets it when the server starts"
+_OURS = "use /model_info"
+
+# By the place of a name: advice, or names here, the first of which that the place knows is meant.
+INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
+    "llamapipe": {
+        "Llama": "from llamapipe.compat import Llama",
+        "LLM": "use llamapipe.Engine",
+        "generate": "use llamapipe.Engine(path).generate",
+        "chat": "use llamapipe.Engine(path).chat",
+        "embed": "use llamapipe.Embedder(path).embed",
+        "serve": "from llamapipe.server import serve",
+    },
+    "Model": dict.fromkeys(("generate", "stream", "chat", "score"), _ENGINE) | {"embed": _EMBEDDER},
+    "Engine": dict.fromkeys(("embed", "rerank"), _EMBEDDER)
+    | {
+        "tokenize": "the model has it: engine.model.tokenize",
+        "detokenize": "the model has it: engine.model.detokenize",
+    },
+    # Attributes of llama-cpp-python.
+    "Llama": {
+        "_scores": _SCORES,
+        "_ctx": "there is no llama_cpp context; use Llama.engine, or llamapipe.Pipeline",
+        "_batch": "there is no llama_cpp batch; use llamapipe.Pipeline",
+        "context_params": _NO_STRUCT,
+        "model_params": _NO_STRUCT,
+    },
+    "LlamaState": {"scores": _SCORES},
+    "LlamaRAMCache": {"cache_state": "prefixes are kept by the engine: see Llama.engine.stats()"},
+    # Options of llama.cpp's programs, then of vLLM.
+    "command line": {
+        **{name: (f"--{option.name.replace('_', '-')}",) for option in OPTIONS for name in option.elsewhere},
+        "--ctx-size": ("--n-ctx",),
+        "--threads": ("--n-threads",),
+        "--threads-batch": ("--n-threads-batch",),
+        "--batch-size": ("--n-batch",),
+        "--ubatch-size": ("--n-ubatch",),
+        "--parallel": ("--n-seq-max",),
+        "--gpu-layers": ("--n-gpu-layers",),
+        "--cache-type-k": ("--type-k",),
+        "--cache-type-v": ("--type-v",),
+        "--keep": ("--n-keep",),
+        "--grammar-file": ("--grammar @FILE",),
+        "--json-schema-file": ("--json-schema @FILE",),
+        "--chat-template-file": ("--chat-template",),
+        "--system-prompt": ("--system",),
+        "-sys": ("--system",),
+        "--api-key": ("--api-key-file",),
+        "-to": ("--timeout",),
+        "--no-webui": ("--no-page",),
+        "--no-ui": ("--no-page",),
+        "--context-shift": ("--overflow shift",),
+        "--kv-unified": ("--n-cells",),
+        "-kvu": ("--n-cells",),
+        "--cache-ram": ("--cache-bytes",),
+        "-cram": ("--cache-bytes",),
+        "--rerank": ("--embeddings",),
+        "--reranking": ("--embeddings",),
+        "-rpc": ("--rpc",),
+        "--max-model-len": ("--n-ctx",),
+        "--max-num-seqs": ("--n-seq-max",),
+        "--max-num-batched-tokens": ("--n-batch",),
+        "--served-model-name": ("--alias",),
+        "--data-parallel-size": ("--workers",),
+        "--allowed-origins": ("--cors",),
+        "-hf": _HUB,
+        "-hfr": _HUB,
+        "--hf-repo": _HUB,
+        "-p": _PROMPT,
+        "--prompt": _PROMPT,
+        "-fa": _FLASH_ATTENTION,
+        "--flash-attn": _FLASH_ATTENTION,
+        "--jinja": _ALWAYS_ON,
+        "-cb": _ALWAYS_ON,
+        "--cont-batching": _ALWAYS_ON,
+        "--metrics": _ALWAYS_ON,
+        "--slots": _POLLED,
+        "--props": _POLLED,
+        "--ssl-key-file": _TLS,
+        "--ssl-cert-file": _TLS,
+        "-cnv": _CHAT,
+        "--conversation": _CHAT,
+        "-i": _CHAT,
+        "--interactive": _CHAT,
+        "--lora": _UNSUPPORTED,
+        "--mmproj": _UNSUPPORTED,
+        "--model-draft": _UNSUPPORTED,
+        "-md": _UNSUPPORTED,
+        "--override-kv": _UNSUPPORTED,
+        "--override-tensor": _UNSUPPORTED,
+        "-ot": _UNSUPPORTED,
+        "--mlock": "only Python has it: lp.Model(path, use_mlock=True)",
+        "--device": _DEVICES,
+        "-dev": _DEVICES,
+        "--split-mode": _SPLIT_MODE,
+        "-sm": _SPLIT_MODE,
+        "--tensor-split": _TENSOR_SPLIT,
+        "-ts": _TENSOR_SPLIT,
+        "--main-gpu": _MAIN_GPU,
+        "-mg": _MAIN_GPU,
+    },
+    # Where a command's option has another meaning than the same one of other commands.
+    "bench": {"-p": "use --prompt-tokens"},
+    "serve": {"-p": "use --port"},
+    "chat": dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), _ALWAYS_ON),
+    # Commands of Ollama and of other programs, and Ollama's and llama-cli's in a conversation.
+    "commands": {
+        "run": "use llamapipe chat -m FILE",
+        "pull": "-m hf:OWNER/REPO/FILE downloads a model at its first use",
+        "list": "use llamapipe models",
+        "ls": "use llamapipe models",
+        "ps": "ask the running server: curl 127.0.0.1:8080/model_info",
+        "show": "ask the running server: curl 127.0.0.1:8080/model_info",
+        "create": "pass options instead of a Modelfile; llamapipe chat --help lists them",
+        "rm": "models are files; llamapipe models --json lists their paths",
+        "help": "use llamapipe --help",
+        "version": "use llamapipe --version",
+    },
+    "conversation": {
+        "/set": "options of the command set parameters (llamapipe chat --help), /system TEXT the system message",
+        "/read": "llamapipe chat - < FILE reads a message from a file",
+    },
+    # Paths of Ollama's server, then of llama-server.
+    "paths": {
+        "/api/chat": "use /v1/chat/completions",
+        "/api/generate": "use /v1/completions",
+        "/api/embed": "use /v1/embeddings",
+        "/api/embeddings": "use /v1/embeddings",
+        "/api/tags": "use /v1/models",
+        "/api/ps": _OURS,
+        "/api/show": _OURS,
+        "/api/version": _OURS,
+        "/api/pull": _AT_START,
+        "/api/create": _AT_START,
+        # These two exist there with and without /v1, and the answers differ. So they are no aliases here.
+        "/completions": "use /v1/completions",
+        "/embeddings": "use /v1/embeddings",
+        "/completion": "use /v1/completions",
+        "/embedding": "use /v1/embeddings",
+        "/infill": "use /v1/completions with suffix",
+        "/props": _OURS,
+        "/slots": "use /metrics",
+        "/models/load": _AT_START,
+    },
+    # Fields of requests to other servers.
+    "fields": {
+        **{name: option.wire or option.route_fields for option in OPTIONS for name in option.elsewhere},
+        "format": ("response_format",),
+        "guided_json": ("json_schema",),
+        "guided_regex": ("regex",),
+        "stop": ("stop_sequences",),
+        "options": "give each option as a field of its own, such as temperature",
+        "think": "give chat_template_kwargs with enable_thinking instead",
+        "keep_alive": "leave it out: the model stays loaded until the server ends",
+        "num_ctx": _N_CTX,
+        "n_ctx": _N_CTX,
+    },
+}  # fmt: skip
+
+
+def instead_of(name: str, place: str, known: Iterable[str] = ()) -> str | None:
+    """What to use instead of a name from elsewhere: one of the ``known`` names, or advice. None: no table has it."""
+    found = INSTEAD.get(place, {}).get(name)
+    if found is None or isinstance(found, str):
+        return found
+    names = set(known)
+    return next((f"use {ours}" for ours in found if ours.partition(" ")[0] in names), None)
+
+
+# ---- the nearest name
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The same name in another case, else the most similar known name, else the shortest one that begins with ``name``.
+
+    None: there is none.
+    """
+    from difflib import get_close_matches
+
+    if len(name) > _MOST_QUOTED:
+        return None
+    names = sorted(known)
+    same = [other for other in names if other.lower() == name.lower()]
+    close = same or get_close_matches(name, names, 1)
+    longer = [other for other in names if len(name) > 2 and other.startswith(name)]
+    return close[0] if close else min(longer, key=len, default=None)
+
+
+def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
+    """Text to append to a message about an unknown name: what to use instead, or the nearest known name, or nothing.
+
+    ``place``: where in ``INSTEAD`` the name is looked up.
+    """
+    names = list(known)
+    advice = instead_of(name, place, names)
+    if advice is not None:
+        return f"; {advice}"
+    near = nearest(name, names)
+    return "" if near is None else f"; did you mean {near}?"
+
+
+def unknown_attribute(owner: str, name: str, known: Iterable[str], place: str = "") -> AttributeError:
+    """An AttributeError for a missing attribute, with what to use instead, or the nearest public one."""
+    hint = did_you_mean(name, [other for other in known if not other.startswith("_")], place)
+    # With a name and no object, Python's traceback adds no suggestion.
+    return AttributeError(f"{owner} has no attribute {quoted(name)}{hint}", name=name)
+
+
+# ---- options of functions
+def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Callable[[F], F]:
+    """A decorator. For an unknown keyword, the TypeError names the nearest option, or the class that has the option.
+
+    ``elsewhere``: the names of other classes' options, by class.
+    """
+
+    def decorate(function: F) -> F:
+        shown = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+        def explain(keywords: Mapping[str, Any], known: frozenset[str]) -> str:
+            return wrong_option(shown, min(keywords.keys() - known), known, elsewhere or {})
+
+        return _explained(function, explain)
+
+    return decorate
+
+
+def explains_fields(cls: C) -> C:
+    """``explains_options`` for the constructor of a dataclass."""
+    setattr(cls, "__init__", explains_options()(vars(cls)["__init__"]))  # noqa: B010 - mypy refuses to assign it
+    return cls
+
+
+def explains_keywords(function: F) -> F:
+    """For a method that takes ``SamplingParams``: its TypeError for a sampling option shows the call that was meant."""
+    name = function.__name__
+
+    def explain(keywords: Mapping[str, Any], known: frozenset[str]) -> str:
+        wrong = [keyword for keyword in keywords if keyword not in known]
+        unknown = next((keyword for keyword in wrong if keyword not in BY_NAME), None)
+        if unknown is None:
+            options = ", ".join(f"{keyword}={quoted(keywords[keyword])}" for keyword in wrong)
+            return (
+                f"sampling options are fields of SamplingParams: {name}(prompt, lp.SamplingParams({options}))"
+            )
+        hint = did_you_mean(unknown, known | BY_NAME.keys())
+        return f"{name}() has no option {quoted(unknown)}{hint or _all(known - {'prompt', 'params'})}"
+
+    return _explained(function, explain)
+
+
+def wrong_option(name: str, wrong: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]]) -> str:
+    """The message about an unknown option of a function."""
+    for owner, names in elsewhere.items():
+        if wrong in names:
+            return f"{name}() has no option {quoted(wrong)}: it is an option of {owner}"
+    return f"{name}() has no option {quoted(wrong)}{did_you_mean(wrong, known) or _all(known)}"
+
+
+def _all(names: Iterable[str]) -> str:
+    return f"; it has: {', '.join(sorted(names))}"
+
+
+def _explained(function: F, explain: Callable[[Mapping[str, Any], frozenset[str]], str]) -> F:
+    """A function that checks its keywords first; still a coroutine function if it was one."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    known = frozenset(names) - {"self", "cls"}
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not keywords.keys() <= known:
+            raise TypeError(explain(keywords, known))
+        return function(*arguments, **keywords)
+
+    @wraps(function)
+    async def acall(*arguments: Any, **keywords: Any) -> Any:
+        if not keywords.keys() <= known:
+            raise TypeError(explain(keywords, known))
+        return await function(*arguments, **keywords)
+
+    return cast(F, acall if iscoroutinefunction(function) else call)
+
+
+# ---- the command line
+_LEAST_LIKE = 0.7  # a suggestion that is less like the option misleads
+
+
+def about_option(wrong: str, command: str, known: Iterable[str], fields: Container[str] = ()) -> str:
+    """What to add to a message about an unknown option: its name here, advice, or the nearest name; or nothing.
+
+    ``known``: the options of the command. ``fields``: the fields of requests, if the command is a server.
+    """
+    from difflib import SequenceMatcher
+
+    known = set(known)
+    table = INSTEAD["command line"]
+    ours = names[0] if isinstance(names := table.get(wrong), tuple) else None
+    advice = instead_of(wrong, command) or (instead_of(wrong, "command line", known) if ours else None)
+    if advice is not None:
+        return f"; {advice}"
+    flags = {flag: option.name for option in OPTIONS for flag in option.flags}
+    field = flags.get(wrong) or (ours or wrong).lstrip("-").replace("-", "_")
+    if field in fields:
+        return f"; each request sets it: the field {field}"
+    if isinstance(remark := table.get(wrong), str):
+        return f"; {remark}"
+    if ours is not None or not wrong.startswith("--"):
+        return ""
+    near = nearest(wrong[2:], [name[2:] for name in known if name.startswith("--")])
+    if near is None:
+        return ""
+    is_like = near.startswith(wrong[2:]) or SequenceMatcher(None, near, wrong[2:]).ratio() >= _LEAST_LIKE
+    return f"; did you mean --{near}?" if is_like else ""
+
+
+# ---- values
+def shown(n: int) -> str:
+    """A number as text for a message; Python refuses to write integers of over 4,300 digits."""
+    return str(n) if abs(n) < 10**40 else f"{'-' if n < 0 else ''}a number of {n.bit_length()} bits"
+
+
+def quoted(value: object) -> str:
+    """A value as Python writes it, for a message; cut after about 100 characters."""
+    if isinstance(value, int):
+        return shown(value) if type(value) is int else repr(value)
+    is_text = isinstance(value, (str, bytes, bytearray))
+    try:
+        text = repr(value[:_MOST_QUOTED] if is_text and len(value) > _MOST_QUOTED else value)  # type: ignore[arg-type, index]
+    except (ValueError, RecursionError):  # integers of over 4,300 digits in it; lists in lists
+        return f"a {type(value).__name__} that is too large to show"
+    if is_text and len(value) > _MOST_QUOTED:  # type: ignore[arg-type]
+        return f"{text[:-1]}…{text[-1]}"
+    return text if len(text) <= _MOST_QUOTED + 2 else f"{text[:_MOST_QUOTED]}…"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Values for a message, the first 20 of them."""
+    texts = [quoted(name) for name in names]
+    more = len(texts) - _MOST_LISTED
+    return ", ".join(texts[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

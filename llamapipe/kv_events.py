@@ -51,7 +51,7 @@ class KvEvents:
     - ``replay_endpoint``: the address of a ROUTER socket where subscribers ask for batches that they missed.
     - ``topic``: the first frame of each message. Default: ``kv@HOSTNAME@MODEL``, with the name of the model's file.
     - ``block_size``: tokens in a block. Prefixes are told in whole blocks.
-    - ``n_replay``: batches that are kept for replays. What older ones stored is kept, too, in one batch.
+    - ``n_replay``: batches that are kept for replays. What older ones stored is kept in one batch.
     - ``connect``: connect the PUB socket to the endpoint, where the router listens, instead of listening there.
 
     Raises TypeError or ValueError naming the field.

@@ -285,7 +285,7 @@ def serve(
 ) -> None:
     """Serves native devices at a numeric address, one client at a time, for as long as the process lives.
 
-    ``on_listening`` is called, on a thread of its own, once the worker has answered a first message. ``cache``: a
+    ``on_listening`` is called on another thread once the worker has answered a first message. ``cache``: a
     folder for large tensors. Signals are not handled meanwhile: leave them to the system.
 
     Raises BackendError if the worker cannot listen.

@@ -196,7 +196,7 @@ def _merges_by_score(head: Head, pieces: list[str], added: Sequence[AddedToken])
     list. Among the pairs of one piece, those with the longer left half come first; where two of them overlap in a text,
     that is the order from left to right.
 
-    Pieces with characters that are not pieces are refused, too, unless they are special tokens: llama.cpp merges such
+    Pieces with characters that are not pieces are also refused, unless they are special tokens: llama.cpp merges such
     characters, ``tokenizers`` splits them into bytes.
     """
     entry = head.entries.get("tokenizer.ggml.scores")

@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again."""
+"""The folder for files that can be made again: the user's cache."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def process_budget() -> CoreBudget:
 def limit_cores(n_cores: int) -> None:
     """Lets this process compute on at most ``n_cores`` of the cores it may use, so that others may use the rest.
 
-    Call it before engines are made. It does not concern engines with a number of threads of their own.
+    Call it before engines are made. Engines with a given number of threads are not affected.
     """
     process_budget().resize(max(min(n_cores, usable_cores()), 1))
 

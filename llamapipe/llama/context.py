@@ -252,7 +252,7 @@ class Context(NotCopyable):
     def decode(self, batch: Batch) -> None:
         """Computes a batch and returns when its logits can be read.
 
-        Raises ValueError for tokens, sequences or positions that do not fit (positions of a sequence go on from its
+        Raises ValueError for tokens, sequences or positions that do not fit (positions of a sequence continue from its
         last one without a gap), ContextFullError when no cells are left, DecodeError when the computation fails.
         """
         if not isinstance(batch, Batch):

@@ -1,4 +1,4 @@
-"""The native pipeline over a context: which way its outputs take, and its life."""
+"""The native pipeline over a context: open this for where output rows are kept and who waits for them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class NativePipeline(NotCopyable):
     """Owns a native pipeline and its context; ``close`` frees both.
 
     ``mode``: where rows are and who waits for what: ``"host"``, ``"events"``, ``"sync"`` or ``"direct"`` (see
-    ``docs/backends.md``). ``threaded``: it launches on a thread of its own, else on the caller's.
+    ``docs/backends.md``). ``threaded``: it launches on a separate thread, else on the caller's.
     """
 
     def __init__(self, context: Context, ring: str, depth: int, n_slots: int, threaded: bool) -> None:
@@ -157,7 +157,7 @@ class NativePipeline(NotCopyable):
         return self._n_reused
 
     def next_position(self, seq_id: int) -> int:
-        """Where a sequence goes on once all that is queued is done; of a pipeline with a thread of its own."""
+        """The next position of a sequence once all queued steps are done; for a pipeline with a launch thread."""
         position: int = self.native.lib.lp_next_position(self.handle, seq_id)
         return position
 
@@ -248,7 +248,7 @@ class SavedCells(NotCopyable):
 
 
 def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePipeline:
-    """The pipeline of an engine: on the CPU a thread of its own only if steps shall overlap."""
+    """The pipeline of an engine: on the CPU it has a launch thread only if steps shall overlap."""
     lib = native().lib
     on_host = not context.has_ring or lib.lp_context_ring_in_host_memory(context.handle)
     if depth is None:

@@ -146,7 +146,7 @@ class PackedFile:
 
     # ---- a file to be written
     def _lock(self) -> None:
-        """Opens the partial file for this load alone, unless another load writes the file meanwhile."""
+        """Opens the partial file for this load alone, unless another load is writing it."""
         partial = self.path.with_name(self.path.name + ".partial")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Who may read the model may read this.

@@ -1,4 +1,4 @@
-"""A sampler chain: from a row of logits to one token, with state of its own."""
+"""A sampler chain: open this for how a row of logits becomes one token."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Guide(Protocol):
 class SamplerChain(NotCopyable):
     """Turns logits into tokens for one request: bias and penalties, then samplers in their order, then the draw.
 
-    ``seed`` (0 to 2**64 - 1) starts a generator of its own, which gives one uniform number to each drawn token.
+    ``seed`` (0 to 2**64 - 1) starts this chain's generator, which gives each draw one uniform number.
     ``options``: all of a request's options at once, checked by the caller; the methods below change them one by one.
     ``processors`` and ``guide``: see ``set_python``. Not thread-safe; needs the vocabulary's model to live. Close it,
     or use ``with``.
@@ -273,7 +273,7 @@ class SamplerChain(NotCopyable):
         self._checked(self._lib.lp_sampler_accept(self.handle, len(ids), ids))
 
     def accept_grammar(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Tells the grammar of generated tokens. Raises ValueError where it does not go on with them.
+        """Tells the grammar of generated tokens. Raises ValueError where it does not allow them.
 
         Nothing can be drawn then before ``reset``.
         """
@@ -288,7 +288,7 @@ class SamplerChain(NotCopyable):
             self._refused()
 
     def reset(self) -> None:
-        """Forgets the accepted tokens; the generator goes on from where it is."""
+        """Forgets the accepted tokens; the generator continues."""
         self._checked(self._lib.lp_sampler_reset(self.handle))
         self.tokens = []
 

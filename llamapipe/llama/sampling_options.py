@@ -75,7 +75,7 @@ class SamplingOptions(NotCopyable):
         self.struct = self._ffi.new("lp_sampling_options *", self._lib.lp_sampling_default_options())
 
     def copy(self) -> SamplingOptions:
-        """Another one with the same values."""
+        """Return a copy."""
         other = SamplingOptions()
         other.struct[0] = self.struct[0]
         other._kept = dict(self._kept)

@@ -75,6 +75,18 @@ def test_paths_named_in_the_text_exist(page: Path) -> None:
             assert list(ROOT.glob(name)), f"{name}: there is no such file"
 
 
+def test_pages_named_in_the_package_exist() -> None:
+    sources = [
+        *ROOT.glob("llamapipe/**/*.py"),
+        *ROOT.glob("llamapipe/native/src/*.[ch]pp"),
+        ROOT / "pyproject.toml",
+    ]
+    ours = re.compile(r"(?<![\w/.-])docs/[\w./-]+\.md")
+    named = {name for source in sources for name in ours.findall(source.read_text(encoding="utf-8"))}
+    named -= {"docs/autoparser.md", "docs/format.md"}  # of llama.cpp, and of harmony
+    assert named and not {name for name in named if not (ROOT / name).exists()}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_tests_named_in_the_text_exist(page: Path) -> None:
     for path, name in set(

@@ -29,7 +29,7 @@ from llamapipe._engine.compute_threads import make_tuner
 from llamapipe._engine.deliver import AsyncMailbox, Mailbox, Progress, ThreadMailbox, progress_bar
 from llamapipe._engine.executor import StepExecutor
 from llamapipe._engine.invariance import check_invariance
-from llamapipe._engine.kv import KvCache, TreeObserver
+from llamapipe._engine.kv import MIN_PREFIX, KvCache
 from llamapipe._engine.long_work import LongWork, size_of, takes_long
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request
@@ -85,10 +85,6 @@ _MAX_WINDOW_US = 1_000_000
 SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
 # On a CPU a prompt token takes hardly longer in a step of 256 than in one of 512.
 PREFILL_CUTOFF_TOKENS = 256
-MIN_PREFIX = 16  # tokens; sharing fewer gains nothing
-_MAX_PARKED_UNIFIED = 512  # cells; with unified KV every step also reads parked cells
-_META_BYTES = 16  # position and sequence of a saved cell
-_DEFAULT_BYTES = 512 * 2**20  # if the free memory is not known
 
 
 @explains_fields
@@ -281,7 +277,14 @@ class Engine(NotCopyable):
                 publisher = undo.enter_context(closing(Publisher(kv_events, model.path.stem)))
                 tracker = publisher.tracker
             scheduler = Scheduler(
-                cache_of(context, cache_mode, n_cache_bytes, self._kv_bytes, tracker),
+                KvCache.for_context(
+                    context,
+                    cache_mode,
+                    _default_cache_bytes() if n_cache_bytes is None else n_cache_bytes,
+                    self._kv_bytes,
+                    whole_only=model.is_recurrent or model.n_swa > 0,
+                    observer=tracker,
+                ),
                 context.n_ctx,
                 context.n_cells,
                 context.n_batch,
@@ -1324,6 +1327,12 @@ def _warn_of_size(context: Context, n_bytes: int) -> None:
         )
 
 
+def _default_cache_bytes() -> int:
+    """Host memory for cells that have lost their slot: a tenth of the free memory, 512 MiB if that is not known."""
+    free = free_memory()
+    return 512 * 2**20 if free is None else free // 10
+
+
 def prefill_cutoff(context: Context) -> int | None:
     """Prompt tokens after which a step is cut short to deliver a stream's first token early; None: no such limit."""
     # A GPU reads all weights in each step, even for a few tokens.
@@ -1336,42 +1345,3 @@ def _trace_path(trace: bool | str | Path | None) -> Path | None:
     if not isinstance(trace, (str, Path)):
         raise TypeError(f"trace must be True, a path or None, not {type(trace).__name__}")
     return check_trace_path(trace)
-
-
-def cache_of(
-    context: Context,
-    mode: bool | str,
-    n_bytes: int | None,
-    kv_bytes: int,
-    observer: TreeObserver | None = None,
-) -> KvCache:
-    """The cache of a context. ``mode``: True, ``"exact"`` or False.
-
-    ``n_bytes``: limit of host memory; None: a tenth of the free memory. ``kv_bytes``: size of the context's cells, 0 if
-    it is not known. ``observer``: see KvCache. Raises ValueError for options that do not go together.
-    """
-    if mode == "exact" and context.n_batch % context.n_ubatch:
-        raise ValueError(
-            f"n_batch is {context.n_batch} and n_ubatch {context.n_ubatch}; prefix_cache='exact' needs an n_batch that "
-            "is a multiple of n_ubatch"
-        )
-    if mode == "exact" and context.kv_unified:
-        raise ValueError(
-            "prefix_cache='exact' needs a KV cache for each request, because rounding depends on where cells are: "
-            "leave n_cells and kv_unified out"
-        )
-    model = context.model
-    if n_bytes is None:
-        free = free_memory()
-        n_bytes = _DEFAULT_BYTES if free is None else free // 10
-    return KvCache(
-        context.n_seq_max,
-        bool(mode),
-        whole_only=model.is_recurrent or model.n_swa > 0,
-        host_bytes=n_bytes if mode else 0,
-        cell_bytes=kv_bytes / context.n_cells + _META_BYTES,
-        max_parked=_MAX_PARKED_UNIFIED if context.kv_unified else None,
-        min_prefix=MIN_PREFIX,
-        exact_multiple=context.n_ubatch if mode == "exact" else None,
-        observer=observer,
-    )

@@ -16,8 +16,7 @@ cells of its ``cache_key`` starts with them: in place, with a copy, or loaded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -83,7 +82,7 @@ class CellChanges(NamedTuple):
 MemoryOp = Shift | Remove | Copy | Save | Restore | Forget
 
 
-class Saved(Protocol):
+class StoreEntry(Protocol):
     """An entry. ``n_bytes``: what it takes. ``pinned``: it is kept until it is unpinned."""
 
     n_bytes: int
@@ -96,7 +95,7 @@ class HostStore:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.n_bytes = 0
-        self._entries: OrderedDict[int, Saved] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[int, StoreEntry] = OrderedDict()  # least recently used first
 
     def __repr__(self) -> str:
         return f"<HostStore n={len(self)} n_bytes={self.n_bytes}/{self.budget}>"
@@ -118,7 +117,7 @@ class HostStore:
                     return keys
         return None
 
-    def add(self, key: int, entry: Saved) -> None:
+    def add(self, key: int, entry: StoreEntry) -> None:
         """Adds an entry, as the one used last."""
         self._entries[key] = entry
         self.n_bytes += entry.n_bytes
@@ -377,16 +376,20 @@ def _merge(node: _Node[H]) -> None:
 
 MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
 _OVERHEAD_BYTES = 1024  # of a saved sequence
+MIN_PREFIX = 16  # tokens; sharing fewer gains nothing
+_MAX_PARKED_UNIFIED = 512  # cells; with unified KV every step also reads parked cells
+_META_BYTES = 16  # position and sequence of a saved cell
 
 
 class Cells:
     """The cells of one sequence: in a slot, or saved in host memory.
 
     ``request``: the one that uses them now. ``key``: of saved ones. ``pinned``: saved, and not to be dropped.
-    ``n_exact``: see Request; once the request has left.
+    ``n_exact``: see Request; once the request has left. ``n_known``: the tokens that the tree knows, also those that
+    are not computed yet.
     """
 
-    __slots__ = ("_n", "key", "n_bytes", "n_exact", "pinned", "request", "slot")
+    __slots__ = ("key", "n_bytes", "n_exact", "n_known", "pinned", "request", "slot")
 
     def __init__(self, slot: int, request: Request | None, n: int) -> None:
         self.slot = slot
@@ -395,7 +398,7 @@ class Cells:
         self.n_bytes = 0
         self.n_exact = 0
         self.pinned = False
-        self._n = n  # of a request that runs: at most so many, as the tree knows no more of its tokens
+        self.n_known = n
 
     def __repr__(self) -> str:
         where = f"slot={self.slot}" if self.slot >= 0 else f"key={self.key}"
@@ -404,27 +407,46 @@ class Cells:
     @property
     def n(self) -> int:
         """The cells whose tokens the tree knows."""
-        return self._n if self.request is None else min(self._n, self.request.n_past)
+        return self.n_known if self.request is None else min(self.n_known, self.request.n_past)
 
-    @n.setter
-    def n(self, n: int) -> None:
-        self._n = n
+
+class PrefixMatch(NamedTuple):
+    """A prefix for a request: ``n`` cells of ``cells``, or ``n`` cells that ``leader`` is about to compute.
+
+    ``n_exact``: see Request.
+    """
+
+    n: int = 0
+    n_exact: int = 0
+    cells: Cells | None = None
+    leader: Request | None = None
+
+
+_NO_MATCH = PrefixMatch()
+
+
+class ContextShape(Protocol):
+    """What the cache of a context depends on."""
 
     @property
-    def n_known(self) -> int:
-        """The tokens that the tree knows, also those that are not computed yet."""
-        return self._n
+    def n_seq_max(self) -> int:
+        """Sequences."""
 
+    @property
+    def n_cells(self) -> int:
+        """KV cells of all of them."""
 
-class Found:
-    """A prefix for a request: ``n`` cells of ``cells``, or ``n`` cells that ``leader`` is about to compute."""
+    @property
+    def n_batch(self) -> int:
+        """Most tokens of a decode."""
 
-    __slots__ = ("cells", "leader", "n", "n_exact")
+    @property
+    def n_ubatch(self) -> int:
+        """Most tokens that are computed at a time."""
 
-    def __init__(self) -> None:
-        self.n = self.n_exact = 0
-        self.cells: Cells | None = None
-        self.leader: Request | None = None
+    @property
+    def kv_unified(self) -> bool:
+        """Whether the sequences share the cells."""
 
 
 class KvCache:
@@ -440,7 +462,9 @@ class KvCache:
 
     ``observer``: is told which sequences come, grow and go.
 
-    ``memory_ops``: changes to be made before the next step, in this order.
+    ``free``: the slots without a request. ``parked``: the parked cells by slot, least recently used first.
+    ``memory_ops``: changes to be made before the next step, in this order. Only the cache changes these three; the
+    scheduler adds the removal of padding to the last.
     """
 
     def __init__(
@@ -465,9 +489,9 @@ class KvCache:
         self._max_parked = max_parked
         self._min_prefix = min_prefix
         self._min_save = min_save
-        self._exact_multiple = exact_multiple
-        self._free = list(range(n_slots))  # slots without a request, as a heap
-        self._parked: OrderedDict[int, Cells] = OrderedDict()  # by slot, least recently used first
+        self.exact_multiple = exact_multiple
+        self.free = set(range(n_slots))
+        self.parked: OrderedDict[int, Cells] = OrderedDict()
         self._n_parked_cells = 0
         self._saved: dict[int, Cells] = {}
         self._store = HostStore(host_bytes)
@@ -475,21 +499,48 @@ class KvCache:
         self._keys = count()
         self._fixed_bytes = _OVERHEAD_BYTES  # of a saved sequence, whatever its length
 
+    @classmethod
+    def for_context(
+        cls,
+        context: ContextShape,
+        mode: bool | str,
+        host_bytes: int,
+        kv_bytes: int,
+        whole_only: bool,
+        observer: TreeObserver | None = None,
+    ) -> KvCache:
+        """The cache of a context, with the sharing that it supports. ``mode``: True, ``"exact"`` or False.
+
+        ``kv_bytes``: size of the context's cells, 0 if it is not known. For the others see KvCache. Raises ValueError
+        for options that do not go together.
+        """
+        if mode == "exact" and context.n_batch % context.n_ubatch:
+            raise ValueError(
+                f"n_batch is {context.n_batch} and n_ubatch {context.n_ubatch}; prefix_cache='exact' needs an n_batch "
+                "that is a multiple of n_ubatch"
+            )
+        if mode == "exact" and context.kv_unified:
+            raise ValueError(
+                "prefix_cache='exact' needs a KV cache for each request, because rounding depends on where cells are: "
+                "leave n_cells and kv_unified out"
+            )
+        return cls(
+            context.n_seq_max,
+            bool(mode),
+            whole_only=whole_only,
+            host_bytes=host_bytes if mode else 0,
+            cell_bytes=kv_bytes / context.n_cells + _META_BYTES,
+            max_parked=_MAX_PARKED_UNIFIED if context.kv_unified else None,
+            min_prefix=MIN_PREFIX,
+            exact_multiple=context.n_ubatch if mode == "exact" else None,
+            observer=observer,
+        )
+
     def __repr__(self) -> str:
-        n_taken = self.n_slots - len(self._free)
-        return f"<KvCache {n_taken}/{self.n_slots} taken parked={len(self._parked)} {self._store!r}>"
+        n_taken = self.n_slots - len(self.free)
+        return f"<KvCache {n_taken}/{self.n_slots} taken parked={len(self.parked)} {self._store!r}>"
 
     # ---- state
-    @property
-    def n_free(self) -> int:
-        """Slots without a request."""
-        return len(self._free)
-
-    @property
-    def free(self) -> frozenset[int]:
-        """The slots without a request."""
-        return frozenset(self._free)
-
     @property
     def n_parked_cells(self) -> int:
         """Cells of sequences without a request."""
@@ -517,79 +568,70 @@ class KvCache:
         """Whether saved cells are still there."""
         return cells.key in self._saved
 
-    @property
-    def parked(self) -> Mapping[int, Cells]:
-        """The parked cells by slot."""
-        return self._parked
-
     def take_memory_ops(self) -> list[MemoryOp]:
         """Removes and returns ``memory_ops``."""
         ops, self.memory_ops = self.memory_ops, []
         return ops
 
     # ---- prefixes
-    def find(self, request: Request) -> Found:
+    def find(self, request: Request) -> PrefixMatch:
         """The longest prefix of a request's tokens that is in cells, or will be soon."""
-        found = Found()
         limit = request.max_prefix
         if not self.enabled or not request.uses_cache or limit < self._min_prefix:
-            return found
-        best_rank = 0
-        n_pending = 0
+            return _NO_MATCH
+        best, n_best, best_rank = None, 0, 0
+        leader, n_pending = None, 0
         for n, cells in self._tree.find(request.tokens, limit, request.spec.cache_key):
-            if n < found.n or (n == found.n and best_rank == 2):
+            if n < n_best or (n == n_best and best_rank == 2):
                 break
-            leader = cells.request
+            user = cells.request
             ready = self._n_ready(cells, n, request)
-            if self._whole_only and (leader.n_past if leader is not None else cells.n) != ready:
+            if self._whole_only and (user.n_past if user is not None else cells.n) != ready:
                 ready = 0
-            rank = 2 if leader is None and cells.slot >= 0 else 1 if cells.slot >= 0 else 0
-            if ready >= self._min_prefix and (ready, rank) > (found.n, best_rank):
-                found.n, found.cells, best_rank = ready, cells, rank
+            rank = 2 if user is None and cells.slot >= 0 else 1 if cells.slot >= 0 else 0
+            if ready >= self._min_prefix and (ready, rank) > (n_best, best_rank):
+                best, n_best, best_rank = cells, ready, rank
             if (
-                leader is not None
-                and leader.state is State.RUNNING  # a paused one waits for its caller
+                user is not None
+                and user.state is State.RUNNING  # a paused one waits for its caller
                 and cells.n < n
                 and n > n_pending
-                and not (self._whole_only or self._exact_multiple)
+                and not (self._whole_only or self.exact_multiple)
             ):
-                found.leader, n_pending = leader, n
-        found.n_exact = request.n_exact if found.cells is request.saved_cells else found.n
-        if found.leader is not None:
-            if n_pending - found.n < MIN_FOLLOW:
-                found.leader = None
-            else:
-                found.n = n_pending
-        return found
+                leader, n_pending = user, n
+        n_exact = request.n_exact if best is request.saved_cells else n_best
+        if leader is not None and n_pending - n_best >= MIN_FOLLOW:
+            return PrefixMatch(n_pending, n_exact, best, leader)
+        return PrefixMatch(n_best, n_exact, best)
 
     def _n_ready(self, cells: Cells, n: int, request: Request) -> int:
         """How many of the first ``n`` cells a request may start with."""
         n = min(n, cells.n)
-        if self._exact_multiple is None or cells is request.saved_cells:
+        if self.exact_multiple is None or cells is request.saved_cells:
             return n
         n_exact = cells.n_exact if cells.request is None else cells.request.n_exact
-        return min(n, n_exact) // self._exact_multiple * self._exact_multiple
+        return min(n, n_exact) // self.exact_multiple * self.exact_multiple
 
     def computed_alone(self, request: Request, n: int) -> None:
         """Notes that a step computed a request's last ``n`` cells and nothing else."""
-        if self._exact_multiple is not None and request.n_exact == request.n_past - n:
-            request.n_exact += n // self._exact_multiple * self._exact_multiple
+        if self.exact_multiple is not None and request.n_exact == request.n_past - n:
+            request.n_exact += n // self.exact_multiple * self.exact_multiple
 
     def learn(self, request: Request) -> None:
         """The tree learns all tokens in the cells of a request with a slot, also the generated ones."""
         cells, n = request.cells, request.n_past
         if cells is not None and cells in self._tree and cells.n_known < n:
             self._tree.extend(cells, request.tokens[:n], cells.n_known)
-            cells.n = n
+            cells.n_known = n
 
     # ---- slots
-    def place(self, request: Request, found: Found) -> None:
+    def place(self, request: Request, found: PrefixMatch) -> None:
         """Gives a request a free slot that has the found prefix."""
         source, n = found.cells, found.n
         if source is not None and source not in self._tree:  # it was dropped since
             source, n = None, 0
         slot = self._choose(source)
-        self._take(slot)
+        self.free.remove(slot)
         request.slot = slot
         if source is not None and source.slot == slot:
             if source.n - n >= self._min_save:
@@ -599,7 +641,7 @@ class KvCache:
                 self._tree.remove(source)
                 self.memory_ops.append(Remove(slot, n))
         else:
-            if slot in self._parked:
+            if slot in self.parked:
                 self._evict(slot, keeps=source)
             if source is None:
                 n = 0
@@ -610,48 +652,39 @@ class KvCache:
         request.n_past = n
         request.n_exact = min(found.n_exact, n)
         self.n_hit_tokens += n
-        self._adopt(request)
-
-    def _adopt(self, request: Request) -> None:
-        """The tree learns a request's tokens, also those that are not computed yet."""
-        cells = request.cells = Cells(request.slot, request, len(request.tokens))
+        # The tree learns all of its tokens, also those that are not computed yet.
+        cells = request.cells = Cells(slot, request, len(request.tokens))
         if self.enabled and request.uses_cache:
             self._tree.insert(cells, request.tokens, request.spec.cache_key)
 
     def _choose(self, source: Cells | None) -> int:
         """A free slot next to a taken one, between two if there is one: gaps between running requests cost time."""
-        free = set(self._free)
-        taken = [slot for slot in range(self.n_slots) if slot not in free]
-        near = [slot for slot in free if not taken or slot - 1 in taken or slot + 1 in taken]
+        free = self.free
+        taken = sorted(set(range(self.n_slots)) - free)
+        near = free
         if taken:
-            near = [slot for slot in near if taken[0] < slot < taken[-1]] or near
+            near = free & {neighbour for slot in taken for neighbour in (slot - 1, slot + 1)}
+            near = near.intersection(range(taken[0], taken[-1])) or near
         if source is not None and source.slot in near and source.request is None:
             return source.slot
-        empty = [slot for slot in near if slot not in self._parked]
-        return min(empty) if empty else next(slot for slot in self._parked if slot in near)
+        empty = near - self.parked.keys()
+        return min(empty) if empty else next(slot for slot in self.parked if slot in near)
 
     def move(self, request: Request, slot: int) -> None:
         """Moves a running request and its cells to a free slot. What is parked there is saved or dropped."""
         assert request.cells is not None
-        self._take(slot)
-        if slot in self._parked:
+        self.free.remove(slot)
+        if slot in self.parked:
             self._evict(slot)
         self.memory_ops += [Copy(request.slot, slot, request.n_past), Remove(request.slot, 0)]
-        heappush(self._free, request.slot)
+        self.free.add(request.slot)
         request.slot = request.cells.slot = slot
-
-    def _take(self, slot: int) -> None:
-        if self._free[0] == slot:
-            heappop(self._free)
-        else:
-            self._free.remove(slot)
-            heapify(self._free)
 
     def leave(self, request: Request) -> None:
         """Takes a request's slot and parks its cells, or saves them if it keeps them, or clears them if of no use."""
         slot = request.slot
         self._park(request)
-        if request.spec.keeps_cells and slot in self._parked:
+        if request.spec.keeps_cells and slot in self.parked:
             self._evict(slot, pinned_by=request)
         if self._max_parked is not None:
             self.evict(self._max_parked)
@@ -659,7 +692,7 @@ class KvCache:
     def _park(self, request: Request) -> None:
         cells, slot, n = request.cells, request.slot, request.n_past
         assert cells is not None
-        heappush(self._free, slot)
+        self.free.add(slot)
         request.cells, request.slot = None, -1
         if not self.enabled or not request.uses_cache or request.error is not None or n == 0:
             self._tree.remove(cells)
@@ -667,20 +700,20 @@ class KvCache:
             return
         cells.request = None
         cells.n_exact = request.n_exact
-        n_known, cells.n = cells.n_known, n
+        n_known, cells.n_known = cells.n_known, n
         if n_known <= n:
             self._tree.extend(cells, request.tokens[:n], n_known)
         else:
             self._tree.remove(cells)
             self._tree.insert(cells, request.tokens[:n], request.spec.cache_key)
         self.memory_ops.append(Remove(slot, n))  # a step in flight may have added a cell
-        self._parked[slot] = cells
+        self.parked[slot] = cells
         self._n_parked_cells += n
 
     def touch(self, cells: Cells | None) -> None:
         """Notes that cells are about to be used."""
-        if cells is not None and cells.slot in self._parked:
-            self._parked.move_to_end(cells.slot)
+        if cells is not None and cells.slot in self.parked:
+            self.parked.move_to_end(cells.slot)
 
     def truncate(self, request: Request, n: int) -> None:
         """A request's tokens from ``n`` on were changed; its cells from there on are removed."""
@@ -695,7 +728,7 @@ class KvCache:
             request.n_exact = min(request.n_exact, n)
         if cells.n_known > n and cells in self._tree:
             self._tree.remove(cells)
-            cells.n = n
+            cells.n_known = n
             self._tree.insert(cells, request.tokens[:n], request.spec.cache_key)
 
     def shift(self, request: Request, begin: int, end: int) -> None:
@@ -709,7 +742,7 @@ class KvCache:
     def lost(self, slot: int, request: Request | None) -> None:
         """A slot has lost its cells. Its request, if it has one, computes them again."""
         cells = None if request is None else request.cells
-        if slot in self._parked:
+        if slot in self.parked:
             self._tree.remove(self._unpark(slot))
         elif request is not None and cells is not None and cells in self._tree:
             self._tree.remove(cells)
@@ -717,14 +750,14 @@ class KvCache:
 
     def evict(self, n_cells: int) -> None:
         """Frees slots, the least recently used first, until at most ``n_cells`` are parked."""
-        while self._parked and self._n_parked_cells > n_cells:
-            self._evict(next(iter(self._parked)))
+        while self.parked and self._n_parked_cells > n_cells:
+            self._evict(next(iter(self.parked)))
 
     def preempt(self, request: Request) -> None:
         """Takes a request's slot. Its cells are saved and pinned, if the budget allows that."""
         slot, n = request.slot, request.n_past
         self._park(request)
-        if slot in self._parked:
+        if slot in self.parked:
             self._evict(slot, pinned_by=request if n >= self._min_save else None)
 
     def restore(self, request: Request, n: int, n_bytes: int) -> int | None:
@@ -745,7 +778,7 @@ class KvCache:
             cells.pinned = False
 
     def _unpark(self, slot: int) -> Cells:
-        cells = self._parked.pop(slot)
+        cells = self.parked.pop(slot)
         self._n_parked_cells -= cells.n
         return cells
 
@@ -822,10 +855,9 @@ class KvCache:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if slots, cells and tree disagree. For tests and debugging."""
-        assert len(set(self._free)) == len(self._free), self._free
-        assert self._parked.keys() <= set(self._free), (self._parked, self._free)
-        assert self._n_parked_cells == sum(cells.n for cells in self._parked.values())
-        for slot, cells in self._parked.items():
+        assert self.parked.keys() <= self.free, (self.parked, self.free)
+        assert self._n_parked_cells == sum(cells.n for cells in self.parked.values())
+        for slot, cells in self.parked.items():
             assert cells.slot == slot and cells.request is None and cells.n > 0 and cells in self._tree, cells
         for key, cells in self._saved.items():
             assert cells.key == key and cells.slot == -1 and cells in self._tree, cells

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from itertools import islice
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -284,19 +285,16 @@ class LateDraws:
 
     def __init__(self) -> None:
         # By sampler, with the number of the draw, and when it began. The oldest first.
-        self._requests: dict[Any, tuple[Request, int, float]] = {}
+        self.requests: dict[Any, tuple[Request, int, float]] = {}
 
     def __repr__(self) -> str:
-        return f"<LateDraws n={len(self._requests)}>"
-
-    def __bool__(self) -> bool:
-        return bool(self._requests)
+        return f"<LateDraws n={len(self.requests)}>"
 
     def add(self, plan: BatchPlan, sampled: Sequence[int]) -> None:
         """Adds the requests of a step whose tokens will be drawn later."""
         for request, token in zip(plan.requests, sampled, strict=True):
             if token == NoToken.LATER and request.batch_plan is plan and request.sampler is not None:
-                self._requests[request.sampler] = request, request.sampler.n_draws, perf_counter()
+                self.requests[request.sampler] = request, request.sampler.n_draws, perf_counter()
 
     def settle(self, requests: Sequence[Request], executor: Executor) -> None:
         """Asks the samplers of requests that have generated their last token whether the text is complete."""
@@ -304,29 +302,29 @@ class LateDraws:
             sampler = request.sampler
             executor.settle(sampler)
             if sampler is not None:
-                self._requests[sampler] = request, sampler.n_draws, perf_counter()
+                self.requests[sampler] = request, sampler.n_draws, perf_counter()
 
     def late_by(self, seconds: float) -> list[tuple[Request, float]]:
         """The requests that have waited for so long for their tokens, with the seconds; the longest first."""
         now_s = perf_counter()
-        waits = ((request, now_s - began_s) for request, _, began_s in self._requests.values())
+        waits = ((request, now_s - began_s) for request, _, began_s in self.requests.values())
         return [(request, waited_s) for request, waited_s in waits if waited_s >= seconds]
 
     def take(self, executor: Executor, open_requests: Container[Request]) -> list[tuple[Request, int]]:
         """The requests whose tokens have arrived, with these."""
         arrived = []
         for sampler, number, token in executor.take_drawn():
-            request, wanted, _ = self._requests.get(sampler, (None, 0, 0.0))
+            request, wanted, _ = self.requests.get(sampler, (None, 0, 0.0))
             if request is None or number != wanted:
                 continue
-            del self._requests[sampler]
+            del self.requests[sampler]
             if request in open_requests and request.is_drawing:
                 arrived.append((request, token))
         return arrived
 
     def forget(self, sampler: Any) -> None:
         """The sampler's request has ended."""
-        self._requests.pop(sampler, None)
+        self.requests.pop(sampler, None)
 
 
 _WINDOW = 32  # steps between two decisions
@@ -398,6 +396,7 @@ def gain(compute_s: float, other_s: float) -> float:
 
 _MAX_SKIPPED_WINDOWS = 7
 _MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of others arrive
+_sampler = attrgetter("sampler")  # a function in C, for a list that is made in every step
 _LATER = int(NoToken.LATER)  # looked at in every step
 _LOOK_S = 0.02  # between two looks at draws that other threads make
 # After which a late draw's slot is lent; saving and loading its cells takes a few milliseconds.
@@ -469,8 +468,8 @@ class EngineLoop:
         """Accepts new requests."""
         self._n_requests += len(requests)
         self.open.update(dict.fromkeys(requests))
-        self._n_wants_logprobs += sum(request.wants_logprobs for request in requests)
         for request in requests:
+            self._n_wants_logprobs += request.wants_logprobs
             if self._error is not None:
                 self._give_up(request, self._error)
                 continue
@@ -526,9 +525,8 @@ class EngineLoop:
         return sum(self._scheduler.lend(request, waited_s / _LEND_S) for request, waited_s in late) > 0
 
     def _settle(self) -> None:
-        if self._scheduler.unsettled:
-            self._late.settle(self._scheduler.unsettled, self._executor)
-            self._scheduler.unsettled.clear()
+        self._late.settle(self._scheduler.unsettled, self._executor)
+        self._scheduler.unsettled.clear()
 
     def fork(self, parent: Request, child: Request) -> None:
         """Accepts a request that continues the sequence of a resumable one. The child fails if the parent has ended."""
@@ -653,7 +651,7 @@ class EngineLoop:
                 inbox.run_next()
             if dispatcher.pending:  # a caller that cancelled need not wait for a step
                 self._flush()
-            if scheduler.has_memory_ops:
+            if scheduler.cache.memory_ops:
                 # Before the plan: what cannot be removed in part is computed again.
                 self._change_cells()
             # After a change from two micro-batches to one, a step may be in flight that has to be sampled first.
@@ -690,7 +688,7 @@ class EngineLoop:
                     self._left_queue(scheduler.take_dequeued())
                     return
                 self._end_waiting()
-                if self._late:
+                if self._late.requests:
                     inbox.run_next()
                 continue
             self._wait()
@@ -707,7 +705,7 @@ class EngineLoop:
             self._executor.idle()
             if not inbox.single_caller and not self.open:
                 self._executor.rest()
-        while self._late:  # draws that hang must not keep others from being made
+        while self._late.requests:  # draws that hang must not keep others from being made
             try:
                 inbox.run_next(_LOOK_S)
                 break
@@ -737,17 +735,17 @@ class EngineLoop:
 
     def _change_cells(self) -> bool:
         """Performs the changes to KV cells that are queued. False if a sequence lost its cells by that."""
-        scheduler = self._scheduler
-        return scheduler.cells_changed(self._executor.change_cells(scheduler.cache.take_memory_ops()))
+        changes = self._executor.change_cells(self._scheduler.cache.take_memory_ops())
+        return not (changes.lost or changes.saved) or self._scheduler.cells_changed(changes)
 
     # ---- one step
     def _launch(self, plan: BatchPlan, started: float) -> None:
         """Launches a plan that was begun at this time of ``perf_counter``. Handles its failure."""
-        keeps_cells = not self._scheduler.has_memory_ops or self._change_cells()
+        keeps_cells = not self._scheduler.cache.memory_ops or self._change_cells()
         if not keeps_cells or (not plan.repeats and not self._make_samplers(plan)):
             self._scheduler.drop(plan)  # a request of it lost its cells or failed: plan again
             return
-        samplers: list[Any] = [] if plan.repeats else [request.sampler for request in plan.requests]
+        samplers: list[Any] = [] if plan.repeats else list(map(_sampler, plan.requests))
         planned = perf_counter()
         try:
             self.in_flight.launch(plan, samplers, planned)
@@ -792,8 +790,9 @@ class EngineLoop:
         if _LATER in sampled:
             self._late.add(plan, sampled)
         self._undelivered += scheduler.commit(plan, sampled)
-        self._settle()
-        if self._late:
+        if scheduler.unsettled:
+            self._settle()
+        if self._late.requests:
             self._relieve()
         for request, *_ in plan.scored:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self.open:
@@ -848,7 +847,8 @@ class EngineLoop:
                 del self.open[request]
                 self._n_wants_logprobs -= request.wants_logprobs
             if request.sampler is not None:
-                self._late.forget(request.sampler)
+                if self._late.requests:
+                    self._late.forget(request.sampler)
                 self.in_flight.retire(request.sampler)
                 request.sampler = None
         request.sink.finish(request)

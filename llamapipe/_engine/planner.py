@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from llamapipe._engine.kv import Cells, Remove
@@ -26,6 +28,11 @@ from llamapipe._engine.scoring import LogprobTargets
 
 if TYPE_CHECKING:
     from llamapipe._engine.scheduler import Running
+
+
+# Functions in C, for lists that are made in every step.
+_slot, _n_past, _tokens = attrgetter("slot"), attrgetter("n_past"), attrgetter("tokens")
+_slot_of_chunk, _last = attrgetter("request.slot"), itemgetter(-1)
 
 
 class ScoredRows(NamedTuple):
@@ -224,7 +231,7 @@ class BatchBuilder:
         ``parked``: cells in slots without a request.
         """
         plan = BatchPlan()
-        waits = bool(running.decoding) and self._decoding_waits(running)
+        waits = bool(running.decoding and running.prefilling) and self._decoding_waits(running)
         if running.decoding and not waits:
             self._decode(plan, running, parked)
         if running.prefilling:
@@ -249,13 +256,13 @@ class BatchBuilder:
         for request in running.prefilling:
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
-            n_left = request.n_uncomputed
+            n_uncomputed = request.n_uncomputed
             if n_step == 0 and not request.is_streaming:
                 return False
             if n_step >= self._prefill_cutoff:
-                n_next = n_left if n_left <= self._n_ubatch else self._prefill_cutoff
+                n_next = n_uncomputed if n_uncomputed <= self._n_ubatch else self._prefill_cutoff
                 break
-            n_step += n_left
+            n_step += n_uncomputed
         if n_step == 0:
             return False
         # Not twice in a row for a few tokens: each step is a pass, and prompts may keep arriving one by one.
@@ -278,13 +285,13 @@ class BatchBuilder:
             if not decoding:
                 return
         n = plan.n_decode = len(decoding)
-        plan.tokens = [r.tokens[-1] for r in decoding]
-        plan.positions = [r.n_past for r in decoding]
-        plan.seq_ids = [r.slot for r in decoding]
+        plan.tokens = list(map(_last, map(_tokens, decoding)))
+        plan.positions = list(map(_n_past, decoding))
+        plan.seq_ids = list(map(_slot, decoding))
         plan.outputs = [1] * n
         plan.rows = list(range(n))
         plan.requests = decoding.copy()
-        plan.scheduled = [(r, 1) for r in decoding]
+        plan.scheduled = list(zip(decoding, repeat(1)))
         # With several micro-batches, a gap may belong to a step in flight.
         if (
             self._padding_token is not None
@@ -316,15 +323,17 @@ class BatchBuilder:
         plan.rows = [i for i, output in enumerate(plan.outputs) if output]
 
     def _prefill(self, plan: BatchPlan, running: Running) -> None:
-        whole = self._n_batch - len(plan.tokens)
+        step_room = self._n_batch - len(plan.tokens)
         if running.decoding:
-            whole = min(whole, max(self._n_ubatch - len(plan.tokens), 1), self._n_beside(running))
-        elif self.depth > 1 if running.only_scores else len(running.prefilling) > 1:
+            step_room = min(step_room, max(self._n_ubatch - len(plan.tokens), 1), self._n_beside(running))
+        elif (self.depth > 1 and running.only_scores) or (
+            len(running.prefilling) > 1 and not running.only_scores
+        ):
             # llama.cpp computes one ubatch at a time anyway. Smaller steps deliver the first prompt's token before the
             # last prompt is computed.
-            whole = min(whole, self._n_ubatch)
-        budget = min(whole, self._n_ubatch - self._n_waited) if running.decoding else whole
-        n_reserved = _reserved(running.prefilling, budget)
+            step_room = min(step_room, self._n_ubatch)
+        budget = min(step_room, self._n_ubatch - self._n_waited) if running.decoding else step_room
+        n_reserved = _reserved(running.prefilling, budget) if len(running.prefilling) > 1 else 0
         n_rows = min(self._n_score_rows, self.budget.n_rows()) if running.decoding else self._n_score_rows
         chunks: list[Chunk] = []
         n_tokens, brings_first = 0, False
@@ -335,13 +344,13 @@ class BatchBuilder:
                 continue  # one prompt in part is enough
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
-            first, n_left = request.n_past, request.n_uncomputed
+            first, n_uncomputed = request.n_past, request.n_uncomputed
             if brings_first and n_tokens >= self._prefill_cutoff:
                 break  # a stream waits for this step's token
             is_shared = bool(chunks) or self._n_waited > 0
-            if budget < n_left <= whole and is_shared and request.max_tokens != 0:
+            if budget < n_uncomputed <= step_room and is_shared and request.max_tokens != 0:
                 break  # the next step has room for all of it; two chunks would take one more pass over the weights
-            n = min(n_left, budget if chunks else budget - n_reserved)
+            n = min(n_uncomputed, budget if chunks else budget - n_reserved)
             scored, targets = range(0), request.logprob_targets
             if targets is not None:
                 n, scored = _scored(targets, first, n, n_rows)
@@ -351,11 +360,11 @@ class BatchBuilder:
             n_rows -= len(scored)
             n_tokens += n
             chunks.append(Chunk(request, first, n, scored))
-            if n == n_left and request.max_tokens:
+            if n == n_uncomputed and request.max_tokens:
                 brings_first = brings_first or request.is_streaming
         if self._padding_token is not None:
             # llama.cpp cuts a batch where the slots do not increase by one, and each part is a pass over the weights.
-            chunks.sort(key=lambda chunk: chunk.request.slot)
+            chunks.sort(key=_slot_of_chunk)
         for chunk in chunks:
             _add(plan, chunk)
 
@@ -392,7 +401,7 @@ def _add(plan: BatchPlan, chunk: Chunk) -> None:
 def _reserved(prefilling: Sequence[Request], budget: int) -> int:
     """What a long prompt, which is the first, leaves to short ones after it: at most half of the budget."""
     n_reserved = 0
-    if len(prefilling) > 1 and prefilling[0].n_uncomputed > budget:
+    if prefilling[0].n_uncomputed > budget:
         for request in prefilling[1:]:
             if n_reserved + request.n_uncomputed <= budget // 2:
                 n_reserved += request.n_uncomputed

@@ -22,7 +22,7 @@ preempted request keeps its tokens. Its cells are saved in host memory, or compu
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -59,18 +59,19 @@ class Waiting:
     def __init__(self) -> None:
         self.paused: set[Request] = set()
         self.queued: dict[Request, None] = {}  # those of all heaps that were not removed
-        self._shares: dict[Hashable, _Share] = {}  # those with requests that are queued or not admitted yet
+        # Those with requests that are queued or not admitted yet.
+        self._shares: defaultdict[Hashable, _Share] = defaultdict(_Share)
         self._next: Request | None = None  # the one to admit first, if that is known
         self._share_now = 0  # where the share starts of which a request was admitted last
         # By leader: the followers, and the cells that each waits for.
         self._followers: dict[Request, dict[Request, int]] = {}
-        self._n_followers = 0
+        self.n_followers = 0
         self._ends: dict[object, int] = {}  # by caller: where its last request ends
         self._n_of: dict[object, int] = {}  # by caller: its requests that were not admitted yet
         self._now = 0  # where the request starts that was admitted last
 
     def __repr__(self) -> str:
-        return f"<Waiting queued={len(self.queued)} followers={self._n_followers} paused={len(self.paused)}>"
+        return f"<Waiting queued={len(self.queued)} followers={self.n_followers} paused={len(self.paused)}>"
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.queued
@@ -81,7 +82,7 @@ class Waiting:
     @property
     def n_queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self.queued) + self._n_followers
+        return len(self.queued) + self.n_followers
 
     def next(self) -> Request:
         """The request to admit first."""
@@ -110,7 +111,7 @@ class Waiting:
         caller = request.caller
         start = max(self._now, self._ends.get(caller, 0))
         self._ends[caller] = start + _cost(request)
-        (self._shares.get(request.spec.share) or self._new_share(request)).n_new += 1
+        self._shares[request.spec.share].n_new += 1
         self._n_of[caller] = self._n_of.get(caller, 0) + 1
         request.turn = (-request.spec.priority, start, request.arrival)
         if request.n_total < request.token_budget:
@@ -121,13 +122,9 @@ class Waiting:
     def add_ready(self, request: Request) -> None:
         """Adds a request that had a slot, was paused, or followed another one. It keeps its turn."""
         self.queued[request] = self._next = None
-        share = self._shares.get(request.spec.share) or self._new_share(request)
+        share = self._shares[request.spec.share]
         share.n_queued += 1
         heappush(share.heap, (request.turn, request))
-
-    def _new_share(self, request: Request) -> _Share:
-        share = self._shares[request.spec.share] = _Share()
-        return share
 
     def _emptied(self, share: _Share, request: Request) -> None:
         share.heap.clear()
@@ -142,7 +139,7 @@ class Waiting:
             if not followers:
                 del self._followers[request.leader]
             request.leader = None
-            self._n_followers -= 1
+            self.n_followers -= 1
         elif request in self.queued:
             del self.queued[request]
             self._next = None
@@ -175,7 +172,7 @@ class Waiting:
         """Has a request wait until ``leader`` has computed its first ``n`` tokens."""
         self._followers.setdefault(leader, {})[request] = n
         request.leader = leader
-        self._n_followers += 1
+        self.n_followers += 1
 
     def release(self, leader: Request) -> None:
         """Makes the followers ready that have waited for these cells; all of them if it computes nothing now."""
@@ -194,7 +191,7 @@ class Waiting:
         assert sum(share.n_queued for share in shares) == len(self.queued)
         assert sum(share.n_new for share in shares) == sum(self._n_of.values())
         assert all(share.n_queued or share.n_new for share in shares)
-        assert self._n_followers == sum(map(len, self._followers.values()))
+        assert self.n_followers == sum(map(len, self._followers.values()))
         assert self._ends.keys() == self._n_of.keys()
 
 
@@ -236,11 +233,6 @@ class Running:
         yield from self.paused
 
     @property
-    def has_work(self) -> bool:
-        """Whether a step could be planned."""
-        return bool(self.decoding or self.prefilling)
-
-    @property
     def only_scores(self) -> bool:
         """Whether all running requests only score their own tokens."""
         return not self.decoding and all(request.max_tokens == 0 for request in self.prefilling)
@@ -255,13 +247,18 @@ class Running:
     def add(self, request: Request) -> None:
         """Adds a request that has a slot."""
         self.n_moves += 1
-        if decodes(request):
+        if (
+            request.n_past == len(request.tokens) - 1 and request.max_tokens
+        ):  # only the last token is left to compute
             insort(self.decoding, request, key=_by_slot)
         else:
             insort(self.prefilling, request, key=_by_turn)
 
     def take(self, request: Request) -> None:
-        """Removes a running request."""
+        """Removes a request that has a slot."""
+        if request.state is State.PAUSED:
+            del self.paused[request]
+            return
         self.n_moves += 1
         if request in self.decoding:
             self.decoding.remove(request)
@@ -272,8 +269,8 @@ class Running:
 
     def sort(self) -> None:
         """Moves requests whose prompt is in the KV cache from ``prefilling`` to ``decoding``."""
-        for request in [r for r in self.prefilling if decodes(r)]:
-            self.prefilling.remove(request)
+        prefilling, self.prefilling = self.prefilling, []
+        for request in prefilling:
             self.add(request)
 
     def recompute(self, request: Request) -> None:
@@ -301,11 +298,6 @@ class Running:
         assert self.decoding == sorted(self.decoding, key=_by_slot)
         for request in self.decoding:
             assert len(request.tokens) - request.n_past == 1, request
-
-
-def decodes(request: Request) -> bool:
-    """Whether only the last token is left to compute."""
-    return len(request.tokens) - request.n_past == 1 and request.max_tokens > 0
 
 
 MODES = ("stop", "recompute", "shift")
@@ -422,7 +414,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could be planned."""
-        return self._running.has_work or bool(self._waiting.queued)
+        running = self._running
+        return bool(running.decoding or running.prefilling or self._waiting.queued)
 
     @property
     def all_ready(self) -> bool:
@@ -442,11 +435,6 @@ class Scheduler:
     def live(self) -> list[Request]:
         """Every unfinished request."""
         return [*self._running, *self._waiting]
-
-    @property
-    def has_memory_ops(self) -> bool:
-        """Whether KV cells are to be changed before the next step."""
-        return bool(self.cache.memory_ops)
 
     def take_dequeued(self) -> list[Request]:
         """Removes and returns ``dequeued``."""
@@ -540,7 +528,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Takes a request's slot and cells. It computes its tokens again when it gets a slot."""
         paused = request.state is State.PAUSED
-        self._take(request)
+        self._running.take(request)
         request.batch_plan = None
         self.cache.preempt(request)
         request.n_past = 0
@@ -565,7 +553,7 @@ class Scheduler:
         Returns whether there is such a slot and a request to lend it to.
         """
         waiting = self._waiting
-        if self.cache.n_free >= len(waiting.queued) or request not in self._running.drawing:
+        if len(self.cache.free) >= len(waiting.queued) or request not in self._running.drawing:
             return False
         if waiting.next().spec.share == request.spec.share and lateness < 2 ** min(request.n_lent, 20):
             return False
@@ -606,9 +594,8 @@ class Scheduler:
         for request, n in plan.scheduled:
             if request.batch_plan is plan:
                 request.n_past += n
-        if len(plan.scheduled) == 1:
+        if self.cache.exact_multiple is not None and len(plan.scheduled) == 1:
             self.cache.computed_alone(*plan.scheduled[0])
-        taken = [(r, token) for r, token in zip(plan.requests, sampled, strict=True) if r.batch_plan is plan]
         for request, targets, *_ in plan.scored:
             if (
                 request.batch_plan is plan
@@ -616,12 +603,16 @@ class Scheduler:
                 and request.n_past == len(request.tokens)
             ):
                 self._score_next(request, targets)
-        for request, token in taken:
-            self._add_token(request, token)
+        taken: list[tuple[Request, int]] = []
+        for request, token in zip(plan.requests, sampled, strict=True):
+            if request.batch_plan is plan:
+                taken.append((request, token))
+                self._add_token(request, token)
         self.cache.memory_ops += plan.padding
         if len(plan.scheduled) > plan.n_decode:
-            for request, _ in plan.scheduled[plan.n_decode :]:
-                self._waiting.release(request)
+            if self._waiting.n_followers:
+                for request, _ in plan.scheduled[plan.n_decode :]:
+                    self._waiting.release(request)
             self._running.sort()
         elif (
             plan.n_decode == len(plan.tokens)
@@ -761,7 +752,8 @@ class Scheduler:
         if plan.n_decode and self.batch_builder.n_micro_batches == 1:
             first, last = plan.seq_ids[0], self._running.decoding[-1].slot
             n = last - first + 1 - plan.n_decode
-            n -= sum(first < request.slot < last for request in self._running.prefilling)
+            if n:
+                n -= sum(first < request.slot < last for request in self._running.prefilling)
             self._n_gaps = self._n_gaps + n if n else 0
 
     def _close_gaps(self) -> None:
@@ -807,7 +799,7 @@ class Scheduler:
         paused, waiting, cache = self._running.paused, self._waiting, self.cache
         while waiting.queued:
             request = waiting.next()
-            if not cache.n_free:
+            if not cache.free:
                 if paused:
                     self.preempt(next(iter(paused)))
                 elif not self._preempt_below(request):
@@ -818,17 +810,19 @@ class Scheduler:
                     continue
                 if self._preempt_below(request):
                     continue
-                if self._running.has_work:
+                if self._running.decoding or self._running.prefilling:
                     return
             found = cache.find(request)
             waiting.remove(request)
             if found.leader is not None:
                 waiting.follow(request, found.leader, found.n)
                 continue
-            cache.touch(found.cells)
+            if found.cells is not None:
+                cache.touch(found.cells)
             if self._scarce:
                 cache.evict(max(self.n_cells - self._running.n_cells - len(request.tokens), 0))
-            cache.unpin(request)
+            if request.saved_cells is not None:
+                cache.unpin(request)
             cache.place(request, found)
             waiting.admitted(request)
             if not request.n_total:
@@ -869,19 +863,13 @@ class Scheduler:
             self._waiting.remove(request)
             self._waiting.admitted(request)
         else:
-            self._take(request)
+            self._running.take(request)
             self.cache.leave(request)
             self._full = False
-            self._waiting.release(request)
-        if not request.spec.keeps_cells:
+            if self._waiting.n_followers:
+                self._waiting.release(request)
+        if request.saved_cells is not None and not request.spec.keeps_cells:
             self.cache.unpin(request)
-
-    def _take(self, request: Request) -> None:
-        """Removes a request with a slot from its list."""
-        if request.state is State.RUNNING:
-            self._running.take(request)
-        else:
-            del self._running.paused[request]
 
     def n_cells_by_slot(self) -> dict[int, int]:
         """How many cells each slot has, once all memory operations are done and no step is in flight."""
@@ -894,7 +882,9 @@ class Scheduler:
         taken = sorted(request.slot for request in self._running)
         assert len(set(taken)) == len(taken), f"two requests in one slot: {taken}"
         assert self.cache.free.isdisjoint(taken), f"a used slot counts as free: {taken} {self.cache.free}"
-        assert len(taken) + self.cache.n_free == self.cache.n_slots, f"slots are lost: {taken} {self.cache}"
+        assert len(taken) + len(self.cache.free) == self.cache.n_slots, (
+            f"slots are lost: {taken} {self.cache}"
+        )
         self.cache.check_integrity()
         self._running.check_integrity()
         self._waiting.check_integrity()

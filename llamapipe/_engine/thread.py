@@ -14,7 +14,6 @@ from queue import SimpleQueue
 from typing import TypeVar
 from weakref import WeakSet
 
-from llamapipe._engine.deliver import ResultDispatcher
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request
 from llamapipe._engine.sampling import SAMPLING_THREAD_NAME
@@ -54,12 +53,13 @@ class EngineThread:
     """Runs an ``EngineLoop`` on a thread of its own, from ``start`` to ``close``. Methods are for any thread.
 
     ``forked``: this process is a child that was forked from the engine's, so the thread does not exist here. A plain
-    attribute, because readers look at it once a token.
+    attribute, because readers look at it once a token. ``dispatcher``: wakes the mailboxes of this engine's callers.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
         self.forked = False
         self.loop = loop
+        self.dispatcher = loop.dispatcher
         self._pid = os.getpid()
         _threads.add(self)
         self._inbox = loop.inbox
@@ -72,11 +72,6 @@ class EngineThread:
     def __repr__(self) -> str:
         state = "closing" if self._closing else "open"
         return f"<EngineThread {state} {self.loop!r}>"
-
-    @property
-    def dispatcher(self) -> ResultDispatcher:
-        """Wakes the mailboxes of this engine's callers."""
-        return self.loop.dispatcher
 
     # ---- start, checks
     def start(self) -> None:

@@ -850,7 +850,7 @@ class TestPreemption:
         scheduler.add(follower)
         scheduler.plan()
         assert follower.leader is leader
-        assert scheduler.cache.n_free == 1
+        assert len(scheduler.cache.free) == 1
         scheduler.add(other)  # for which that slot is free
         assert not scheduler.lend(late, 1)
         scheduler.add(last)
@@ -1254,11 +1254,8 @@ class TestNeighbours:
             own = prompt_of(chance.randrange(1, 40), chance.randrange(99))
             request = Request([*tokens, *own], RequestSpec(5))
             found = cache.find(request)
-            found.leader = None
-            if found.cells is None:
-                found.n = 0
-            found.n = min(found.n, 0 if found.cells is None else found.cells.n)
-            cache.place(request, found)
+            n = min(found.n, 0 if found.cells is None else found.cells.n)
+            cache.place(request, found._replace(leader=None, n=n))
             cache.check_integrity()
             request.n_past = len(request.tokens)
             running.append(request)

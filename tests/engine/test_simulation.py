@@ -98,7 +98,7 @@ def _take_old_draws() -> AbstractContextManager[Any]:
             @staticmethod
             def take_drawn() -> list[tuple[Any, int, int]]:
                 return [
-                    (sampler, self._requests.get(sampler, (None, number))[1], token + (number % 2))
+                    (sampler, self.requests.get(sampler, (None, number))[1], token + (number % 2))
                     for sampler, number, token in executor.take_drawn()
                 ]
 

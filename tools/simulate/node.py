@@ -261,7 +261,7 @@ class Node:
         if scheduler.dequeued:
             scheduler.take_dequeued()
         copies = (0, 0)
-        if scheduler.has_memory_ops:
+        if scheduler.cache.memory_ops:
             copies = count_copies(scheduler.cache.take_memory_ops(), scheduler.cache)
         if plan is None:
             return

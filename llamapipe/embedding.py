@@ -497,7 +497,7 @@ class Worker:
             if self._inbox.empty():
                 self._context.rest()
                 if self._tuner is not None:
-                    self._tuner.idle()
+                    self._tuner.yield_cores()
             call = self._inbox.get()
             if call is not None and call.n_left:
                 self._calls.append(call)

@@ -1,20 +1,15 @@
-"""Decides how many threads compute, from the core time that they got. Pure: no clock, no files, no threads.
+"""How many threads compute.
 
-llama.cpp's threads wait for each other after every operation by spinning. So if other work takes one of their cores for
-a part D of the time, all of them stand still for about that part, and a step with n threads is as fast as 1 - D of what
-it would be. With one thread less no thread has to wait. Hence the rule: fewer threads as soon as the run delay
-says that others want the cores, more again when cores are idle.
+Open this file to change how an engine gives way to other work on the machine.
 
-How many threads should compute, decided from step times alone: for systems that tell nothing of their cores. Pure.
+llama.cpp's threads wait for each other after every operation by spinning. So if other work takes one of their cores
+for a part D of the time, all of them stand still for about that part, and a step with n threads is as fast as 1 - D
+of what it would be. With one thread less no thread has to wait. Hence the rule: fewer threads as soon as the run
+delay says that others want the cores, more again when cores are idle.
 
-A step is compared with the last ones of the same number of tokens. When they take far longer than they once did, one
-thread less is tried at once; from time to time, one less or one more is tried in any case. A try lasts a few like steps
-and is undone unless they were faster.
-
-Watches the core time that a context's compute threads get, and changes their number between two steps.
-
-Everything here runs on the engine's or the embedder's thread. A change is noted and takes effect at the next decode,
-also where the pipeline launches on a thread of its own.
+``RunDelayPolicy`` is that rule. ``StepTimePolicy`` replaces it on systems that tell nothing of their cores. Both are
+pure. ``ThreadTuner`` reads the counters and applies what they say, on the thread of the engine or the embedder. A
+change takes effect at the next decode, also where the pipeline has its own launch thread.
 """
 
 from __future__ import annotations
@@ -118,7 +113,14 @@ _FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S = 0.5, 8.0  # between tries
 
 
 class StepTimePolicy:
-    """Chooses ``n``, at most ``n_max`` and ``limit``, from the times of steps. Times are seconds of any clock."""
+    """Decides from step times alone, on systems that tell nothing of their cores.
+
+    A step is compared with the last ones of the same number of tokens. When they take far longer than they once did,
+    one thread less is tried at once; from time to time, one less or one more is tried in any case. A try lasts a few
+    like steps and is undone unless they were faster.
+
+    Chooses ``n``, at most ``n_max`` and ``limit``, from the times of steps. Times are seconds of any clock.
+    """
 
     def __init__(self, n_max: int) -> None:
         self.n_max = self.limit = self.n = n_max
@@ -303,7 +305,7 @@ class ThreadTuner:
             self._restart_delay(self._load, now_s)
         self._follow(now_s)
 
-    def idle(self) -> None:
+    def yield_cores(self) -> None:
         """No work is left: the other engines of the process may use this one's cores."""
         if not self.member.is_computing:
             return

@@ -1,8 +1,8 @@
-"""Runs the engine's steps: an interface, and its implementation over the native pipeline.
+"""The executor: what the engine loop needs of a context, and how llama.cpp does it.
+
+Open this file to change how a batch, a KV operation or a draw reaches native code.
 
 A fake executor in the tests and the real one pass the same contract tests.
-
-Performs the scheduler's changes to KV cells on an executor, and owns the sequences saved in host memory.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Executor(Protocol):
         Only after a ``sample`` of all its entries in their order. Returns and raises as ``launch`` does.
         """
 
-    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+    def sample(self, step_id: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         """Draws and accepts a token for each output entry of a step; a NoToken where none can be drawn.
 
         ``NoToken.LATER``: the sampler takes long; ``take_drawn`` will have its token.
@@ -95,34 +95,36 @@ class Executor(Protocol):
     def take_drawn(self) -> list[tuple[Any, int, int]]:
         """The samplers that have drawn after their step, with the numbers of their draws and the tokens."""
 
-    def settle(self, sampler: Any) -> None:
+    def await_end_state(self, sampler: Any) -> None:
         """``take_drawn`` will have this sampler, with ``NoToken.SETTLED``, once it is known whether it is finished."""
 
     def notify_drawn(self, notify: Callable[[], object]) -> None:
         """Sets what is called, in any thread, when ``take_drawn`` has something."""
 
-    def relieve(self) -> None:
+    def add_spare_thread(self) -> None:
         """Called now and then while draws are outstanding: if some hang, the others get another thread."""
 
-    def sample_repeat(self, step: int) -> list[int]:
+    def sample_repeat(self, step_id: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""
 
-    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
+    def score(
+        self, step_id: int, rows: Sequence[int], targets: Sequence[int], n_top: int
+    ) -> list[TokenScore]:
         """Scores tokens in the rows of a step's output entries, each with the ``n_top`` most probable tokens.
 
         An entry may be repeated, for several tokens. Raises as ``sample`` does.
         """
 
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:
-        """Has each launch wake the callers that are in this list then, threads one by one while it computes.
+        """Lets each launch wake the callers that are in this list then, threads one by one while it computes.
 
         A launch does not hold the GIL, so a woken thread can work at once.
         """
 
-    def rest(self) -> None:
+    def park_threads(self) -> None:
         """Parks the compute threads: nothing is launched until a command arrives."""
 
-    def idle(self) -> None:
+    def yield_cores(self) -> None:
         """Nothing is launched until a caller asks for it: other engines may use the cores."""
 
     def compute_s(self) -> float:
@@ -134,7 +136,7 @@ class Executor(Protocol):
     def launching(self) -> int:
         """The number of the step that is being computed by a call of ``launch``; any thread."""
 
-    def abort(self, step: int) -> None:
+    def abort(self, step_id: int) -> None:
         """Ends a step early if it is still being computed, and where that is possible; any thread."""
 
     def close(self) -> None:
@@ -307,14 +309,14 @@ class StepExecutor:
             known, wanted = self._for_graph(outputs, rows, samplers, targets or {})
         if self.tuner is not None and not self.tuner.member.is_computing:
             self.tuner.begin()
-        step: int = self._native.lib.lp_launch(
+        step_id: int = self._native.lib.lp_launch(
             self._handle, n, self._tokens, self._positions, self._seq_ids, self._outputs, known, wanted, n_top
         )
-        if step < 0:
-            self._fail(step)
+        if step_id < 0:
+            self._fail(step_id)
         if self.tuner is not None:
             self.tuner.launched(n)
-        return step
+        return step_id
 
     def _for_graph(
         self,
@@ -337,7 +339,6 @@ class StepExecutor:
         return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
 
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:
-        """Has each launch wake those who are in this list then."""
         self._wakes = wakes  # the pipeline has its address
         self._native.lib.lp_wake_at_launch(self._handle, wakes.handle)
 
@@ -350,17 +351,17 @@ class StepExecutor:
         known = self._samplers if self._in_graph and self._all_native else self._native.ffi.NULL
         if self.tuner is not None and not self.tuner.member.is_computing:
             self.tuner.begin()
-        step: int = self._native.lib.lp_launch_again(self._handle, self._sampled, known)
-        if step < 0:
-            self._fail(step)
+        step_id: int = self._native.lib.lp_launch_again(self._handle, self._sampled, known)
+        if step_id < 0:
+            self._fail(step_id)
         if self.tuner is not None:
             self.tuner.launched(self._n)
-        return step
+        return step_id
 
     def _fail(self, code: int) -> NoReturn:
         raise self.pipeline.error(code, n_tokens=self._n)
 
-    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[AnySampler]) -> list[int]:
+    def sample(self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler]) -> list[int]:
         """Draws and accepts a token for each output entry of a step; see ``Executor.sample``.
 
         Its rows stay until ``depth`` more steps are launched.
@@ -371,7 +372,7 @@ class StepExecutor:
         self._all_native = all(s.is_native for s in samplers)
         if self._all_native:
             self._set_rows(rows, samplers)
-        return self.sample_repeat(step)
+        return self.sample_repeat(step_id)
 
     def _set_rows(self, rows: Sequence[int], samplers: Sequence[AnySampler]) -> None:
         n = len(rows)
@@ -382,32 +383,32 @@ class StepExecutor:
         self._rows[0:n] = rows
         self._samplers[0 : len(samplers)] = [s.handle for s in samplers]
 
-    def sample_repeat(self, step: int) -> list[int]:
+    def sample_repeat(self, step_id: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""
         native, n = self._native, self._n_rows
         if not self._all_native:
-            return self._sample_in_background(step)
-        code = native.lib.lp_sample_rows(self._handle, step, n, self._rows, self._samplers, self._sampled)
+            return self._sample_in_background(step_id)
+        code = native.lib.lp_sample_rows(self._handle, step_id, n, self._rows, self._samplers, self._sampled)
         if code < 0:
             self._sampling_failed(code)
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
 
-    def _sample_in_background(self, step: int) -> list[int]:
+    def _sample_in_background(self, step_id: int) -> list[int]:
         """``sample`` where draws may take long."""
         rows, samplers = self._asked
         patience_s = (perf_counter() - self._launched_s) / 2
         drawn = self._background.draw(
-            rows, samplers, partial(self._row, step), partial(self._sample_native, step), patience_s
+            rows, samplers, partial(self._row, step_id), partial(self._sample_native, step_id), patience_s
         )
         self._rows[0 : len(rows)] = rows
         self._sampled[0 : len(drawn)] = drawn
         return drawn
 
-    def _sample_native(self, step: int, rows: Sequence[int], samplers: Sequence[AnySampler]) -> list[int]:
+    def _sample_native(self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler]) -> list[int]:
         """Draws and accepts a token, or a NoToken, for each of these output entries."""
         native, n = self._native, len(rows)
         self._set_rows(rows, samplers)
-        code = native.lib.lp_sample_rows(self._handle, step, n, self._rows, self._samplers, self._sampled)
+        code = native.lib.lp_sample_rows(self._handle, step_id, n, self._rows, self._samplers, self._sampled)
         if code < 0:
             self._sampling_failed(code)
         drawn: list[int] = native.ffi.unpack(self._sampled, n)
@@ -416,10 +417,10 @@ class StepExecutor:
                 sampler.error = DecodeError(f"drawing a token failed: {last_error(native)}")
         return drawn
 
-    def _row(self, step: int, entry: int) -> npt.NDArray[np.float32]:
+    def _row(self, step_id: int, entry: int) -> npt.NDArray[np.float32]:
         """A copy of the logits of an output entry."""
         native = self._native
-        row = native.lib.lp_step_row(self._handle, step, entry)
+        row = native.lib.lp_step_row(self._handle, step_id, entry)
         if row == native.ffi.NULL:
             self._sampling_failed(native.lib.LP_ERROR)
         return np.frombuffer(native.ffi.buffer(row, 4 * self._n_vocab), np.float32).copy()
@@ -428,19 +429,21 @@ class StepExecutor:
         """The samplers that have drawn after their step, with the numbers of their draws and the tokens."""
         return self._background.take()
 
-    def settle(self, sampler: BackgroundSampler) -> None:
+    def await_end_state(self, sampler: BackgroundSampler) -> None:
         """``take_drawn`` will have this sampler once it is known whether it is finished."""
-        self._background.settle(sampler)
+        self._background.await_end_state(sampler)
 
     def notify_drawn(self, notify: Callable[[], object]) -> None:
         """Sets what is called, in any thread, when ``take_drawn`` has something."""
         self._background.notify = notify
 
-    def relieve(self) -> None:
+    def add_spare_thread(self) -> None:
         """Starts another thread if draws hang."""
-        self.threads.relieve()
+        self.threads.add_spare_thread()
 
-    def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:
+    def score(
+        self, step_id: int, rows: Sequence[int], targets: Sequence[int], n_top: int
+    ) -> list[TokenScore]:
         """What output entries of a step say of tokens; see ``Executor.score``."""
         self._context.claim()
         native, n = self._native, len(rows)
@@ -448,7 +451,7 @@ class StepExecutor:
         logprobs, greedy = new("float[]", n), new("int8_t[]", n)
         ids, values = new("int32_t[]", n * n_top), new("float[]", n * n_top)
         code = native.lib.lp_score_rows(
-            self._handle, step, n, rows, targets, logprobs, greedy, n_top, ids, values
+            self._handle, step_id, n, rows, targets, logprobs, greedy, n_top, ids, values
         )
         if code < 0:
             self._sampling_failed(code)
@@ -470,14 +473,14 @@ class StepExecutor:
             raise kind(f"sampling failed: {reason}")
         self._fail(code)
 
-    def rest(self) -> None:
+    def park_threads(self) -> None:
         """Parks the compute threads, which would spin for some milliseconds: the next caller needs a core, too."""
         self._native.lib.lp_context_rest(self._context.handle)
 
-    def idle(self) -> None:
+    def yield_cores(self) -> None:
         """Lets other engines of the process use the cores until the next launch."""
         if self.tuner is not None:
-            self.tuner.idle()
+            self.tuner.yield_cores()
 
     def compute_s(self) -> float:
         """Seconds spent computing steps so far, as far as they are known."""
@@ -501,12 +504,12 @@ class StepExecutor:
 
     def launching(self) -> int:
         """The number of the step that is being computed by a call of ``launch``; any thread."""
-        step: int = self._native.lib.lp_launching(self._handle)
-        return step
+        step_id: int = self._native.lib.lp_launching(self._handle)
+        return step_id
 
-    def abort(self, step: int) -> None:
+    def abort(self, step_id: int) -> None:
         """Ends a step within one node of its graph if it is still being computed, on a CPU; any thread."""
-        self._native.lib.lp_abort(self._handle, step)
+        self._native.lib.lp_abort(self._handle, step_id)
 
     def close(self) -> None:
         """Waits for samplers that still draw. Frees saved cells, pipeline and context."""

@@ -1,16 +1,20 @@
-"""Which sequences are saved in host memory: a budget in bytes, and the least recently used first out. Pure policy.
+"""Which KV cells hold which tokens, and what to change in them.
 
-A radix tree over token ids: finds which holders begin with the tokens of a prompt, and how many they share.
+Open this file to change what is reused, saved or evicted.
 
-A holder is anything that has a sequence of tokens; here, KV cells. Holders of different keys share nothing: a key is
-whatever besides the tokens made the cells, or may see them. Lookups and insertions take time in the number of tokens,
-whatever the number of holders.
+The principle: cells belong to tokens, not to requests. A sequence of cells (``Cells``) is *live* in the slot of a
+request, *parked* in the slot of one that has ended, or *saved* in host memory. A prefix tree knows the tokens of all
+of them, by ``cache_key``. A request that begins with the same tokens starts with these cells: in place, with a copy,
+or restored from host memory. When a parked slot is needed, its cells are saved if nothing else holds their tokens,
+else dropped; the least recently used first.
 
-The KV cells of a context: which slots are free, which tokens they and the host's memory hold, and what to change.
+This file only decides. What it decides is an ordered list, ``KvCache.memory_ops``, which the executor performs before
+the next step. An operation may turn out to be impossible: a recurrent memory cannot go back, host memory may be
+missing. The executor then leaves the sequence empty and says so (``CellChanges``), and its tokens are computed again.
+So a wrong guess costs time and never changes a text.
 
-A request that ends leaves its cells in its slot: they are *parked*. When the slot is needed, they are saved to host
-memory if nothing else holds these tokens, or dropped. A request that begins with the tokens of parked, running or saved
-cells of its ``cache_key`` starts with them: in place, with a copy, or loaded.
+From top to bottom: the operations, the budget of host memory, the prefix tree, and the cache that puts them together.
+Pure policy.
 """
 
 from __future__ import annotations
@@ -169,7 +173,12 @@ class _Root(_Node[H]):
 
 
 class PrefixTree(Generic[H]):
-    """The holders by their keys and tokens."""
+    """A radix tree over token ids: which holders begin with the tokens of a prompt, and how many they share.
+
+    A holder is anything that has a sequence of tokens; here, KV cells. Holders of different keys share nothing: a key
+    is whatever besides the tokens made the cells, or may see them. Lookups and insertions take time in the number of
+    tokens, whatever the number of holders.
+    """
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Root[H]] = {}
@@ -450,14 +459,14 @@ class ContextShape(Protocol):
 
 
 class KvCache:
-    """The slots ``0 .. n_slots - 1`` and the sequences in host memory.
+    """The slots ``0 .. n_slots - 1``, the sequences in host memory, and what is to be changed in them.
 
     ``enabled``: keep cells after their request has ended. ``whole_only``: cells can be reused only all together: the
     memory has a state that cannot go back. ``host_bytes``: budget of host memory. ``cell_bytes``: of a saved cell.
     ``max_parked``: parked cells in all; None: any number. ``min_prefix``: shorter prefixes are computed;
     ``min_save``: sequences with fewer tokens that no other one has are dropped
     instead of saved.
-    ``exact_multiple``: reuse only multiples of this many cells that were computed in batches of their own, so that the
+    ``exact_multiple``: reuse only multiples of this many cells that no other tokens were computed with, so that the
     other tokens are computed in the same batches as without the cache. None: any number of cells.
 
     ``observer``: is told which sequences come, grow and go.

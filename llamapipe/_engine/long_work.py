@@ -65,7 +65,7 @@ class LongWork:
         self._threads.run(job, tenant.get().share, is_python=True, size=size if size > _LARGE else 0)
         looks = self._looks.get(loop)
         if looks is None:
-            looks = self._looks[loop] = _Looks(loop, self._threads.relieve)
+            looks = self._looks[loop] = _Looks(loop, self._threads.add_spare_thread)
         looks.n_waiting += 1
         try:
             return await future

@@ -1,24 +1,22 @@
-"""Commands on their way to the engine thread.
+"""The engine loop: it turns plans into steps and tokens into deliveries.
 
-Counts times by length, for histograms of queue and step times.
+Open this file to change the order in which things happen in a step, or between two.
 
-The steps in flight: launched and not sampled yet, with the samplers they need.
+A turn of the loop, in this order:
 
-The rule of this file: a request whose ``batch_plan`` is no longer the step's plan has left the step (it finished or was
-preempted meanwhile). Nothing is drawn or recorded for it, because its sampler must not see tokens that are discarded.
+1. Execute the commands that have arrived (``Inbox``): new requests, cancels, changes, questions.
+2. Perform the changes to KV cells, then plan a step and launch it (``StepsInFlight``).
+3. Deliver the tokens of the step before, while the new one is computed.
+4. Sample the oldest step in flight, and commit its tokens. Draws that take long are left to other threads
+   (``LateDraws``), and their requests skip steps until then.
 
-The requests whose next token is drawn by another thread, after their step.
+Where a launch returns only when its step is computed, delivery comes after sampling instead. A stop string found at
+delivery ends a request that is already part of the next step; its token of that step is discarded.
 
-Decides whether decoding requests are split into two micro-batches, whose steps alternate.
-
-See docs/design/steps.md for the formula and its measurements.
-
-The engine loop: plans, launches, samples, commits and delivers steps. It is the scheduler's only owner.
-
-Between two steps the loop executes every command that has arrived. Where a launch returns before its step is computed,
-step N+1 is launched before the tokens of step N are delivered. A stop string found then ends a request that is already
-part of step N+1; its token of that step is discarded. With micro-batches, two steps with different requests are in
-flight.
+The rules: the engine thread alone touches the scheduler, the executor and the samplers. A request whose
+``batch_plan`` is not the step's plan any more has left the step: nothing is drawn or recorded for it, because its
+sampler must not see a token that is discarded. Whatever fails ends the requests of its step only; after a defect of
+the loop itself, every request gets an error, and so does every later one.
 """
 
 from __future__ import annotations
@@ -117,7 +115,7 @@ class InFlightStep(NamedTuple):
     """A launched step: its plan, its number, the samplers of its rows, and when its launch began."""
 
     plan: BatchPlan
-    step: int
+    step_id: int
     samplers: list[Any]
     began_s: float  # of ``perf_counter``
 
@@ -148,10 +146,10 @@ class StepsInFlight:
         self._launching = plan
         try:
             if plan.repeats:
-                step = executor.launch_repeat()
+                step_id = executor.launch_repeat()
             else:
                 targets, n_top = targets_of(plan) if plan.scored else (None, 0)
-                step = executor.launch(
+                step_id = executor.launch(
                     plan.tokens,
                     plan.positions,
                     plan.seq_ids,
@@ -161,13 +159,13 @@ class StepsInFlight:
                     targets,
                     n_top,
                 )
-            self.steps.append(InFlightStep(plan, step, samplers, began_s))
+            self.steps.append(InFlightStep(plan, step_id, samplers, began_s))
             # A request may have been cancelled when the step was neither being launched nor in flight.
             if plan.scheduled[0][0].cancelled and all(request.cancelled for request, _ in plan.scheduled):
-                executor.abort(step)
+                executor.abort(step_id)
         finally:
             self._launching = None
-        return step
+        return step_id
 
     def complete_oldest(self) -> None:
         """Removes the oldest step, which was sampled or failed, and closes the samplers that waited for it."""
@@ -201,12 +199,12 @@ class StepsInFlight:
         plan = self._launching
         computes = plan is not None and not self.executor.late_errors  # the launch itself computes
         if plan is not None and computes and all(request.cancelled for request, _ in plan.scheduled):
-            step = self.executor.launching()
+            step_id = self.executor.launching()
             if self._launching is plan:  # so the number is this plan's, or that of a step in the past
-                self.executor.abort(step)
+                self.executor.abort(step_id)
         for launched in self.steps.copy():
             if all(request.cancelled for request, _ in launched.plan.scheduled):
-                self.executor.abort(launched.step)
+                self.executor.abort(launched.step_id)
 
 
 def draw(executor: Executor, launched: InFlightStep) -> list[int]:
@@ -217,13 +215,13 @@ def draw(executor: Executor, launched: InFlightStep) -> list[int]:
             break
     else:
         if plan.repeats:
-            return executor.sample_repeat(launched.step)
+            return executor.sample_repeat(launched.step_id)
         if not requests and not executor.late_errors:
             return []
-        return executor.sample(launched.step, plan.rows, launched.samplers)
+        return executor.sample(launched.step_id, plan.rows, launched.samplers)
     here = [i for i, request in enumerate(requests) if request.batch_plan is plan]
     samplers = [requests[i].sampler for i in here]
-    drawn = executor.sample(launched.step, [plan.rows[i] for i in here], samplers)
+    drawn = executor.sample(launched.step_id, [plan.rows[i] for i in here], samplers)
     sampled = [0] * len(requests)
     for i, token in zip(here, drawn, strict=True):
         sampled[i] = token
@@ -265,7 +263,7 @@ def score(executor: Executor, launched: InFlightStep) -> list[Request]:
             rows += [entry] * len(tokens)
             wanted += tokens
             asked.append((request, targets, first + i, len(tokens)))
-    scores = iter(executor.score(launched.step, rows, wanted, n_top))
+    scores = iter(executor.score(launched.step_id, rows, wanted, n_top))
     damaged: list[Request] = []
     for request, targets, position, n in asked:
         mine = list(islice(scores, n))
@@ -296,11 +294,11 @@ class LateDraws:
             if token == NoToken.LATER and request.batch_plan is plan and request.sampler is not None:
                 self.requests[request.sampler] = request, request.sampler.n_draws, perf_counter()
 
-    def settle(self, requests: Sequence[Request], executor: Executor) -> None:
+    def await_end_states(self, requests: Sequence[Request], executor: Executor) -> None:
         """Asks the samplers of requests that have generated their last token whether the text is complete."""
         for request in requests:
             sampler = request.sampler
-            executor.settle(sampler)
+            executor.await_end_state(sampler)
             if sampler is not None:
                 self.requests[sampler] = request, sampler.n_draws, perf_counter()
 
@@ -353,7 +351,7 @@ class MicroBatchSwitch:
         self._before = 0.0  # tokens per second before the try
         self._pause, self._n_paused = 1, 0
 
-    def step(self, n_tokens: int) -> bool:
+    def stepped(self, n_tokens: int) -> bool:
         """Counts a step that sampled ``n_tokens``. True when ``n`` has changed."""
         if not self._able:
             return False
@@ -513,20 +511,20 @@ class EngineLoop:
                 self._finished(request)
             else:
                 self._undelivered.append((request, token))
-        self._settle()
+        self._await_end_states()
         self._deliver()
 
-    def _relieve(self) -> bool:
+    def _look_after_late_draws(self) -> bool:
         """Looks after draws that take long: others get threads and slots. Returns whether a slot came free."""
-        self._executor.relieve()
+        self._executor.add_spare_thread()
         if not self._scheduler.n_queued:
             return False
         late = self._late.late_by(_LEND_S)
         return sum(self._scheduler.lend(request, waited_s / _LEND_S) for request, waited_s in late) > 0
 
-    def _settle(self) -> None:
-        self._late.settle(self._scheduler.unsettled, self._executor)
-        self._scheduler.unsettled.clear()
+    def _await_end_states(self) -> None:
+        self._late.await_end_states(self._scheduler.awaiting_end, self._executor)
+        self._scheduler.awaiting_end.clear()
 
     def fork(self, parent: Request, child: Request) -> None:
         """Accepts a request that continues the sequence of a resumable one. The child fails if the parent has ended."""
@@ -702,15 +700,15 @@ class EngineLoop:
         if self._kv_events is not None:
             self._kv_events.flush()
         if inbox.empty():
-            self._executor.idle()
+            self._executor.yield_cores()
             if not inbox.single_caller and not self.open:
-                self._executor.rest()
+                self._executor.park_threads()
         while self._late.requests:  # draws that hang must not keep others from being made
             try:
                 inbox.run_next(_LOOK_S)
                 break
             except Empty:
-                if self._relieve():
+                if self._look_after_late_draws():
                     return
         else:
             inbox.run_next()
@@ -752,7 +750,7 @@ class EngineLoop:
         except (ContextFullError, DecodeError) as e:
             self._failed(plan, e)
         if self._trace is not None and self._trace.on and self.in_flight.steps:
-            self._trace.add("plan", self.in_flight.steps[-1].step, started, planned)
+            self._trace.add("plan", self.in_flight.steps[-1].step_id, started, planned)
         self._plan_s += planned - started
         self._launch_s += perf_counter() - planned
 
@@ -790,14 +788,14 @@ class EngineLoop:
         if _LATER in sampled:
             self._late.add(plan, sampled)
         self._undelivered += scheduler.commit(plan, sampled)
-        if scheduler.unsettled:
-            self._settle()
+        if scheduler.awaiting_end:
+            self._await_end_states()
         if self._late.requests:
-            self._relieve()
+            self._look_after_late_draws()
         for request, *_ in plan.scored:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self.open:
                 self._finished(request)
-        self._last_step = oldest.step
+        self._last_step = oldest.step_id
         self._step_times.add(drawn - oldest.began_s)
         scheduler.observe(plan, drawn - oldest.began_s)
         self._n_steps += 1
@@ -806,7 +804,7 @@ class EngineLoop:
         self._sample_s += drawn - began
         if not executor.overlaps:
             self._deliver()
-        elif self._micro_batches.step(len(sampled)):
+        elif self._micro_batches.stepped(len(sampled)):
             scheduler.split_decoding(self._micro_batches.n)
 
     def _deliver(self) -> None:
@@ -866,7 +864,7 @@ class EngineLoop:
             for request in self._scheduler.drop(plan):
                 if request.cancelled:
                     self.cancel(request)
-        elif not isinstance(error, ContextFullError) or not self._scheduler.relieve(plan):
+        elif not isinstance(error, ContextFullError) or not self._scheduler.free_cells_after(plan):
             for request in self._scheduler.abort(plan, error):
                 self._finished(request)
 

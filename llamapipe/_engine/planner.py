@@ -1,17 +1,23 @@
-"""What one step computes, and what is done to KV cells before it. Pure data.
+"""What one step computes.
 
-The scheduler makes a plan and alone changes it afterwards: ``in_flight`` and ``repeats``. Executors only read it.
+Open this file to change how prompts share a step with requests that decode.
 
-Limits the prompt tokens and scores of a step, so that decoding requests do not wait too long for it.
+The principle: each running request has tokens without KV cells, one if it decodes and more if it has a prompt. A step
+computes at most ``n_batch`` of them. Requests that decode come first, with one token each. Prompts take what is left,
+in the order of their turns, and are cut where it ends. The rest of this file is exceptions, each for one of three
+reasons:
 
-Builds the batch of a step: decoding requests first, then prompts in the order of their turns. Pure policy.
+1. Streams must not stutter. While requests decode, a step has at most ``n_ubatch`` tokens, or fewer if their streams
+   must not wait that long (``PrefillBudget``).
+2. First tokens must come early. A long prompt leaves up to half of a step to short ones after it. On a CPU, where a
+   prompt token takes as long in a small step as in a large one, a step that completes a stream's prompt takes no
+   further prompt once it has ``prefill_cutoff`` tokens.
+3. A pass over the weights is dear. llama.cpp cuts a batch where the slots do not increase by one, and each part is a
+   pass. So gaps between the slots of decoding requests are padded, and chunks are in the order of their slots. With
+   per-sequence KV, prompts and decoding are separate passes anyway; decoding then yields to steps of prompts, for at
+   most ``n_ubatch`` prompt tokens in total.
 
-Prompts are cut into chunks. While requests decode, a step has at most ``n_ubatch`` tokens, or fewer if their streams
-must not wait that long (``PrefillBudget``). A long prompt leaves up to half of a step to short ones after it.
-
-On a CPU, prefill steps are kept short: once a step has ``prefill_cutoff`` prompt tokens and completes a stream's
-prompt, it takes no further prompt. With per-sequence KV, where prefill and decode are separate passes, decoding yields
-to such steps for at most ``n_ubatch`` prompt tokens in total.
+In a plan the entries that decode come first, then the prompts': ``Scheduler.commit`` relies on it. Pure policy.
 """
 
 from __future__ import annotations
@@ -201,8 +207,8 @@ class BatchBuilder:
     ``max_itl_s`` see PrefillBudget.
 
     ``depth``: how many steps of scores may be in flight; if more than one, each has at most ``n_ubatch`` tokens.
-    ``n_micro_batches``: how many parts the decoding requests are split into. Each part is a step of its own, so that
-    one is computed while another is sampled.
+    ``n_micro_batches``: how many parts the decoding requests are split into. Each part is a step, so that one is
+    computed while another is sampled.
     """
 
     def __init__(
@@ -305,7 +311,7 @@ class BatchBuilder:
         self, plan: BatchPlan, running: Running, parked: Mapping[int, Cells], padding_token: int
     ) -> None:
         """Adds a padding token for each sequence in a gap, if that is cheaper than splitting the batch at the gaps."""
-        prefilling = {r.slot for r in running.prefilling}  # mostly have tokens of their own in this step
+        prefilling = {r.slot for r in running.prefilling}  # most of them have tokens in this step
         held = {r.slot: r.n_past for requests in (running.paused, running.drawing) for r in requests}
         first, last = plan.seq_ids[0], plan.seq_ids[-1]
         gaps = sorted(set(range(first, last)) - set(plan.seq_ids) - prefilling)

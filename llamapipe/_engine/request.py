@@ -53,7 +53,7 @@ class SamplerFactory(Protocol):
         """A sampler that has accepted the request's tokens."""
 
     def rebuild(self, sampler: Any, request: Request) -> None:
-        """Has a sampler that ``make`` returned accept the request's tokens anew."""
+        """Lets a sampler that ``make`` returned accept the request's tokens anew."""
 
 
 class ResultSink(Protocol):
@@ -221,7 +221,7 @@ class Request:
         self.slot = -1
         self.batch_plan: BatchPlan | None = None  # the last plan it is part of, while it keeps its slot
         self.n_past = 0
-        self.n_exact = 0  # its first cells that were computed in batches of their own, if that matters
+        self.n_exact = 0  # its first cells that no other tokens were computed with, if that matters
         self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
         self.n_lent = 0  # how often its slot was lent while its token was drawn
         self.uses_cache = spec.uses_cache  # until its cells are shifted

@@ -445,7 +445,7 @@ class BackgroundSampler:
         self._add(lambda: self._draw(row, drawn, number, began_s))
         return number
 
-    def settle(self, drawn: PutToken) -> int:
+    def await_end_state(self, drawn: PutToken) -> int:
         """Calls ``drawn`` as ``draw`` does, with ``NoToken.SETTLED``, when ``finished`` is known."""
         self.n_draws += 1
         number = self.n_draws
@@ -644,10 +644,10 @@ class BackgroundDraws:
         self._n_late -= len(taken)
         return taken
 
-    def settle(self, sampler: BackgroundSampler) -> None:
+    def await_end_state(self, sampler: BackgroundSampler) -> None:
         """``take`` will return this sampler with ``NoToken.SETTLED`` once it is known whether it is finished."""
         self._n_late += 1
-        sampler.settle(self._put)
+        sampler.await_end_state(self._put)
 
 
 SAMPLING_THREAD_NAME = "llamapipe-sampling"
@@ -683,8 +683,9 @@ class _Share:
 class SamplingThreads:
     """Threads that run jobs; as many as there are cores, but at most four.
 
-    While all of them have been busy for 10 ms, ``relieve`` starts another one, up to ``n_max``: a job that hangs must
-    not stop those of other requests. The threads start with the first jobs and end with ``close``. Any thread.
+    While all of them have been busy for 10 ms, ``add_spare_thread`` starts another one, up to ``n_max``: a job that
+    hangs must not stop those of other requests. The threads start with the first jobs and end with ``close``. Any
+    thread.
     """
 
     def __init__(self, n_max: int) -> None:
@@ -725,7 +726,7 @@ class SamplingThreads:
                 return
         job()
 
-    def relieve(self) -> None:
+    def add_spare_thread(self) -> None:
         """Lowers the priority of long jobs. Starts another thread if jobs wait and all threads are busy for long."""
         if not self._shares:
             return

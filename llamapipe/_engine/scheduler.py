@@ -1,22 +1,27 @@
-"""The requests without a slot, and whose turn it is.
+"""Which requests run, and what becomes of them.
 
-Requests of a higher priority come first. Among equals the queue is fair to shares, and within a share to callers
-(start-time fair queueing, Goyal et al. 1996): each request starts where the one before it of the same caller ends, in
-tokens, but not before the request that was admitted last. So a single request need not wait for the rest of a long
-list, and single requests keep the order in which they arrived. The same holds for shares, with the tokens of their
-requests that were admitted: a client with a thousand calls delays the call of another one by one request.
+Open this file to change admission, fairness, preemption, or what a sampled token does to a request.
 
-The requests that have a slot: they decode, prefill, wait for a token that is drawn later, or are paused.
+The principle: there is no prefill phase and no decode phase. A request is a list of tokens, and the first ``n_past``
+of them are in KV cells. Every step computes some of the others; when a step has computed the last one, it gives the
+request its next token. A new prompt, one that was cut, a preempted request, a fork, a text that is scored: they
+differ only in how many of their tokens have no cell yet.
 
-What happens to a request that has filled its context: it ends, or drops old tokens and goes on. Pure policy.
+What follows from it:
 
-Decides which requests run in each step, and records the sampled tokens. Pure policy: no threads, no native code.
-
-The engine loop calls ``plan`` for the next step and ``commit`` with its tokens. A plan may be made while another step
-is in flight; it leaves out the requests of that step.
-
-When cells run out, parked ones go first (see ``kv_cache``), then paused requests are preempted, then the newest. A
-preempted request keeps its tokens. Its cells are saved in host memory, or computed again later.
+1. A request is in one list: of ``Waiting`` while it has no slot, of ``Running`` while it has one. ``State`` says
+   which, and its transitions are in ``request.py``.
+2. Requests are admitted by their turns (``Waiting``). One gets a slot if a slot is free and the cells for all of its
+   tokens fit. It begins with the longest prefix that ``kv.py`` finds for it.
+3. No cells are reserved for tokens that do not exist yet, so cells may run out. Then parked cells go first, after
+   them the request that paused first, then the newest one of the lowest priority. A preempted request loses its slot
+   and its cells, not its tokens or its turn; the cells are saved in host memory, or computed again. The last request
+   that has cells is never preempted, so there is always one that progresses.
+4. Only ``commit`` moves ``n_past``. So a plan may be made while another one is in flight: it leaves out the requests
+   of that one. A request that leaves a step (it ended, or was preempted) has no ``batch_plan``, and what the step
+   says of it is ignored.
+5. Nothing here waits, looks at a clock or calls native code. The engine loop calls ``plan`` before a step, ``commit``
+   after it, and the other methods between two steps.
 """
 
 from __future__ import annotations
@@ -50,7 +55,13 @@ class _Share:
 
 
 class Waiting:
-    """Three lists; each request is in one of them.
+    """The requests without a slot, in three lists, and whose turn it is.
+
+    Requests of a higher priority come first. Among equals the queue is fair to shares, and within a share to callers
+    (start-time fair queueing, Goyal et al. 1996): each request starts where the one before it of the same caller ends,
+    in tokens, but not before the request that was admitted last. So a single request need not wait for the rest of a
+    long list, and single requests keep the order in which they arrived. The same holds for shares, with the tokens of
+    their requests that were admitted: a client with a thousand calls delays the call of another one by one request.
 
     ``queued``: those that could be admitted now. ``paused``: preempted requests whose token budget is used up. The
     others follow a request that computes their prefix.
@@ -169,7 +180,7 @@ class Waiting:
             del self._n_of[caller], self._ends[caller]
 
     def follow(self, request: Request, leader: Request, n: int) -> None:
-        """Has a request wait until ``leader`` has computed its first ``n`` tokens."""
+        """Lets a request wait until ``leader`` has computed its first ``n`` tokens."""
         self._followers.setdefault(leader, {})[request] = n
         request.leader = leader
         self.n_followers += 1
@@ -205,7 +216,7 @@ _by_turn = attrgetter("turn")
 
 
 class Running:
-    """Four lists; each request is in one of them.
+    """The requests with a slot, in four lists: they prefill, decode, wait for a token drawn later, or are paused.
 
     ``n_moves`` counts additions and removals: while it stays the same, the same requests decode and prefill.
     """
@@ -350,7 +361,7 @@ class Scheduler:
     ``prefill_cutoff`` and ``max_itl_s`` see BatchBuilder, for ``overflow`` Overflow.
 
     ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
-    again. ``unsettled``: those with their last token whose samplers do not know yet whether the text is complete.
+    again. ``awaiting_end``: those with their last token whose samplers do not know yet whether the text is complete.
     """
 
     def __init__(
@@ -385,7 +396,7 @@ class Scheduler:
         self._waiting = Waiting()  # without a slot
         self._running = Running()  # in a slot
         self.dequeued: list[Request] = []
-        self.unsettled: list[Request] = []
+        self.awaiting_end: list[Request] = []
         self._last: BatchPlan | None = None  # the last plan, if the next step may repeat it
         self._n_moves = 0  # Running.n_moves when it was made
         # Whether gaps between decoding requests cost more than closing them: not where a step reads all weights anyway.
@@ -660,7 +671,7 @@ class Scheduler:
         ):
             if sampler is not None and sampler.is_busy:  # it knows soon whether the text is complete
                 self._draw_later(request)
-                self.unsettled.append(request)
+                self.awaiting_end.append(request)
             else:
                 self.finish(request, "length")
         elif request.n_total >= request.token_budget:
@@ -734,7 +745,7 @@ class Scheduler:
                 self._running.recompute(request)
         return not changes.lost
 
-    def relieve(self, plan: BatchPlan) -> bool:
+    def free_cells_after(self, plan: BatchPlan) -> bool:
         """Discards a step that found no cells and frees some. False if only one request has any."""
         self.drop(plan)
         if self.cache.n_parked_cells:

@@ -50,7 +50,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class EngineThread:
-    """Runs an ``EngineLoop`` on a thread of its own, from ``start`` to ``close``. Methods are for any thread.
+    """Runs an ``EngineLoop`` on its thread, from ``start`` to ``close``. Methods are for any thread.
 
     ``forked``: this process is a child that was forked from the engine's, so the thread does not exist here. A plain
     attribute, because readers look at it once a token. ``dispatcher``: wakes the mailboxes of this engine's callers.
@@ -135,7 +135,7 @@ class EngineThread:
         self._lists.pop(key, None)
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Has the engine thread call a function between two steps, in the order of calls. Does not wait."""
+        """Calls a function on the engine thread, between two steps and in the order of calls. Does not wait."""
         self._inbox.put(function, *arguments)
 
     def note_waiting_thread(self) -> None:
@@ -166,11 +166,11 @@ class EngineThread:
         self._inbox.put(self.loop.release, request)
 
     def resume(self, request: Request) -> None:
-        """Has a paused request continue, as far as its token budget allows."""
+        """Continues a paused request, as far as its token budget allows."""
         self._inbox.put(self.loop.resume, request)
 
     def cancel_soon(self, request: Request) -> None:
-        """Has a request end. A step that computes nothing but cancelled requests is aborted."""
+        """Ends a request soon. A step that computes nothing but cancelled requests is aborted."""
         if not request.spec.resumable:  # a generation's trims, forks and cancel happen in the order of calls
             self._inbox.urgent.append(request)
         self._inbox.put(self.loop.cancel, request)  # also wakes the loop

@@ -337,7 +337,7 @@ class TestThreads:
         threads.run(ran.set)
 
         def relieved() -> bool:
-            threads.relieve()
+            threads.add_spare_thread()
             return ran.is_set()
 
         wait_until(relieved)
@@ -369,7 +369,7 @@ class TestThreads:
         threads.run(other.set, "other")
 
         def relieved() -> bool:
-            threads.relieve()
+            threads.add_spare_thread()
             return other.is_set()
 
         wait_until(relieved)
@@ -392,7 +392,7 @@ class TestThreads:
                 threads.run(lambda: wait(share), share)
 
             def relieved() -> bool:
-                threads.relieve()
+                threads.add_spare_thread()
                 return n_running.total() == n_in_all
 
             wait_until(relieved)
@@ -418,7 +418,7 @@ class TestThreads:
         threads.run(job)
 
         def is_slowed() -> bool:
-            threads.relieve()
+            threads.add_spare_thread()
             return any(thread.is_slowed for thread in threads._threads)
 
         wait_until(is_slowed)
@@ -435,7 +435,7 @@ class TestThreads:
             threads.run(lambda: gate.wait(PATIENCE_S))
         before = time.perf_counter()
         while time.perf_counter() < before + 0.1:
-            threads.relieve()
+            threads.add_spare_thread()
         n = sum(thread.name == SAMPLING_THREAD_NAME for thread in threading.enumerate())
         gate.set()
         threads.close()

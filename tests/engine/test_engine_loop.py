@@ -574,22 +574,22 @@ def test_compute_threads_rest_when_nothing_is_left_to_do(make_desk: MakeDesk) ->
     engine_thread, context = desk.engine_thread, desk.context
     engine_thread.loop.inbox.single_caller = True
     engine_thread.ask(lambda: None)
-    n_rests = context.n_rests
+    n_parks = context.n_parks
     desk.complete().check()
     desk.idle()
-    assert context.n_rests == n_rests
+    assert context.n_parks == n_parks
     engine_thread.loop.inbox.single_caller = False
     generation = desk.start()  # who takes one token at a time would wake them for each
     for _ in range(3):
         next_token(desk, generation)
     desk.idle()
-    assert context.n_rests == n_rests
+    assert context.n_parks == n_parks
     generation.cancel()
-    wait_until(lambda: context.n_rests > n_rests)
-    n_rests = context.n_rests
+    wait_until(lambda: context.n_parks > n_parks)
+    n_parks = context.n_parks
     desk.complete().check()
-    wait_until(lambda: context.n_rests > n_rests)
-    assert context.n_rests <= n_rests + 2
+    wait_until(lambda: context.n_parks > n_parks)
+    assert context.n_parks <= n_parks + 2
 
 
 class TestWindow:

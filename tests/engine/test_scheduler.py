@@ -85,7 +85,7 @@ class Bench:
                 step = self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
         except ContextFullError as error:
             self.n_full += 1
-            if not self.scheduler.relieve(plan):
+            if not self.scheduler.free_cells_after(plan):
                 self.scheduler.abort(plan, error)
         except DecodeError as error:
             self.scheduler.abort(plan, error)
@@ -630,7 +630,7 @@ class TestAgain:
         bench.steps(5)
         plan = bench.scheduler.plan()
         assert plan is not None and plan.repeats
-        assert bench.scheduler.relieve(plan) and paused.slot < 0
+        assert bench.scheduler.free_cells_after(plan) and paused.slot < 0
         assert not bench.steps(1)[0].repeats
         bench.run()
         assert_done(a)
@@ -949,8 +949,8 @@ class TestPreemption:
         a, b = bench.add(), bench.add()
         plan = bench.step()
         assert plan is not None
-        assert bench.scheduler.relieve(plan) and b.slot < 0
-        assert not bench.scheduler.relieve(plan)
+        assert bench.scheduler.free_cells_after(plan) and b.slot < 0
+        assert not bench.scheduler.free_cells_after(plan)
         bench.run()
         assert_done(a, b)
 

@@ -61,7 +61,7 @@ class Desk:
                 else self.context.launch(plan.tokens, plan.positions, plan.seq_ids, plan.outputs)
             )
         except ContextFullError:
-            assert self.scheduler.relieve(plan)
+            assert self.scheduler.free_cells_after(plan)
             return plan
         nobody = [None] * len(plan.rows)
         sampled = (

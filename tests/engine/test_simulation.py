@@ -71,7 +71,7 @@ def _draw_for_all() -> AbstractContextManager[Any]:
             request.sampler or sampler
             for request, sampler in zip(plan.requests, launched.samplers, strict=True)
         ]
-        drawn: list[int] = executor.sample(launched.step, plan.rows, samplers)
+        drawn: list[int] = executor.sample(launched.step_id, plan.rows, samplers)
         for request in plan.requests:
             request.batch_plan = plan
         return drawn

@@ -143,12 +143,12 @@ def test_an_engine_that_wakes_up_on_a_busy_machine_begins_with_fewer_threads(clo
     load, threads = FakeLoad(clock, idle=2.0), FakeThreads(2)
     tuner = ThreadTuner(threads, CoreBudget(2).member(), load)
     steps(tuner, 3)
-    tuner.idle()
+    tuner.yield_cores()
     load.idle = 0.9
     clock.now_s += 2
     tuner.begin()
     assert threads.n_threads == 1
-    tuner.idle()
+    tuner.yield_cores()
     load.idle = 2.0
     clock.now_s += 2
     tuner.begin()
@@ -163,7 +163,7 @@ def test_two_engines_share_the_cores_while_both_compute(clock: Clock) -> None:
     steps(b, 1)
     steps(a, 1)
     assert (a.n_threads, b.n_threads) == (2, 2)
-    b.idle()
+    b.yield_cores()
     steps(a, 1)
     assert a.n_threads == 2
     a._load.idle = 3.0  # type: ignore[union-attr]

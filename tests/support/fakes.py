@@ -148,7 +148,7 @@ class FakeContext:
         self.launches: list[Launch] = []  # those that succeeded
         self.n_launches = 0  # all
         self.n_samples = 0
-        self.n_rests = 0
+        self.n_parks = 0
         self.closed = False
         self._wake: Callable[[], object] = lambda: None  # wakes the callers that wait for a launch
         self._rows: dict[int, int] = {}  # of the last launch: output entry to what the model says
@@ -321,12 +321,12 @@ class FakeContext:
         """All at once: a launch takes no time."""
         self._wake = wakes.now
 
-    def idle(self) -> None:
+    def yield_cores(self) -> None:
         self._claim()
 
-    def rest(self) -> None:
+    def park_threads(self) -> None:
         """Its compute threads would sleep now."""
-        self.n_rests += 1
+        self.n_parks += 1
 
     def compute_s(self) -> float:
         """Nobody measures this one."""
@@ -355,13 +355,13 @@ class FakeContext:
         """All tokens are drawn at once."""
         return []
 
-    def settle(self, sampler: Any) -> None:
+    def await_end_state(self, sampler: Any) -> None:
         raise AssertionError("a fake sampler is never busy")
 
     def notify_drawn(self, notify: Callable[[], object]) -> None:
         """Nothing is drawn later."""
 
-    def relieve(self) -> None:
+    def add_spare_thread(self) -> None:
         """Nothing is drawn later."""
 
     def score(self, step: int, rows: Sequence[int], targets: Sequence[int], n_top: int) -> list[TokenScore]:

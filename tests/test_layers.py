@@ -111,7 +111,7 @@ def test_policy_is_pure(name: str) -> None:
     known, new = set[str](), {name}
     while new:
         known |= new
-        new = {n for one in new if one in MODULES for n in imported(one)} - known
+        new = {n for name in new if name in MODULES for n in imported(name)} - known
     assert {room_of(n) for n in ours(known)} <= {"policy", "errors"}
     assert not {n.split(".")[0] for n in known} & IMPURE
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 AnySampler = SamplerChain | BackgroundSampler
 _MORE_THREADS = 8  # for samplers, if threads hang
 _ANY_SIZE = 2**62
+_is_native, _handle = attrgetter("is_native"), attrgetter("handle")  # functions in C
 
 
 class Executor(Protocol):
@@ -369,7 +371,7 @@ class StepExecutor:
         self._context.claim()
         self._asked = (rows, samplers)
         self._n_rows = len(rows)
-        self._all_native = all(s.is_native for s in samplers)
+        self._all_native = all(map(_is_native, samplers))
         if self._all_native:
             self._set_rows(rows, samplers)
         return self.sample_repeat(step_id)
@@ -381,7 +383,7 @@ class StepExecutor:
             self._rows, self._sampled = (new("int32_t[]", n) for _ in range(2))
             self._samplers = new("lp_sampler *[]", n)
         self._rows[0:n] = rows
-        self._samplers[0 : len(samplers)] = [s.handle for s in samplers]
+        self._samplers[0 : len(samplers)] = list(map(_handle, samplers))
 
     def sample_repeat(self, step_id: int) -> list[int]:
         """``sample`` with the rows and samplers of the last one."""

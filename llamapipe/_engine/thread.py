@@ -32,14 +32,6 @@ _OURS = (_THREAD_NAME, SAMPLING_THREAD_NAME, EVENTS_THREAD_NAME)
 _threads: WeakSet[EngineThread] = WeakSet()
 
 
-def single_caller() -> bool:
-    """Whether no other thread could submit a request while this one waits for its own."""
-    mine = threading.current_thread()
-    # What threading.enumerate() reads, without its lock, which an interrupted thread may keep (llamapipe/locks.py).
-    threads = list(threading._active.values())  # type: ignore[attr-defined]
-    return all(thread is mine or thread.name in _OURS for thread in threads)
-
-
 def _mark_forked() -> None:
     for thread in list(_threads):
         thread.forked = True
@@ -90,7 +82,7 @@ class EngineThread:
 
     def check_process(self) -> None:
         """Raises EngineClosedError in a process that was forked from the engine's."""
-        if self.in_child():
+        if self.forked or self._pid != os.getpid():  # as ``in_child``
             raise EngineClosedError(
                 "the engine was made before fork(); make one in the child process, or use the spawn start method"
             )
@@ -143,7 +135,13 @@ class EngineThread:
 
         If no other thread could submit meanwhile, an idle engine starts its step at once.
         """
-        self._inbox.single_caller = single_caller()
+        mine = threading.current_thread()
+        is_single = True
+        # What threading.enumerate() reads, without its lock, which an interrupted thread may keep (llamapipe/locks.py).
+        for thread in list(threading._active.values()):  # type: ignore[attr-defined]
+            if thread is not mine and thread.name not in _OURS:
+                is_single = False
+        self._inbox.single_caller = is_single
 
     def note_waiting_task(self) -> None:
         """Notes the same of a task: others of its event loop may submit meanwhile."""

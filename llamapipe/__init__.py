@@ -25,8 +25,7 @@ from llamapipe.llama.model import Model, demo_model_path
 from llamapipe.params import SamplingParams
 from llamapipe.pipeline.output import StepOutput
 from llamapipe.pipeline.pipeline import Pipeline, PipelineStats
-from llamapipe.pipeline.span import Span
-from llamapipe.pipeline.trace import Trace
+from llamapipe.pipeline.trace import Span, Trace
 from llamapipe.results import (
     ChatChoice,
     ChatCompletion,

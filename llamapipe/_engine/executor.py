@@ -146,7 +146,10 @@ class Executor(Protocol):
 
 
 class StepExecutor:
-    """An Executor over a pipeline; belongs to the thread that uses it first, like the context."""
+    """An Executor over a pipeline; belongs to the thread that uses it first, like the context.
+
+    ``Executor`` describes its methods.
+    """
 
     def __init__(self, pipeline: NativePipeline, tuner: ThreadTuner | None = None) -> None:
         context = pipeline.context
@@ -272,7 +275,6 @@ class StepExecutor:
         return True
 
     def sequence_end(self, seq_id: int) -> int:
-        """The position after a sequence's last cell; waits for the steps before."""
         self._context.claim()
         end: int = self._native.lib.lp_sequence_end(self._handle, seq_id)
         if end < 0:
@@ -345,10 +347,6 @@ class StepExecutor:
         self._native.lib.lp_wake_at_launch(self._handle, wakes.handle)
 
     def launch_repeat(self) -> int:
-        """Launches the last batch, every entry one position further and with the token sampled from it.
-
-        Returns and raises as ``launch`` does.
-        """
         self._launched_s = perf_counter()
         known = self._samplers if self._in_graph and self._all_native else self._native.ffi.NULL
         if self.tuner is not None and not self.tuner.member.is_computing:
@@ -386,7 +384,6 @@ class StepExecutor:
         self._samplers[0 : len(samplers)] = list(map(_handle, samplers))
 
     def sample_repeat(self, step_id: int) -> list[int]:
-        """``sample`` with the rows and samplers of the last one."""
         native, n = self._native, self._n_rows
         if not self._all_native:
             return self._sample_in_background(step_id)
@@ -428,25 +425,20 @@ class StepExecutor:
         return np.frombuffer(native.ffi.buffer(row, 4 * self._n_vocab), np.float32).copy()
 
     def take_drawn(self) -> list[tuple[Any, int, int]]:
-        """The samplers that have drawn after their step, with the numbers of their draws and the tokens."""
         return self._background.take()
 
     def await_end_state(self, sampler: BackgroundSampler) -> None:
-        """``take_drawn`` will have this sampler once it is known whether it is finished."""
         self._background.await_end_state(sampler)
 
     def notify_drawn(self, notify: Callable[[], object]) -> None:
-        """Sets what is called, in any thread, when ``take_drawn`` has something."""
         self._background.notify = notify
 
     def add_spare_thread(self) -> None:
-        """Starts another thread if draws hang."""
         self.threads.add_spare_thread()
 
     def score(
         self, step_id: int, rows: Sequence[int], targets: Sequence[int], n_top: int
     ) -> list[TokenScore]:
-        """What output entries of a step say of tokens; see ``Executor.score``."""
         self._context.claim()
         native, n = self._native, len(rows)
         new = native.ffi.new
@@ -480,16 +472,13 @@ class StepExecutor:
         self._native.lib.lp_context_rest(self._context.handle)
 
     def yield_cores(self) -> None:
-        """Lets other engines of the process use the cores until the next launch."""
         if self.tuner is not None:
             self.tuner.yield_cores()
 
     def compute_s(self) -> float:
-        """Seconds spent computing steps so far, as far as they are known."""
         return float(self.pipeline.counters().compute_ns) * 1e-9
 
     def stats(self) -> dict[str, Any]:
-        """Counters for EngineStats; any thread, also after ``close``."""
         counters = self.pipeline.counters()
         return {
             "n_waits": counters.n_waits,
@@ -505,7 +494,6 @@ class StepExecutor:
         }
 
     def launching(self) -> int:
-        """The number of the step that is being computed by a call of ``launch``; any thread."""
         step_id: int = self._native.lib.lp_launching(self._handle)
         return step_id
 

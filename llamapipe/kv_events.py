@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
+from functools import partial
 from importlib import import_module
 from queue import SimpleQueue
 from struct import Struct
@@ -126,7 +126,10 @@ class BlockTracker:
     """The blocks of one prefix tree, which calls ``inserted``, ``extended`` and ``removed``. One thread."""
 
     def __init__(self, block_size: int) -> None:
+        from hashlib import blake2b  # importing it takes a while, and only publishers need it
+
         self.block_size = block_size
+        self._digest = partial(blake2b, digest_size=8)
         self._pack = Struct(f"<Q{block_size}i").pack
         self._held: dict[Holder, list[int]] = {}  # the hashes of each holder's computed blocks
         self._growing: dict[Holder, tuple[Sequence[int], int]] = {}  # tokens in the tree, not all computed
@@ -183,7 +186,7 @@ class BlockTracker:
 
     def _hold(self, held: list[int], depth: int, tokens: Sequence[int]) -> None:
         parent = held[-1] if held else None
-        digest = blake2b(self._pack(parent or 0, *tokens), digest_size=8).digest()
+        digest = self._digest(self._pack(parent or 0, *tokens)).digest()
         block = int.from_bytes(digest, "little")
         held.append(block)
         n = self._n_holders.get(block, 0)

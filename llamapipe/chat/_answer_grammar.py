@@ -160,10 +160,10 @@ class TaggedArguments:
         if not isinstance(properties, dict):
             raise InvalidRequestError("parameters: 'properties' must be an object")
         self._properties: dict[str, dict[str, Any]] = {
-            name: self._resolved(one) for name, one in properties.items()
+            name: self._resolved(member) for name, member in properties.items()
         }
-        for name, one in self._properties.items():
-            self._check(name, one)
+        for name, member in self._properties.items():
+            self._check(name, member)
         self._required = set(whole.get("required", ()))
         unlisted = self._required - self._properties.keys()
         if unlisted:
@@ -182,9 +182,13 @@ class TaggedArguments:
             raise InvalidRequestError(f"an argument must not be called {quoted(name)} in this model's calls")
         if "string" not in self._types(schema):
             return
-        for one in self._alternatives(schema):
-            wrong = [key for key in one if key not in _OF_STRING]
-            if wrong and "string" in self._types(one) and ("type" in one or len(one.keys() - _NOTES) > 0):
+        for option in self._alternatives(schema):
+            wrong = [key for key in option if key not in _OF_STRING]
+            if (
+                wrong
+                and "string" in self._types(option)
+                and ("type" in option or len(option.keys() - _NOTES) > 0)
+            ):
                 raise InvalidRequestError(
                     f"argument {quoted(name)}: {quoted(wrong[0])} cannot be enforced for a string in this model's "
                     f"calls, at #/properties/{name.replace('~', '~0').replace('/', '~1')}"
@@ -257,12 +261,12 @@ class TaggedArguments:
         end = self._form.value_end.rstrip()
         chosen = _choices(schema)
         if chosen is not None:
-            texts = " | ".join(literals.text(_as_text(one)) or '""' for one in chosen)
+            texts = " | ".join(literals.text(_as_text(value)) or '""' for value in chosen)
             return f"({texts}) {literals.text(end)}"
         if "string" in self._types(schema):
             marker = self._form.value_end.strip()
             token = literals.token(marker)
-            body = " | ".join(f"({one})" for one in self._strings(schema))
+            body = " | ".join(f"({pattern})" for pattern in self._strings(schema))
             if token is None:
                 body = f"({body}) & ~/(?s:.*{regex_text(marker)}.*)/"
                 return rules.lazy(f"{rules.terminal(body)} {json.dumps(end)}")
@@ -273,35 +277,37 @@ class TaggedArguments:
     def _strings(self, schema: dict[str, Any]) -> list[str]:
         """The strings of each alternative of a schema, and null, as terms of a terminal."""
         found = ['"null"'] if "null" in self._types(schema) else []
-        for one in self._alternatives(schema):
-            chosen = _choices(one)
+        for option in self._alternatives(schema):
+            chosen = _choices(option)
             if chosen is not None:
                 found += [json.dumps(text) for text in chosen if isinstance(text, str)]
-            elif "string" in self._types(one):
-                found.append(" & ".join(_patterns(one)))
+            elif "string" in self._types(option):
+                found.append(" & ".join(_patterns(option)))
         return found
 
     # ---- what a schema allows
     def _alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
-                return [other for one in schema[key] for other in self._alternatives(self._resolved(one))]
+                return [
+                    other for option in schema[key] for other in self._alternatives(self._resolved(option))
+                ]
         return [schema]
 
     def _types(self, schema: dict[str, Any]) -> set[str]:
         """The types that a schema allows; those of every JSON value where it names none."""
         found: set[str] = set()
-        for one in self._alternatives(schema):
-            named = one.get("type")
+        for option in self._alternatives(schema):
+            named = option.get("type")
             if isinstance(named, str):
                 found.add(named)
             elif isinstance(named, list):
                 found.update(named)
-            elif (chosen := _choices(one)) is not None:
+            elif (chosen := _choices(option)) is not None:
                 found.update(_type_of(value) for value in chosen)
-            elif "properties" in one:
+            elif "properties" in option:
                 found.add("object")
-            elif "items" in one:
+            elif "items" in option:
                 found.add("array")
             else:
                 found.update(("string", "any", "null"))
@@ -325,9 +331,9 @@ class TaggedArguments:
         schema = self._properties.get(key, self._open_schema)
         chosen = _choices(schema)
         if chosen is not None:
-            for one in chosen:
-                if _as_text(one) == text:
-                    return one
+            for value in chosen:
+                if _as_text(value) == text:
+                    return value
         types = self._types(schema)
         if "string" not in types:
             return json.loads(text)

@@ -23,7 +23,7 @@ class Style(Enum):
 
     JSON = auto()  # one object that holds name and arguments
     NAMED = auto()  # the name, then the arguments as a JSON object
-    TAGGED = auto()  # the name, then every argument between markers of its own
+    TAGGED = auto()  # the name, then every argument between its own markers
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class CallFormat:
         start = name + (self.id_start + id_ if self.id_start else "") + self.after_name
         if self.style is Style.NAMED:
             return start + _json(arguments)
-        texts = {key: one if isinstance(one, str) else _json(one) for key, one in arguments.items()}
+        texts = {key: value if isinstance(value, str) else _json(value) for key, value in arguments.items()}
         return start + "".join(
             self.key_start + key + self.key_end + text + self.value_end for key, text in texts.items()
         )
@@ -239,7 +239,7 @@ class TemplateProbe:
         if not form.trigger and form.style is not Style.JSON:
             return None
         markers = (form.section_start, form.call_start, form.call_end, form.section_end, form.after_name)
-        if any(len(one) > _MAX_MARKER or _IDS[0] in one for one in markers):
+        if any(len(marker) > _MAX_MARKER or _IDS[0] in marker for marker in markers):
             return None
         numbers = {key: 7041 + i for i, key in enumerate(_ARGUMENTS)}
         with_numbers = self.calls(1, numbers)
@@ -312,7 +312,7 @@ def _call_object(text: str, name: str) -> tuple[int, int, tuple[Member, ...]] | 
     while start >= 0:
         value, end = _decoded(text, start)
         if isinstance(value, dict) and name in value.values() and _ARGUMENTS in value.values():
-            return start, end, tuple(_member(key, one, name) for key, one in value.items())
+            return start, end, tuple(_member(key, inner, name) for key, inner in value.items())
         start = text.rfind("{", 0, start)
     return None
 

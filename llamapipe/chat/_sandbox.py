@@ -312,8 +312,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for name in _REMOVED_FILTERS:
             del self.filters[name]
         self.filters |= {"tojson": _tojson, "safe": str}
-        self.filters = {name: _counted_filter(name, one) for name, one in self.filters.items()}
-        self.tests = {name: _counted_test(cast("Test", one)) for name, one in self.tests.items()}
+        self.filters = {name: _counted_filter(name, function) for name, function in self.filters.items()}
+        self.tests = {name: _counted_test(cast("Test", test)) for name, test in self.tests.items()}
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "range": _range}
 
     def compiled(self, source: str) -> Template:

@@ -143,9 +143,9 @@ class ChatFormat:
         if keeps_types and self.calls is not None and self.calls.style is Style.TAGGED:
             properties = tool.parameters.get("properties")
             types = {
-                name: {"type": kind} if isinstance(kind := one.get("type"), str) else {}
-                for name, one in (properties if isinstance(properties, dict) else {}).items()
-                if isinstance(one, dict)
+                name: {"type": kind} if isinstance(kind := member.get("type"), str) else {}
+                for name, member in (properties if isinstance(properties, dict) else {}).items()
+                if isinstance(member, dict)
             }
             try:
                 TaggedArguments(self.calls, {**anything, "properties": types})

@@ -83,7 +83,7 @@ class ChatTemplate:
         wrong = _RESERVED & names.keys()
         if wrong:
             raise InvalidRequestError(
-                f"template_args must not hold {min(wrong)}, which is an argument of its own"
+                f"template_args must not hold {min(wrong)}, which is a separate argument"
             )
         tool_list = plain("tools", list(tools)) if tools else None
         if change_text is not None:

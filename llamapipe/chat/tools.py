@@ -129,8 +129,10 @@ class _Writer:
             schema = self.schema(parts[0])
             texts = [
                 text
-                for one in parts[1:]
-                if isinstance(text := one if isinstance(one, str) else getattr(one, "description", None), str)
+                for note in parts[1:]
+                if isinstance(
+                    text := note if isinstance(note, str) else getattr(note, "description", None), str
+                )
             ]
             return {**schema, "description": texts[0]} if texts else schema
         if isinstance(kind, type) and kind in _PLAIN:
@@ -142,7 +144,7 @@ class _Writer:
         if origin in (typing.Union, types.UnionType):
             return self._union(parts)
         if (origin or kind) is tuple and parts and parts[-1] is not Ellipsis:
-            items = [self.schema(one) for one in parts]
+            items = [self.schema(part) for part in parts]
             return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
         if (origin or kind) in _ARRAYS:
             schema = {"type": "array"}
@@ -157,14 +159,14 @@ class _Writer:
         raise InvalidRequestError(f"no JSON schema for {quoted(kind)}; use another type, or pass a schema")
 
     def _union(self, parts: tuple[Any, ...]) -> dict[str, Any]:
-        schemas = [self.schema(one) for one in parts]
-        if all(one.keys() == {"type"} for one in schemas):
-            return {"type": [one["type"] for one in schemas]}
+        schemas = [self.schema(part) for part in parts]
+        if all(option.keys() == {"type"} for option in schemas):
+            return {"type": [option["type"] for option in schemas]}
         return {"anyOf": schemas}
 
     def _class(self, kind: type) -> dict[str, Any]:
         if issubclass(kind, enum.Enum):
-            return {"enum": [one.value for one in kind]}
+            return {"enum": [member.value for member in kind]}
         pydantic = getattr(kind, "model_json_schema", None)
         is_known = pydantic is not None or dataclasses.is_dataclass(kind) or typing.is_typeddict(kind)
         if not is_known:
@@ -178,8 +180,8 @@ class _Writer:
             self.definitions[name] = {}  # a class may refer to itself
             if pydantic is not None:
                 schema = pydantic(ref_template="#/$defs/{model}")
-                for nested, one in schema.pop("$defs", {}).items():
-                    if self.definitions.setdefault(nested, one) != one:
+                for nested, definition in schema.pop("$defs", {}).items():
+                    if self.definitions.setdefault(nested, definition) != definition:
                         raise InvalidRequestError(f"two classes are called {nested}; rename one")
                 if "$ref" in schema:  # a model that refers to itself
                     return dict(schema)
@@ -262,7 +264,7 @@ def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
         elif section is None:
             text.append(line)
     described_by_name = {name: " ".join(filter(None, parts)).strip() for name, parts in found.items()}
-    return "\n".join(text).strip(), {name: one for name, one in described_by_name.items() if one}
+    return "\n".join(text).strip(), {name: about for name, about in described_by_name.items() if about}
 
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # Anthropic's API allows 128 characters, OpenAI's 64
@@ -332,8 +334,8 @@ def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
     if isinstance(tools, (str, bytes, Mapping, Tool)) or not isinstance(tools, Iterable):
         raise TypeError(f"tools must be a list of functions, dicts or Tool, not {type(tools).__name__}")
     found: dict[str, Tool] = {}
-    for i, one in enumerate(tools):
-        tool = _tool(i, one)
+    for i, given in enumerate(tools):
+        tool = _tool(i, given)
         if tool.name in found:
             raise InvalidRequestError(f"tools[{i}]: there is another tool called {quoted(tool.name)}")
         found[tool.name] = tool
@@ -394,11 +396,11 @@ def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple
         )
     by_name = {tool.name: tool for tool in tools}
     names = set()
-    for one in listed:
-        function = one.get("function") if isinstance(one, Mapping) else None
+    for entry in listed:
+        function = entry.get("function") if isinstance(entry, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
-        known = isinstance(name, str) and name in by_name and one.get("type") == "function"
-        names.add(name if known else check_tool_choice(one, tools))
+        known = isinstance(name, str) and name in by_name and entry.get("type") == "function"
+        names.add(name if known else check_tool_choice(entry, tools))
     return mode, tuple(tool for tool in tools if tool.name in names)
 
 

@@ -31,7 +31,10 @@ class Format:
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt. Raises ValueError for messages of other roles or without text."""
-        system = "\n".join(_content(one) for one in messages if one.get("role") == "system") or self.default
+        system = (
+            "\n".join(_content(message) for message in messages if message.get("role") == "system")
+            or self.default
+        )
         begun = [] if system is None or self.system is None else [self.system.replace("{}", system)]
         parts = begun
         before = f"{system}\n\n" if self.system is None and system else ""

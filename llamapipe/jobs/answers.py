@@ -99,7 +99,9 @@ class Answerer:
             for field in fields(self._params)
             if (value := getattr(self._params, field.name)) != field.default
         }
-        processors = [type(one).__qualname__ for one in given.pop("logits_processors", None) or ()]
+        processors = [
+            type(processor).__qualname__ for processor in given.pop("logits_processors", None) or ()
+        ]
         model = self._engine.model
         told = (self._template, self._system, self._chat, sorted(self._keep), given, processors)
         text = repr((*told, model.chat_template))
@@ -153,7 +155,7 @@ class Answerer:
                 "prompt must be a text or a list of token ids; give each prompt a record of its own"
             )
         if messages is not None and not (
-            isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
+            isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
         ):
             raise TypeError("messages must be a list of objects with role and content")
         chats = messages is not None or self._chat
@@ -185,11 +187,11 @@ class Answerer:
             if choice.tool_calls:
                 made["tool_calls"] = [_call(call) for call in choice.tool_calls]
         if len(out.choices) > 1:
-            texts = [one.content if chats else one.text for one in out.choices]
+            texts = [choice.content if chats else choice.text for choice in out.choices]
             made = {"texts": texts}
         elif choice.logprobs is not None:
             made["logprobs"] = logprob_records(choice.logprobs)
-        n = sum(len(one.token_ids) for one in out.choices)
+        n = sum(len(choice.token_ids) for choice in out.choices)
         counts = {"n_prompt_tokens": out.n_prompt_tokens, "n_completion_tokens": n}
         return made | {"finish_reason": choice.finish_reason, "seed": choice.seed} | counts, n
 
@@ -205,8 +207,13 @@ def _names(keep: Any) -> tuple[str, ...]:
 def logprob_records(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     """Log-probabilities of tokens, as JSON."""
     return [
-        {"id": one.id, "text": one.text, "logprob": one.logprob, "top": {t.text: t.logprob for t in one.top}}
-        for one in entries
+        {
+            "id": token.id,
+            "text": token.text,
+            "logprob": token.logprob,
+            "top": {t.text: t.logprob for t in token.top},
+        }
+        for token in entries
     ]
 
 

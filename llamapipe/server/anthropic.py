@@ -178,7 +178,7 @@ async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
     """Answers a conversation, as a whole or as a stream."""
     model = exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
-    answer = _Answer(exchange, model, _job(exchange, request))
+    answer = _Message(exchange, model, _job(exchange, request))
     if request.stream:
         return EventStream(exchange, answer.events(), ping=_PING)
     return JsonResponse(await answer.complete())
@@ -248,7 +248,7 @@ def _template_args(request: CountRequest) -> dict[str, Any]:
     return args | template_args(request.chat_template_kwargs, effort, "output_config.effort")
 
 
-class _Answer:
+class _Message:
     """The answer to one request, complete or streamed."""
 
     def __init__(self, exchange: Exchange, model: str, job: ChatJob) -> None:
@@ -300,8 +300,8 @@ class _Answer:
                         begun = True
                         message = self._message([], self.job.n_prompt_tokens, self.job.n_cached_tokens)
                         yield _named("message_start", message=message)
-                    for one in blocks.events(delta):
-                        yield one
+                    for data in blocks.events(delta):
+                        yield data
                     if delta.finish_reason is not None:
                         usage = {"output_tokens": n_completion}
                         yield _named("message_delta", delta=_stop(delta), usage=usage)
@@ -466,8 +466,8 @@ def _text(place: str, content: Any) -> str:
     if not isinstance(content, list):
         raise ApiError(400, f"{place} must be text or a list of text blocks", place)
     texts = []
-    for i, one in enumerate(content):
-        kind, block, inner = _block(f"{place}.{i}", one)
+    for i, part in enumerate(content):
+        kind, block, inner = _block(f"{place}.{i}", part)
         if kind not in _READ:
             raise _unsupported(inner, kind)
         texts.append(_read(inner, kind, block))

@@ -13,7 +13,15 @@ from starlette.responses import Response
 from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.results import ChatChoice, ChatDelta, TokenLogprob, call_message
-from llamapipe.server.completions import DONE, ChunkWriter, Progress, Streamed, merged, token_limit, usage
+from llamapipe.server.completions import (
+    DONE,
+    ChunkWriter,
+    Progress,
+    Streamed,
+    merge_streams,
+    token_limit,
+    usage,
+)
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
@@ -94,7 +102,7 @@ async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response
     model = exchange.server.check_model(request.model)
     tools = _tools(request)
     exchange.note_unused(tools.unused)
-    answer = _Answer(exchange, request, model, _job(exchange, request, tools), tools)
+    answer = _ChatCompletion(exchange, request, model, _job(exchange, request, tools), tools)
     if not request.stream:
         return JsonResponse(await answer.complete())
     sign = answer.progress.news if request.return_progress else None
@@ -174,7 +182,7 @@ def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
     return [(f.get("name"), f.get("parameters")) if isinstance(f, dict) else (None, f) for f in functions]
 
 
-class _Answer:
+class _ChatCompletion:
     """The answer to one request, complete or streamed."""
 
     def __init__(
@@ -251,7 +259,7 @@ class _Answer:
         n_completion = n_submitted = 0
         streams = job.streams()
         try:
-            async with aclosing(merged(streams)) as items:  # type: ignore[type-var]
+            async with aclosing(merge_streams(streams)) as items:  # type: ignore[type-var]
                 begun: set[int] = set()
                 async for index, delta in items:
                     if delta is None:

@@ -205,7 +205,7 @@ class Progress:
         return self._writer.progress(self._choice % index, found._replace(n_done=found.n_prompt_tokens))
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
+async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
     """Yields the items of several streams as they arrive, each with the index of its stream.
 
     Closing the iterator closes the streams. An exception of a stream is raised here.
@@ -257,8 +257,8 @@ async def completions(exchange: Exchange, request: CompletionRequest) -> Respons
     async def events() -> AsyncGenerator[bytes, None]:
         jobs.append(await _Job.of(exchange, request))
         async with aclosing(jobs[0].events()) as made:
-            async for one in made:
-                yield one
+            async for data in made:
+                yield data
 
     def news() -> bytes:
         return jobs[0].progress.news() if jobs else b""
@@ -298,7 +298,7 @@ class _Job:
         exchange.server.check_model(request.model)
         vocab = exchange.server.engine.model.vocab
         n = 1 if request.n is None else request.n
-        best_of = request.best_of or n  # OpenAI allows 0, which has no meaning of its own
+        best_of = request.best_of or n  # OpenAI allows 0, which means the same
         limit = exchange.server.settings.max_n
         if best_of > limit and request.best_of:
             raise ApiError(400, f"best_of is {best_of}; this server's limit is {limit}", "best_of")
@@ -451,7 +451,7 @@ class _Job:
                     logprobs = None if scores is None else writes.of(scores[i], self._first(i))
                     text = self._echo(i)
                     yield writer.chunk(_stream_choice(index, text, logprobs, None), text)
-            async with aclosing(merged(streams)) as items:  # type: ignore[type-var]
+            async with aclosing(merge_streams(streams)) as items:  # type: ignore[type-var]
                 async for index, delta in items:
                     if delta is None:
                         n_submitted += 1
@@ -568,7 +568,7 @@ def _stream_choice(
 
 def _narrowed(entries: Iterable[TokenLogprob], n_top: int) -> list[TokenLogprob]:
     """The entries with at most ``n_top`` alternatives."""
-    return [TokenLogprob(one.id, one.logprob, one.top[:n_top], one.piece) for one in entries]
+    return [TokenLogprob(entry.id, entry.logprob, entry.top[:n_top], entry.piece) for entry in entries]
 
 
 def _mean_logprob(choice: Choice) -> float:

@@ -95,13 +95,13 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
         ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), "documents", _code(e)) from None
-    n_tokens = sum(one.n_tokens for one in ranked)
+    n_tokens = sum(found.n_tokens for found in ranked)
     exchange.count(n_tokens, 0)
     results: list[dict[str, Any]] = []
-    for one in ranked[: request.top_n]:
-        result: dict[str, Any] = {"index": one.index, "relevance_score": one.score}
+    for found in ranked[: request.top_n]:
+        result: dict[str, Any] = {"index": found.index, "relevance_score": found.score}
         if request.return_documents:
-            result["document"] = {"text": documents[one.index]}
+            result["document"] = {"text": documents[found.index]}
         results.append(result)
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     return JsonResponse({"id": f"rerank-{exchange.id}", "model": model, "results": results, "usage": usage})

@@ -60,7 +60,7 @@ def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
 
 def refuse_long_chat(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> None:
     """The same for the contents of a conversation, before it is rendered."""
-    refuse_long(state, "conversation", sum(_n_characters(one.get("content")) for one in messages))
+    refuse_long(state, "conversation", sum(_n_characters(message.get("content")) for message in messages))
 
 
 def _n_characters(content: object) -> int:

@@ -159,7 +159,7 @@ Family = tuple[str, str, str, list[Sample]]
 _RATIOS = {"vllm:kv_cache_usage_perc"}
 
 
-def merged(live: Iterable[list[Family]], ended: Iterable[list[Family]] = ()) -> list[Family]:
+def add_families(live: Iterable[list[Family]], ended: Iterable[list[Family]] = ()) -> list[Family]:
     """One family for each name: counters, histograms and gauges are added up, ratios averaged.
 
     ``ended``: the last metrics of workers that are no more. Their counters still count, so that no counter of the
@@ -167,7 +167,10 @@ def merged(live: Iterable[list[Family]], ended: Iterable[list[Family]] = ()) -> 
     """
     texts: dict[str, tuple[str, str]] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = {}
-    for families, is_live in [*((one, True) for one in live), *((one, False) for one in ended)]:
+    for families, is_live in [
+        *((families, True) for families in live),
+        *((families, False) for families in ended),
+    ]:
         for name, text, kind, samples in families:
             if kind == "gauge" and not is_live:
                 continue
@@ -570,7 +573,7 @@ class Supervisor:
         """Keeps what a worker leaves: its counters, and connections that it did not take."""
         await worker.ended.wait()
         self._alive.discard(worker)
-        self._ended = merged([], [self._ended, worker.families])
+        self._ended = add_families([], [self._ended, worker.families])
         self._homeless += worker.untaken
         worker.untaken.clear()
         self._changed()
@@ -620,7 +623,7 @@ class Supervisor:
             if new.state is not State.READY:
                 what = new.failure[0] if new.failure is not None else f"it {new.exit_text}"
                 _log.error(
-                    "worker %d cannot be replaced, the old one goes on, and the others, too: %s",
+                    "worker %d cannot be replaced, the old one and the others continue: %s",
                     slot.index,
                     what,
                 )
@@ -686,9 +689,9 @@ class Supervisor:
     def _accept_or_not(self) -> None:
         """Watches the listening socket while a worker can take a connection; meanwhile they wait in the kernel."""
         loop = asyncio.get_running_loop()
-        for one in self._alive:
-            self._homeless += one.refused
-            one.refused.clear()
+        for alive in self._alive:
+            self._homeless += alive.refused
+            alive.refused.clear()
         while self._homeless and (worker := self._least_busy()) is not None:
             if worker.give(self._homeless[0]):
                 self._homeless.popleft()
@@ -741,7 +744,7 @@ class Supervisor:
         workers = sorted(self._alive, key=lambda worker: worker.pid)
         await asyncio.gather(*(worker.refresh(_SCRAPE_S) for worker in workers))
         # One that ended meanwhile is among the ended.
-        families = merged([w.families for w in workers if w.state is not State.ENDED], [self._ended])
+        families = add_families([w.families for w in workers if w.state is not State.ENDED], [self._ended])
         connections = [
             (
                 "llamapipe_worker_connections",

@@ -133,14 +133,16 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     def unused(self) -> tuple[str, ...]:
         """What the request asks for and has no effect, besides fields. Raises ApiError 400 for an unknown value."""
-        asked = [one for one in self.include or () if one != LOGPROBS]
-        for one in asked:
-            if one not in _INCLUDABLE:
+        asked = [name for name in self.include or () if name != LOGPROBS]
+        for name in asked:
+            if name not in _INCLUDABLE:
                 known = (LOGPROBS, *_INCLUDABLE)
-                raise ApiError(400, f"include: {quoted(one)} is unknown{did_you_mean(one, known)}", "include")
+                raise ApiError(
+                    400, f"include: {quoted(name)} is unknown{did_you_mean(name, known)}", "include"
+                )
         items: Sequence[Mapping[str, Any]] = () if isinstance(self.input, str) else self.input
         hosted = [kind for kind in _HOSTED_ITEMS if any(item.get("type") == kind for item in items)]
-        return (*(f"include.{one}" for one in asked), *(f"input.{kind}" for kind in hosted))
+        return (*(f"include.{name}" for name in asked), *(f"input.{kind}" for kind in hosted))
 
     def check(self) -> None:
         """Raises ApiError 400 for stream options without a stream."""
@@ -269,7 +271,7 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     model = exchange.server.check_model(request.model)
     tools = tools_of(request.tools, request.tool_choice, is_flat=True)
     exchange.note_unused((*request.unused(), *tools.unused))
-    answer = _Answer(exchange, request, model, _job(exchange, request, tools), tools)
+    answer = _ResponseObject(exchange, request, model, _job(exchange, request, tools), tools)
     if request.stream:
         return EventStream(exchange, answer.events())
     async with aclosing(answer.parts()) as parts:
@@ -318,7 +320,7 @@ def _schema(request: ResponsesRequest) -> Any:
     return given.schema
 
 
-class _Answer:
+class _ResponseObject:
     """The answer to one request. ``parts`` makes it; then ``response`` is complete."""
 
     def __init__(
@@ -422,8 +424,8 @@ class _Answer:
                             yield written(
                                 {"type": kind, "response": {**self.response(), "status": "in_progress"}}
                             )
-                    for one in made:
-                        yield written(one)
+                    for item in made:
+                        yield written(item)
         except Exception as e:
             answer = api_error(e)
             if self.exchange.status == 0 or answer is None:  # unexpected: an event ``error`` ends the stream

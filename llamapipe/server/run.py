@@ -1,4 +1,4 @@
-"""Runs a server with uvicorn: ``llamapipe serve``, or from Python in a thread of its own.
+"""Runs a server with uvicorn: ``llamapipe serve``, or from Python in another thread.
 
 SIGTERM and Ctrl-C drain the server: it closes its port and idle connections, and ends when the running requests are
 answered. A second signal cancels them.

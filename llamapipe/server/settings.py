@@ -22,7 +22,7 @@ class ServerSettings:
     - ``model_names``: the names clients may use for the model; answers contain the first. Default: the file's name.
     - ``embedding_names``: the same for the embedding model.
     - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``. Empty: no key is required.
-      With several, each has a prefix cache of its own, and their requests take turns; otherwise those of each address
+      With several, each has a separate prefix cache, and their requests take turns; otherwise those of each address
       do.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all. Pages of this server, of this
       machine (``http://localhost:3000``) and of editors and desktop apps (``vscode-webview://``, ``app://``,

@@ -110,7 +110,7 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any, is_flat: bo
             raise ApiError(400, f"tools: there are two tools called {quoted(name)}", "tools")
         names[name] = known
         functions.append({"type": "function", "function": {**function, "name": name}})
-    made = Tools(functions or None, "auto", names, tuple(f"tools.{one}" for one in dict.fromkeys(unused)))
+    made = Tools(functions or None, "auto", names, tuple(f"tools.{name}" for name in dict.fromkeys(unused)))
     return made._replace(choice=_choice(choice, made, is_flat))
 
 
@@ -136,13 +136,13 @@ def _all(
         if not isinstance(name, str) or not isinstance(inner, list):
             raise ApiError(400, f"tools.{i}: a namespace needs a name and a list of tools", f"tools.{i}")
         about = tool.get("description")
-        for j, one in enumerate(inner):
-            if not isinstance(one, Mapping):
+        for j, member in enumerate(inner):
+            if not isinstance(member, Mapping):
                 raise ApiError(400, f"tools.{i}.tools.{j} must be an object", f"tools.{i}.tools.{j}")
             changed = {}
             if j == 0 and isinstance(about, str) and about:
-                changed["description"] = f"{one.get('description') or ''}\n\n{name}: {about}".strip()
-            yield f"tools.{i}.tools.{j}", name, {**one, **changed}
+                changed["description"] = f"{member.get('description') or ''}\n\n{name}: {about}".strip()
+            yield f"tools.{i}.tools.{j}", name, {**member, **changed}
 
 
 def _hosted(kind: str) -> str | None:
@@ -162,9 +162,9 @@ def _function(
             400, f'{place} must have the form {{"type": "{kind}", "{kind}": {{"name": ...}}}}', "tools"
         )
     own = {"type"} if inner is tool else {"type", kind}
-    for one, known in ((tool, own | _KEYS[kind] if inner is tool else own), (inner, _KEYS[kind] | own)):
-        for key in one.keys() - known:
-            if one[key] is None or one[key] is False:
+    for given, known in ((tool, own | _KEYS[kind] if inner is tool else own), (inner, _KEYS[kind] | own)):
+        for key in given.keys() - known:
+            if given[key] is None or given[key] is False:
                 continue
             if key not in _UNUSED_KEYS:
                 raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, known)}", "tools")
@@ -228,13 +228,13 @@ def _named_choice(given: Mapping[str, Any], tools: Tools, is_flat: bool) -> str 
                 "tool_choice.mode",
             )
         listed = inner.get("tools") if isinstance(inner, Mapping) else None
-        if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
+        if not isinstance(listed, list) or not all(isinstance(entry, Mapping) for entry in listed):
             raise ApiError(400, "tool_choice: tools must be a list of tools", "tool_choice.tools")
         named = _by_name(tools)
         allowed: dict[str, None] = {}
-        for one in listed:
-            if _hosted(str(one.get("type"))) is None:
-                allowed |= dict.fromkeys(_chosen(one, tools, named, is_flat))
+        for entry in listed:
+            if _hosted(str(entry.get("type"))) is None:
+                allowed |= dict.fromkeys(_chosen(entry, tools, named, is_flat))
         if not allowed:
             if mode == "auto":
                 return "none"

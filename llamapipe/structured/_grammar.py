@@ -275,7 +275,7 @@ def _same_length(low: str, high: str) -> str:
     return f"(?:{'|'.join(parts)})"
 
 
-_EXACT = 2**53  # every integer up to this one is a double of its own
+_EXACT = 2**53  # every integer up to this one is exact as a double
 _MOST_DIGITS = 400
 _MOST_ONE_OF = 200  # each is compared with each
 _MOST_PLAIN_CHARS = 2**19  # each part that llguidance's compiler reads has its own copy of the definitions
@@ -339,7 +339,9 @@ class SchemaGrammar:
             parents = users.get(pointer, [])
             if in_definition.search(pointer):
                 parents = [
-                    one for one in parents if not pointer.startswith(f"{one}/") or self._refers(one, pointer)
+                    parent
+                    for parent in parents
+                    if not pointer.startswith(f"{parent}/") or self._refers(parent, pointer)
                 ]
             waiting += parents
         return reached
@@ -451,14 +453,16 @@ class SchemaGrammar:
                 pointer, keyword, f"it has {len(options)} schemas; at most {_MOST_ONE_OF} are supported here"
             )
         if keyword == "oneOf":
-            for i, one in enumerate(options):
+            for i, option in enumerate(options):
                 for other in options[i + 1 :]:
-                    if not self._are_disjoint(one, other):
+                    if not self._are_disjoint(option, other):
                         self._fail(
                             pointer, "oneOf", "two of its schemas may allow the same value; use 'anyOf'"
                         )
-        elements = [self._element(f"{pointer}/{keyword}/{i}", one) for i, one in enumerate(options)]
-        return " | ".join(one for one in elements if one is not None) or self._nothing(pointer, keyword)
+        elements = [self._element(f"{pointer}/{keyword}/{i}", option) for i, option in enumerate(options)]
+        return " | ".join(element for element in elements if element is not None) or self._nothing(
+            pointer, keyword
+        )
 
     def _typed(self, pointer: str, node: Node, keywords: set[str]) -> str:
         kinds = node.get("type", list(OF_TYPE))
@@ -551,11 +555,11 @@ class SchemaGrammar:
         )
         assert values is not None
         if "const" in node:
-            values = [one for one in values if identity(one) == identity(node["const"])]
-        fitting = [one for one in values if _fits(one, node)]
+            values = [value for value in values if identity(value) == identity(node["const"])]
+        fitting = [value for value in values if _fits(value, node)]
         if not fitting:
             self._nothing(pointer, "enum" if "enum" in node else "const")
-        return self._terminal(" | ".join(json.dumps(compact(one)) for one in fitting))
+        return self._terminal(" | ".join(json.dumps(compact(value)) for value in fitting))
 
     # ---- arrays
     def _array(self, pointer: str, node: Node) -> str:
@@ -597,11 +601,11 @@ class SchemaGrammar:
         values = listed_values(self.root, node["items"])
         assert values is not None
         item = target(self.root, node["items"])
-        values = [one for one in values if _fits(one, item)]
+        values = [value for value in values if _fits(value, item)]
         n_most = len(values) if most is None else min(int(most), len(values))
         if least > n_most:
             self._fail(pointer, "uniqueItems", f"'minItems' is {least}, but 'items' has {len(values)} values")
-        texts = [self._new_rule(pointer, json.dumps(compact(one))) for one in values]
+        texts = [self._new_rule(pointer, json.dumps(compact(value))) for value in values]
         more = f"r{len(self._lines)}"
         options = [
             f'"," {text} {more}::set_bit({i}) %if and(bit_clear({i}), bit_count_lt(_, {n_most}))'

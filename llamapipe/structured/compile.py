@@ -47,7 +47,7 @@ _MAX_TRIED = 300
 
 
 class GuideFactory:
-    """A compiled grammar, from which every request gets a ``Guide`` of its own. Any thread."""
+    """A compiled grammar, from which every request gets its own ``Guide``. Any thread."""
 
     def __init__(self, start: Any, tokenizer: GrammarTokenizer) -> None:
         self._start = start

@@ -379,7 +379,7 @@ def _check_beginnings(rules: Rules) -> None:
     """Refuses left recursion, long chains of rules, and too many ways to begin."""
     empty = _nullable(rules)
     edges = {
-        rule: [edge for one in alternatives for edge in _first(one, empty)]
+        rule: [edge for alternative in alternatives for edge in _first(alternative, empty)]
         for rule, alternatives in rules.alternatives.items()
     }
     direct = {rule for rule, alternatives in rules.alternatives.items() if [] in alternatives}
@@ -422,13 +422,13 @@ def _nullable(rules: Rules) -> set[int]:
     missing: dict[tuple[int, int], int] = {}
     found: list[int] = []
     for rule, alternatives in rules.alternatives.items():
-        for i, one in enumerate(alternatives):
-            if TERMINAL in one:
+        for i, alternative in enumerate(alternatives):
+            if TERMINAL in alternative:
                 continue
-            missing[rule, i] = len(one)
-            if not one:
+            missing[rule, i] = len(alternative)
+            if not alternative:
                 found.append(rule)
-            for to in one:
+            for to in alternative:
                 users.setdefault(to, []).append((rule, i))
     empty: set[int] = set()
     while found:
@@ -456,7 +456,12 @@ def _first(one: Alternative, empty: set[int]) -> Iterator[tuple[int, bool]]:
 def _cycle_for_llama(rules: Rules, members: set[int], direct: set[int]) -> bool:
     """True if llama.cpp's own search finds a cycle here. It skips only rules that have an empty alternative."""
     edges = {
-        rule: [to for one in rules.alternatives[rule] for to, _ in _first(one, direct) if to in members]
+        rule: [
+            to
+            for alternative in rules.alternatives[rule]
+            for to, _ in _first(alternative, direct)
+            if to in members
+        ]
         for rule in members
     }
     return any(len(group) > 1 or group[0] in edges[group[0]] for group in _components(edges))

@@ -28,7 +28,7 @@ _ABOUT_OTHERS = {
 }
 # Assertions of draft 3. llguidance does not know them and would ignore them.
 _DRAFT_3 = ("divisibleBy", "disallow", "extends")
-# llguidance takes time and memory for these without a limit of its own.
+# llguidance sets no limit to the time and memory that these take.
 MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, and time grows with their square
 MAX_PATTERNS = 100  # patternProperties; 200 take 2.5 s, 400 over 12 s
 MAX_MULTIPLE = 100_000  # least common multiple of all multipleOf; 100,000 take 0.9 s, 700,000 10 s and 400 MB
@@ -109,11 +109,11 @@ def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
     """
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     combined = {
-        one["$ref"]
+        member["$ref"]
         for _, part in subschemas(copy)
         if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1
-        for one in part["allOf"]
-        if isinstance(one, dict) and isinstance(one.get("$ref"), str)
+        for member in part["allOf"]
+        if isinstance(member, dict) and isinstance(member.get("$ref"), str)
     }
     for pointer, part in subschemas(copy):
         lists = any(isinstance(part.get(key), dict) for key in ("properties", "patternProperties"))
@@ -134,10 +134,10 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         inner: list[tuple[str, Any]] = [(f"{pointer}/{key}", part[key]) for key in _ONE if key in part]
         for key in _LIST:
             if isinstance(part.get(key), list):
-                inner += [(f"{pointer}/{key}/{i}", one) for i, one in enumerate(part[key])]
+                inner += [(f"{pointer}/{key}/{i}", member) for i, member in enumerate(part[key])]
         for key in _MAP:
             if isinstance(part.get(key), dict):
-                inner += [(f"{pointer}/{key}/{_escaped(name)}", one) for name, one in part[key].items()]
+                inner += [(f"{pointer}/{key}/{_escaped(name)}", member) for name, member in part[key].items()]
         waiting += reversed(inner)
 
 

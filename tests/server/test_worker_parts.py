@@ -7,7 +7,7 @@ import pytest
 import llamapipe as lp
 from llamapipe.host.cores import CoreShare
 from llamapipe.server.metrics import rendered
-from llamapipe.server.processes import Backoff, Family, gpu_names, merged, placed
+from llamapipe.server.processes import Backoff, Family, add_families, gpu_names, placed
 
 
 class TestBackoff:
@@ -43,7 +43,7 @@ class TestMetrics:
     def test_counts_are_added_and_ratios_averaged(self) -> None:
         samples = {
             (name, *sorted(labels.items())): value
-            for family in merged([families(1, 0.5, 20), families(2, 0.25, 10)], [families(4, 0.9, 15)])
+            for family in add_families([families(1, 0.5, 20), families(2, 0.25, 10)], [families(4, 0.9, 15)])
             for name, labels, value in family[3]
         }
         assert samples == {
@@ -59,7 +59,7 @@ class TestMetrics:
         }
 
     def test_they_are_rendered_in_prometheus_format(self) -> None:
-        text = rendered(merged([families(1, 0.5, 20)])).decode()
+        text = rendered(add_families([families(1, 0.5, 20)])).decode()
         assert '# TYPE times histogram\ntimes_bucket{le="1"} 1.0\n' in text
         assert "# TYPE steps_total counter\nsteps_total 1.0\n" in text
         assert "vllm:kv_cache_usage_perc 0.5\n" in text

@@ -38,7 +38,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("structured.schema",),
     ("arguments",),
     ("_messages",),
-    ("errors", "locks", "_engine", "_sampling_table"),
+    ("errors", "locks", "_lazy", "_engine", "_sampling_table"),
 )
 # One room: these know each other's types.
 POLICY = {f"_engine.{name}" for name in ("request", "scheduler", "planner", "kv", "scoring")}

@@ -29,7 +29,7 @@ _KEPT: Final = frozenset({"id", "custom_id", "prompt", "messages"})
 
 
 @dataclass(frozen=True)
-class Answer:
+class RecordResult:
     """The result of a record, as it is written, its generated tokens, and whether it failed."""
 
     result: dict[str, Any]
@@ -47,7 +47,7 @@ class Answer:
         return str(message or "no reason was given")
 
 
-AnswerRequest = Callable[[Record], Awaitable[Answer]]
+AnswerRequest = Callable[[Record], Awaitable[RecordResult]]
 
 
 class Answerer:
@@ -107,7 +107,7 @@ class Answerer:
         text = repr((*told, model.chat_template))
         return zlib.crc32(text.encode("utf-8", "surrogatepass"), zlib.crc32(model.fingerprint))
 
-    async def answer(self, record: Record) -> Answer:
+    async def answer(self, record: Record) -> RecordResult:
         """Answers a record; what goes wrong with it is its result. Raises EngineClosedError only."""
         given = record.fields
         start = {"index": record.index} | record.names
@@ -124,10 +124,10 @@ class Answerer:
             if self._engine.closed:
                 raise
             told = {"type": type(error).__name__, "message": str(error)}
-            return Answer(start | {"error": told}, failed=True)
-        return Answer(start | made, n)
+            return RecordResult(start | {"error": told}, failed=True)
+        return RecordResult(start | made, n)
 
-    async def _request(self, record: Record) -> Answer:
+    async def _request(self, record: Record) -> RecordResult:
         if self._answer_request is None:
             if self._open_requests is None:
                 raise ValueError(

@@ -16,7 +16,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from llamapipe.jobs.answers import Answer, Answerer
+from llamapipe.jobs.answers import Answerer, RecordResult
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import ResultFile
 
@@ -127,7 +127,7 @@ class BatchSummary:
     reasons: Counter[str] = field(default_factory=Counter)
     _kinds: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
-    def _add(self, answer: Answer) -> None:
+    def _add(self, answer: RecordResult) -> None:
         """Counts an answer."""
         self.n_done += 1
         self.n_failed += answer.failed
@@ -144,7 +144,7 @@ class BatchSummary:
 
 def answers(
     records: Iterable[Record], answerer: Answerer, *, n_ahead: int, ordered: bool = True, slow: bool = False
-) -> Iterator[tuple[Record, Answer]]:
+) -> Iterator[tuple[Record, RecordResult]]:
     """Each record with its answer, while at most ``n_ahead`` are in flight or done and not yet taken.
 
     ``records`` are read in the caller's thread, answered in an event loop of another thread. ``slow``: the next record
@@ -154,8 +154,8 @@ def answers(
     """
     left = iter(records)
     reader = SlowRecords(left) if slow else None
-    in_flight: dict[Future[Answer], Record] = {}  # in the order of the records
-    done: SimpleQueue[Future[Answer]] = SimpleQueue()
+    in_flight: dict[Future[RecordResult], Record] = {}  # in the order of the records
+    done: SimpleQueue[Future[RecordResult]] = SimpleQueue()
     asked: Future[Record | None] | None = None
     more = True
     with EventLoopThread() as event_loop:

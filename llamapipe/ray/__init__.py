@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llamapipe._lazy import imported_name
 from llamapipe.ray.spec import EngineSpec
 
 if TYPE_CHECKING:
@@ -27,17 +28,5 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Imports a public name on first use. Raises ImportError, which names the extra."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    try:
-        value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.partition(".")[0] == "llamapipe":
-            raise
-        raise ImportError(
-            f"llamapipe.ray needs {e.name}, which is not installed: pip install 'llamapipe[ray]'"
-        ) from None
-    globals()[name] = value
+    value = globals()[name] = imported_name(__name__, _HOMES, name, "ray")
     return value

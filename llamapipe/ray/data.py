@@ -21,7 +21,7 @@ import pyarrow as arrow
 
 from llamapipe._messages import listed, quoted
 from llamapipe.arguments import check_float, check_int
-from llamapipe.jobs.answers import Answer, Answerer, check_template, filled
+from llamapipe.jobs.answers import Answerer, RecordResult, check_template, filled
 from llamapipe.jobs.records import Record
 from llamapipe.params import SamplingParams
 from llamapipe.ray.spec import EngineSpec, cores_of_actor, n_sharing, ray
@@ -149,7 +149,7 @@ class RowFormat:
         except (TypeError, ValueError, RecursionError) as error:
             return Record(index, {}, str(error))
 
-    def columns(self, answers: Iterable[Answer]) -> list[tuple[str, arrow.Array]]:
+    def columns(self, answers: Iterable[RecordResult]) -> list[tuple[str, arrow.Array]]:
         """The columns of the answers, with the prefix."""
         results = [_row(answer.result) for answer in answers]
         return [

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llamapipe._lazy import imported_name
+
 if TYPE_CHECKING:
     from llamapipe.server.application import app
     from llamapipe.server.run import bound_socket, run_server, serve
@@ -24,18 +26,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name on first use, so that importing the package does not need the extra."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    try:
-        value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.partition(".")[0] == "llamapipe":
-            raise
-        raise ImportError(
-            f"the server needs {e.name}, which is not installed: pip install 'llamapipe[server]'"
-        ) from None
-    globals()[name] = value
+    """Imports a public name on first use. Raises ImportError, which names the extra."""
+    value = globals()[name] = imported_name(__name__, _HOMES, name, "server")
     return value

@@ -10,7 +10,7 @@ from typing import Any
 from llamapipe._messages import quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
-from llamapipe.jobs.answers import Answer
+from llamapipe.jobs.answers import RecordResult
 from llamapipe.jobs.records import Record
 from llamapipe.jobs.results import request_id
 from llamapipe.server.application import app
@@ -48,7 +48,7 @@ class BatchRequests:
     def __repr__(self) -> str:
         return "<BatchRequests>"
 
-    async def answer(self, record: Record) -> Answer:
+    async def answer(self, record: Record) -> RecordResult:
         """The result of a record that has ``custom_id``, in OpenAI's format."""
         given = record.fields
         url, body = given.get("url"), given.get("body")
@@ -62,12 +62,12 @@ class BatchRequests:
             problem = "stream is true; a batch has whole answers"
         if problem is not None:
             error = {"code": "invalid_request", "message": problem}
-            return Answer(result | {"response": None, "error": error}, failed=True)
+            return RecordResult(result | {"response": None, "error": error}, failed=True)
         status, answer = await self._post(str(url), json.dumps(body).encode())
         usage = answer.get("usage") if isinstance(answer, dict) else None
         n = int((usage or {}).get("completion_tokens") or (usage or {}).get("output_tokens") or 0)
         response = {"status_code": status, "request_id": request_id(record.index), "body": answer}
-        return Answer(result | {"response": response, "error": None}, n, status >= 400)
+        return RecordResult(result | {"response": response, "error": None}, n, status >= 400)
 
     async def _post(self, path: str, body: bytes) -> tuple[int, Any]:
         """The status and the JSON body of an answer."""

@@ -1,0 +1,24 @@
+"""Packages whose public names are imported on first use, so that importing the package does not need its extra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+
+def imported_name(package: str, homes: Mapping[str, str], name: str, extra: str) -> object:
+    """The value of a public name, for ``__getattr__`` of a package. ``homes``: the module that each name is in.
+
+    Raises AttributeError for other names, ImportError, which names the extra, if a package is not installed.
+    """
+    if name not in homes:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    try:
+        value: object = getattr(import_module(f"{package}.{homes[name]}"), name)
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] == "llamapipe":
+            raise
+        raise ImportError(
+            f"{package} needs {e.name}, which is not installed: pip install 'llamapipe[{extra}]'"
+        ) from None
+    return value

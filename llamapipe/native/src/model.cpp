@@ -67,6 +67,10 @@ const char * lp_kernels_problem(void) {
     return lp::guard("there is no memory", [] { return llamapipe::kernels::install(); });
 }
 
+bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows) {
+    return lp::guard(false, [&] { return llamapipe::kernels::have(type, n_columns, n_rows); });
+}
+
 llama_model * lp_model_load(const char * path, const llama_model_params * params, lp_packing * packing) {
     lp::set_error("llama.cpp refused the file");
     return lp::guard((llama_model *) nullptr, [&] {

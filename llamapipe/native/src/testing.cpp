@@ -235,10 +235,6 @@ void compute(const lp_attention & a, float * out) {
 
 }  // namespace
 
-bool lp_kernels_have(enum ggml_type type, int64_t n_columns, int64_t n_rows) {
-    return lp::guard(false, [&] { return llamapipe::kernels::have(type, n_columns, n_rows); });
-}
-
 int lp_product_compute(const lp_product * product, float * out) {
     return lp::guard(LP_ERROR, [&] {
         compute(*product, out);

@@ -568,7 +568,7 @@ class Generation(NotCopyable):
         """A second generation of the same sequence, which goes its own way from here; also after the end.
 
         It reuses the KV cells of this one if the engine has a prefix cache (else it computes them again), and counts
-        ``max_tokens`` on. Its sampler starts over with the sequence so far, as after ``trim``, with a seed of its own:
+        ``max_tokens`` on. Its sampler starts over with the sequence so far, as after ``trim``, with its own seed:
         ``seed``, by default one that follows from the seed of this generation and the number of its forks.
 
         Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError when the

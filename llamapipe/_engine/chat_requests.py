@@ -330,7 +330,7 @@ class ToolSchemas:
             error = e
         used = [tool for tool in tools if choice in ("auto", "required", tool.name)]
         reasons = {}
-        for tool in used:  # each has a time limit of its own; there may be thousands
+        for tool in used:  # each has its own time limit; there may be thousands
             check_time()
             if reason := self._fault(chat_format, tool):
                 reasons[tool.name] = reason

@@ -39,7 +39,7 @@ _ROUNDING = 0.2  # of a core: idle time that counts as a whole core, to start us
 _HALF = 0.5  # of a core: idle time that counts as a whole core, to keep using it
 _SHORT_S = 0.5  # an increase that lasts less was wrong
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 6.4  # before an increase
-_N_STEPS = 8  # of a large number of threads: each number has a pool of its own
+_N_STEPS = 8  # of a large number of threads: each number has its own pool
 
 
 class RunDelayPolicy:
@@ -206,7 +206,7 @@ _CORES_EVERY_S = 0.15  # the kernel counts idle time in steps of 10 ms
 
 
 class ComputeThreads(Protocol):
-    """A context, as far as its threads are concerned."""
+    """What the tuner needs of a context: its threads."""
 
     @property
     def n_threads(self) -> int:

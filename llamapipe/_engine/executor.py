@@ -130,7 +130,7 @@ class Executor(Protocol):
         """Nothing is launched until a caller asks for it: other engines may use the cores."""
 
     def compute_s(self) -> float:
-        """Seconds spent computing steps so far, as far as they are known."""
+        """Seconds spent computing steps so far; without those of steps that the device has not reported."""
 
     def stats(self) -> dict[str, Any]:
         """Counters for EngineStats; any thread."""

@@ -127,7 +127,7 @@ class SamplerFactory:
         ):
             if _is_on(params, name) and _is_on(params, without):
                 raise InvalidRequestError(
-                    f"{name} and {without} are both given; each decides by itself: choose one"
+                    f"{name} and {without} are both given; each decides alone: choose one"
                 )
         if params.temperature == 0:
             for name in ("mirostat", "adaptive_target", "infill"):
@@ -326,7 +326,7 @@ class BackgroundSampler:
 
     While a step is computed, the mask for its row is: the token before it is all that a mask needs. If the mask is
     ready, the row is drawn from as any other (``is_ready``). If it is not, or a processor wants the row, ``draw``
-    continues with a copy of the row, and other requests go on.
+    continues with a copy of the row, and other requests continue.
 
     ``finished``: no token may follow the accepted ones. ``error``: why nothing can be drawn any more. Both are known
     when the jobs are done. ``draw_s``: how long the last ``draw`` took, waiting included.

@@ -63,7 +63,7 @@ def add_parser(
         help="read a text from a file",
     )
     parser.add_argument(
-        "--lines", action="store_true", help="each line of a file or of stdin is a text of its own"
+        "--lines", action="store_true", help="each line of a file or of stdin is a separate text"
     )
     parser.add_argument(
         "-o", "--output", type=path_of, metavar="FILE.npy", help="save float32 (texts, width) for numpy.load"

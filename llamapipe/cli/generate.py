@@ -74,7 +74,7 @@ def add_parser(
         help="read a prompt from a file",
     )
     parser.add_argument(
-        "--lines", action="store_true", help="each line of a file or of stdin is a prompt of its own"
+        "--lines", action="store_true", help="each line of a file or of stdin is a separate prompt"
     )
     parser.add_argument(
         "--json",

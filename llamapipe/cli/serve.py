@@ -241,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
     events = _kv_events(args, settings)
     if events and (args.worker is not None or args.workers is not None):
         raise UsageError(
-            "--kv-events and --workers do not go together: start a server for each, with ports of its own"
+            "--kv-events and --workers do not go together: start a server for each, with its own ports"
         )
     sys.setswitchinterval(_SWITCH_S)
     if args.worker is not None:

@@ -22,7 +22,7 @@ from llamapipe.streams import AsyncStream
 from llamapipe.structured.compile import prepare_vocabulary
 
 _log = logging.getLogger(__name__)
-_DEAD = (lp.errors.EngineClosedError, lp.errors.BackendError)  # another worker can go on with the request
+_DEAD = (lp.errors.EngineClosedError, lp.errors.BackendError)  # another worker can continue the request
 _BLOCK_TOKENS = 16  # the unit in which the frontend counts KV cells
 
 

@@ -1,7 +1,7 @@
 """Checks a model's hyperparameters, heads and rotary positions before llama.cpp reads them.
 
 llama.cpp asserts them in ``llama_model_base::load_hparams`` or in the operations it builds from them, and a failed
-assertion ends the process. It refuses tensors whose shapes do not fit the hyperparameters by itself. But some matrices
+assertion ends the process. It refuses tensors whose shapes do not fit the hyperparameters. But some matrices
 it compares only with the model's width or with the first layer's sizes, and later reshapes them by the number of heads.
 
 A missing key is not an error here; a value of the wrong type, or outside its limits, is.

@@ -99,7 +99,7 @@ def batch(
     them.
 
     With ``output``: runs the job to its end, writes .jsonl, .csv or .parquet, and returns the counts. A job that was
-    stopped goes on when the same call is made again: every record is written once. ``retry_failed``: records whose
+    stopped continues when the same call is made again: every record is written once. ``retry_failed``: records whose
     results in a .jsonl file have an error are answered again.
 
     Blocks the calling thread; several jobs may share an engine. Raises ValueError and TypeError for wrong arguments,

@@ -133,7 +133,7 @@ def _is_compressed(path: Path) -> bool:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """The bytes of a file, or of standard input. Raises OSError."""
     if path == STDIN:
-        # A file of its own, never closed: a thread may still read it when the program ends.
+        # A separate file, never closed: a thread may still read it when the program ends.
         yield open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115
         return
     with path.open("rb") as file:

@@ -148,7 +148,7 @@ def answers(
     """Each record with its answer, while at most ``n_ahead`` are in flight or done and not yet taken.
 
     ``records`` are read in the caller's thread, answered in an event loop of another thread. ``slow``: the next record
-    may be long in coming; it is read in a thread of its own, and answers are taken meanwhile. ``ordered``: answers come
+    may be long in coming; a separate thread reads it, and answers are taken meanwhile. ``ordered``: answers come
     in the order of the records. Closing the iterator cancels what is in flight. Raises what reading a record raises,
     and EngineClosedError.
     """

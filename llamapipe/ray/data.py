@@ -201,7 +201,7 @@ def _without_nulls(value: Any) -> Any:
 class Completer:
     """Answers batches of rows: adds a column for each part of the answers, ``error`` among them.
 
-    A row that is wrong, or fails, has a text in ``error`` and nulls in the other columns; the other rows go on.
+    A row that is wrong, or fails, has a text in ``error`` and nulls in the other columns; the others are not affected.
     ``complete`` is the short way. Use the class with ``map_batches`` for options of Ray that ``complete`` lacks::
 
         ds.map_batches(
@@ -261,7 +261,7 @@ class Completer:
 _ROWS_PER_TASK = 128
 # Tasks of one actor at once: the rows of the next ones keep the engine full while the last rows of one are computed.
 _TASKS_PER_ACTOR = 4
-# Besides the actors, a job that goes on needs a CPU for its filter of rows, which is an actor, and one for reading.
+# A job that is continued also needs a CPU for its filter of rows, which is an actor, and one for reading.
 _OTHER_CPUS = 2
 _log = logging.getLogger("llamapipe.ray")
 
@@ -286,14 +286,14 @@ def complete(
 
     The columns of the rows stay, and ``text``, ``finish_reason``, ``seed``, ``n_prompt_tokens``,
     ``n_completion_tokens`` and ``error`` are added, for conversations also ``reasoning`` and ``tool_calls`` (JSON).
-    A row that is wrong, or fails, has a text in ``error``, and the job goes on.
+    A row that is wrong, or fails, has a text in ``error``, and the job continues.
 
     - ``prompt``: a column of texts or of lists of token ids; or a template, ``"Translate: {text}"``. ``messages``: a
       column of conversations instead (extra ``chat``).
     - ``params``: for all rows. ``options``: a column of options of ``SamplingParams`` for single rows, as objects or
       JSON. With it, or with ``params.n`` above 1, there is a column ``texts``; with it, or ``params.logprobs``, also
       ``logprobs`` (JSON).
-    - ``actors``: the number of actors, each with an engine of its own, or the least and the most.
+    - ``actors``: the number of actors, each with its own engine, or the least and the most.
     - ``checkpoint``: a folder that all machines see, or a ``CheckpointConfig``. A job that was stopped, however that
       was, goes on when the same program is run again: what ``write_parquet`` and other methods that write files have
       written is not computed again, and each row is there once. Needs ``id``, and a dataset that is read from files.
@@ -399,7 +399,7 @@ def _checkpoint(
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise TypeError(f"checkpoint must be a folder or a CheckpointConfig, not {type(checkpoint).__name__}")
     if id_column is None:
-        raise ValueError("checkpoint needs id, the column by which a row is known when the job goes on")
+        raise ValueError("checkpoint needs id, the column by which a row is known when the job continues")
     return CheckpointConfig(id_column=id_column, checkpoint_path=os.fsdecode(checkpoint))
 
 

@@ -1,6 +1,6 @@
 """``Ingress``: takes HTTP requests, hands each to a replica, and says so when the replica dies.
 
-It is a process of its own: when a replica is killed, what it was sending just ends. Only another process can tell the
+It is a separate process: when a replica is killed, what it was sending just ends. Only another process can tell the
 client that this was not the end of the text.
 """
 

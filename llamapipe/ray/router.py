@@ -36,7 +36,7 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas, each a rank of its own, the cheapest first."""
+        """The replicas, each in its own rank, the cheapest first."""
         prompt = b"" if pending_request is None else prompt_bytes(pending_request.args)
         chunks = chunks_of(prompt)
         by_id = {replica.replica_id: replica for replica in candidate_replicas}

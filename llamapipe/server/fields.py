@@ -71,7 +71,7 @@ def _fate(hint: Any) -> Fate:
 
 @cache
 def inner_types(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """The fields of a request type that hold an object with fields of their own."""
+    """The fields of a request type that hold an object that has fields."""
     hints = get_type_hints(kind)
     found = {}
     for field in msgspec.structs.fields(kind):
@@ -90,7 +90,7 @@ def unused(request: msgspec.Struct) -> tuple[str, ...]:
 def _plan(
     kind: type[msgspec.Struct],
 ) -> tuple[list[tuple[str, Unused | Only]], Callable[[Any], Any], list[str]]:
-    """The fields of a type that are not honoured, what reads them all at once, and those with fields of their own."""
+    """The fields of a type that are not honoured, what reads them all at once, and those that hold objects."""
     marked = [(name, fate) for name, fate in fates(kind).items() if fate is not None]
     names = [name for name, _ in marked]
     # One name stands twice because attrgetter gives no tuple for one.

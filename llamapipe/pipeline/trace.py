@@ -7,7 +7,7 @@ Stages of the pipeline are timed by native code and fetched when the trace is re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -35,6 +35,17 @@ class Span(NamedTuple):
 
 # Top to bottom in the timeline, followed by the caller's own stages.
 ORDER = ("plan", "memory", "launch", "compute", "copy", "wait", "sample", "deliver")
+
+
+def _clock_offset_s(now_ns: Callable[[], int]) -> float:
+    """What to add to the seconds of another steady clock to have those of ``perf_counter``.
+
+    The other clock is read between two reads of ours, a few times: where the thread was not interrupted, the two are
+    closest.
+    """
+    readings = [(perf_counter(), now_ns(), perf_counter()) for _ in range(5)]
+    begin_s, ns, end_s = min(readings, key=lambda reading: reading[2] - reading[0])
+    return (begin_s + end_s) / 2 - ns * 1e-9
 
 
 class Trace:
@@ -160,8 +171,7 @@ class Trace:
         """Fetches the spans that native code recorded and converts them to ``time.perf_counter``."""
         native = self._pipeline.native
         ffi, lib = native.ffi, native.lib
-        # Both clocks are steady; reading them one right after the other gives their difference.
-        offset_s = perf_counter() - lib.lp_now_ns() * 1e-9
+        offset_s = _clock_offset_s(lib.lp_now_ns)
         span = ffi.new("lp_span *")
         names = {
             value: name.removeprefix("LP_STAGE_").lower() for value, name in enum_names("lp_stage").items()

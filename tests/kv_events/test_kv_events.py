@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from support.control import PATIENCE_S, Worker, all_results
-from support.inside import stalled_events, told_and_cached, tree_of
+from support.control import PATIENCE_S, Worker, all_results, wait_until
+from support.inside import n_waiting_events, stalled_events, told_and_cached, tree_of
 from support.kv_subscriber import GapError, Subscriber
 from support.plain import greedy
 from support.run_script import run_script
@@ -167,6 +167,7 @@ def test_a_publisher_that_stands_still_does_not_delay_the_engine(make_engine: Ma
             traffic(100)  # more than may wait
             n_put, _ = told_and_cached(engine, SIZE)
             assert n_put < 80
+        wait_until(lambda: n_waiting_events(engine) == 0)
         traffic()
         check(engine, subscriber)
 

@@ -105,7 +105,7 @@ def test_a_worker_belongs_to_one_model_and_a_model_has_one_context(workers: list
 @pytest.mark.parametrize("options", [{"ring": "events"}, {"ring": "sync"}, {"graph_sampling": "on"}])
 def test_options_that_workers_cannot_follow_are_refused(workers: list[str], options: dict[str, str]) -> None:
     with load(workers[:1]) as model, pytest.raises(ValueError, match="the model is on RPC workers"):
-        lp.Engine(model, n_threads=1, n_ctx=256, **options)  # type: ignore[arg-type]
+        lp.Engine(model, n_threads=1, n_ctx=256, tuning=lp.EngineTuning(**options))  # type: ignore[arg-type]
 
 
 # ---- the handshake

@@ -165,11 +165,18 @@ def tree_of(engine: lp.Engine) -> PrefixTree[Cells]:
 # ---- changes
 @contextmanager
 def stalled_events(engine: lp.Engine) -> Iterator[None]:
-    """Keeps the thread that publishes KV events from going on."""
+    """Keeps the thread that publishes KV events waiting."""
     publisher = loop_of(engine)._kv_events
     assert publisher is not None
     with publisher._lock:
         yield
+
+
+def n_waiting_events(engine: lp.Engine) -> int:
+    """Batches of KV events that the publishing thread has not taken; while there are many, no more are put."""
+    publisher = loop_of(engine)._kv_events
+    assert publisher is not None
+    return publisher._queue.qsize()
 
 
 def fix_micro_batches(engine: lp.Engine, n: int | None = None) -> None:

@@ -272,17 +272,33 @@ def test_a_conversation_that_is_longer_than_the_context(page: Page) -> None:
     assert page.locator("[role=alert]").count() == 0
 
 
+# The answer stops after its first text and ends only with its connection, however fast the model is.
+HOLD_THE_ANSWER = """() => {
+    const fetched = window.fetch;
+    window.fetch = async (...request) => {
+        const response = await fetched(...request);
+        if (!request[0].endsWith("completions")) return response;
+        const reader = response.body.getReader();
+        const decoder = new TextDecoder(), encoder = new TextEncoder();
+        let text = "";
+        const held = new ReadableStream({ async start(answer) {
+            let first;
+            while (!(first = /^[^]*?"content":"[^"][^]*?\\n\\n/.exec(text)))
+                text += decoder.decode((await reader.read()).value, { stream: true });
+            answer.enqueue(encoder.encode(first[0]));
+            reader.closed.catch((error) => answer.error(error));
+        } });
+        return new Response(held, response);
+    };
+}"""
+
+
 def test_a_reload_while_an_answer_is_written(page: Page, engine: lp.Engine) -> None:
+    page.evaluate(HOLD_THE_ANSWER)
     page.fill("#message", "Tell me a story about a fox.")
-    # The page is reloaded as soon as a part of the answer is shown.
-    page.evaluate(
-        """() => { const watch = new MutationObserver(() => {
-        if (!document.querySelector(".markdown p")) return;
-        watch.disconnect(); location.reload(); });
-        watch.observe(document.getElementById("log"), { childList: true, subtree: true, characterData: true }); }"""
-    )
-    with page.expect_navigation():
-        page.locator("#message").press("Enter")
+    page.locator("#message").press("Enter")
+    page.locator(".markdown p").wait_for()
+    page.reload()
     page.locator(".message.assistant .facts", has_text="interrupted by a reload").wait_for()
     assert page.locator(".markdown").inner_text()
     say(page, "And then?")

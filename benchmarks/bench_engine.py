@@ -27,6 +27,7 @@ from typing import Any
 
 import llamapipe as lp
 from llamapipe.llama import Context, SamplerChain
+from llamapipe.llama.sampling_options import SamplingOptions
 from llamapipe.native.load import build_info
 
 _SETTLE_S = 0.003  # the threads of the context that computed before spin a little longer
@@ -48,7 +49,8 @@ class BareLoop:
             new("int32_t[]", size),
             new("int8_t[]", size),
         ]
-        self.chains = [SamplerChain(model.vocab).add_temperature(0.0) for _ in range(n)]
+        greedy = SamplingOptions(("temperature",), temperature=0.0)
+        self.chains = [SamplerChain(model.vocab, options=greedy) for _ in range(n)]
         self.samplers = new("lp_sampler *[]", [c.handle for c in self.chains])
         self.rows, self.sampled = new("int32_t[]", n), new("int32_t[]", n)
         self.sample = True

@@ -96,9 +96,13 @@ class Steps:
         self.executor = StepExecutor(engine_pipeline(context, ring, 1))
         stack.callback(self.executor.close)
         from llamapipe.llama import SamplerChain
+        from llamapipe.llama.sampling_options import SamplingOptions
 
         self.samplers = [
-            stack.enter_context(SamplerChain(model.vocab)).add_temperature(0.0) for _ in range(n_seq)
+            stack.enter_context(
+                SamplerChain(model.vocab, options=SamplingOptions(("temperature",), temperature=0.0))
+            )
+            for _ in range(n_seq)
         ]
         self.n_seq = n_seq
 

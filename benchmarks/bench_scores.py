@@ -175,6 +175,9 @@ def candidates(arguments: argparse.Namespace) -> None:
     """Samples from one row with top_k 40 and a temperature: llamapipe and ``llama_sampler_sample`` in turns."""
     import llamapipe as lp
     from llamapipe.llama import Batch, Context, SamplerChain
+    from llamapipe.llama.sampling_options import SamplingOptions
+
+    order = ("top_k", "temperature")
     from llamapipe.native.load import LIB_DIR
 
     model = lp.Model(arguments.model)
@@ -184,7 +187,7 @@ def candidates(arguments: argparse.Namespace) -> None:
     ffi = native.ffi
     last = 19 if model.n_vocab > 30_000 else 2
     row = ffi.from_buffer("float[]", context.logits(last).copy())
-    chain = SamplerChain(model.vocab, 1).add_top_k(40).add_temperature(0.8)
+    chain = SamplerChain(model.vocab, 1, SamplingOptions(order, top_k=40, temperature=0.8))
     token = ffi.new("int32_t *")
 
     path, *_ = LIB_DIR.glob("libllamapipe-llama.*")
@@ -232,11 +235,11 @@ def candidates(arguments: argparse.Namespace) -> None:
         f"{statistics.median(p for _, p in pairs):.1f} us a row; {statistics.median(ratios):.1f} times "
         f"({min(ratios):.1f} to {max(ratios):.1f})"
     )
-    whole = SamplerChain(model.vocab, 1).add_top_p(0.95)
+    whole = SamplerChain(model.vocab, 1, SamplingOptions(("top_p",), top_p=0.95))
     nucleus = statistics.median(
         microseconds(lambda: native.lib.lp_sampler_draw(whole.handle, row, token) and None) for _ in range(3)
     )
-    noted = SamplerChain(model.vocab, 1).add_top_k(40).add_temperature(0.8).set_logprobs(5)
+    noted = SamplerChain(model.vocab, 1, SamplingOptions(order, top_k=40, temperature=0.8, n_logprobs=5))
     logprobs = statistics.median(
         microseconds(lambda: native.lib.lp_sampler_draw(noted.handle, row, token) and None) for _ in range(3)
     )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from llamapipe._messages import did_you_mean, explains_fields, quoted
 from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
 from llamapipe.arguments import check_flag, check_float, check_int
-from llamapipe.llama.sampler import MAX_BIAS, check_bias
 from llamapipe.structured.schema import WHITESPACE, closed_objects
 
 if TYPE_CHECKING:
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 _INT32_MAX = 2**31 - 1
 _MOST_CHARACTERS = 2**17  # of all texts of one option
 _MOST_SALT = 1024
+# Far above any logit, far below where a float32 logit would stop being finite.
+_MAX_BIAS = 1e6
 
 LogitsProcessor = (
     Callable[["npt.NDArray[np.float32]"], object] | Callable[[list[int], "npt.NDArray[np.float32]"], object]
@@ -311,10 +312,20 @@ def _biases(given: dict[Any, Any]) -> dict[int, float]:
     tokens, values = _tokens("logit_bias", list(given)), list(given.values())
     if not (
         set(map(type, values)) <= {int, float}
-        and all(-MAX_BIAS <= v <= MAX_BIAS or v == -inf for v in values)
+        and all(-_MAX_BIAS <= v <= _MAX_BIAS or v == -inf for v in values)
     ):
-        values = [check_bias(f"logit_bias of token {t}", v) for t, v in zip(tokens, values, strict=True)]
+        values = [_bias(f"logit_bias of token {t}", v) for t, v in zip(tokens, values, strict=True)]
     return dict(zip(tokens, map(float, values), strict=True))
+
+
+def _bias(name: str, value: Any) -> float:
+    """``value`` as what may be added to a logit. Raises TypeError, ValueError naming it."""
+    if isinstance(value, float) and value == -inf:
+        return -inf
+    try:
+        return check_float(name, value, -_MAX_BIAS, _MAX_BIAS)
+    except ValueError as e:
+        raise ValueError(f"{e}, or minus infinity to forbid the token") from None
 
 
 # What puts an option into its plain type. Constraints, biases and orders have longer checks, above.

@@ -238,11 +238,12 @@ class SamplerFactory:
         from llamapipe.structured.gbnf import check_gbnf
 
         check_gbnf(text, self._vocab)
-        with SamplerChain(self._vocab) as chain:
-            try:
-                chain.set_grammar(text)
-            except ValueError as e:
-                raise InvalidRequestError(f"grammar: {e}") from None
+        options = SamplingOptions()
+        try:
+            options.set_grammar(text)
+            SamplerChain(self._vocab, options=options).close()
+        except ValueError as e:
+            raise InvalidRequestError(f"grammar: {e}") from None
 
     def _make_options(self) -> SamplingOptions:
         """The native options."""

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 
-from llamapipe.arguments import check_float, check_int, check_tokens
+from llamapipe.arguments import check_int, check_tokens
 from llamapipe.errors import ConstraintError, DecodeError, EngineClosedError, NoToken
-from llamapipe.llama.sampling_options import Dry, SamplingOptions
+from llamapipe.llama.sampling_options import SamplingOptions
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import last_error, native
 from llamapipe.native.not_copyable import NotCopyable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-# Far above any logit, far below where a float32 logit would stop being finite.
-MAX_BIAS = 1e6
-
 
 # Called with a row of logits, or with the sequence's tokens and the row (``takes_tokens``).
 Processor = Callable[..., object]
@@ -64,11 +59,11 @@ class SamplerChain(NotCopyable):
     """Turns logits into tokens for one request: bias and penalties, then samplers in their order, then the draw.
 
     ``seed`` (0 to 2**64 - 1) starts this chain's generator, which gives each draw one uniform number.
-    ``options``: all of a request's options at once, checked by the caller; the methods below change them one by one.
-    ``processors`` and ``guide``: see ``set_python``. Not thread-safe; needs the vocabulary's model to live. Close it,
-    or use ``with``.
+    ``options``: those of a request, checked by the caller. ``processors``: callables that look at rows. ``guide``: it
+    decides what may follow, and is closed with the chain. Not thread-safe; needs the vocabulary's model to live. Close
+    it, or use ``with``.
 
-    Raises TypeError and ValueError for bad arguments here and in every method, before anything is changed.
+    Raises TypeError and ValueError for bad arguments here and in every method, ValueError for a bad grammar.
     """
 
     def __init__(
@@ -93,141 +88,14 @@ class SamplerChain(NotCopyable):
         self.n_vocab = vocab.n_vocab
         self.seed = check_int("seed", seed, 0, 2**64 - 1)
         self._options = SamplingOptions() if options is None else options
-        self._owns_options = options is None
         self.n_logprobs: int = self._options.struct.n_logprobs
         handle = self._lib.lp_sampler_new(vocab.handle, self.seed, self._options.struct)
         if handle == self._native.ffi.NULL:
-            raise MemoryError(last_error(self._native))
+            self._refused("; the log llamapipe.native says where")
         self._handle = handle
 
     def __repr__(self) -> str:
         return f"<SamplerChain seed={self.seed}{' closed' if self._handle is None else ''}>"
-
-    # ---- options one by one. A change keeps the accepted tokens and the state of the generator.
-    def _change(self) -> SamplingOptions:
-        """The options, to be changed and handed to ``_configure``. Raises EngineClosedError when closed."""
-        _ = self.handle
-        if not self._owns_options:
-            self._options, self._owns_options = self._options.copy(), True
-        return self._options
-
-    def _configure(self) -> SamplerChain:
-        return self._checked(self._lib.lp_sampler_configure(self.handle, self._options.struct))
-
-    def _add(self, sampler: int, at_front: bool = False, **values: float) -> SamplerChain:
-        options = self._change()
-        for name, value in values.items():
-            setattr(options.struct, name, value)
-        options.put(sampler, at_front)
-        return self._configure()
-
-    def set_bias(self, bias: Mapping[int, float]) -> SamplerChain:
-        """Adds a number, of at most a million, to the logits of some tokens; minus infinity forbids a token."""
-        if not isinstance(bias, Mapping):
-            raise TypeError(f"bias must map token ids to numbers, not be a {type(bias).__name__}")
-        tokens = check_tokens("bias", list(bias), self.n_vocab)
-        values = [check_bias(f"bias of token {t}", v) for t, v in bias.items()]
-        self._change().set_bias(dict(zip(tokens, values, strict=True)))
-        return self._configure()
-
-    def set_allowed(self, tokens: Iterable[SupportsIndex]) -> SamplerChain:
-        """Only these tokens may be drawn."""
-        self._change().set_allowed(check_tokens("tokens", tokens, self.n_vocab))
-        return self._configure()
-
-    def set_bad_words(self, words: Iterable[Iterable[SupportsIndex]]) -> SamplerChain:
-        """Never draws the last token of one of these words after the others."""
-        checked = [check_tokens("tokens", word, self.n_vocab) for word in words]
-        if not all(checked):
-            raise ValueError("a bad word has no tokens; give at least one")
-        self._change().set_bad_words(checked)
-        return self._configure()
-
-    def set_min_tokens(self, n: int, ends: Iterable[SupportsIndex]) -> SamplerChain:
-        """Draws none of ``ends`` before ``n`` tokens were drawn and accepted."""
-        ids = check_tokens("ends", ends, self.n_vocab)
-        self._change().set_min_tokens(check_int("n", n, 0, 2**31 - 1), ids)
-        return self._configure()
-
-    def set_grammar(self, text: str, root: str = "root") -> SamplerChain:
-        """Draws only what a grammar in llama.cpp's GBNF allows, from its rule ``root``. Raises ValueError for bad ones.
-
-        Text that llama.cpp's parser does not survive has to be refused before (``llamapipe.structured``).
-        """
-        if not text.strip() or "\0" in text:
-            raise ValueError("the grammar is empty or has a NUL in it, where llama.cpp would end it")
-        before = self._change().copy()
-        self._options.set_grammar(text, root)
-        if self._lib.lp_sampler_configure(self.handle, self._options.struct) < 0:
-            self._options = before
-            raise ValueError(f"{last_error(self._native)}; the log llamapipe.native says where")
-        return self
-
-    def set_penalties(
-        self, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0
-    ) -> SamplerChain:
-        """Penalties on tokens among the last ``last_n`` accepted, as llama.cpp defines them; before other samplers.
-
-        A logit is divided by ``repeat`` when positive and multiplied when not, then lowered by ``presence`` and by
-        ``frequency`` for each occurrence.
-        """
-        return self._add(
-            self._lib.LP_SAMPLER_PENALTIES,
-            at_front=True,
-            repeat_last_n=check_int("last_n", last_n, 0, 2**31 - 1),
-            repeat_penalty=check_float("repeat", repeat, 1e-6, 1e6),
-            frequency_penalty=check_float("frequency", frequency, -1e6, 1e6),
-            presence_penalty=check_float("presence", presence, -1e6, 1e6),
-        )
-
-    def set_dry(self, dry: Dry) -> SamplerChain:
-        """Lowers the logits of tokens that would lengthen a repetition; before other samplers but penalties."""
-        handle, options = dry.handle, self._change()
-        penalizes = self._lib.LP_SAMPLER_PENALTIES in options.order
-        options.put(self._lib.LP_SAMPLER_DRY, at_front=True)
-        if penalizes:  # they stay in front
-            order = options.order
-            order.insert(0, order.pop(order.index(self._lib.LP_SAMPLER_PENALTIES)))
-            options.struct.order[0 : len(order)] = order
-        options.struct.dry = handle
-        try:
-            return self._configure()
-        finally:
-            options.set_dry(None)  # the chain has its own copy now, and ``dry`` may be freed
-
-    def add_top_k(self, k: int) -> SamplerChain:
-        """Keeps the ``k`` largest logits, on ties the lower ids; 0 keeps all. The smallest of several counts."""
-        top_k = check_int("k", k, 0, 2**31 - 1)
-        before = self._options.struct.top_k
-        return self._add(self._lib.LP_SAMPLER_TOP_K, top_k=min(top_k or before, before or top_k))
-
-    def add_typical(self, p: float) -> SamplerChain:
-        """Keeps the locally typical tokens of mass ``p`` (arXiv 2202.00666)."""
-        return self._add(self._lib.LP_SAMPLER_TYPICAL_P, typical_p=check_float("p", p, 0, 1))
-
-    def add_top_p(self, p: float) -> SamplerChain:
-        """Keeps the smallest set of tokens of mass ``p`` (arXiv 1904.09751)."""
-        return self._add(self._lib.LP_SAMPLER_TOP_P, top_p=check_float("p", p, 0, 1))
-
-    def add_min_p(self, p: float) -> SamplerChain:
-        """Keeps tokens at least ``p`` times as probable as the first."""
-        return self._add(self._lib.LP_SAMPLER_MIN_P, min_p=check_float("p", p, 0, 1))
-
-    def add_temperature(self, temperature: float) -> SamplerChain:
-        """Divides the logits; 0 makes the chain greedy (largest logit, on ties the lowest id)."""
-        divisor = check_float("temperature", temperature, 0, 1e6)
-        return self._add(self._lib.LP_SAMPLER_TEMPERATURE, temperature=divisor)
-
-    def set_python(self, processors: Sequence[Processor], guide: Guide | None) -> SamplerChain:
-        """Callables that look at rows, and a guide that decides what may follow; it is closed with the chain."""
-        if self.guide is not None and self.guide is not guide:
-            self.guide.close()
-        self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.NULL)
-        self._set_processors(processors)
-        self.guide = guide
-        struct = self._change().struct
-        struct.needs_row, struct.has_guide = bool(self.processors), guide is not None
-        return self._configure()
 
     def _set_processors(self, processors: Sequence[Processor]) -> None:
         self.processors = tuple(processors)
@@ -238,12 +106,6 @@ class SamplerChain(NotCopyable):
     def keeps_tokens(self) -> bool:
         """Whether a processor is called with ``tokens``."""
         return True in self._with_tokens
-
-    def set_logprobs(self, n: int) -> SamplerChain:
-        """Every draw notes the log-probability of its token and of the ``n`` most probable ones."""
-        self.n_logprobs = check_int("n", n, 0, self.n_vocab)
-        self._change().struct.n_logprobs = self.n_logprobs
-        return self._configure()
 
     # ---- use
     is_busy = False  # no other thread works for it
@@ -257,10 +119,10 @@ class SamplerChain(NotCopyable):
     def logprobs(self) -> tuple[float, list[tuple[int, float]]]:
         """Of the last draw: its token's log-probability in the unchanged row, and the most probable tokens'.
 
-        Raises ValueError if that was not asked for with ``set_logprobs``.
+        Raises ValueError if the options do not ask for them.
         """
         if self.n_logprobs < 0:
-            raise ValueError("log-probabilities were not enabled; call set_logprobs() before sampling")
+            raise ValueError("log-probabilities were not enabled; give n_logprobs in the options")
         ffi = self._native.ffi
         one = ffi.new("float *")
         ids, values = ffi.new("int32_t[]", self.n_logprobs), ffi.new("float[]", self.n_logprobs)
@@ -270,7 +132,7 @@ class SamplerChain(NotCopyable):
     def accept(self, tokens: Iterable[SupportsIndex]) -> None:
         """Tells penalties, DRY and bad words about tokens of the sequence; ``sample`` does not do it by itself."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
-        self._checked(self._lib.lp_sampler_accept(self.handle, len(ids), ids))
+        self._check(self._lib.lp_sampler_accept(self.handle, len(ids), ids))
 
     def accept_grammar(self, tokens: Iterable[SupportsIndex]) -> None:
         """Tells the grammar of generated tokens. Raises ValueError where it does not allow them.
@@ -289,7 +151,7 @@ class SamplerChain(NotCopyable):
 
     def reset(self) -> None:
         """Forgets the accepted tokens; the generator continues."""
-        self._checked(self._lib.lp_sampler_reset(self.handle))
+        self._check(self._lib.lp_sampler_reset(self.handle))
         self.tokens = []
 
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
@@ -329,7 +191,7 @@ class SamplerChain(NotCopyable):
             return NoToken.NO_ALLOWED_TOKEN
         if code == self._lib.LP_ERROR_LOGITS:
             return NoToken.NO_FINITE_LOGIT
-        self._checked(code)
+        self._check(code)
         return int(token[0])
 
     def ask_guide(self) -> bool:
@@ -388,7 +250,7 @@ class SamplerChain(NotCopyable):
                     )
             token = self._draw(from_buffer("float[]", row))
             if token >= 0 and self.n_logprobs >= 0:  # of the model's row
-                self._checked(self._lib.lp_sampler_note(self.handle, from_buffer("float[]", logits), token))
+                self._check(self._lib.lp_sampler_note(self.handle, from_buffer("float[]", logits), token))
             return token
         except BaseException as e:  # also SystemExit: it is one request's, not the engine's
             self.error = _as_exception(e)
@@ -407,14 +269,13 @@ class SamplerChain(NotCopyable):
                 return NoToken.SAMPLER_FAILED
         return token
 
-    def _refused(self) -> NoReturn:
+    def _refused(self, more: str = "") -> NoReturn:
         reason = last_error(self._native)
-        raise MemoryError(reason) if "bad_alloc" in reason else ValueError(reason)
+        raise MemoryError(reason) if "bad_alloc" in reason else ValueError(f"{reason}{more}")
 
-    def _checked(self, code: int) -> SamplerChain:
+    def _check(self, code: int) -> None:
         if code < 0:
             raise MemoryError(last_error(self._native))
-        return self
 
     # ---- lifetime
     @property
@@ -463,13 +324,3 @@ def _as_exception(error: BaseException) -> Exception:
     failure = DecodeError(f"what chooses this request's tokens raised {error!r}")
     failure.__cause__ = error
     return failure
-
-
-def check_bias(name: str, value: SupportsFloat) -> float:
-    """``value`` as what may be added to a logit. Raises TypeError, ValueError naming it."""
-    if isinstance(value, float) and value == -math.inf:
-        return -math.inf
-    try:
-        return check_float(name, value, -MAX_BIAS, MAX_BIAS)
-    except ValueError as e:
-        raise ValueError(f"{e}, or minus infinity to forbid the token") from None

@@ -62,24 +62,20 @@ class Dry(NotCopyable):
 
 
 class SamplingOptions(NotCopyable):
-    """A native ``lp_sampling_options`` and the memory that it points to. Nothing is checked here.
+    """A native ``lp_sampling_options`` and the memory that it points to. Nothing is checked here but grammars.
 
-    ``struct``: the native pointer. Fields have the names of SamplingParams; ``native/cdef/30_sampling.h`` says what
-    each means. One object may serve any number of chains.
+    ``order``: see ``set_order``. ``numbers``: fields of the struct; the others are neutral. ``struct``: the native
+    pointer; ``native/cdef/30_sampling.h`` says what each field means. One object may serve any number of chains.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: Iterable[str] = (), **numbers: float) -> None:
         module = native()
         self._ffi, self._lib = module.ffi, module.lib
         self._kept: dict[str, Any] = {}  # arrays and texts, by field
         self.struct = self._ffi.new("lp_sampling_options *", self._lib.lp_sampling_default_options())
-
-    def copy(self) -> SamplingOptions:
-        """Return a copy."""
-        other = SamplingOptions()
-        other.struct[0] = self.struct[0]
-        other._kept = dict(self._kept)
-        return other
+        self.set_order(order)
+        for name, value in numbers.items():
+            setattr(self.struct, name, value)
 
     def set_numbers(self, params: object) -> None:
         """Takes the numbers that native code reads as they are: ``is_native`` in the table of options."""
@@ -91,19 +87,6 @@ class SamplingOptions(NotCopyable):
         order = [getattr(self._lib, f"LP_SAMPLER_{name.upper()}") for name in names]
         self.struct.order[0 : len(order)] = order
         self.struct.n_order = len(order)
-
-    @property
-    def order(self) -> list[int]:
-        """The samplers that are applied, as constants of ``lp_sampler_name``."""
-        return list(self.struct.order[0 : self.struct.n_order])
-
-    def put(self, sampler: int, at_front: bool = False) -> None:
-        """Adds a sampler to the order, unless it is there."""
-        order = self.order
-        if sampler not in order:
-            order.insert(0 if at_front else len(order), sampler)
-            self.struct.order[0 : len(order)] = order
-            self.struct.n_order = len(order)
 
     def set_bias(self, bias: Mapping[int, float]) -> None:
         """Numbers to add to logits; minus infinity forbids a token."""
@@ -133,7 +116,12 @@ class SamplingOptions(NotCopyable):
         self.struct.min_tokens, self.struct.n_end_tokens = n, len(ends)
 
     def set_grammar(self, text: str, root: str = "root") -> None:
-        """A grammar in llama.cpp's GBNF."""
+        """A grammar in llama.cpp's GBNF. Raises ValueError for text that llama.cpp would read otherwise.
+
+        Text that llama.cpp's parser does not survive has to be refused before (``llamapipe.structured``).
+        """
+        if not text.strip() or "\0" in text:
+            raise ValueError("the grammar is empty or has a NUL in it, where llama.cpp would end it")
         self._set_array("grammar", "char[]", text.encode())
         self._set_array("grammar_root", "char[]", root.encode())
 

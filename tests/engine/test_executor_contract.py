@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.backends import BOUND, FEW, ON_DEVICE
+from support.chains import Chain
 from support.control import Worker
 from support.fakes import FakeContext, FakeSampler, next_token
 from support.gguf_models import BROKEN, PRESETS, damaged_model, make_model, recurrent_model
@@ -20,7 +21,7 @@ import llamapipe as lp
 from llamapipe._engine.executor import Executor, StepExecutor
 from llamapipe._engine.kv import Copy, Forget, Remove, Restore, Save
 from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
-from llamapipe.llama import Batch, Context, Model, SamplerChain
+from llamapipe.llama import Batch, Context, Model
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
 
 N_CTX, N_SEQ, N_BATCH = 256, 4, 64
@@ -155,8 +156,8 @@ def steps(
         yield Kit(executor, partial(greedy, model), alone, model.is_recurrent)
 
 
-def greedy(model: Model) -> SamplerChain:
-    return SamplerChain(model.vocab).add_temperature(0.0)
+def greedy(model: Model) -> Chain:
+    return Chain(model.vocab).add_temperature(0.0)
 
 
 KITS: dict[str, Callable[[dict[str, Model]], AbstractContextManager[Kit]]] = {

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.backends import FEW, ON_DEVICE, examples
+from support.chains import Chain
 from support.gguf_models import BROKEN, damaged_model
 from support.inside import fail_next, lib_for_tests, pipeline_of, thread_of
 from support.sampler_definitions import (
@@ -36,7 +37,7 @@ from llamapipe._engine.kv import Remove
 from llamapipe._engine.request import Request
 from llamapipe._engine.sampling import SamplerFactoryCache
 from llamapipe.errors import DecodeError
-from llamapipe.llama import Model, SamplerChain, Vocab
+from llamapipe.llama import Model, Vocab
 from llamapipe.llama.context import Context
 from llamapipe.llama.devices import device_handles
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
@@ -53,8 +54,8 @@ few = settings(max_examples=examples(150), deadline=None)
 class Stages(Definition):
     """What may be in the graph, as requests make it."""
 
-    def build(self, vocab: Vocab, seed: int = 0) -> SamplerChain:
-        chain = SamplerChain(vocab, seed).add_top_k(self.top_k)
+    def build(self, vocab: Vocab, seed: int = 0) -> Chain:
+        chain = Chain(vocab, seed).add_top_k(self.top_k)
         if self.top_p < 1:
             chain.add_top_p(self.top_p)
         if self.min_p > 0:
@@ -89,7 +90,7 @@ def device() -> Any:
     return next((handle for d, handle in found if (d.type == "cpu") != ON_DEVICE), found[0][1])
 
 
-def sample(logits: Row, samplers: Sequence[SamplerChain | None], targets: Sequence[int] = ()) -> Results:
+def sample(logits: Row, samplers: Sequence[Chain | None], targets: Sequence[int] = ()) -> Results:
     """The subgraph over rows, float32 ``(n, n_vocab)``."""
     module = native()
     ffi, lib = module.ffi, lib_for_tests()
@@ -198,7 +199,7 @@ class TestRows:
         block[10:20, [7, 70, 400]] = 9.0
         block[20:30] -= 1e4
         block[30:40] *= 1e4
-        with SamplerChain(vocabs[500]).add_temperature(0.0) as chain:
+        with Chain(vocabs[500]).add_temperature(0.0) as chain:
             found = sample(block, [chain] * 40)
         assert found.tokens == found.best == block.argmax(axis=1).tolist()
 
@@ -302,7 +303,7 @@ class TestWhatIsInTheGraph:
             assert not lib_for_tests().lp_in_graph(chain.handle)
 
     def test_stages_in_another_order_are_not(self, vocabs: dict[int, Vocab]) -> None:
-        with SamplerChain(vocabs[500]) as chain:
+        with Chain(vocabs[500]) as chain:
             chain.add_top_k(20).add_temperature(0.5).add_top_p(0.5)
             assert not lib_for_tests().lp_in_graph(chain.handle)
 
@@ -534,10 +535,10 @@ class Steps:
     def __exit__(self, *arguments: object) -> None:
         self.executor.close()
 
-    def chain(self, seed: int = 0) -> SamplerChain:
+    def chain(self, seed: int = 0) -> Chain:
         return Stages(top_k=40, temperature=1.5).build(self.model.vocab, seed)
 
-    def launch(self, sequences: dict[int, list[int]], samplers: Sequence[SamplerChain]) -> int:
+    def launch(self, sequences: dict[int, list[int]], samplers: Sequence[Chain]) -> int:
         given = [(t, p, s) for s, run in sequences.items() for p, t in enumerate(run)]
         ends = np.cumsum([len(run) for run in sequences.values()]) - 1
         outputs = [int(i in ends) for i in range(len(given))]

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.chains import Chain
 from support.inside import lib_for_tests
 from support.sampler_definitions import TokenData, TokenDataArray, Uniform
 
 import llamapipe as lp
 from llamapipe.errors import DecodeError
-from llamapipe.llama.sampler import SamplerChain
 from llamapipe.llama.sampling_options import Dry
 from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import LIB_DIR, native
@@ -48,8 +48,8 @@ class Options:
     presence: float = 0.0
     dry: float = 0.0
 
-    def build(self, vocab: Vocab, seed: int) -> SamplerChain:
-        chain = SamplerChain(vocab, seed).set_bias(self.bias | dict.fromkeys(self.forbidden, -np.inf))
+    def build(self, vocab: Vocab, seed: int) -> Chain:
+        chain = Chain(vocab, seed).set_bias(self.bias | dict.fromkeys(self.forbidden, -np.inf))
         if self.allowed:
             chain.set_allowed(self.allowed)
         chain.set_bad_words(self.bad_words)
@@ -251,7 +251,7 @@ class Known:
         self.other_logits = row[np.array(others, int)]
         self.log_sum_exp = float(np.logaddexp.reduce(row.astype(np.float64)))
 
-    def draw(self, chain: SamplerChain) -> int | None:
+    def draw(self, chain: Chain) -> int | None:
         """None where the whole row is asked for."""
         ffi, lib = native().ffi, lib_for_tests()
         token = ffi.new("int32_t *")

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.chains import Chain
 from support.control import Worker, held, wait_until
 from support.gguf_models import BROKEN, damaged_model
 from support.inside import inbox_of
 
 import llamapipe as lp
 from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
-from llamapipe.llama import Batch, Context, SamplerChain
+from llamapipe.llama import Batch, Context
 
 MakeEngine = Callable[..., lp.Engine]
 Logprobs = npt.NDArray[np.float64]
@@ -629,7 +630,7 @@ def test_logprobs_of_2000_positions_are_those_of_raw_logits(demo: lp.Model) -> N
     worst, n_positions = 0.0, 0
     with (
         Context(demo, n_ctx=250, n_batch=250, n_outputs_max=250) as context,
-        SamplerChain(demo.vocab, 1).set_logprobs(8) as chain,
+        Chain(demo.vocab, 1).set_logprobs(8) as chain,
     ):
         for _ in range(8):
             context.clear()
@@ -651,7 +652,7 @@ def test_logprobs_of_2000_positions_are_those_of_raw_logits(demo: lp.Model) -> N
 def test_logprobs_of_any_size(demo: lp.Model, size: float) -> None:
     """As exact as a float32 can tell them."""
     rng = np.random.default_rng(1)
-    with SamplerChain(demo.vocab, 1).set_logprobs(8) as chain:
+    with Chain(demo.vocab, 1).set_logprobs(8) as chain:
         for _ in range(100):
             row = (rng.standard_normal(demo.n_vocab) * size).astype(np.float32)
             token = chain.sample(row)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from support.chains import Chain
 from support.sampler_definitions import (
     MASK,
     SIZES,
@@ -31,7 +32,7 @@ from support.sampler_definitions import (
 from llamapipe._engine.request import Request, RequestSpec
 from llamapipe._engine.sampling import SamplerFactoryCache, choose_seed
 from llamapipe.errors import DecodeError
-from llamapipe.llama import Model, SamplerChain, Vocab
+from llamapipe.llama import Model, Vocab
 from llamapipe.params import SamplingParams
 
 
@@ -62,7 +63,7 @@ class TestGenerator:
         row = np.zeros(500, np.float32)
 
         def draws(seed: int) -> list[int]:
-            with SamplerChain(vocabs[500], seed) as chain:
+            with Chain(vocabs[500], seed) as chain:
                 return [chain.sample(row) for _ in range(20)]
 
         assert draws(7) == draws(7)
@@ -70,15 +71,15 @@ class TestGenerator:
 
     def test_chains_do_not_disturb_each_other(self, vocabs: dict[int, Vocab]) -> None:
         row = np.zeros(500, np.float32)
-        with SamplerChain(vocabs[500], 7) as a, SamplerChain(vocabs[500], 8) as b:
+        with Chain(vocabs[500], 7) as a, Chain(vocabs[500], 8) as b:
             together = [(a.sample(row), b.sample(row)) for _ in range(20)]
-        with SamplerChain(vocabs[500], 7) as a, SamplerChain(vocabs[500], 8) as b:
+        with Chain(vocabs[500], 7) as a, Chain(vocabs[500], 8) as b:
             one_by_one = [a.sample(row) for _ in range(20)], [b.sample(row) for _ in range(20)]
         assert together == list(zip(*one_by_one, strict=True))
 
     def test_a_row_that_fails_takes_no_number(self, vocabs: dict[int, Vocab]) -> None:
         row, bad = np.zeros(500, np.float32), np.full(500, np.nan, np.float32)
-        with SamplerChain(vocabs[500], 7) as a, SamplerChain(vocabs[500], 7) as b:
+        with Chain(vocabs[500], 7) as a, Chain(vocabs[500], 7) as b:
             for _ in range(5):
                 with pytest.raises(DecodeError, match="no logit of this row is finite"):
                     a.sample(bad)
@@ -162,7 +163,7 @@ class TestDraw:
         for below in (0, 1, n // 3):
             row[:below] = row[n - below :] = -2000.0
             for seed, expected in ((least, below), (most, n - 1 - below)):
-                with SamplerChain(vocabs[n], seed) as sampler:
+                with Chain(vocabs[n], seed) as sampler:
                     assert sampler.sample(row) == expected
 
     def test_frequencies_are_the_probabilities(self, vocabs: dict[int, Vocab]) -> None:
@@ -215,7 +216,7 @@ class TestTopK:
         assume(k < size)
         row = np.random.default_rng(seed).integers(0, levels, size).astype(np.float32)
         uniform = Uniform(seed)
-        with SamplerChain(vocabs[size], seed).add_top_k(k) as sampler:
+        with Chain(vocabs[size], seed).add_top_k(k) as sampler:
             for _ in range(6):
                 drawn, u = sampler.sample(row), uniform()
                 try:
@@ -228,7 +229,7 @@ class TestTopK:
         for row in (np.arange(n, dtype=np.float32), -np.arange(n, dtype=np.float32)):
             for k in (1, 2, 31, 32, 33, n - 1, n, n + 1):
                 kept = np.argsort(-row, kind="stable")[:k].tolist()
-                with SamplerChain(vocabs[n], 1).add_top_k(k).add_temperature(1e4) as sampler:
+                with Chain(vocabs[n], 1).add_top_k(k).add_temperature(1e4) as sampler:
                     drawn = Counter(sampler.sample(row) for _ in range(200))
                 assert drawn.keys() <= set(kept)
                 assert len(drawn) > min(len(kept), 100) // 2
@@ -236,7 +237,7 @@ class TestTopK:
     def test_several_keep_the_fewest(self, vocabs: dict[int, Vocab]) -> None:
         row = np.arange(100, dtype=np.float32)
         for ks in ((5, 9), (9, 5), (0, 5), (5, 0)):
-            with SamplerChain(vocabs[100], 1) as sampler:
+            with Chain(vocabs[100], 1) as sampler:
                 for k in ks:
                     sampler.add_top_k(k)
                 sampler.add_temperature(1e4)
@@ -244,7 +245,7 @@ class TestTopK:
 
     def test_after_another_stage(self, vocabs: dict[int, Vocab]) -> None:
         row = np.arange(100, dtype=np.float32) / np.float32(50)
-        with SamplerChain(vocabs[100], 1).add_top_p(0.5).add_top_k(3) as sampler:
+        with Chain(vocabs[100], 1).add_top_p(0.5).add_top_k(3) as sampler:
             assert {sampler.sample(row) for _ in range(300)} == {97, 98, 99}
 
 
@@ -262,7 +263,7 @@ class TestGreedy:
         rng = np.random.default_rng(seed)
         row = (rng.integers(0, levels, size) - 5).astype(np.float32)
         row[rng.integers(0, size, n_bad)] = rng.choice([np.nan, -np.inf, np.inf], n_bad)
-        with SamplerChain(vocabs[size]).add_top_k(7).add_temperature(0) as sampler:
+        with Chain(vocabs[size]).add_top_k(7).add_temperature(0) as sampler:
             if np.isfinite(row).any():
                 assert sampler.sample(row) == int(np.argmax(np.where(np.isfinite(row), row, -np.inf)))
             else:
@@ -271,7 +272,7 @@ class TestGreedy:
 
     def test_with_biases_and_penalties(self, vocabs: dict[int, Vocab]) -> None:
         row = np.arange(33, dtype=np.float32) - 30
-        with SamplerChain(vocabs[33]).add_temperature(0) as sampler:
+        with Chain(vocabs[33]).add_temperature(0) as sampler:
             sampler.set_bias({32: -math.inf, 3: 28.5})
             assert sampler.sample(row) == 3
             sampler.set_bias({32: -math.inf})
@@ -303,7 +304,7 @@ class TestPenalties:
     ) -> None:
         row = np.full(33, -50, np.float32)
         row[8] = logit
-        with SamplerChain(vocabs[33]).set_penalties(64, **penalties).add_temperature(0) as sampler:
+        with Chain(vocabs[33]).set_penalties(64, **penalties).add_temperature(0) as sampler:
             sampler.accept([8, 8])
             for rival, winner in ((expected - 0.01, 8), (expected + 0.01, 20)):
                 row[20] = rival
@@ -316,7 +317,7 @@ class TestPenalties:
         counts = Counter(tokens[-last_n:] if last_n else [])
         row = np.arange(33, dtype=np.float32) / np.float32(100)
         expected = int(np.argmax([row[i] - counts[i] for i in range(33)]))
-        with SamplerChain(vocabs[33]).set_penalties(last_n, frequency=1.0).add_temperature(0) as sampler:
+        with Chain(vocabs[33]).set_penalties(last_n, frequency=1.0).add_temperature(0) as sampler:
             sampler.accept(tokens[: len(tokens) // 2])
             sampler.accept(tokens[len(tokens) // 2 :])
             assert sampler.sample(row) == expected

@@ -9,12 +9,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.chains import Chain
 from support.guided import guided, text_of
 from support.random_schemas import SchemaMaker
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError
-from llamapipe.llama import Context, Model, SamplerChain
+from llamapipe.llama import Context, Model
 from llamapipe.structured.compile import compile_guide
 from llamapipe.structured.schema import MAX_REQUIRED
 
@@ -27,10 +28,10 @@ def context(demo: Model) -> Iterator[Context]:
         yield made
 
 
-def some_sampler(model: Model, seed: int) -> SamplerChain:
+def some_sampler(model: Model, seed: int) -> Chain:
     """Greedy, cautious or wild: the grammar must hold under all of them."""
     rng = random.Random(seed)
-    chain = SamplerChain(model.vocab, seed)
+    chain = Chain(model.vocab, seed)
     if rng.random() < 0.1:
         return chain.add_temperature(0.0)
     if rng.random() < 0.3:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 import llamapipe as lp
-from llamapipe.llama import Batch, Context, Model, SamplerChain
+from llamapipe.llama import Batch, Context, Model
+from support.chains import Chain
 
 
 def greedy(max_tokens: int | None, **options: Any) -> lp.SamplingParams:
@@ -31,7 +32,7 @@ class Comparison:
 class PlainLoop:
     """Prompts in chunks of ``n_ubatch``, then one token a decode, greedy; one sequence, one thread."""
 
-    def __init__(self, context: Context, sampler: SamplerChain, ignore_eos: bool) -> None:
+    def __init__(self, context: Context, sampler: Chain, ignore_eos: bool) -> None:
         self._context = context
         self._sampler = sampler
         self._eog = context.model.vocab.eog_tokens
@@ -99,7 +100,7 @@ def plain_loop(
     """A loop on a context of its own."""
     with (
         Context(model, n_ctx=n_ctx, n_ubatch=n_ubatch, n_threads=1) as context,
-        SamplerChain(model.vocab) as sampler,
+        Chain(model.vocab) as sampler,
     ):
         if ignore_eos:
             sampler.set_bias(dict.fromkeys(model.vocab.eog_tokens, -math.inf))

@@ -17,8 +17,9 @@ import numpy.typing as npt
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from llamapipe.llama import SamplerChain, Vocab
+from llamapipe.llama import Vocab
 from llamapipe.native.load import LIB_DIR
+from support.chains import Chain
 
 Row = npt.NDArray[np.float32]
 # Around the 32 and 64 lanes of the scans; below and above 128 and 1024 candidates, where llama.cpp sorts differently.
@@ -84,8 +85,8 @@ class Stages:
     frequency: float = 0.0
     presence: float = 0.0
 
-    def build(self, vocab: Vocab, seed: int = 0) -> SamplerChain:
-        chain = SamplerChain(vocab, seed)
+    def build(self, vocab: Vocab, seed: int = 0) -> Chain:
+        chain = Chain(vocab, seed)
         if self.bias:
             chain.set_bias(self.bias)
         chain.set_penalties(self.last_n, self.repeat, self.frequency, self.presence)

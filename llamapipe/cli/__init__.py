@@ -1,8 +1,8 @@
 """The ``llamapipe`` command.
 
-Open ``options`` to change an option of several commands, and the module with a command's name for the others. ``main``
-parses the command line, runs the command and turns errors into one message and an exit status. ``lm_eval`` is another
-program, ``llamapipe-lm-eval``.
+Each command is a module with ``HELP``, ``DESCRIPTION``, ``add_arguments`` and ``run``. Options that several commands
+have are in ``options``. ``main`` parses the command line, runs the command and turns errors into one message and an
+exit status. ``lm_eval`` is another program, ``llamapipe-lm-eval``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
+from types import ModuleType
 from typing import NoReturn
 
 import llamapipe
@@ -108,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
         """Prints the message and exits."""
         found = re.search(r"invalid choice: '([^']*)'", message)
         if found is not None:
-            names = [command.__name__.rpartition(".")[2].replace("_", "-") for command in _COMMANDS]
+            names = [_name(command) for command in _COMMANDS]
             hint = did_you_mean(found[1], names, "commands") or f"; commands: {', '.join(names)}"
             message = f"there is no command {found[1]!r}{hint}"
         self.print_usage(sys.stderr)
@@ -124,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"llamapipe {llamapipe.__version__}")
     parser.set_defaults(command_line=parser)  # for completion
-    common = argparse.ArgumentParser(add_help=False)
+    common = CommandParser(add_help=False)
     common.add_argument(
         "-v", "--verbose", action="store_true", help="llama.cpp's log and Python tracebacks on stderr"
     )
@@ -132,8 +133,24 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
     for command in _COMMANDS:
-        command.add_parser(commands, common)
+        name = _name(command)
+        added = commands.add_parser(
+            name,
+            parents=[common],
+            usage=getattr(command, "USAGE", None),
+            allow_abbrev=False,
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            epilog=getattr(command, "EPILOG", None),
+            formatter_class=HelpFormatter,
+        )
+        command.add_arguments(added)
+        added.set_defaults(run=command.run, parser=added)
     return parser
+
+
+def _name(command: ModuleType) -> str:
+    return command.__name__.rpartition(".")[2].replace("_", "-")
 
 
 def _text(error: Exception) -> str:

@@ -26,20 +26,22 @@ from llamapipe.cli.options import (
     open_engine,
     open_model,
 )
-from llamapipe.cli.parser import HelpFormatter, UsageError
+from llamapipe.cli.parser import UsageError
 from llamapipe.jobs.answers import Answerer, AnswerRequest, check_template
 from llamapipe.jobs.batch import AHEAD
 from llamapipe.jobs.records import STDIN, check_columns, count_records, format_of, read_records
 from llamapipe.jobs.results import is_complete, lines_of, open_output
 from llamapipe.jobs.run import BatchSummary, run_job
 
-_DESCRIPTION = """\
+HELP = "process a file of prompts, conversations or requests"
+USAGE = "llamapipe batch [options] IN -o OUT"
+DESCRIPTION = """\
 Answer every record of a file. Each line of IN is an object with "prompt" or "messages", and options of SamplingParams;
 or a request in OpenAI's batch format (needs the extra server); or, with --template, any columns, also those of a CSV
 or Parquet file.
 OUT gets one line for each record. A record that fails gets a line with "error"; the others are not affected.
 If the job is stopped or killed, run the same command again to continue it: OUT then has every record once."""
-_EPILOG = """\
+EPILOG = """\
 examples:
   llamapipe batch prompts.jsonl -o answers.jsonl --max-tokens 64
   llamapipe batch -m model.gguf reviews.csv -o labels.jsonl --template "Positive or negative? {text}" --temperature 0
@@ -49,20 +51,8 @@ _EVERY_S_IN_LOGS = 60.0
 _MOST_REASONS = 3
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "batch",
-        parents=[common],
-        usage="llamapipe batch [options] IN -o OUT",
-        allow_abbrev=False,
-        help="process a file of prompts, conversations or requests",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument(
         "input",
         type=path_of,
@@ -83,7 +73,7 @@ def add_parser(
         action="append",
         default=[],
         metavar="COLUMN",
-        help="copy a column of IN to OUT; may be repeated",
+        help="copy a column of IN to OUT (repeatable)",
     )
     parser.add_argument(
         "--unordered", action="store_true", help="write results as they finish, not in the order of IN"
@@ -98,7 +88,7 @@ def add_parser(
         action="append",
         default=[],
         metavar="NAME",
-        help="a name that requests in OpenAI's format use for the model; default: the file's name; may be repeated",
+        help="a name that requests in OpenAI's format use for the model (repeatable; default: the file's name)",
     )
     parser.add_argument(
         "--embeddings", type=model_path, metavar="FILE", help="a GGUF file for requests to /v1/embeddings"
@@ -108,7 +98,6 @@ def add_parser(
     )
     add_options(parser, "sampling", [*TEXTS, *SAMPLING], defaults_of(lp.SamplingParams))
     add_engine_options(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,11 +25,13 @@ from llamapipe.cli.options import (
     open_engine,
     open_model,
 )
-from llamapipe.cli.parser import HelpFormatter, UsageError
+from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores
 
-_DESCRIPTION = """\
+HELP = "measure tokens per second and the time to the first token"
+USAGE = "llamapipe bench [options]"
+DESCRIPTION = """\
 Measure a model on this machine: the generated tokens per second of all requests together, and the time to the first
 token, for several numbers of concurrent requests. Prompts are random tokens."""
 _BAR = 32  # characters
@@ -37,19 +39,8 @@ _LOOK_S = 0.2  # at the machine's load
 _BUSY_CORES = 0.5  # that other work uses
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "bench",
-        parents=[common],
-        usage="llamapipe bench [options]",
-        allow_abbrev=False,
-        help="measure tokens per second and the time to the first token",
-        description=_DESCRIPTION,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "--requests",
@@ -66,7 +57,6 @@ def add_parser(
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_engine_options(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

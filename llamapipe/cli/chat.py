@@ -36,14 +36,16 @@ from llamapipe.cli.options import (
     template_file,
     template_problem,
 )
-from llamapipe.cli.parser import HelpFormatter, UsageError, given_text, read_stdin, stdin_is_terminal, utf8
+from llamapipe.cli.parser import UsageError, given_text, read_stdin, stdin_is_terminal, utf8
 
-_DESCRIPTION = """\
+HELP = "hold a conversation with a model"
+USAGE = "llamapipe chat [options] [MESSAGE]"
+DESCRIPTION = """\
 Hold a conversation with a model, or answer one message. Without -m, use the bundled model. Needs the extra 'chat'.
 If standard input is not a terminal and no message is given, each of its lines is a message, or a command such as
 /clear; a backslash at the end continues a line, and \"\"\" begins and ends several. Standard input is not read if a
 message is given."""
-_EPILOG = """\
+EPILOG = """\
 examples:
   llamapipe chat
   llamapipe chat -m model.gguf --system "Answer in one sentence."
@@ -55,20 +57,8 @@ writes the messages as JSON, /load FILE continues from them, /help lists the com
 answer; Ctrl-D quits."""
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "chat",
-        parents=[common],
-        usage="llamapipe chat [options] [MESSAGE]",
-        allow_abbrev=False,
-        help="hold a conversation with a model",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument(
         "message", nargs="?", metavar="MESSAGE", help="answer this and exit; - reads it from stdin"
     )
@@ -88,7 +78,6 @@ def add_parser(
     )
     add_options(parser, "sampling", SAMPLING, {**defaults_of(lp.SamplingParams), "max_tokens": None})
     add_engine_options(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

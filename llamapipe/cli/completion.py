@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 
 from llamapipe.arguments import path_of
-from llamapipe.cli.parser import HelpFormatter
 
-_DESCRIPTION = """\
+HELP = "print a completion script for a shell"
+DESCRIPTION = """\
 Print a script that completes commands and options in a shell. Needs the extra completion.
 
   llamapipe completion bash > ~/.local/share/bash-completion/completions/llamapipe
@@ -17,20 +17,9 @@ Print a script that completes commands and options in a shell. Needs the extra c
 _SHELLS = ("bash", "zsh", "tcsh")
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "completion",
-        parents=[common],
-        allow_abbrev=False,
-        help="print a completion script for a shell",
-        description=_DESCRIPTION,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("shell", choices=_SHELLS, help="bash, zsh or tcsh")
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

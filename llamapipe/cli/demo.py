@@ -23,6 +23,11 @@ from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores
 
+HELP = "show the library in under 20 seconds, offline"
+DESCRIPTION = (
+    "Show what llamapipe does, with the bundled model: concurrent streams side by side, cancelling one "
+    "of them, a burst, and a measured comparison of one request at a time with all at once."
+)
 _N_TOGETHER = 16
 _N_TOKENS = 64
 _N_CTX = 256
@@ -60,18 +65,8 @@ BURST = [
 ]  # fmt: skip
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "demo",
-        parents=[common],
-        allow_abbrev=False,
-        help="show the library in under 20 seconds, offline",
-        description="Show what llamapipe does, with the bundled model: concurrent streams side by side, cancelling one "
-        "of them, a burst, and a measured comparison of one request at a time with all at once.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument(
         "--pace",
         type=float,
@@ -85,7 +80,6 @@ def add_parser(
         metavar="N",
         help="runs to take medians of, if they fit into 8 seconds (%(default)s)",
     )
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

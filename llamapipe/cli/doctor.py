@@ -29,6 +29,12 @@ from llamapipe.host.cpu_load import free_cores, has_run_delay
 from llamapipe.native.backend_packages import installed
 from llamapipe.native.load import build_info, missing_cpu_features
 
+HELP = "check the installation, or whether and how a model runs on this machine"
+DESCRIPTION = (
+    "Check the installation: versions, native build, devices and the bundled model. "
+    "Prints a fix for every problem found and exits with status 1 if there is one. With -m, also tell what a model "
+    "is, how many requests at which context fit into the memory, and how to serve it; no weights are loaded."
+)
 _PROBE_LIMIT_S = 120
 _LOOK_S = 0.2  # at the machine's load
 _REBUILD = (
@@ -47,19 +53,8 @@ _PROBE = (
 )
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "doctor",
-        parents=[common],
-        allow_abbrev=False,
-        help="check the installation, or whether and how a model runs on this machine",
-        description="Check the installation: versions, native build, devices and the bundled model. "
-        "Prints a fix for every problem found and exits with status 1 if there is one. With -m, also tell what a model "
-        "is, how many requests at which context fit into the memory, and how to serve it; no weights are loaded.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument(
         "-m",
         "--model",
@@ -68,7 +63,6 @@ def add_parser(
         help=MODEL_HELP.removesuffix(" (default)"),
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(run=run, parser=parser)
 
 
 def _named_model(text: str) -> tuple[str, Path]:

@@ -20,35 +20,25 @@ from llamapipe.cli.options import (
     number_or_automatic,
     open_model,
 )
-from llamapipe.cli.parser import HelpFormatter, UsageError, read_texts
+from llamapipe.cli.parser import UsageError, read_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_DESCRIPTION = """\
+HELP = "embed texts, or rerank them"
+USAGE = "llamapipe embed [options] [TEXT ...]"
+DESCRIPTION = """\
 Print the embedding of each text as a JSON line, or save all embeddings as an array. With --rerank, print the
 texts in the order of their relevance to a query."""
-_EPILOG = """\
+EPILOG = """\
 examples:
   llamapipe embed -m bge.gguf "a text" "another one"
   llamapipe embed -m bge.gguf --lines -f texts.txt -o vectors.npy
   llamapipe embed -m reranker.gguf --rerank "What is a panda?" --lines -f documents.txt"""
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "embed",
-        parents=[common],
-        usage="llamapipe embed [options] [TEXT ...]",
-        allow_abbrev=False,
-        help="embed texts, or rerank them",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument(
         "texts", nargs="*", metavar="TEXT", help="a text; - (or none, in a pipe) reads it from stdin"
     )
@@ -62,9 +52,7 @@ def add_parser(
         metavar="FILE",
         help="read a text from a file",
     )
-    parser.add_argument(
-        "--lines", action="store_true", help="each line of a file or of stdin is a separate text"
-    )
+    parser.add_argument("--lines", action="store_true", help="take each line of a file or of stdin as a text")
     parser.add_argument(
         "-o", "--output", type=path_of, metavar="FILE.npy", help="save float32 (texts, width) for numpy.load"
     )
@@ -89,7 +77,6 @@ def add_parser(
         help="compute threads (default, and -1: automatic)",
     )
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

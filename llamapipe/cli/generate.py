@@ -28,13 +28,15 @@ from llamapipe.cli.options import (
     open_engine,
     open_model,
 )
-from llamapipe.cli.parser import HelpFormatter, UsageError, read_texts
+from llamapipe.cli.parser import UsageError, read_texts
 from llamapipe.jobs.answers import logprob_records
 
-_DESCRIPTION = (
+HELP = "continue one or more prompts"
+USAGE = "llamapipe generate [options] [PROMPT ...]"
+DESCRIPTION = (
     "Continue one or more prompts. One prompt is streamed; several run concurrently and are printed in order."
 )
-_EPILOG = """\
+EPILOG = """\
 examples:
   llamapipe generate "Once upon a time, a little fox"
   llamapipe generate -m model.gguf --temperature 0 --max-tokens 64 "The capital of France is" "2 + 2 ="
@@ -43,20 +45,8 @@ examples:
 _N_SLOTS = defaults_of(lp.Engine)["n_seq_max"]
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "generate",
-        parents=[common],
-        usage="llamapipe generate [options] [PROMPT ...]",
-        allow_abbrev=False,
-        help="continue one or more prompts",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument(
         "prompts",
         nargs="*",
@@ -74,17 +64,16 @@ def add_parser(
         help="read a prompt from a file",
     )
     parser.add_argument(
-        "--lines", action="store_true", help="each line of a file or of stdin is a separate prompt"
+        "--lines", action="store_true", help="take each line of a file or of stdin as a prompt"
     )
     parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON object per line and prompt, in order; a failed prompt gives an error record",
     )
-    parser.add_argument("--stats", action="store_true", help="tokens and times on stderr at the end")
+    parser.add_argument("--stats", action="store_true", help="print tokens and times on stderr at the end")
     add_options(parser, "sampling", [*TEXTS, *SAMPLING], defaults_of(lp.SamplingParams))
     add_engine_options(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

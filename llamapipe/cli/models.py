@@ -9,21 +9,16 @@ import sys
 from llamapipe.cli._terminal import Terminal
 from llamapipe.hub import cached_models
 
+HELP = "list the models in the Hugging Face Hub's cache"
+DESCRIPTION = (
+    "List the GGUF files in the cache of the Hugging Face Hub, with the text that -m takes. "
+    "Needs the extra hub."
+)
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "models",
-        parents=[common],
-        allow_abbrev=False,
-        help="list the models in the Hugging Face Hub's cache",
-        description="List the GGUF files in the cache of the Hugging Face Hub, with the text that -m takes. "
-        "Needs the extra hub.",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -168,7 +168,8 @@ ENGINE = [
         "n_ctx",
         int,
         "N",
-        "context of each request in tokens, prompt and output; 0: the model's (default: the model's, at most 4096)",
+        "context of each request in tokens, prompt and output together; 0: the model's (default: the model's, at most "
+        "4096)",
         aliases=("-c",),
     ),
     Option("n_seq_max", number_or_automatic, "N", "requests that run at the same time", aliases=("-np",)),
@@ -207,9 +208,9 @@ ENGINE = [
         "batch_invariant",
         bool,
         "",
-        "the same request gives the same text whatever else runs; refuses models whose texts could differ",
+        "give the same text for a request whatever else runs; refuse models whose texts could differ",
     ),
-    Option("overflow", str, "MODE", "when the output fills the context: stop, recompute or shift"),
+    Option("overflow", str, "MODE", "what to do when the output fills the context: stop, recompute or shift"),
     Option("n_keep", int, "N", "tokens at the start that --overflow keeps"),
 ]
 MODEL = [
@@ -219,7 +220,7 @@ MODEL = [
         "kernels",
         str,
         "WHICH",
-        "what computes matrix products on the CPU: auto, llamapipe where it has kernels, or ggml",
+        "kernels for matrix products on the CPU: auto (llamapipe's where it has them) or ggml",
     ),
     Option(
         "packed_cache",
@@ -229,7 +230,7 @@ MODEL = [
         "user's cache; off: nowhere (default)",
     ),
     Option(
-        "rpc", str, "HOST:PORT", "place layers on this `llamapipe rpc-worker`, too (repeatable)", repeats=True
+        "rpc", str, "HOST:PORT", "also place layers on this `llamapipe rpc-worker` (repeatable)", repeats=True
     ),
 ]
 

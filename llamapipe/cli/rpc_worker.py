@@ -14,10 +14,12 @@ from llamapipe.cli.parser import UsageError
 from llamapipe.errors import BackendError
 from llamapipe.rpc import Address, check_host, look_up
 
-_DESCRIPTION = """\
+HELP = "lend this machine's devices to a model elsewhere"
+USAGE = "llamapipe rpc-worker [options]"
+DESCRIPTION = """\
 Lend this machine's devices to a model that runs in another process: its GPUs, or its CPU if it has none. A worker
 serves one process at a time."""
-_EPILOG = """\
+EPILOG = """\
 examples:
   llamapipe rpc-worker --port 50052
   llamapipe generate -m large.gguf --rpc 127.0.0.1:50052 "Once upon a time"
@@ -27,26 +29,18 @@ Connections are neither authenticated nor encrypted: anyone who reaches the port
 memory and devices, and end the worker. Ctrl-C ends it at once. docs/guides/rpc.md says more."""
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "rpc-worker",
-        parents=[common],
-        usage="llamapipe rpc-worker [options]",
-        allow_abbrev=False,
-        help="lend this machine's devices to a model elsewhere",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="listen at this address (127.0.0.1)"
     )
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=50052, metavar="N", help="0 takes a free port (50052)")
+    parser.add_argument(
+        "--port", type=int, default=50052, metavar="N", help="listen on this port; 0: a free one (50052)"
+    )
     parser.add_argument(
         "--allow-network",
         action="store_true",
-        help="listen at an address that other machines can reach: no one is asked for a key there",
+        help="listen at an address that other machines can reach, without asking anyone for a key",
     )
     parser.add_argument(
         "--device",
@@ -67,7 +61,6 @@ def add_parser(
         metavar="DIR",
         help="keep large tensors here, so that they are sent only once",
     )
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

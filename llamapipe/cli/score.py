@@ -19,31 +19,21 @@ from llamapipe.cli.options import (
     open_engine,
     open_model,
 )
-from llamapipe.cli.parser import HelpFormatter, UsageError, read_file, read_stdin, stdin_is_terminal
+from llamapipe.cli.parser import UsageError, read_file, read_stdin, stdin_is_terminal
 
-_DESCRIPTION = """\
+HELP = "print log-probabilities of continuations, or the perplexity of texts"
+USAGE = "llamapipe score [options] PROMPT CONTINUATION ..."
+DESCRIPTION = """\
 Print the log-probability of each continuation of a prompt, the most probable first. With -f, or a text on
 standard input and no arguments, print the perplexity of texts."""
-_EPILOG = """\
+EPILOG = """\
 examples:
   llamapipe score "What does a cow say? A cow says" " moo" " meow"
   llamapipe score -m model.gguf -f book.txt"""
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "score",
-        parents=[common],
-        usage="llamapipe score [options] PROMPT CONTINUATION ...",
-        allow_abbrev=False,
-        help="print log-probabilities of continuations, or the perplexity of texts",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="a prompt and its continuations")
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
@@ -63,7 +53,6 @@ def add_parser(
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_engine_options(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

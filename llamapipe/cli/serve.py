@@ -30,7 +30,7 @@ from llamapipe.cli.options import (
     template_file,
     template_problem,
 )
-from llamapipe.cli.parser import HelpFormatter, UsageError
+from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.reader import parse_head
 from llamapipe.structured.compile import prepare_vocabulary
 
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from llamapipe.server import ServerSettings
     from llamapipe.server.processes import WorkerOptions
 
-_DESCRIPTION = (
+HELP = "serve a model over HTTP"
+USAGE = "llamapipe serve [options]"
+DESCRIPTION = (
     "Serve a model over HTTP to clients of OpenAI's and Anthropic's APIs. Without -m, use the bundled model."
 )
-_EPILOG = """\
+EPILOG = """\
 examples:
   llamapipe serve
   llamapipe serve -m model.gguf --n-seq-max 32 --n-ctx 8192
@@ -58,20 +60,8 @@ The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md show
 _SWITCH_S = 0.0005
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "serve",
-        parents=[common],
-        usage="llamapipe serve [options]",
-        allow_abbrev=False,
-        help="serve a model over HTTP",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "--embeddings", type=model_path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
@@ -86,7 +76,7 @@ def add_parser(
         "--tool-calls",
         choices=("lenient", "strict"),
         default="lenient",
-        help="lenient: an answer of plain JSON that names a given tool is a call, too; strict: only what the template "
+        help="lenient: also take plain JSON that names a given tool as a call; strict: only what the template "
         "marks (default: lenient)",
     )
     server = parser.add_argument_group("server")
@@ -149,7 +139,7 @@ def add_parser(
         "--max-text-characters",
         type=int,
         metavar="N",
-        help="characters of a text or conversation that cannot fit the context; a longer one is refused before it is "
+        help="refuse longer texts and conversations, which cannot fit the context, before they are "
         "tokenized (default: 1048576)",
     )
     server.add_argument(
@@ -159,13 +149,13 @@ def add_parser(
         "--max-bodies-bytes",
         type=int,
         metavar="N",
-        help="all bodies of requests without an answer; more are answered 503 (default: 67108864)",
+        help="total size of the bodies of unanswered requests; more are answered 503 (default: 67108864)",
     )
     server.add_argument(
         "--max-connections-per-address",
         type=int,
         metavar="N",
-        help="connections of one address; the next one takes the place of an idle one; 0: any number (default: 1024)",
+        help="connections of one address; the next one replaces an idle one; 0: any number (default: 1024)",
     )
     server.add_argument(
         "--head-timeout",
@@ -209,7 +199,6 @@ def add_parser(
     server.add_argument("--worker", type=_worker_options, help=argparse.SUPPRESS)  # what a worker is told
     _add_kv_events(parser)
     add_engine_options(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def _add_kv_events(parser: argparse.ArgumentParser) -> None:

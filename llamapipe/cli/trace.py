@@ -25,13 +25,15 @@ from llamapipe.cli.options import (
     open_engine,
     open_model,
 )
-from llamapipe.cli.parser import HelpFormatter, UsageError
+from llamapipe.cli.parser import UsageError
 
-_DESCRIPTION = (
+HELP = "record the timeline of an engine"
+USAGE = "llamapipe trace [options]"
+DESCRIPTION = (
     "Run requests through an engine and record its timeline: as .json for https://ui.perfetto.dev, or as a picture, "
     ".svg."
 )
-_EPILOG = """\
+EPILOG = """\
 examples:
   llamapipe trace                                   # the bundled model, trace.json and trace.svg
   llamapipe trace --rows 128 --n-threads 1          # rows that numpy reads while the next step is computed
@@ -43,20 +45,8 @@ _DEPTH = [
 _DRAWN = 6  # steps in the picture
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "trace",
-        parents=[common],
-        usage="llamapipe trace [options]",
-        allow_abbrev=False,
-        help="record the timeline of an engine",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "-o",
@@ -88,7 +78,6 @@ def add_parser(
         MODEL,
         defaults_of(lp.Model),
     )
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,29 +20,20 @@ from llamapipe.cli.options import (
     open_engine,
     open_model,
 )
-from llamapipe.cli.parser import HelpFormatter, UsageError
+from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
 
-_DESCRIPTION = """\
+HELP = "find the fastest number of threads and slots, and KV types"
+USAGE = "llamapipe tune [options]"
+DESCRIPTION = """\
 Measure compute threads, the number of slots and the types of the KV cache for a model on this machine. Print the
 fastest constructor call. Run it while nothing else runs."""
 # Less is noise, and the smaller number costs less memory or leaves cores to others.
 _GAIN = 1.05
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "tune",
-        parents=[common],
-        usage="llamapipe tune [options]",
-        allow_abbrev=False,
-        help="find the fastest number of threads and slots, and KV types",
-        description=_DESCRIPTION,
-        formatter_class=HelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument(
         "-c",
@@ -62,7 +53,6 @@ def add_parser(
         "-n", "--max-tokens", type=int, default=32, metavar="N", help="tokens to generate (default: 32)"
     )
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
+from llamapipe.llama.fim import FimExtra, FimOrder, fim_prompt, fim_text
 from llamapipe.llama.loading import Progress, is_loading, load, mapping_guard
 from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
@@ -354,6 +355,31 @@ class Model(NotCopyable):
     def is_eog(self, token: SupportsIndex) -> bool:
         """True if the token ends generation; see ``Vocab.is_eog``."""
         return self.vocab.is_eog(token)
+
+    def tokenize_fim(
+        self,
+        prefix: str,
+        suffix: str,
+        *,
+        extra: FimExtra = (),
+        filename: str | None = None,
+        order: FimOrder = "psm",
+        n_max: int | None = None,
+    ) -> list[int]:
+        """The tokens of a prompt that asks the model for the text between ``prefix`` and ``suffix``.
+
+        ``extra``: other files, ``(filename, text)``, the most important last. ``filename``: that of the text.
+        ``order``: ``"psm"`` writes the prefix first, ``"spm"`` the suffix; most models were trained with the first.
+        ``n_max``: at most so many tokens; the beginning of the prefix, the end of the suffix and whole other files are
+        left out, in steps of up to 256 tokens, so that the prompts of a moving cursor begin alike. Names of control
+        tokens in the texts stay text.
+
+        Any thread. Raises InvalidRequestError for a model without tokens for this and an ``n_max`` that is too small;
+        TypeError, ValueError.
+        """
+        self.handle  # noqa: B018
+        text = fim_text(prefix, suffix, extra, filename, order)
+        return fim_prompt(self.vocab, text, n_max).tokens
 
     @cached_property
     def metadata(self) -> dict[str, str]:

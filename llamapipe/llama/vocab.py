@@ -27,11 +27,16 @@ _LONG_BYTES = 2**12  # take so long that the interpreter's exit should wait
 
 
 class FimTokens(NamedTuple):
-    """The tokens before a prefix, a suffix and the text between them, which a model fills in."""
+    """The tokens before a prefix, a suffix and the text between them, which a model fills in.
+
+    ``repository``, ``file``: the tokens before the names of a project and of each of its files; None if there are none.
+    """
 
     prefix: int
     suffix: int
     middle: int
+    repository: int | None = None
+    file: int | None = None
 
 
 class Vocab(NotCopyable):
@@ -72,7 +77,10 @@ class Vocab(NotCopyable):
             lib.llama_vocab_fim_suf(handle),
             lib.llama_vocab_fim_mid(handle),
         )
-        self.fim_tokens: FimTokens | None = FimTokens(*fim) if min(fim) >= 0 else None
+        self.fim_tokens: FimTokens | None = None
+        if min(fim) >= 0:
+            more = lib.llama_vocab_fim_rep(handle), lib.llama_vocab_fim_sep(handle)
+            self.fim_tokens = FimTokens(*fim, *map(self._optional, more))
         self._written: dict[int, bytes] = {}
         self._longest: int | None = None  # bytes of the longest token; 0: no limit is known
         self.eog_tokens: frozenset[int] = frozenset(

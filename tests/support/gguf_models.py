@@ -32,11 +32,12 @@ def not_causal_model(path: Path) -> Path:
     return path
 
 
-def infilling_model(path: Path) -> Path:
-    """The bundled model with three of its tokens as those for filling in the middle."""
+def infilling_model(path: Path, with_files: bool = False) -> Path:
+    """The bundled model with three of its tokens as those for filling in the middle; five of them ``with_files``."""
     document, _ = unpack(demo_model_path().read_bytes())
-    for name, token in (("pre", 2397), ("suf", 2398), ("mid", 2399)):
-        document.put(f"tokenizer.ggml.fim_{name}_token_id", 4, token)
+    names = ("mid", "suf", "pre", "rep", "sep")
+    for i, name in enumerate(names if with_files else names[:3]):
+        document.put(f"tokenizer.ggml.fim_{name}_token_id", 4, 2399 - i)
     path.write_bytes(document.pack())
     return path
 

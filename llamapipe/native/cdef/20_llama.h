@@ -93,6 +93,8 @@ bool llama_vocab_get_add_sep(const struct llama_vocab * vocab);
 llama_token llama_vocab_fim_pre(const struct llama_vocab * vocab);
 llama_token llama_vocab_fim_suf(const struct llama_vocab * vocab);
 llama_token llama_vocab_fim_mid(const struct llama_vocab * vocab);
+llama_token llama_vocab_fim_rep(const struct llama_vocab * vocab);
+llama_token llama_vocab_fim_sep(const struct llama_vocab * vocab);
 
 uint32_t llama_n_ctx(const struct llama_context * ctx);
 uint32_t llama_n_ctx_seq(const struct llama_context * ctx);

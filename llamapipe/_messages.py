@@ -41,6 +41,7 @@ _MAIN_GPU = "only Python has it: lp.Model(path, main_gpu=N)"
 _AT_START = "the model is chosen when the server starts, with -m"
 _N_CTX = "leave it out: --n-ctx sets it when the server starts"
 _OURS = "use /model_info"
+_OLLAMA = "start the server with --ollama"
 
 # By the place of a name: advice, or names here, the first of which that the place knows is meant.
 INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
@@ -163,16 +164,19 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     },
     # Paths of Ollama's server, then of llama-server.
     "paths": {
-        "/api/chat": "use /v1/chat/completions",
-        "/api/generate": "use /v1/completions",
-        "/api/embed": "use /v1/embeddings",
-        "/api/embeddings": "use /v1/embeddings",
-        "/api/tags": "use /v1/models",
-        "/api/ps": _OURS,
-        "/api/show": _OURS,
-        "/api/version": _OURS,
+        "/api/chat": f"{_OLLAMA}; or use /v1/chat/completions",
+        "/api/generate": f"{_OLLAMA}; or use /v1/completions",
+        "/api/embed": f"{_OLLAMA}; or use /v1/embeddings",
+        "/api/embeddings": f"{_OLLAMA}; or use /v1/embeddings",
+        "/api/tags": f"{_OLLAMA}; or use /v1/models",
+        "/api/ps": f"{_OLLAMA}; or use /model_info",
+        "/api/show": f"{_OLLAMA}; or use /model_info",
+        "/api/version": f"{_OLLAMA}; or use /model_info",
         "/api/pull": _AT_START,
+        "/api/delete": _AT_START,
+        "/api/copy": "--alias gives a model another name when the server starts",
         "/api/create": _AT_START,
+        "/api/push": "upload files with the program of the Hugging Face Hub",
         # These two exist there with and without /v1, and the answers differ. So they are no aliases here.
         "/completions": "use /v1/completions",
         "/embeddings": "use /v1/embeddings",

@@ -1187,8 +1187,20 @@ class Engine(NotCopyable):
             continue_last,
             truncation=truncation,
         )
+        return self._astream_chat(messages, params, asked, timeout, block)
+
+    def _astream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None,
+        asked: ChatOptions,
+        timeout: float | None,
+        block: bool,
+        before: Sequence[int] = (),
+    ) -> AsyncChatStream:
+        """``astream_chat``. ``before``: tokens that precede the prompt; see ``ChatBuilder.item``."""
         options = call_options(timeout, block, operation="chat")
-        build = partial(self._chat_builder.item, messages, params, asked)
+        build = partial(self._chat_builder.item, messages, params, asked, before)
         open_stream = partial(self._open_astream, options=options)
         if not is_long_chat(messages, params, asked):
             return AsyncChatStream(build(), open_stream)

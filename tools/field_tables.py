@@ -19,6 +19,8 @@ from llamapipe.server.chat import ChatRequest
 from llamapipe.server.completions import CompletionRequest, Streamed
 from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest
 from llamapipe.server.fields import Fate, Only, Unused, fates, inner_types
+from llamapipe.server.ollama import ChatRequest as OllamaChatRequest
+from llamapipe.server.ollama import EmbedRequest, GenerateRequest, Generates, Options
 from llamapipe.server.responses import ResponsesRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "server.md"
@@ -33,6 +35,11 @@ _TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ..
     ("`/v1/messages`", MessagesRequest, None),
     ("`/v1/embeddings`", EmbeddingRequest, None),
     ("`/v1/rerank`", RerankRequest, None),
+    ("`/api/chat` and `/api/generate`", Generates, None),
+    ("`options` of `/api/chat` and `/api/generate`", Options, None),
+    ("`/api/chat` also", OllamaChatRequest, Generates),
+    ("`/api/generate` also", GenerateRequest, Generates),
+    ("`/api/embed`", EmbedRequest, None),
 )
 
 
@@ -64,7 +71,7 @@ def _table(title: str, kind: type[msgspec.Struct], base: type[msgspec.Struct] | 
 
 
 def _all(kind: type[msgspec.Struct], place: str = "") -> Iterator[tuple[str, Fate]]:
-    inner = inner_types(kind)
+    inner = {name: found for name, found in inner_types(kind).items() if found is not Options}  # has a table
     for name, fate in fates(kind).items():
         if name in inner and fate is None:
             yield from _all(inner[name], f"{place}{name}.")

@@ -131,9 +131,18 @@ class ChatBuilder:
                 raise named(e, index) from None
         return items, False
 
-    def item(self, messages: Conversation, params: SamplingParams | None, options: ChatOptions) -> ChatItem:
-        """One conversation, checked. Raises TypeError, ValueError, InvalidRequestError, ImportError."""
-        from llamapipe.chat.messages import check_messages, kept_messages
+    def item(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None,
+        options: ChatOptions,
+        before: Sequence[int] = (),
+    ) -> ChatItem:
+        """One conversation, checked. Raises TypeError, ValueError, InvalidRequestError, ImportError.
+
+        ``before``: tokens of what was said earlier, which precede the prompt; the oldest are left out as turns are.
+        """
+        from llamapipe.chat.messages import check_messages, kept_messages, kept_tokens
         from llamapipe.chat.tools import allowed_tools, check_tool_choice, check_tools
 
         if params is None:
@@ -164,6 +173,12 @@ class ChatBuilder:
                 check_messages(messages), lambda some: len(render(some)), n_ctx, params.max_tokens
             )
         tokens = render(messages, continue_last=continued, n_ctx=n_ctx)
+        if before:
+            bos = self._model.vocab.bos
+            tokens = tokens[1:] if bos is not None and tokens[:1] == [bos] else tokens
+            if options.truncation == "auto":
+                before = kept_tokens(before, len(tokens), n_ctx, params.max_tokens)
+            tokens = [*before, *tokens]
         if options.response_format is not None:
             if any(getattr(params, name) is not None for name in CONSTRAINTS):
                 raise InvalidRequestError(

@@ -211,7 +211,7 @@ def kept_messages(
     Room is needed for ``max_tokens``, at most a quarter of ``n_ctx``. The system messages at the beginning and the last
     turn stay; if they alone fill the context, nothing is dropped. ``n_tokens``: counts the tokens of a prompt.
     """
-    n_free = n_ctx // 4 if max_tokens is None else max(min(max_tokens, n_ctx // 4), 1)
+    n_free = _room(n_ctx, max_tokens)
     n_head = next(
         (i for i, message in enumerate(messages) if message.get("role") not in _SYSTEM), len(messages)
     )
@@ -234,6 +234,19 @@ def kept_messages(
         if n + n_free <= n_ctx:
             return kept
     return kept if n < n_ctx else messages
+
+
+def kept_tokens(before: Sequence[int], n_prompt: int, n_ctx: int, max_tokens: int | None) -> Sequence[int]:
+    """The tokens before a prompt, without the oldest ones if they leave too little room: as ``kept_messages``."""
+    if len(before) + n_prompt + _room(n_ctx, max_tokens) <= n_ctx:
+        return before
+    n_kept = max(n_ctx // 2 - n_prompt, 0)
+    return before[len(before) - n_kept :]
+
+
+def _room(n_ctx: int, max_tokens: int | None) -> int:
+    """The tokens that are kept free for an answer."""
+    return n_ctx // 4 if max_tokens is None else max(min(max_tokens, n_ctx // 4), 1)
 
 
 def _turns(messages: list[MessageT]) -> list[list[MessageT]]:

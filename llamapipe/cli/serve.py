@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 HELP = "serve a model over HTTP"
 USAGE = "llamapipe serve [options]"
 DESCRIPTION = (
-    "Serve a model over HTTP to clients of OpenAI's and Anthropic's APIs. Without -m, use the bundled model."
+    "Serve a model over HTTP to clients of OpenAI's, Anthropic's and Ollama's APIs. Without -m, use the bundled "
+    "model."
 )
 EPILOG = """\
 examples:
@@ -55,6 +56,7 @@ examples:
 After SIGTERM or Ctrl-C the server finishes running requests and exits. A second signal cancels them.
 With --workers, SIGHUP replaces the workers one by one; the new ones read the model and the other files again.
 The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md shows."""
+_SAME_PORT = -1
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
 # several times a step; with Python's 5 ms, a long chat that is read meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
@@ -191,6 +193,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--no-page", action="store_true", help="do not serve the page at /")
     server.add_argument(
+        "--ollama",
+        type=int,
+        nargs="?",
+        const=_SAME_PORT,
+        metavar="PORT",
+        help="serve Ollama's API, too; with a number, also on that port, which its clients expect to be 11434",
+    )
+    server.add_argument(
         "--workers",
         type=_workers,
         metavar="N",
@@ -227,6 +237,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(with_option_name(str(error))) from error
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
+    has_second_port = args.ollama not in (None, _SAME_PORT)
+    if has_second_port and not 0 <= args.ollama <= 65535:
+        raise UsageError(f"--ollama is {args.ollama}; a port is from 0 to 65535")
+    if has_second_port and args.workers is not None:
+        raise UsageError(f"--ollama PORT and --workers do not go together: use --ollama --port {args.ollama}")
     events = _kv_events(args, settings)
     if events and (args.worker is not None or args.workers is not None):
         raise UsageError(
@@ -237,10 +252,15 @@ def run(args: argparse.Namespace) -> int:
         return _run_worker(args, settings)
     if args.workers is not None:
         return _supervise(args, settings)
-    with listening_socket(args.host, args.port) as sock, _served(args, events) as (engine, embedder):
+    with ExitStack() as stack:
+        sock = stack.enter_context(listening_socket(args.host, args.port))
+        more = []
+        if has_second_port:
+            more.append(stack.enter_context(listening_socket(args.host, args.ollama, "--ollama")))
+        engine, embedder = stack.enter_context(_served(args, events))
         model = engine.model
-        announce(settings, sock, model.path.stem, template_problem(model) is None, events=engine.kv_events)
-        run_server(engine, sock, settings, embedder)
+        announce(settings, sock, model.path.stem, template_problem(model) is None, 0, engine.kv_events, *more)
+        run_server(engine, sock, settings, embedder, more)
     return 0
 
 
@@ -371,6 +391,7 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "timeout_s": args.timeout,
         "strict": args.strict,
         "page": not args.no_page,
+        "ollama": args.ollama is not None,
     }
     seconds = {
         "head_timeout_s": args.head_timeout,
@@ -430,7 +451,7 @@ llamapipe serves {model} at {url}{workers}
   client = OpenAI(base_url="{url}/v1", api_key="{key}")
 {call}
 
-{page}{events}Press Ctrl-C to stop the server."""
+{ollama}{page}{events}Press Ctrl-C to stop the server."""
 _CHAT = """\
   answer = client.chat.completions.create(
       model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
@@ -440,7 +461,7 @@ _COMPLETION = """\
   print(answer.choices[0].text)"""
 
 
-def listening_socket(host: str, port: int) -> socket:
+def listening_socket(host: str, port: int, option: str = "--port") -> socket:
     """A socket that listens on the address. Raises OSError, which names the option to change."""
     from llamapipe.server import bound_socket
 
@@ -450,12 +471,13 @@ def listening_socket(host: str, port: int) -> socket:
         raise OSError(f"--host {host} is not a valid address: {error.strerror}") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise OSError(f"{host}:{port} is in use; choose another port with --port") from error
+            who = "; is Ollama running? Stop it, or" if option == "--ollama" else ";"
+            raise OSError(f"{host}:{port} is in use{who} choose another port with {option}") from error
         if error.errno == errno.EADDRNOTAVAIL:
             raise OSError(f"--host {host} is not an address of this machine") from error
         if error.errno == errno.EACCES:
             raise OSError(
-                f"port {port} needs root privileges; choose a port of 1024 or higher with --port"
+                f"port {port} needs root privileges; choose a port of 1024 or higher with {option}"
             ) from error
         raise
 
@@ -489,10 +511,11 @@ def announce(
     can_chat: bool,
     n_workers: int = 0,
     events: lp.KvEvents | None = None,
+    *more: socket,
 ) -> None:
-    """Tells where the server is, and shows a request that it answers."""
-    host, port = sock.getsockname()[:2]
-    url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
+    """Tells where the server is, and shows a request that it answers. ``more``: where Ollama's clients find it."""
+    host = sock.getsockname()[0]
+    url = _url(sock)
     model = (settings.model_names or (stem,))[0]
     print(
         _ANNOUNCEMENT.format(
@@ -502,6 +525,7 @@ def announce(
             call=(_CHAT if can_chat else _COMPLETION).format(model=model),
             workers=f" with {n_workers} worker{'s' * (n_workers > 1)}" if n_workers else "",
             page=f"In a browser: {url}    " if settings.page else "",
+            ollama=f"For Ollama's clients: OLLAMA_HOST={_url([*more, sock][0])}\n" if settings.ollama else "",
             events=_where(events),
         ),
         flush=True,
@@ -511,6 +535,11 @@ def announce(
             f"llamapipe: {host} can be reached from other machines, and no API key is required",
             file=sys.stderr,
         )
+
+
+def _url(sock: socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://{'[' + host + ']' if ':' in host else host}:{port}"
 
 
 def _where(events: lp.KvEvents | None) -> str:

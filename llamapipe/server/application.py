@@ -31,8 +31,8 @@ from llamapipe._messages import instead_of, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.host.memory import return_freed_memory
-from llamapipe.server import anthropic, chat, completions, embeddings, page, responses, system, tokens
-from llamapipe.server.endpoint import Endpoint, Exchange, get, post
+from llamapipe.server import anthropic, chat, completions, embeddings, ollama, page, responses, system, tokens
+from llamapipe.server.endpoint import Endpoint, Exchange, LineStream, get, post
 from llamapipe.server.errors import ApiError
 from llamapipe.server.generation import check_template_args, refuse_long_chat
 from llamapipe.server.guard import BodyBudget, Guard
@@ -251,7 +251,11 @@ def app(
     application = Starlette(
         routes=[
             Route(path, endpoint, methods=[endpoint.method])
-            for endpoint in (*ROUTES, *(PAGE_ROUTES if state.settings.page else ()))
+            for endpoint in (
+                *ROUTES,
+                *(OLLAMA_ROUTES if state.settings.ollama else ()),
+                *(PAGE_ROUTES if state.settings.page else ()),
+            )
             for path in (endpoint.path, *endpoint.aliases)
         ],
         middleware=[Middleware(_WithoutSlash), Middleware(Guard, state=state)],
@@ -331,6 +335,28 @@ ROUTES = (
     ),
     get("/metrics", system.metrics, "Metrics for Prometheus.", media="text/plain"),
     get("/openapi.json", system.openapi),
+)
+_LINES = LineStream.media_type
+OLLAMA_ROUTES = (
+    post(
+        "/api/chat",
+        ollama.chat,
+        ollama.ChatRequest,
+        "Answer a conversation, as Ollama.",
+        _GENERATES,
+        (),
+        _LINES,
+    ),
+    post(
+        "/api/generate", ollama.generate, ollama.GenerateRequest, "Answer a prompt.", _GENERATES, (), _LINES
+    ),
+    post("/api/embed", ollama.embed, ollama.EmbedRequest, "Embed texts."),
+    post("/api/embeddings", ollama.old_embeddings, ollama.OldEmbedRequest, "Embed a text."),
+    post("/api/show", ollama.show, ollama.ShowRequest, "What a model is and can do."),
+    get("/api/tags", ollama.tags, "The models that are served."),
+    get("/api/ps", ollama.loaded_models, "The models that are loaded."),
+    get("/api/version", ollama.version, "The version of this API."),
+    get("/", ollama.root, has_key=False),
 )
 PAGE_ROUTES = (
     get("/", page.page, has_key=False),

@@ -19,6 +19,8 @@ from llamapipe.server.generation import Prompt
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from llamapipe.embedding import Embedder
+
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/embeddings``. ``truncate``: cut texts that are too long for the model."""
@@ -48,32 +50,11 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
     """Embeds one text or several, given as text or as tokens."""
     embedder, model = exchange.server.check_embedder(request.model)
-    n = embedder.n_embd
-    wanted = n if request.dimensions is None else request.dimensions
-    if not 1 <= wanted <= n:
-        raise ApiError(400, f"dimensions is {wanted}; this model has {n}", "dimensions")
-    if embedder.pooling in ("none", "rank"):
-        raise ApiError(
-            400, f"this model has pooling {embedder.pooling!r}; it has no single vector for a text", "model"
-        )
     if request.input == []:
         raise ApiError(400, "input is empty; give at least one text", "input")
-    given: Any = request.input
-    _refuse_long(exchange, "input", given)
-    try:
-        tokens = await exchange.server.in_thread(
-            partial(embedder.tokens, truncate=request.truncate), given, size=size_of(given)
-        )
-        rows = await embedder.aembed(tokens, normalize=wanted == n)
-    except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), "input", _code(e)) from None
-    vectors = np.asarray(rows)
-    if wanted < n:
-        vectors = vectors[:, :wanted] / np.maximum(
-            np.linalg.norm(vectors[:, :wanted], axis=1, keepdims=True), 1e-12
-        )
-    n_tokens = sum(map(len, tokens))
-    exchange.count(n_tokens, 0)
+    vectors, n_tokens = await embedded(
+        exchange, embedder, "input", request.input, request.dimensions, request.truncate
+    )
     as_text = request.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": _base64(row) if as_text else row.tolist()}
@@ -81,6 +62,45 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
     ]
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     return JsonResponse({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+async def embedded(
+    exchange: Exchange,
+    embedder: Embedder,
+    name: str,
+    given: Any,
+    dimensions: int | None,
+    truncate: bool,
+    normalize: bool = True,
+) -> tuple[npt.NDArray[np.float32], int]:
+    """The vectors of texts, and the number of their tokens. Raises ApiError 400.
+
+    ``name``: the field that holds them. ``dimensions``: cut the vectors after so many numbers.
+    """
+    n = embedder.n_embd
+    wanted = n if dimensions is None else dimensions
+    if not 1 <= wanted <= n:
+        raise ApiError(400, f"dimensions is {wanted}; this model has {n}", "dimensions")
+    if embedder.pooling in ("none", "rank"):
+        raise ApiError(
+            400, f"this model has pooling {embedder.pooling!r}; it has no single vector for a text", "model"
+        )
+    _refuse_long(exchange, name, given)
+    try:
+        tokens = await exchange.server.in_thread(
+            partial(embedder.tokens, truncate=truncate), given, size=size_of(given)
+        )
+        rows = await embedder.aembed(tokens, normalize=normalize and wanted == n)
+    except (TypeError, ValueError) as e:
+        raise ApiError(400, str(e), name, _code(e)) from None
+    vectors = np.asarray(rows)
+    if wanted < n:
+        vectors = vectors[:, :wanted]
+        if normalize:
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    n_tokens = sum(map(len, tokens))
+    exchange.count(n_tokens, 0)
+    return vectors, n_tokens
 
 
 async def rerank(exchange: Exchange, request: RerankRequest) -> Response:

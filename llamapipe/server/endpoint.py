@@ -268,13 +268,20 @@ def event(value: object, name: str | None = None) -> bytes:
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
+def line(value: object) -> bytes:
+    """A value as a line of a stream of JSON."""
+    return _encode(value) + b"\n"
+
+
 def error_event(error: BaseException, dialect: Dialect) -> bytes:
-    """The event for an error that occurs after the stream has begun."""
+    """The event, or Ollama's line, for an error that occurs after the stream has begun."""
     answer = api_error(error)
     if answer is None:
         _log.error("a stream failed", exc_info=error)
         answer = ApiError(500, f"the server failed: {type(error).__name__}")
     log_unexpected(error, "a stream was")
+    if dialect == "ollama":
+        return line(answer.body(dialect))
     return event(answer.body(dialect), "error" if dialect == "anthropic" else None)
 
 
@@ -340,6 +347,12 @@ class EventStream(StreamingResponse):
                 beat.is_sending = True
                 await part(error_event(e, exchange.dialect))
         await send({"type": "http.response.body", "body": b""})
+
+
+class LineStream(EventStream):
+    """The same for lines of JSON, which have no comments: ``ping`` is a line that changes nothing."""
+
+    media_type = "application/x-ndjson"
 
 
 class _Heartbeat:
@@ -420,7 +433,8 @@ class Endpoint:
     checked and the limits apply. ``aliases``: further paths.
 
     For the OpenAPI document, which leaves out a route without ``summary``: ``more_statuses``, besides those that every
-    route has; ``body``: the type of the request's; ``media``: the type of the answer's.
+    route has; ``body``: the type of the request's; ``media``: the type of the answer's, and ``stream_media`` of one
+    that is streamed.
     """
 
     def __init__(
@@ -434,6 +448,7 @@ class Endpoint:
         media: str = "application/json",
         has_key: bool = True,
         aliases: tuple[str, ...] = (),
+        stream_media: str = EventStream.media_type,
     ) -> None:
         self.method = method
         self.path = path
@@ -444,6 +459,7 @@ class Endpoint:
         self.media = media
         self.has_key = has_key
         self.aliases = aliases
+        self.stream_media = stream_media
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.method} {self.path}>"
@@ -517,6 +533,8 @@ def post(
     summary: str,
     more_statuses: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
+    stream_media: str = EventStream.media_type,
+    method: str = "POST",
 ) -> Endpoint:
     """A route whose handler gets the decoded body; see ``Endpoint``."""
     decoder = msgspec.json.Decoder(body)
@@ -524,7 +542,9 @@ def post(
     async def decoded(exchange: Exchange) -> Response:
         return await handler(exchange, exchange.decode(decoder))
 
-    return Endpoint("POST", path, decoded, summary, more_statuses, body, aliases=aliases)
+    return Endpoint(
+        method, path, decoded, summary, more_statuses, body, aliases=aliases, stream_media=stream_media
+    )
 
 
 def _logged(error: Exception, what: str, request_id: str) -> ApiError:

@@ -152,7 +152,8 @@ def mismatch(message: str, kind: Any) -> ApiError:
         found = pattern.search(message)
         if found:
             field = f"{path}.{found.group(1)}" if path else found.group(1)
-            hint = _hint(field, kind) if what == "unknown" and not path else ""
+            inner = inner_types(kind).get(path) if path else kind
+            hint = _hint(found.group(1), inner) if what == "unknown" and inner is not None else ""
             return ApiError(400, f"{what} field: {field}{hint}", field, f"{what}_field")
     return ApiError(400, f"{path}: {text}" if path else text, path or None, "invalid_value")
 

@@ -211,7 +211,8 @@ def check_template_args(names: Iterable[str]) -> None:
 class ChatJob:
     """One conversation with its params: answered as a whole, or as one stream for each choice.
 
-    ``constraint_field``: the field of the request that holds the format of the answer, if one does.
+    ``constraint_field``: the field of the request that holds the format of the answer, if one does. ``before``: tokens
+    that precede the prompt of a stream.
     ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
     returned. ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
     """
@@ -224,6 +225,7 @@ class ChatJob:
         options: ChatOptions,
         constraint_field: str | None = None,
         is_empty: bool = False,
+        before: Sequence[int] = (),
     ) -> None:
         total_choices(exchange.server, params.n)
         if options.truncation == "error":
@@ -233,7 +235,8 @@ class ChatJob:
         self._timeout = exchange.server.settings.timeout_s
         self._messages = messages
         self._params = params
-        self._options = options._asdict()
+        self._options = options
+        self._before = before
         self._constraint = constraint_field
         self.is_empty = is_empty
         self.n_prompt_tokens = self.n_cached_tokens = 0
@@ -245,7 +248,7 @@ class ChatJob:
     async def complete(self) -> ChatCompletion:
         """The answer, when all choices are complete."""
         answer = self._engine.achat(
-            self._messages, self._params, timeout=self._timeout, block=False, **self._options
+            self._messages, self._params, timeout=self._timeout, block=False, **self._options._asdict()
         )
         try:
             done = await self._exchange.await_engine(answer)
@@ -258,9 +261,13 @@ class ChatJob:
     async def prompt_tokens(self) -> list[int]:
         """The prompt's tokens, as the engine computes them."""
         build = self._engine._chat_builder.item  # turns may be dropped there
-        options = ChatOptions(**self._options)
         made = await self._exchange.server.in_thread(
-            build, self._messages, self._params, options, size=size_of(self._messages)
+            build,
+            self._messages,
+            self._params,
+            self._options,
+            self._before,
+            size=size_of(self._messages),
         )
         return made.item.tokens
 
@@ -272,8 +279,8 @@ class ChatJob:
         params = replace(self._params, n=1)
         if params.seed is not None:
             params = replace(params, seed=(params.seed + i) % 2**64)
-        stream = self._engine.astream_chat(
-            self._messages, params, timeout=self._timeout, block=False, **self._options
+        stream = self._engine._astream_chat(
+            self._messages, params, self._options, self._timeout, block=False, before=self._before
         )
         try:
             async with stream:

@@ -69,7 +69,7 @@ def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
         reference = {"$ref": _REF.format(name=endpoint.body.__name__)}
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
         if "stream" in endpoint.body.__struct_fields__:
-            made["responses"]["200"]["content"]["text/event-stream"] = {}
+            made["responses"]["200"]["content"][endpoint.stream_media] = {}
     if names := _PARAMETER.findall(path):
         made["parameters"] = [
             {"in": "path", "name": name, "required": True, "schema": {"type": "string"}} for name in names

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -213,12 +213,16 @@ def run_server(
     sock: socket.socket,
     settings: ServerSettings | None = None,
     embedder: Embedder | None = None,
+    more_sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serves an engine on a socket until SIGTERM or Ctrl-C. For the main thread; engine and embedder stay open."""
+    """Serves an engine on a socket until SIGTERM or Ctrl-C. For the main thread; engine and embedder stay open.
+
+    ``more_sockets``: serve these, too; they listen on the same address.
+    """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server = _server(_Uvicorn, engine, settings, embedder)
     server.state.bound_to = _host_of(sock)
-    server.run(sockets=[sock])
+    server.run(sockets=[sock, *more_sockets])
 
 
 def run_worker(

@@ -70,8 +70,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     whitespace_pattern: Annotated[str | None, Only(instead=_COMPACT)] = None
 
 
-class Constrained(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that hold a format of the answer; at most one of them may be given."""
+class Formats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The formats of an answer by their names here."""
 
     grammar: str | None = None
     json_schema: dict[str, Any] | str | None = None
@@ -79,6 +79,11 @@ class Constrained(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lark: str | None = None
     choice: list[str] | None = None
     json_whitespace: Literal["compact", "flexible"] | None = None
+
+
+class Constrained(Formats, kw_only=True):
+    """The fields that hold a format of the answer; at most one of them may be given."""
+
     response_format: ResponseFormat | None = None
     # vLLM's names, and SGLang's.
     structured_outputs: StructuredOutputs | None = None
@@ -166,7 +171,8 @@ _TYPES: dict[Kind, Any] = {
     Kind.BIASES: dict[str, float] | None,  # by token id or text
 }
 _IN_CONSTRAINED = frozenset(Constrained.__struct_fields__)
-_FROM_TABLE = [
+# The fields of a request's type that the table gives, for ``defstruct``; the formats are ``Formats``.
+FROM_TABLE = [
     (name, _TYPES[option.kind], None)
     for option in OPTIONS
     for name in option.wire
@@ -186,7 +192,7 @@ if TYPE_CHECKING:
 else:
     _Options = msgspec.defstruct(
         "_Options",
-        _FROM_TABLE,
+        FROM_TABLE,
         bases=(Constrained,),
         module=__name__,
         kw_only=True,

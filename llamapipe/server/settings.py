@@ -53,6 +53,7 @@ class ServerSettings:
     - ``strict``: refuse fields of a request that have no effect here, such as ``store``, and hosted tools. Otherwise
       they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
     - ``page``: serve the page at ``/``.
+    - ``ollama``: serve Ollama's API under ``/api``, too.
 
     Raises TypeError or ValueError naming the field.
     """
@@ -77,6 +78,7 @@ class ServerSettings:
     grammar_timeout_s: float | None = 10.0
     strict: bool = False
     page: bool = True
+    ollama: bool = False
 
     def __post_init__(self) -> None:
         for name in ("model_names", "embedding_names", "api_keys", "cors_origins", "allow_hosts"):
@@ -108,6 +110,7 @@ class ServerSettings:
         check_float("ping_s", self.ping_s, 0.0, 1e6)
         check_flag("strict", self.strict)
         check_flag("page", self.page)
+        check_flag("ollama", self.ollama)
         if any(not _API_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError(
                 "api_keys: a key must be printable ASCII without spaces at its ends, and not empty: "

@@ -68,6 +68,29 @@ def test_a_port_in_use(busy_port: int, workers: tuple[str, ...]) -> None:
     assert said == f"llamapipe: 127.0.0.1:{busy_port} is in use; choose another port with --port\n"
 
 
+def test_ollamas_port_in_use(busy_port: int) -> None:
+    error = refused("--port", "0", "--ollama", str(busy_port))
+    assert f"127.0.0.1:{busy_port} is in use; is Ollama running?" in error
+    assert error.rstrip().endswith("choose another port with --ollama")
+
+
+def test_ollamas_port_is_no_port_of_workers() -> None:
+    error = refused("--workers", "1", "--ollama", "11434")
+    assert "use --ollama --port 11434" in error
+    assert "a port is from 0 to 65535" in refused("--ollama", "65536")
+
+
+def test_ollamas_api_on_two_ports(tmp_path: Path) -> None:
+    with ServerProcess("--n-ctx", "64", "--ollama", "0", cwd=tmp_path) as server:
+        (line,) = [line for line in server.lines if "OLLAMA_HOST=" in line]
+        other = line.strip().rpartition("=")[2]
+        assert other != server.url
+        for url in (server.url, other):
+            assert httpx.get(url).text == "Ollama is running"
+            assert httpx.get(f"{url}/api/tags").json()["models"][0]["name"] == "demo:latest"
+            assert httpx.get(f"{url}/api/tags", headers={"host": "evil.example"}).status_code == 403
+
+
 def test_a_host_that_is_none() -> None:
     assert "--host 999.1.1.1 is not a valid address: " in refused("--host", "999.1.1.1")
     assert "--host 192.0.2.1 is not an address of this machine" in refused("--host", "192.0.2.1")

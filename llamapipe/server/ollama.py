@@ -1,0 +1,801 @@
+"""Ollama's API: chats, texts and embeddings under ``/api``, and what it tells about models.
+
+Open it for what Ollama's clients send and read. Streams are lines of JSON and the default; the last line has the counts
+and times. A model's name may end with ``:latest``. What asks Ollama to load the model in another way, such as
+``num_ctx``, has no effect: the header ``x-llamapipe-unused`` names it.
+
+Answers are always read as a stream from the engine, and joined for a client that wants no stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from datetime import datetime, timezone
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from starlette.responses import PlainTextResponse, Response
+
+import llamapipe
+from llamapipe._engine.chat_requests import ChatOptions
+from llamapipe._messages import quoted, shown
+from llamapipe.arguments import check_tokens
+from llamapipe.chat.results import ToolCall, ToolCallDelta
+from llamapipe.errors import InvalidRequestError
+from llamapipe.params import SamplingParams
+from llamapipe.results import ChatDelta, TokenLogprob
+from llamapipe.server.embeddings import embedded
+from llamapipe.server.endpoint import SUBMITTED, Exchange, JsonResponse, LineStream, line
+from llamapipe.server.errors import ApiError
+from llamapipe.server.fields import Only, Unused
+from llamapipe.server.generation import (
+    ChatJob,
+    chat_logprobs,
+    check_n_messages,
+    check_top,
+    prompts_of,
+)
+from llamapipe.server.page import page
+from llamapipe.server.sampling import FROM_TABLE, Formats, Sampling
+
+if TYPE_CHECKING:
+    from llamapipe.embedding import Embedder
+    from llamapipe.llama.model import Model
+    from llamapipe.server.application import ServerState
+
+# Of Ollama's API as it is here: its clients ask for the version before they use newer fields.
+_API_VERSION = "0.13.0"
+_LATEST = ":latest"
+_MAX_TOP = 20  # the API's limit
+_MOST_TOKENS = 2**31 - 1
+_NO_IMAGES = "this server reads text only"
+_DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
+_YEARS_LOADED = 100  # until a model that stays loaded "expires"
+_Format = Literal["", "json"] | dict[str, Any]
+_Think = bool | Literal["", "low", "medium", "high", "max"]
+_KeepAlive = int | float | str
+
+
+# ---- requests
+if TYPE_CHECKING:
+
+    class _Table(Formats, kw_only=True):
+        """The options of the table."""
+
+else:
+    _Table = msgspec.defstruct(
+        "_Table", FROM_TABLE, bases=(Formats,), module=__name__, kw_only=True, forbid_unknown_fields=True
+    )
+
+
+class Options(_Table, kw_only=True):
+    """``options``: all options of the table, and Ollama's."""
+
+    n: Annotated[int | None, Only(1, instead="an answer of this API is one")] = None
+    num_predict: int | None = None
+    # How Ollama loads a model; some clients write these with a decimal point.
+    num_ctx: Annotated[float | None, Unused()] = None
+    num_batch: Annotated[float | None, Unused()] = None
+    num_gpu: Annotated[float | None, Unused()] = None
+    main_gpu: Annotated[float | None, Unused()] = None
+    num_thread: Annotated[float | None, Unused()] = None
+    num_keep: Annotated[float | None, Unused()] = None
+    use_mmap: Annotated[bool | None, Unused()] = None
+    use_mlock: Annotated[bool | None, Unused()] = None
+    draft_num_predict: Annotated[float | None, Unused()] = None
+    # What Ollama's clients still have, and its server has no longer.
+    embedding_only: Annotated[bool | None, Unused(False)] = None
+    f16_kv: Annotated[bool | None, Unused()] = None
+    logits_all: Annotated[bool | None, Unused(False)] = None
+    low_vram: Annotated[bool | None, Unused(False)] = None
+    num_gqa: Annotated[float | None, Unused()] = None
+    numa: Annotated[bool | None, Unused(False)] = None
+    penalize_newline: Annotated[bool | None, Unused()] = None
+    rope_frequency_base: Annotated[float | None, Unused()] = None
+    rope_frequency_scale: Annotated[float | None, Unused()] = None
+    tfs_z: Annotated[float | None, Unused(1.0, 1)] = None
+    vocab_only: Annotated[bool | None, Unused(False)] = None
+
+    def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
+        """The options as ``SamplingParams``, with Ollama's defaults. Raises ApiError 400."""
+        values = {name: value for name, value in _DEFAULTS.items() if getattr(self, name) is None}
+        limit = self.num_predict
+        if limit is not None and limit > _MOST_TOKENS:
+            raise ApiError(
+                400,
+                f"options.num_predict is {shown(limit)}; it must be at most {_MOST_TOKENS}, or -1 for no limit",
+                "options.num_predict",
+            )
+        values["max_tokens"] = None if limit is None or limit < 0 else max(limit, 1)
+        given = Sampling(**{name: getattr(self, name) for name in _Table.__struct_fields__})
+        vocab = state.engine.model.vocab
+        return given.params(lambda text: vocab.tokenize(text, add_special=False), **values, **more)
+
+
+_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
+
+
+class Generates(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a request for an answer."""
+
+    model: str
+    stream: bool | None = None
+    options: Options | None = None
+    format: _Format | None = None
+    think: _Think | None = None
+    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    truncate: bool | None = None
+    shift: Annotated[bool | None, Unused()] = None  # the operator sets it: --overflow
+
+    def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
+        """The options as ``SamplingParams``. Raises ApiError 400."""
+        _check_duration(self.keep_alive)
+        if self.logprobs:
+            more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, _MAX_TOP)
+        return (self.options or Options()).sampling(state, **more)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token is asked for."""
+        return self.options is not None and self.options.num_predict == 0
+
+    @property
+    def schema(self) -> Any:
+        """The JSON schema that the answer must match; None for any text."""
+        return {"type": "object"} if self.format == "json" else self.format or None
+
+
+class ChatRequest(Generates, kw_only=True):
+    """``POST /api/chat``. ``truncate``: drop the oldest turns of a conversation that is too long; true by default."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class GenerateRequest(Generates, kw_only=True):
+    """``POST /api/generate``: answers a prompt as a message, or with ``raw`` or ``suffix`` continues it as text."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    context: list[int] | None = None
+    raw: bool | None = None
+    template: Annotated[
+        str | None, Only("", instead="the operator sets it: llamapipe serve --chat-template")
+    ] = None
+    images: Annotated[list[Any] | None, Only([], instead=_NO_IMAGES)] = None
+    width: Annotated[int | None, Only(0, instead=_NO_IMAGES)] = None
+    height: Annotated[int | None, Only(0, instead=_NO_IMAGES)] = None
+    steps: Annotated[int | None, Only(0, instead=_NO_IMAGES)] = None
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /api/embed``."""
+
+    model: str
+    input: str | list[str]
+    truncate: bool | None = None
+    dimensions: int | None = None
+    options: Annotated[Options | None, Unused()] = None
+    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
+
+
+class OldEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /api/embeddings``, the older form: one text."""
+
+    model: str
+    prompt: str = ""
+    options: Annotated[Options | None, Unused()] = None
+    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
+
+
+class ShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /api/show``. ``name``: the older name of ``model``."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: Annotated[bool | None, Unused(False)] = None
+    system: Annotated[str | None, Only("")] = None
+    template: Annotated[str | None, Only("")] = None
+    options: Annotated[dict[str, Any] | None, Only({})] = None
+
+
+def _check_duration(given: _KeepAlive | None) -> None:
+    if isinstance(given, str) and given and not _DURATION.fullmatch(given):
+        raise ApiError(
+            400,
+            f'keep_alive is {quoted(given)}; give seconds, or a duration such as "5m" or "1h30m"',
+            "keep_alive",
+        )
+
+
+# ---- names
+def _is_named(name: str, known: str) -> bool:
+    return name == known or name.removesuffix(_LATEST) == known.removesuffix(_LATEST)
+
+
+def _full(name: str) -> str:
+    """A name with a tag, as Ollama's lists have it."""
+    return name if ":" in name.rpartition("/")[2] else name + _LATEST
+
+
+def _check_chat_model(state: ServerState, name: str) -> None:
+    """Raises ApiError 404 for a model that is not served, 400 for one that does not generate."""
+    if any(_is_named(name, known) for known in state.model_names):
+        return
+    if state.embedder is not None and any(_is_named(name, known) for known in state.embedding_names):
+        raise ApiError(
+            400, f"the model {quoted(name)} embeds texts; it does not generate any", "model", "model_kind"
+        )
+    state.check_model(name)
+
+
+def _embedder(state: ServerState, name: str) -> Embedder:
+    """The embedder of this name. Raises ApiError 404, or 400 for a model that does not embed."""
+    embedder = state.embedder
+    if embedder is not None and any(_is_named(name, known) for known in state.embedding_names):
+        return embedder
+    if any(_is_named(name, known) for known in state.model_names):
+        other = (
+            f"the one here is {quoted(state.embedding_names[0])}" if embedder else "start the server with one"
+        )
+        raise ApiError(
+            400,
+            f"the model {quoted(name)} generates texts; an embedding model embeds: {other} (--embeddings)",
+        )
+    return state.check_embedder(name)[0]
+
+
+# ---- answers
+def _now() -> str:
+    return _date(datetime.now(timezone.utc))
+
+
+def _date(moment: datetime) -> str:
+    return moment.astimezone(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def _ns(seconds: float) -> int:
+    """Nanoseconds, at least one: clients divide by them."""
+    return max(round(seconds * 1e9), 1)
+
+
+class _Answer:
+    """The answer to a chat or a prompt, as lines or as one object.
+
+    ``deltas``: what the engine generates; its first item is None, as of ``ChatJob.streams``. ``job``: where they come
+    from, if a template wrote the prompt; else ``n_prompt_tokens`` is known.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        request: ChatRequest | GenerateRequest,
+        deltas: AsyncGenerator[ChatDelta | None, None],
+    ) -> None:
+        self._exchange = exchange
+        self._model = request.model
+        self._is_chat = isinstance(request, ChatRequest)
+        self._is_empty = request.is_empty
+        self._deltas = deltas
+        self._calls = _Calls()
+        self._token_ids: list[int] = []
+        self._submitted_at = self._first_at = exchange.started_at
+        self.job: ChatJob | None = None
+        self.n_prompt_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<_Answer of {self._exchange!r}>"
+
+    def part(
+        self,
+        content: str = "",
+        thinking: str = "",
+        calls: Sequence[Mapping[str, Any]] = (),
+        logprobs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """A part of the answer."""
+        made: dict[str, Any] = {"model": self._model, "created_at": _now()}
+        if self._is_chat:
+            message: dict[str, Any] = {"role": "assistant", "content": content}
+            made["message"] = message
+        else:
+            made["response"] = content
+            message = made
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = calls
+        if logprobs:
+            made["logprobs"] = logprobs
+        made["done"] = False
+        return made
+
+    async def parts(self) -> AsyncGenerator[dict[str, Any] | None, None]:
+        """The parts that are not empty, the last one with the counts; None: the request is in the queue."""
+        try:
+            async with aclosing(self._deltas) as deltas:
+                async for delta in deltas:
+                    if delta is None:
+                        self._submitted_at = perf_counter()
+                        yield None
+                        continue
+                    if not self._token_ids:
+                        self._first_at = perf_counter()
+                    self._exchange.token_arrived(0)
+                    self._token_ids += delta.token_ids
+                    is_last = delta.finish_reason is not None
+                    if not self._is_empty:
+                        calls = [*self._calls.complete(delta.tool_calls, is_last)]
+                        logprobs = self._logprobs(delta.logprobs)
+                        if delta.content or delta.reasoning or calls or logprobs:
+                            yield self.part(delta.content, delta.reasoning, calls, logprobs)
+                    if is_last:
+                        yield await self._last(delta)
+        finally:
+            self._exchange.count(self._n_prompt, len(self._token_ids))
+
+    @property
+    def _n_prompt(self) -> int:
+        return self.n_prompt_tokens if self.job is None else self.job.n_prompt_tokens
+
+    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> list[dict[str, Any]] | None:
+        if entries is None:
+            return None
+        found = chat_logprobs(entries, self._exchange.server.engine.model.vocab)
+        content: list[dict[str, Any]] = found["content"]
+        return content
+
+    async def _last(self, delta: ChatDelta) -> dict[str, Any]:
+        ended = perf_counter()
+        made = self.part()
+        is_cut = self._is_empty or delta.finish_reason in ("length", "timeout")
+        made["done"], made["done_reason"] = True, "length" if is_cut else "stop"
+        if not self._is_chat and self.job is not None:
+            made["context"] = [*await self.job.prompt_tokens(), *self._token_ids]
+        first = self._first_at if self._token_ids else ended
+        return made | {
+            "total_duration": _ns(ended - self._exchange.started_at),
+            "load_duration": 0,
+            "prompt_eval_count": self._n_prompt,
+            "prompt_eval_duration": _ns(first - self._submitted_at),
+            "eval_count": 0 if self._is_empty else len(self._token_ids),
+            "eval_duration": _ns(ended - first),
+        }
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        """The lines of the stream."""
+        async with aclosing(self.parts()) as parts:
+            async for part in parts:
+                yield SUBMITTED if part is None else line(part)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, when it is complete."""
+        contents: list[str] = []
+        thinking: list[str] = []
+        calls: list[Mapping[str, Any]] = []
+        logprobs: list[Mapping[str, Any]] = []
+        last: dict[str, Any] = {}
+        async with aclosing(self.parts()) as parts:
+            async for part in parts:
+                if part is None:
+                    continue
+                message = part["message"] if self._is_chat else part
+                contents.append(message["content" if self._is_chat else "response"])
+                thinking.append(message.get("thinking", ""))
+                calls += message.get("tool_calls", ())
+                logprobs += part.get("logprobs", ())
+                last = part
+        return last | self.part("".join(contents), "".join(thinking), calls, logprobs) | {"done": True}
+
+    async def response(self, stream: bool | None) -> Response:
+        """The answer as the client wants it."""
+        if stream is False:
+            return JsonResponse(await self.whole())
+        return LineStream(self._exchange, self.lines(), ping=line(self.part()))
+
+
+class _Calls:
+    """Joins the pieces of tool calls: a line of this API has whole ones."""
+
+    def __init__(self) -> None:
+        self._open: tuple[ToolCallDelta, list[str]] | None = None
+
+    def __repr__(self) -> str:
+        return f"<_Calls {self._open}>"
+
+    def complete(self, pieces: Sequence[ToolCallDelta], is_last: bool) -> Iterator[dict[str, Any]]:
+        """The calls that are complete with these pieces. ``is_last``: there are no more."""
+        for piece in pieces:
+            if piece.id is not None:
+                yield from self._closed()
+                self._open = piece, []
+            if self._open is not None:
+                self._open[1].append(piece.arguments)
+        if is_last:
+            yield from self._closed()
+
+    def _closed(self) -> Iterator[dict[str, Any]]:
+        if self._open is None:
+            return
+        (first, texts), self._open = self._open, None
+        call = ToolCall.of(str(first.id), str(first.name), "".join(texts))
+        function = {"index": first.index, "name": call.name, "arguments": call.arguments}
+        yield {"id": call.id, "function": function}
+
+
+# ---- chat
+async def chat(exchange: Exchange, request: ChatRequest) -> Response:
+    """``POST /api/chat``: answers a conversation. Without messages: the model is loaded."""
+    state = exchange.server
+    _check_chat_model(state, request.model)
+    params = request.sampling(state)
+    if not request.messages:
+        return _loaded(exchange, request)
+    check_n_messages(state, request.messages, "messages")
+    return await _conversation(exchange, request, engine_messages(request.messages), params, request.tools)
+
+
+async def _conversation(
+    exchange: Exchange,
+    request: ChatRequest | GenerateRequest,
+    messages: list[dict[str, Any]],
+    params: SamplingParams,
+    tools: list[dict[str, Any]] | None = None,
+    before: Sequence[int] = (),
+) -> Response:
+    options = ChatOptions(
+        tools=[{"type": "function", **tool} for tool in tools] if tools else None,
+        response_format=request.schema,
+        template_args=await _thinking(exchange.server, request),
+        continue_last=messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls"),
+        truncation="error" if request.truncate is False else "auto",
+    )
+    job = ChatJob(exchange, messages, params, options, "format", request.is_empty, before)
+    (deltas,) = job.streams()
+    answer = _Answer(exchange, request, deltas)
+    answer.job = job
+    return await answer.response(request.stream)
+
+
+async def _thinking(state: ServerState, request: Generates) -> dict[str, Any]:
+    """The template's arguments that turn the reasoning on or off. Raises ApiError 400 for a model without it."""
+    think = request.think
+    if think is None or think == "":
+        return {}
+    form = await state.in_thread(state.engine.model.chat_prompts.chat_format)
+    if think is False:
+        return {"enable_thinking": False, **form.reasoning_off}
+    if form.reasoning is None:
+        raise ApiError(400, f"the model {quoted(request.model)} does not support thinking", "think")
+    return {"enable_thinking": True, **({"reasoning_effort": think} if isinstance(think, str) else {})}
+
+
+def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages in the engine's form. Raises ApiError 400.
+
+    Messages of this API name the tool of a result, and calls may have no id: some templates want both.
+    """
+    made: list[dict[str, Any]] = []
+    waiting: list[tuple[str, Any]] = []  # the calls without a result: the id and the name
+    for i, message in enumerate(messages):
+        one = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
+        if message.get("images"):
+            raise ApiError(400, f"messages.{i}.images: {_NO_IMAGES}", f"messages.{i}.images")
+        for key in ("thinking", "tool_name"):
+            if message.get(key) is not None and not isinstance(message[key], str):
+                raise ApiError(400, f"messages.{i}.{key} must be text", f"messages.{i}.{key}")
+        if message.get("thinking"):
+            one["reasoning_content"] = message["thinking"]
+        calls = one.get("tool_calls")
+        if isinstance(calls, list):
+            one["tool_calls"] = [_with_id(call, f"call_{i}_{j}") for j, call in enumerate(calls)]
+            waiting += [(call["id"], _name(call)) for call in one["tool_calls"] if isinstance(call, dict)]
+        if message.get("role") == "tool":
+            name = message.get("tool_name")
+            if name:
+                one["name"] = name
+            found = next((w for w in waiting if name in (None, "", w[1])), None)
+            if not one.get("tool_call_id") and found is not None:
+                one["tool_call_id"] = found[0]
+            waiting = [w for w in waiting if w[0] != one.get("tool_call_id")]
+        if one.get("content") is None:
+            one["content"] = ""
+        made.append(one)
+    return made
+
+
+def _with_id(call: Any, new_id: str) -> Any:
+    if not isinstance(call, dict):
+        return call  # the engine refuses it
+    function = call.get("function")
+    if isinstance(function, dict):  # the place among the calls of the answer is no part of a call
+        call = {**call, "function": {key: value for key, value in function.items() if key != "index"}}
+    return {**call, "id": call.get("id") or new_id}
+
+
+def _name(call: Mapping[str, Any]) -> Any:
+    function = call.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _loaded(exchange: Exchange, request: ChatRequest | GenerateRequest) -> Response:
+    """The answer to a request without a prompt, which loads the model, or unloads it; it stays loaded here."""
+    made: dict[str, Any] = {"model": request.model, "created_at": _now()}
+    if isinstance(request, ChatRequest):
+        made["message"] = {"role": "assistant", "content": ""}
+    else:
+        made["response"] = ""
+    unloads = request.keep_alive in (0, "0", "0s")
+    return JsonResponse({**made, "done": True, "done_reason": "unload" if unloads else "load"})
+
+
+# ---- texts
+async def generate(exchange: Exchange, request: GenerateRequest) -> Response:
+    """``POST /api/generate``: answers a prompt. Without one: the model is loaded."""
+    state = exchange.server
+    _check_chat_model(state, request.model)
+    before = _context(state, request.context)
+    if request.raw and (request.system or before):
+        raise ApiError(400, "raw takes the prompt as it is; leave system and context out", "raw")
+    if not request.prompt and not request.suffix:
+        request.sampling(state)
+        return _loaded(exchange, request)
+    text = request.prompt or ""
+    # A model without a template continues texts, as in Ollama.
+    if request.raw or request.suffix or state.engine.model.chat_template is None:
+        return await _text(exchange, request, text, before)
+    messages = [{"role": "user", "content": text}]
+    if request.system:
+        messages.insert(0, {"role": "system", "content": request.system})
+    return await _conversation(exchange, request, messages, request.sampling(state), before=before)
+
+
+def _context(state: ServerState, given: list[int] | None) -> list[int]:
+    try:
+        return check_tokens("context", given or (), state.engine.model.n_vocab)
+    except ValueError as e:
+        raise ApiError(400, str(e), "context") from None
+
+
+async def _text(exchange: Exchange, request: GenerateRequest, text: str, before: list[int]) -> Response:
+    state = exchange.server
+    if request.system and not request.suffix:
+        raise ApiError(400, "system: this model has no chat template, so no place for it", "system")
+    if request.think not in (None, False, ""):
+        raise ApiError(
+            400, "think: only a model that answers messages thinks; leave raw and suffix out", "think"
+        )
+    constraint = {} if request.schema is None else {"json_schema": request.schema}
+    params = request.sampling(state, **constraint)
+    (tokens,) = await prompts_of(state, text, "prompt", suffix=request.suffix or None)
+    tokens = [*before, *tokens]
+    answer = _Answer(exchange, request, _text_deltas(exchange, tokens, params))
+    answer.n_prompt_tokens = len(tokens)
+    return await answer.response(request.stream)
+
+
+async def _text_deltas(
+    exchange: Exchange, tokens: list[int], params: SamplingParams
+) -> AsyncGenerator[ChatDelta | None, None]:
+    state = exchange.server
+    async with state.engine.astream(tokens, params, timeout=state.settings.timeout_s, block=False) as stream:
+        await stream.submit()
+        yield None
+        async for delta in stream:
+            yield ChatDelta(delta.text, "", (), delta.token_ids, delta.logprobs, delta.finish_reason)
+
+
+# ---- embeddings
+async def embed(exchange: Exchange, request: EmbedRequest) -> Response:
+    """``POST /api/embed``: vectors of length 1."""
+    embedder = _embedder(exchange.server, request.model)
+    _check_duration(request.keep_alive)
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    if texts in ([], [""]):
+        rows, n_tokens = [], 0
+    else:
+        vectors, n_tokens = await embedded(
+            exchange, embedder, "input", texts, request.dimensions or None, request.truncate is not False
+        )
+        rows = vectors.tolist()
+    return JsonResponse(
+        {
+            "model": request.model,
+            "embeddings": rows,
+            "total_duration": _ns(perf_counter() - exchange.started_at),
+            "load_duration": 0,
+            "prompt_eval_count": n_tokens,
+        }
+    )
+
+
+async def old_embeddings(exchange: Exchange, request: OldEmbedRequest) -> Response:
+    """``POST /api/embeddings``: the vector of one text, as the model gives it."""
+    embedder = _embedder(exchange.server, request.model)
+    _check_duration(request.keep_alive)
+    if not request.prompt:
+        return JsonResponse({"embedding": []})
+    vectors, _ = await embedded(
+        exchange, embedder, "prompt", [request.prompt], None, truncate=True, normalize=False
+    )
+    return JsonResponse({"embedding": vectors[0].tolist()})
+
+
+# ---- about the server and its models
+async def root(exchange: Exchange) -> Response:
+    """``GET /``: the text by which clients know the server; for browsers its page, if it has one."""
+    if exchange.server.settings.page and "text/html" in exchange.headers.get("accept", ""):
+        return await page(exchange)
+    return PlainTextResponse("Ollama is running")
+
+
+async def version(exchange: Exchange) -> Response:
+    """``GET /api/version``: of the API; ``llamapipe`` has the server's."""
+    return JsonResponse({"version": _API_VERSION, "llamapipe": llamapipe.__version__})
+
+
+async def tags(exchange: Exchange) -> Response:
+    """``GET /api/tags``: the models that are served, by all of their names."""
+    state = exchange.server
+    return JsonResponse({"models": await state.in_thread(_listed, state)})
+
+
+async def loaded_models(exchange: Exchange) -> Response:
+    """``GET /api/ps``: the same, with the memory they take. They stay loaded."""
+    state = exchange.server
+    expires_at = _date(datetime.fromtimestamp(state.created, timezone.utc).replace(year=_last_year(state)))
+    found = []
+    for one in await state.in_thread(_listed, state):
+        embedder = state.embedder
+        is_chat = any(_full(name) == one["name"] for name in state.model_names)
+        model = state.engine.model if is_chat or embedder is None else embedder.model
+        n_ctx = state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx
+        on_gpu = any(device.type in ("gpu", "igpu") for device in model.devices)
+        kept = {key: one[key] for key in ("name", "model", "size", "digest", "details")}
+        size_vram = one["size"] if on_gpu else 0
+        found.append({**kept, "expires_at": expires_at, "size_vram": size_vram, "context_length": n_ctx})
+    return JsonResponse({"models": found})
+
+
+def _last_year(state: ServerState) -> int:
+    return datetime.fromtimestamp(state.created, timezone.utc).year + _YEARS_LOADED
+
+
+def _listed(state: ServerState) -> list[dict[str, Any]]:
+    found = [_entry(name, state.engine.model, "completion") for name in state.model_names]
+    if state.embedder is not None:
+        found += [_entry(name, state.embedder.model, "embedding") for name in state.embedding_names]
+    return list({one["name"]: one for one in reversed(found)}.values())[::-1]
+
+
+def _entry(name: str, model: Model, kind: str) -> dict[str, Any]:
+    return {
+        "name": _full(name),
+        "model": _full(name),
+        "modified_at": _modified(model),
+        "size": model.size_bytes,
+        "digest": _digest(model),
+        "details": _details(model),
+        "capabilities": _capabilities(model, kind),
+    }
+
+
+def _modified(model: Model) -> str:
+    try:
+        seconds = model.path.stat().st_mtime
+    except OSError:  # it was deleted after the start
+        seconds = 0
+    return _date(datetime.fromtimestamp(seconds, timezone.utc))
+
+
+def _digest(model: Model) -> str:
+    """Of what tells the file from others: a hash of gigabytes would take long."""
+    try:
+        return hashlib.sha256(model.fingerprint).hexdigest()
+    except OSError:
+        return ""
+
+
+def _details(model: Model) -> dict[str, Any]:
+    family = model.metadata.get("general.architecture", "")
+    kind = model.metadata.get("general.file_type", "")
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": _count(model.n_params),
+        "quantization_level": _QUANTIZATIONS.get(kind, "unknown"),
+        "context_length": model.n_ctx_train,
+        "embedding_length": model.n_embd,
+    }
+
+
+def _capabilities(model: Model, kind: str) -> list[str]:
+    """What the model can do here: clients show no other choices."""
+    found = [kind]
+    if kind == "embedding":
+        return found
+    if model.vocab.fim_tokens is not None:
+        found.append("insert")
+    if model.chat_template is None:
+        return found
+    try:
+        form = model.chat_prompts.chat_format()
+    except (InvalidRequestError, ImportError):  # a broken template: the server told so when it started
+        return found
+    return found + ["tools"] * form.supports_tools + ["thinking"] * (form.reasoning is not None)
+
+
+def _count(n: int) -> str:
+    for unit, size, digits in (("B", 1e9, 1), ("M", 1e6, 2), ("K", 1e3, 2)):
+        if n >= size:
+            return f"{n / size:.{digits}f}{unit}"
+    return str(n)
+
+
+async def show(exchange: Exchange, request: ShowRequest) -> Response:
+    """``POST /api/show``: what the file says about a model."""
+    state = exchange.server
+    name = request.model or request.name
+    if not name:
+        raise ApiError(400, "model is missing; give a name of /api/tags", "model")
+    embedder = state.embedder
+    if embedder is not None and any(_is_named(name, known) for known in state.embedding_names):
+        return JsonResponse(await state.in_thread(_shown, embedder.model, "embedding"))
+    _check_chat_model(state, name)
+    return JsonResponse(await state.in_thread(_shown, state.engine.model, "completion"))
+
+
+def _shown(model: Model, kind: str) -> dict[str, Any]:
+    template = model.chat_template or ""
+    return {
+        "license": model.metadata.get("general.license", ""),
+        "modelfile": f"FROM {model.path.name}\n",
+        "parameters": "",
+        "template": template,
+        "details": _details(model),
+        "model_info": _model_info(model),
+        "capabilities": _capabilities(model, kind),
+        "modified_at": _modified(model),
+    }
+
+
+_NUMBERS_OF_GENERAL = ("general.file_type", "general.quantization_version", "general.alignment")
+
+
+def _model_info(model: Model) -> dict[str, Any]:
+    """The file's metadata, numbers as numbers."""
+    family = model.metadata.get("general.architecture", "")
+    found: dict[str, Any] = {}
+    for key, text in model.metadata.items():
+        is_typed = key.startswith((f"{family}.", "tokenizer.ggml.")) or key in _NUMBERS_OF_GENERAL
+        found[key] = _value(text) if is_typed else text
+    return {**found, "general.parameter_count": model.n_params}
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    is_plain = isinstance(value, (int, float, bool)) and value not in (float("inf"), float("-inf"))
+    return value if is_plain and value == value else text
+
+
+# Names of ``general.file_type``, the numbers of llama.h.
+_QUANTIZATIONS = {
+    "0": "F32", "1": "F16", "2": "Q4_0", "3": "Q4_1", "7": "Q8_0", "8": "Q5_0", "9": "Q5_1", "10": "Q2_K",
+    "11": "Q3_K_S", "12": "Q3_K_M", "13": "Q3_K_L", "14": "Q4_K_S", "15": "Q4_K_M", "16": "Q5_K_S", "17": "Q5_K_M",
+    "18": "Q6_K", "19": "IQ2_XXS", "20": "IQ2_XS", "21": "Q2_K_S", "22": "IQ3_XS", "23": "IQ3_XXS", "24": "IQ1_S",
+    "25": "IQ4_NL", "26": "IQ3_S", "27": "IQ3_M", "28": "IQ2_S", "29": "IQ2_M", "30": "IQ4_XS", "31": "IQ1_M",
+    "32": "BF16", "36": "TQ1_0", "37": "TQ2_0", "38": "MXFP4", "39": "NVFP4", "40": "Q1_0", "41": "Q2_0",
+}  # fmt: skip

@@ -40,12 +40,13 @@ from llamapipe.results import (
     TokenLogprob,
     TopLogprob,
 )
-from llamapipe.streams import AsyncChatStream, AsyncStream, ChatStream, Generation, Stream
+from llamapipe.streams import AsyncChatStream, AsyncGeneration, AsyncStream, ChatStream, Generation, Stream
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncChatStream",
+    "AsyncGeneration",
     "AsyncStream",
     "Batch",
     "BatchResult",

@@ -19,27 +19,33 @@ from typing import Any, Literal, TypeVar, overload
 
 from llamapipe._engine.chat_requests import (
     ChatBuilder,
-    ChatItem,
     ChatOptions,
     Conversation,
     ToolChoice,
     Truncation,
 )
 from llamapipe._engine.compute_threads import make_tuner
-from llamapipe._engine.deliver import AsyncMailbox, Mailbox, Progress, ThreadMailbox, progress_bar
+from llamapipe._engine.deliver import (
+    AsyncMailbox,
+    Mailbox,
+    Progress,
+    ThreadMailbox,
+    progress_bar,
+    running_loop,
+)
 from llamapipe._engine.executor import StepExecutor
 from llamapipe._engine.invariance import check_invariance
 from llamapipe._engine.kv import MIN_PREFIX, KvCache
-from llamapipe._engine.long_work import LongWork, size_of, takes_long
+from llamapipe._engine.long_work import LongWork, size_of, takes_long, to_thread
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request
 from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
 from llamapipe._engine.score_requests import ScoreJob, perplexity_job, score_job, tokens_job
-from llamapipe._engine.snapshot import Layout, unpack
+from llamapipe._engine.snapshot import Snapshot, SnapshotFormat, unpack
 from llamapipe._engine.submit import (
-    ON,
+    ERROR_MODES,
     CallOptions,
-    Item,
+    CheckedPrompt,
     OnError,
     OnTimeout,
     Pending,
@@ -49,10 +55,10 @@ from llamapipe._engine.submit import (
     RequestObserver,
     Submission,
     TokenIds,
-    amakes_of,
+    arequest_batches,
     call_options,
-    makes_of,
-    outcome_of,
+    in_order_of_prompts,
+    request_batches,
 )
 from llamapipe._engine.thread import EngineThread
 from llamapipe._messages import explains_fields, explains_keywords, explains_options
@@ -71,6 +77,7 @@ from llamapipe.results import ChatCompletion, Completion, EngineStats, Score
 from llamapipe.streams import (
     BUFFER_TOKENS,
     AsyncChatStream,
+    AsyncGeneration,
     AsyncStream,
     CachedPrefix,
     ChatStream,
@@ -324,7 +331,7 @@ class Engine(NotCopyable):
                 scheduler,
                 StepExecutor(pipeline, tuner),
                 window_us * 1e-6,
-                self._queue.left,
+                self._queue.record_dequeued,
                 self.trace,
                 publisher,
                 self._long_work,
@@ -354,7 +361,563 @@ class Engine(NotCopyable):
         """
         self._request_builder.check_params(params)
 
-    # ---- calls for threads
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the model's chat template has tool calls. Raises InvalidRequestError without a template."""
+        return self._chat_builder.chat_format().supports_tools
+
+    # ---- asyncio: tools/unasync.py makes the next part, for threads, from this one
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion: ...
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion]: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: Literal["return"],
+        on_timeout: OnTimeout = "raise",
+    ) -> list[Completion | Exception]: ...
+
+    @explains_keywords
+    async def agenerate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+        on_error: OnError = "raise",
+        on_timeout: OnTimeout = "raise",
+    ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
+        """Completes a prompt, or several together, and returns when all are finished.
+
+        ``prompt``: text or token ids for one ``Completion``; a list of those for a list of completions, in its order.
+        ``params``: for all prompts, or a list with one for each. ``timeout``: seconds for the whole call. ``block``:
+        wait for room in the queue, or raise QueueFullError. ``progress``: show a progress bar (needs tqdm).
+        ``on_error``: ``"raise"`` raises the first error, which names the index of its prompt, and cancels the rest;
+        ``"return"`` puts the error in the place of its completion, like ``asyncio.gather(return_exceptions=True)``.
+        ``on_timeout``: ``"raise"`` raises TimeoutError; ``"return"`` returns what was generated, and unfinished choices
+        have the finish reason ``"timeout"``.
+
+        Ctrl-C, a cancelled task and any error cancel the requests of this call. Raises InvalidRequestError, TypeError
+        or ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
+        """
+        self._engine_thread.check_open()
+        checked = check_choice("on_error", on_error, ERROR_MODES)
+        items, single = await self._long_work.run_off_loop(
+            self._request_builder.items, prompt, params, checked
+        )
+        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
+        batches = self._request_builder.completions(items)
+        bar = progress_bar(check_flag("progress", progress), len(items))
+        results = await self._submission.acollect(batches, options, bar)
+        return in_order_of_prompts(items, results, single)
+
+    @overload
+    def aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+    ) -> AsyncGenerator[tuple[int, Completion], None]: ...
+
+    @overload
+    def aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        on_error: Literal["return"],
+    ) -> AsyncGenerator[tuple[int, Completion | Exception], None]: ...
+
+    @explains_keywords
+    def aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        n_ahead: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+        on_error: OnError = "raise",
+    ) -> (
+        AsyncGenerator[tuple[int, Completion], None]
+        | AsyncGenerator[tuple[int, Completion | Exception], None]
+    ):
+        """Completes any number of prompts in bounded memory: yields ``(index, Completion)`` as they finish.
+
+        ``prompts`` may be a generator; it is read as slots become free, at most ``n_ahead`` prompts ahead (default:
+        twice ``n_seq_max``). For asyncio it may be asynchronous, and completions are also yielded while it waits for
+        its next prompt. ``params``: for all prompts, or an iterable with one for each. Other options as for
+        ``generate``; ``timeout`` counts from the first result that is asked for.
+
+        For one thread or task at a time. Closing or dropping the iterator, or cancelling its task, cancels what is
+        left; to close it after a ``break``, use ``contextlib.aclosing``. Raises as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        check_choice("on_error", on_error, ERROR_MODES)
+        call_options(timeout, True, on_error, "raise")
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, (Iterable, AsyncIterable)):
+            raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
+        refuse_table("prompts", prompts)
+        n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
+        bar = progress_bar(
+            check_flag("progress", progress), len(prompts) if isinstance(prompts, Sized) else None
+        )
+        return self._aiter_completed(prompts, params, n, timeout, bar, on_error)
+
+    async def _aiter_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        n_ahead: int,
+        timeout: float | None,
+        bar: Progress,
+        on_error: OnError,
+    ) -> AsyncGenerator[tuple[int, Any], None]:
+        options = call_options(timeout, True, on_error, "raise", names_prompts=True)
+        pending = Pending[Completion](options, self._submission.observer)
+        builder, long_work = self._request_builder, self._long_work  # asyncio
+        batches = arequest_batches(builder, prompts, params, pending, long_work)  # asyncio
+        # threads: batches = request_batches(self._request_builder, prompts, params, pending)
+        results = self._submission.aiterate(batches, n_ahead, pending, bar)
+        async with aclosing(batches), aclosing(results):  # asyncio
+            async for index, result in results:  # asyncio
+                yield index, result  # asyncio
+        # threads: yield from results
+
+    @explains_keywords
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> AsyncStream:
+        """Starts a completion and returns an iterator over its deltas. Raises as ``generate`` does.
+
+        For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
+        """
+        self._engine_thread.check_open()
+        options = call_options(timeout, block)
+        return self._aopen_stream(options, self._request_builder.item(prompt, params))
+
+    def _aopen_stream(self, options: CallOptions, item: CheckedPrompt) -> AsyncStream:
+        def make() -> tuple[Request, AsyncMailbox]:
+            mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
+            request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
+            mailbox.requests.append(request)  # asyncio
+            observer = self._submission.observer
+            if observer is not None:
+                stream.observed = observer.begin([request], options.operation)
+            return request, mailbox
+
+        submit = partial(self._submission.asubmit, block=options.block)
+        stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
+        stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
+        # threads: stream.submit()
+        return stream
+
+    # ---- chats
+    @overload
+    async def achat(  # type: ignore[overload-overlap]
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> ChatCompletion: ...
+
+    @overload
+    async def achat(
+        self,
+        messages: Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[ChatCompletion]: ...
+
+    @explains_keywords
+    async def achat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> ChatCompletion | list[ChatCompletion]:
+        """Answers a conversation, or several together, and returns when all answers are complete.
+
+        A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
+        for ``generate``. Raises what ``generate`` raises, InvalidRequestError also for messages that the model's
+        template refuses, ImportError without the extra ``chat``.
+        """
+        self._engine_thread.check_open()
+        asked = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
+        )
+        items, single = await self._long_work.run_off_loop(self._chat_builder.items, messages, params, asked)
+        options = call_options(timeout, block, names_prompts=not single, operation="chat")
+        batches = self._request_builder.completions([item.item for item in items])
+        bar = progress_bar(check_flag("progress", progress), len(items))
+        results = await self._submission.acollect(batches, options, bar)
+        answers = [item.answer(results[index]) for index, item in enumerate(items)]
+        return answers[0] if single else answers
+
+    @explains_keywords
+    def astream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        truncation: Truncation = "error",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> AsyncChatStream:
+        """Starts an answer and returns an iterator over its parts. Raises as ``chat`` does.
+
+        For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
+        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts.
+        """
+        self._engine_thread.check_open()
+        asked = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            template_args,
+            continue_last,
+            truncation=truncation,
+        )
+        return self._astream_chat(messages, params, asked, timeout, block)
+
+    def _astream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None,
+        asked: ChatOptions,
+        timeout: float | None,
+        block: bool,
+        before: Sequence[int] = (),
+    ) -> AsyncChatStream:
+        """``astream_chat``. ``before``: tokens that precede the prompt; see ``ChatBuilder.item``."""
+        options = call_options(timeout, block, operation="chat")
+        open_stream = partial(self._aopen_stream, options)
+        build = partial(self._chat_builder.item, messages, params, asked, before)
+        if takes_long(messages, params, asked):  # asyncio
+            render = partial(self._long_work.run, build, size=size_of(messages))  # asyncio
+            return AsyncChatStream(render, open_stream)  # asyncio
+        return AsyncChatStream(build(), open_stream)
+
+    # ---- token by token, and memory
+    @explains_keywords
+    async def astart(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGeneration:
+        """Starts a generation that computes one token for each call of ``next``, and nothing before the first.
+
+        Raises as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        item = await self._long_work.run_off_loop(self._request_builder.item, prompt, params)
+        mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
+        request = self._request_builder.generation(item, mailbox)
+        generation = self._ageneration(request, mailbox)
+        self._submission.submit_paused(request)
+        return generation
+
+    def _ageneration(self, request: Request, mailbox: AsyncMailbox) -> AsyncGeneration:
+        generation = AsyncGeneration(
+            self._engine_thread, request, mailbox, self.model.n_vocab, self.n_ctx, self._snapshot_format
+        )
+        generation.engine = self
+        return generation
+
+    @explains_keywords
+    async def arestore(self, snapshot: bytes, params: SamplingParams | None = None) -> AsyncGeneration:
+        """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
+
+        Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
+        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``; with sliding
+        windows or recurrent states, also the number of sequences). ``params`` count from here, and constraints hold for
+        all that was generated. Nothing is computed before the first ``next``.
+
+        Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
+        other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
+        """
+        self._engine_thread.check_open()
+        if not isinstance(snapshot, (bytes, bytearray, memoryview)):
+            raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
+        found = await to_thread(self._unpack, snapshot)
+        item = await self._long_work.run_off_loop(self._request_builder.item, found.tokens, params)
+        mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
+        request = self._request_builder.restored(item, mailbox, found.n_prompt)
+        generation = self._ageneration(request, mailbox)
+        self._engine_thread.restore(request, found.n_cells, found.state)
+        return generation
+
+    @explains_options()
+    async def acache_prefix(
+        self, prompt: Prompt, *, timeout: float | None = None, cache_salt: str | None = None
+    ) -> CachedPrefix:
+        """Computes a prompt and keeps its KV cells in host memory until they are released.
+
+        Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
+        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``: that of the
+        requests.
+
+        Returns when the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
+        than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
+        """
+        self._engine_thread.check_open()
+        options = call_options(timeout, True, operation="cache_prefix")
+        item = await self._long_work.run_off_loop(self._request_builder.item, prompt, None)
+        tokens = item.tokens
+        if len(tokens) < MIN_PREFIX:
+            raise InvalidRequestError(
+                f"the prefix has {len(tokens)} tokens; fewer than {MIN_PREFIX} are computed again for each request: "
+                "there is no need to cache them"
+            )
+        requests: list[Request] = []
+
+        def make(mailbox: Mailbox) -> dict[int, list[Request]]:
+            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt))]
+            return {0: requests}
+
+        try:
+            await self._submission.acollect(iter([make]), options, progress_bar(False, 1))
+            n_bytes, n_needed, budget = await to_thread(self._engine_thread.kept_bytes, requests[0])
+            if n_bytes == 0:
+                raise InvalidRequestError(
+                    f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "
+                    "cache_bytes (0 without a prefix cache): raise it, or release other prefixes"
+                )
+        except BaseException:
+            if requests:
+                self._engine_thread.release(requests[0])
+            raise
+        return CachedPrefix(self._engine_thread, requests[0], len(tokens), n_bytes)
+
+    # ---- scores
+    @overload
+    async def ascore(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        continuation: Prompt,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score: ...
+
+    @overload
+    async def ascore(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    @overload
+    async def ascore(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[list[Score]]: ...
+
+    @overload
+    async def ascore(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score | list[Score]]: ...
+
+    @explains_options()
+    async def ascore(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
+        """Scores continuations given a prompt: the log-probability of each of their tokens.
+
+        Prompt and continuation are text or token ids. One prompt and one continuation return a Score; one prompt and a
+        list of continuations, a list. For a list of prompts, ``continuation`` has one item for each prompt, or a list
+        of items for each, and the result has the same shape. Equal prompts are computed once. If a prompt has many
+        continuations, they are divided among requests that run at the same time. If both are text,
+        prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
+
+        Options as for ``generate``. Raises InvalidRequestError if prompt and continuation together exceed ``n_ctx`` or
+        a continuation has no tokens; else as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        job = await self._long_work.run_off_loop(score_job, prompt, continuation, self.model)
+        return await self._ascore(job, timeout, block, progress)
+
+    @overload
+    async def ascore_tokens(
+        self, tokens: TokenIds, *, timeout: float | None = None, block: bool = True, progress: bool = False
+    ) -> Score: ...
+
+    @overload
+    async def ascore_tokens(
+        self,
+        tokens: Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    @explains_options()
+    async def ascore_tokens(
+        self,
+        tokens: TokenIds | Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score | list[Score]:
+        """Scores a text, or several: every token but the first, given the tokens before it.
+
+        Options and exceptions as for ``score``.
+        """
+        self._engine_thread.check_open()
+        return await self._ascore(tokens_job(tokens, self.model), timeout, block, progress)
+
+    @explains_options()
+    async def aperplexity(
+        self,
+        text: str | TokenIds,
+        n_window: int | None = None,
+        *,
+        timeout: float | None = None,
+        progress: bool = False,
+    ) -> float:
+        """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
+
+        ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
+        it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.
+
+        With ``n_window`` the result is that of llama.cpp's perplexity tool. The text is cut into windows of
+        ``n_window`` tokens that do not overlap; an incomplete last one is left out. If the vocabulary asks for a BOS
+        token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
+        count.
+
+        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or fewer than a
+        window.
+        """
+        self._engine_thread.check_open()
+        job = await self._long_work.run_off_loop(perplexity_job, text, n_window, self.model, self.n_ctx)
+        return await self._ascore(job, timeout, True, progress)
+
+    async def _ascore(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
+        options = call_options(timeout, block, operation="score")
+        batches = job.batches(self._request_builder)
+        bar = progress_bar(check_flag("progress", progress), job.n_requests)
+        return job.result(await self._submission.acollect(batches, options, bar))
+
+    # ---- threads: made by tools/unasync.py; edit the part above
     @overload
     def generate(  # type: ignore[overload-overlap]
         self,
@@ -429,17 +992,17 @@ class Engine(NotCopyable):
         ``on_timeout``: ``"raise"`` raises TimeoutError; ``"return"`` returns what was generated, and unfinished choices
         have the finish reason ``"timeout"``.
 
-        Ctrl-C and any error cancel the requests of this call. Raises InvalidRequestError, TypeError or
-        ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
+        Ctrl-C, a cancelled task and any error cancel the requests of this call. Raises InvalidRequestError, TypeError
+        or ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError, EngineClosedError.
         """
         self._engine_thread.check_open()
-        items, single = self._request_builder.items(prompt, params, check_choice("on_error", on_error, ON))
+        checked = check_choice("on_error", on_error, ERROR_MODES)
+        items, single = self._request_builder.items(prompt, params, checked)
         options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
-        makes = self._request_builder.completions(items)
-        results = self._submission.collect(
-            makes, options, progress_bar(check_flag("progress", progress), len(items))
-        )
-        return outcome_of(items, results, single)
+        batches = self._request_builder.completions(items)
+        bar = progress_bar(check_flag("progress", progress), len(items))
+        results = self._submission.collect(batches, options, bar)
+        return in_order_of_prompts(items, results, single)
 
     @overload
     def iter_completed(
@@ -479,13 +1042,15 @@ class Engine(NotCopyable):
         """Completes any number of prompts in bounded memory: yields ``(index, Completion)`` as they finish.
 
         ``prompts`` may be a generator; it is read as slots become free, at most ``n_ahead`` prompts ahead (default:
-        twice ``n_seq_max``). ``params``: for all prompts, or an iterable with one for each. Other options as for
-        ``generate``; ``timeout`` counts from the first ``next``.
+        twice ``n_seq_max``). For asyncio it may be asynchronous, and completions are also yielded while it waits for
+        its next prompt. ``params``: for all prompts, or an iterable with one for each. Other options as for
+        ``generate``; ``timeout`` counts from the first result that is asked for.
 
-        For one thread at a time. Closing or dropping the iterator cancels what is left. Raises as ``generate`` does.
+        For one thread or task at a time. Closing or dropping the iterator, or cancelling its task, cancels what is
+        left; to close it after a ``break``, use ``contextlib.closing``. Raises as ``generate`` does.
         """
         self._engine_thread.check_open()
-        check_choice("on_error", on_error, ON)
+        check_choice("on_error", on_error, ERROR_MODES)
         call_options(timeout, True, on_error, "raise")
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
@@ -506,12 +1071,10 @@ class Engine(NotCopyable):
         on_error: OnError,
     ) -> Iterator[tuple[int, Any]]:
         options = call_options(timeout, True, on_error, "raise", names_prompts=True)
-        pending = Pending[Completion](options)
-        makes = makes_of(self._request_builder, prompts, params, pending)
-        try:
-            yield from self._submission.iterate(makes, n_ahead, pending, bar)
-        finally:
-            bar.close()
+        pending = Pending[Completion](options, self._submission.observer)
+        batches = request_batches(self._request_builder, prompts, params, pending)
+        results = self._submission.iterate(batches, n_ahead, pending, bar)
+        yield from results
 
     @explains_keywords
     def stream(
@@ -522,463 +1085,30 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
     ) -> Stream:
-        """Starts a completion and returns an iterator over its deltas, a ``Stream``. Raises as ``generate`` does."""
+        """Starts a completion and returns an iterator over its deltas. Raises as ``generate`` does.
+
+        For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
+        """
         self._engine_thread.check_open()
         options = call_options(timeout, block)
-        return self._open_stream(self._request_builder.item(prompt, params), options)
+        return self._open_stream(options, self._request_builder.item(prompt, params))
 
-    def _open_stream(self, item: Item, options: CallOptions) -> Stream:
-        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
-        stream = Stream(self._engine_thread, request, mailbox, options.deadline)
-        stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
-        observer = self._submission.observer
-        if observer is not None:
-            stream.observed = observer.begin([request], options.operation)
-        try:
-            self._submission.submit(request, block=options.block, deadline=options.deadline)
-        except BaseException as e:
-            stream.observed_end(e)
-            raise
-        return stream
-
-    @explains_keywords
-    def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
-        """Starts a generation that computes one token for each call of ``next``, and nothing before the first.
-
-        Raises as ``generate`` does.
-        """
-        self._engine_thread.check_open()
-        item = self._request_builder.item(prompt, params)
-        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        request = self._request_builder.generation(item, mailbox)
-        generation = self._generation(request, mailbox)
-        self._submission.submit_paused(request)
-        return generation
-
-    def _generation(self, request: Request, mailbox: ThreadMailbox) -> Generation:
-        generation = Generation(
-            self._engine_thread, request, mailbox, self.model.n_vocab, self.n_ctx, self._layout
-        )
-        generation.engine = self
-        return generation
-
-    @explains_keywords
-    def restore(self, snapshot: bytes, params: SamplingParams | None = None) -> Generation:
-        """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
-
-        Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
-        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``; with sliding
-        windows or recurrent states, also the number of sequences). ``params`` count from here, and constraints hold for
-        all that was generated. Returns at once.
-
-        Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
-        other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
-        """
-        self._engine_thread.check_open()
-        if not isinstance(snapshot, (bytes, bytearray, memoryview)):
-            raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
-        found = unpack(bytes(snapshot), self._layout(), self.model.n_vocab)
-        item = self._request_builder.item(found.tokens, params)
-        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        request = self._request_builder.restored(item, mailbox, found.n_prompt)
-        generation = self._generation(request, mailbox)
-        self._engine_thread.restore(request, found.n_cells, found.state)
-        return generation
-
-    @explains_options()
-    def cache_prefix(
-        self, prompt: Prompt, *, timeout: float | None = None, cache_salt: str | None = None
-    ) -> CachedPrefix:
-        """Computes a prompt and keeps its KV cells in host memory until they are released.
-
-        Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
-        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``: that of the
-        requests.
-
-        Blocks until the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
-        than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
-        """
-        self._engine_thread.check_open()
-        options = call_options(timeout, True, operation="cache_prefix")
-        tokens = self._request_builder.item(prompt, None).tokens
-        if len(tokens) < MIN_PREFIX:
-            raise InvalidRequestError(
-                f"the prefix has {len(tokens)} tokens; fewer than {MIN_PREFIX} are computed again for each request: "
-                "there is no need to cache them"
-            )
-        requests: list[Request] = []
-
-        def make(mailbox: Mailbox) -> dict[int, list[Request]]:
-            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt))]
-            return {0: requests}
-
-        engine_thread = self._engine_thread
-        try:
-            self._submission.collect(iter([make]), options, progress_bar(False, 1))
-            n_bytes, n_needed, budget = engine_thread.kept_bytes(requests[0])
-            if n_bytes == 0:
-                raise InvalidRequestError(
-                    f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "
-                    "cache_bytes (0 without a prefix cache): raise it, or release other prefixes"
-                )
-        except BaseException:
-            if requests:
-                engine_thread.release(requests[0])
-            raise
-        return CachedPrefix(engine_thread, requests[0], len(tokens), n_bytes)
-
-    # ---- scores
-    @overload
-    def score(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        continuation: Prompt,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> Score: ...
-
-    @overload
-    def score(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        continuation: Sequence[Prompt],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> list[Score]: ...
-
-    @overload
-    def score(
-        self,
-        prompt: Sequence[Prompt],
-        continuation: Sequence[Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> list[list[Score]]: ...
-
-    @overload
-    def score(
-        self,
-        prompt: Sequence[Prompt],
-        continuation: Sequence[Prompt | Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> list[Score | list[Score]]: ...
-
-    @explains_options()
-    def score(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
-        """Scores continuations given a prompt: the log-probability of each of their tokens.
-
-        Prompt and continuation are text or token ids. One prompt and one continuation return a Score; one prompt and a
-        list of continuations, a list. For a list of prompts, ``continuation`` has one item for each prompt, or a list
-        of items for each, and the result has the same shape. Equal prompts are computed once. If a prompt has many
-        continuations, they are divided among requests that run at the same time. If both are text,
-        prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
-
-        Options as for ``generate``. Raises InvalidRequestError if prompt and continuation together exceed ``n_ctx`` or
-        a continuation has no tokens; else as ``generate`` does.
-        """
-        return self._score(score_job(self.model, prompt, continuation), timeout, block, progress)
-
-    @overload
-    def score_tokens(
-        self, tokens: TokenIds, *, timeout: float | None = None, block: bool = True, progress: bool = False
-    ) -> Score: ...
-
-    @overload
-    def score_tokens(
-        self,
-        tokens: Sequence[TokenIds],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> list[Score]: ...
-
-    @explains_options()
-    def score_tokens(
-        self,
-        tokens: TokenIds | Sequence[TokenIds],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        progress: bool = False,
-    ) -> Score | list[Score]:
-        """Scores a text, or several: every token but the first, given the tokens before it.
-
-        Options and exceptions as for ``score``.
-        """
-        return self._score(tokens_job(self.model, tokens), timeout, block, progress)
-
-    @explains_options()
-    def perplexity(
-        self,
-        text: str | TokenIds,
-        n_window: int | None = None,
-        *,
-        timeout: float | None = None,
-        progress: bool = False,
-    ) -> float:
-        """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
-
-        ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
-        it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.
-
-        With ``n_window`` the result is that of llama.cpp's perplexity tool. The text is cut into windows of
-        ``n_window`` tokens that do not overlap; an incomplete last one is left out. If the vocabulary asks for a BOS
-        token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
-        count.
-
-        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or fewer than a
-        window.
-        """
-        return self._score(perplexity_job(self.model, text, n_window, self.n_ctx), timeout, True, progress)
-
-    def _score(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
-        self._engine_thread.check_open()
-        options = call_options(timeout, block, operation="score")
-        makes = job.makes(self._request_builder)
-        bar = progress_bar(check_flag("progress", progress), job.n_requests)
-        return job.result(self._submission.collect(makes, options, bar))
-
-    # ---- calls for asyncio
-    @overload
-    async def agenerate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: Literal["raise"] = "raise",
-        on_timeout: OnTimeout = "raise",
-    ) -> Completion: ...
-
-    @overload
-    async def agenerate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: Literal["return"],
-        on_timeout: OnTimeout = "raise",
-    ) -> Completion | Exception: ...
-
-    @overload
-    async def agenerate(
-        self,
-        prompt: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: Literal["raise"] = "raise",
-        on_timeout: OnTimeout = "raise",
-    ) -> list[Completion]: ...
-
-    @overload
-    async def agenerate(
-        self,
-        prompt: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: Literal["return"],
-        on_timeout: OnTimeout = "raise",
-    ) -> list[Completion | Exception]: ...
-
-    @explains_keywords
-    async def agenerate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-        on_error: OnError = "raise",
-        on_timeout: OnTimeout = "raise",
-    ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
-        """``generate`` for asyncio. Cancelling the task cancels its requests; raises as ``generate`` does."""
-        self._engine_thread.check_open()
-        checked = check_choice("on_error", on_error, ON)
-        items, single = await self._long_work.built(self._request_builder.items, prompt, params, checked)
-        options = call_options(timeout, block, on_error, on_timeout, names_prompts=not single)
-        makes = self._request_builder.completions(items)
-        return outcome_of(items, await self._submission.acollect(makes, options), single)
-
-    @overload
-    def aiter_completed(
-        self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        *,
-        n_ahead: int | None = None,
-        timeout: float | None = None,
-        on_error: Literal["raise"] = "raise",
-    ) -> AsyncGenerator[tuple[int, Completion], None]: ...
-
-    @overload
-    def aiter_completed(
-        self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        *,
-        n_ahead: int | None = None,
-        timeout: float | None = None,
-        on_error: Literal["return"],
-    ) -> AsyncGenerator[tuple[int, Completion | Exception], None]: ...
-
-    @explains_keywords
-    def aiter_completed(
-        self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
-        *,
-        n_ahead: int | None = None,
-        timeout: float | None = None,
-        on_error: OnError = "raise",
-    ) -> (
-        AsyncGenerator[tuple[int, Completion], None]
-        | AsyncGenerator[tuple[int, Completion | Exception], None]
-    ):
-        """``iter_completed`` for asyncio: an async generator of ``(index, Completion)``, as they finish.
-
-        ``prompts`` may be an async iterable: completions are also yielded while it waits for its next prompt.
-        ``timeout`` counts from the first ``anext``. Closing the generator or cancelling its task cancels the rest; to
-        close it after a ``break``, use ``contextlib.aclosing``. Raises as ``generate`` does.
-        """
-        self._engine_thread.check_open()
-        check_choice("on_error", on_error, ON)
-        call_options(timeout, True, on_error, "raise")
-        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, (Iterable, AsyncIterable)):
-            raise TypeError(f"prompts must be an iterable of prompts, not {type(prompts).__name__}")
-        refuse_table("prompts", prompts)
-        n = 2 * self.n_seq_max if n_ahead is None else check_int("n_ahead", n_ahead, 1, 2**31 - 1)
-        return self._aiter_completed(prompts, params, n, timeout, on_error)
-
-    async def _aiter_completed(
-        self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None,
-        n_ahead: int,
-        timeout: float | None,
-        on_error: OnError,
-    ) -> AsyncGenerator[tuple[int, Any], None]:
-        options = call_options(timeout, True, on_error, "raise", names_prompts=True)
-        pending = Pending[Completion](options)
-        makes = amakes_of(self._request_builder, prompts, params, pending, self._long_work)
-        results = self._submission.aiterate(makes, n_ahead, pending)
-        async with aclosing(makes), aclosing(results):
-            async for index, result in results:
-                yield index, result
-
-    @overload
-    async def ascore(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, continuation: Prompt, *, timeout: float | None = None, block: bool = True
-    ) -> Score: ...
-
-    @overload
-    async def ascore(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        continuation: Sequence[Prompt],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> list[Score]: ...
-
-    @overload
-    async def ascore(
-        self,
-        prompt: Sequence[Prompt],
-        continuation: Sequence[Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> list[list[Score]]: ...
-
-    @overload
-    async def ascore(
-        self,
-        prompt: Sequence[Prompt],
-        continuation: Sequence[Prompt | Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> list[Score | list[Score]]: ...
-
-    @explains_options()
-    async def ascore(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
-        """``score`` for asyncio. Cancelling the task cancels its requests."""
-        self._engine_thread.check_open()
-        options = call_options(timeout, block, operation="score")
-        job = score_job(self.model, prompt, continuation)
-        makes = job.makes(self._request_builder)
-        return job.result(await self._submission.acollect(makes, options))
-
-    @explains_keywords
-    def astream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> AsyncStream:
-        """``stream`` for asyncio; the request starts with the first ``__anext__``, bad arguments raise at once."""
-        self._engine_thread.check_open()
-        options = call_options(timeout, block)
-        return self._open_astream(self._request_builder.item(prompt, params), options)
-
-    def _open_astream(self, item: Item, options: CallOptions) -> AsyncStream:
-        def make() -> tuple[Request, AsyncMailbox]:
-            import asyncio
-
-            mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
+    def _open_stream(self, options: CallOptions, item: CheckedPrompt) -> Stream:
+        def make() -> tuple[Request, ThreadMailbox]:
+            mailbox = ThreadMailbox(self._engine_thread.dispatcher)
             request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
-            mailbox.requests.append(request)
             observer = self._submission.observer
             if observer is not None:
                 stream.observed = observer.begin([request], options.operation)
             return request, mailbox
 
-        submit = partial(self._submission.asubmit, block=options.block)
-        stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
-        stream.engine = self
+        submit = partial(self._submission.submit, block=options.block)
+        stream = Stream(self._engine_thread, make, submit, options.deadline)
+        stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
+        stream.submit()
         return stream
 
     # ---- chats
-    @property
-    def supports_tools(self) -> bool:
-        """Whether the model's chat template has tool calls. Raises InvalidRequestError without a template."""
-        return self._chat_builder.chat_format().supports_tools
-
     @overload
     def chat(  # type: ignore[overload-overlap]
         self,
@@ -1050,9 +1180,11 @@ class Engine(NotCopyable):
         )
         items, single = self._chat_builder.items(messages, params, asked)
         options = call_options(timeout, block, names_prompts=not single, operation="chat")
-        makes = self._request_builder.completions([item.item for item in items])
+        batches = self._request_builder.completions([item.item for item in items])
         bar = progress_bar(check_flag("progress", progress), len(items))
-        return _answers(items, self._submission.collect(makes, options, bar), single)
+        results = self._submission.collect(batches, options, bar)
+        answers = [item.answer(results[index]) for index, item in enumerate(items)]
+        return answers[0] if single else answers
 
     @explains_keywords
     def stream_chat(
@@ -1070,112 +1202,10 @@ class Engine(NotCopyable):
         timeout: float | None = None,
         block: bool = True,
     ) -> ChatStream:
-        """Starts an answer and returns an iterator over its parts, a ``ChatStream``. Raises as ``chat`` does."""
-        self._engine_thread.check_open()
-        asked = ChatOptions(
-            tools,
-            tool_choice,
-            parallel_tool_calls,
-            response_format,
-            template_args,
-            continue_last,
-            truncation=truncation,
-        )
-        item = self._chat_builder.item(messages, params, asked)
-        options = call_options(timeout, block, operation="chat")
-        return ChatStream(self._open_stream(item.item, options), item.delta_parser())
+        """Starts an answer and returns an iterator over its parts. Raises as ``chat`` does.
 
-    @overload
-    async def achat(  # type: ignore[overload-overlap]
-        self,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
-        truncation: Truncation = "error",
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> ChatCompletion: ...
-
-    @overload
-    async def achat(
-        self,
-        messages: Sequence[Conversation],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
-        truncation: Truncation = "error",
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> list[ChatCompletion]: ...
-
-    @explains_keywords
-    async def achat(
-        self,
-        messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
-        truncation: Truncation = "error",
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> ChatCompletion | list[ChatCompletion]:
-        """``chat`` for asyncio. Slow work is done in a worker thread. Cancelling the task cancels its requests."""
-        self._engine_thread.check_open()
-        asked = ChatOptions(
-            tools,
-            tool_choice,
-            parallel_tool_calls,
-            response_format,
-            template_args,
-            continue_last,
-            truncation=truncation,
-        )
-        options = call_options(timeout, block, operation="chat")
-        build = partial(self._chat_builder.items, messages, params, asked)
-        if is_long_chat(messages, params, asked):
-            items, single = await self._long_work.run(build, size=size_of(messages))
-        else:
-            items, single = build()
-        options = replace(options, names_prompts=not single)
-        makes = self._request_builder.completions([item.item for item in items])
-        return _answers(items, await self._submission.acollect(makes, options), single)
-
-    @explains_keywords
-    def astream_chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        tool_choice: ToolChoice = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        template_args: Mapping[str, Any] | None = None,
-        continue_last: bool = False,
-        truncation: Truncation = "error",
-        timeout: float | None = None,
-        block: bool = True,
-    ) -> AsyncChatStream:
-        """``stream_chat`` for asyncio; the request starts with the first ``__anext__``.
-
-        Bad arguments raise at once. A long conversation, or one with tools or a response format, is rendered in a
-        worker thread; its errors are raised by the first ``__anext__``.
+        For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
+        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts.
         """
         self._engine_thread.check_open()
         asked = ChatOptions(
@@ -1187,9 +1217,9 @@ class Engine(NotCopyable):
             continue_last,
             truncation=truncation,
         )
-        return self._astream_chat(messages, params, asked, timeout, block)
+        return self._stream_chat(messages, params, asked, timeout, block)
 
-    def _astream_chat(
+    def _stream_chat(
         self,
         messages: Conversation,
         params: SamplingParams | None,
@@ -1197,14 +1227,234 @@ class Engine(NotCopyable):
         timeout: float | None,
         block: bool,
         before: Sequence[int] = (),
-    ) -> AsyncChatStream:
-        """``astream_chat``. ``before``: tokens that precede the prompt; see ``ChatBuilder.item``."""
+    ) -> ChatStream:
+        """``stream_chat``. ``before``: tokens that precede the prompt; see ``ChatBuilder.item``."""
         options = call_options(timeout, block, operation="chat")
+        open_stream = partial(self._open_stream, options)
         build = partial(self._chat_builder.item, messages, params, asked, before)
-        open_stream = partial(self._open_astream, options=options)
-        if not is_long_chat(messages, params, asked):
-            return AsyncChatStream(build(), open_stream)
-        return AsyncChatStream(partial(self._long_work.run, build, size=size_of(messages)), open_stream)
+        return ChatStream(build(), open_stream)
+
+    # ---- token by token, and memory
+    @explains_keywords
+    def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Starts a generation that computes one token for each call of ``next``, and nothing before the first.
+
+        Raises as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        item = self._request_builder.item(prompt, params)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        request = self._request_builder.generation(item, mailbox)
+        generation = self._generation(request, mailbox)
+        self._submission.submit_paused(request)
+        return generation
+
+    def _generation(self, request: Request, mailbox: ThreadMailbox) -> Generation:
+        generation = Generation(
+            self._engine_thread, request, mailbox, self.model.n_vocab, self.n_ctx, self._snapshot_format
+        )
+        generation.engine = self
+        return generation
+
+    @explains_keywords
+    def restore(self, snapshot: bytes, params: SamplingParams | None = None) -> Generation:
+        """Continues a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
+
+        Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
+        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``; with sliding
+        windows or recurrent states, also the number of sequences). ``params`` count from here, and constraints hold for
+        all that was generated. Nothing is computed before the first ``next``.
+
+        Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
+        other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
+        """
+        self._engine_thread.check_open()
+        if not isinstance(snapshot, (bytes, bytearray, memoryview)):
+            raise TypeError(f"snapshot must be bytes, not {type(snapshot).__name__}")
+        found = self._unpack(snapshot)
+        item = self._request_builder.item(found.tokens, params)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        request = self._request_builder.restored(item, mailbox, found.n_prompt)
+        generation = self._generation(request, mailbox)
+        self._engine_thread.restore(request, found.n_cells, found.state)
+        return generation
+
+    @explains_options()
+    def cache_prefix(
+        self, prompt: Prompt, *, timeout: float | None = None, cache_salt: str | None = None
+    ) -> CachedPrefix:
+        """Computes a prompt and keeps its KV cells in host memory until they are released.
+
+        Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
+        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``: that of the
+        requests.
+
+        Returns when the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
+        than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
+        """
+        self._engine_thread.check_open()
+        options = call_options(timeout, True, operation="cache_prefix")
+        item = self._request_builder.item(prompt, None)
+        tokens = item.tokens
+        if len(tokens) < MIN_PREFIX:
+            raise InvalidRequestError(
+                f"the prefix has {len(tokens)} tokens; fewer than {MIN_PREFIX} are computed again for each request: "
+                "there is no need to cache them"
+            )
+        requests: list[Request] = []
+
+        def make(mailbox: Mailbox) -> dict[int, list[Request]]:
+            requests[:] = [self._request_builder.prefix(tokens, mailbox, check_salt(cache_salt))]
+            return {0: requests}
+
+        try:
+            self._submission.collect(iter([make]), options, progress_bar(False, 1))
+            n_bytes, n_needed, budget = self._engine_thread.kept_bytes(requests[0])
+            if n_bytes == 0:
+                raise InvalidRequestError(
+                    f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "
+                    "cache_bytes (0 without a prefix cache): raise it, or release other prefixes"
+                )
+        except BaseException:
+            if requests:
+                self._engine_thread.release(requests[0])
+            raise
+        return CachedPrefix(self._engine_thread, requests[0], len(tokens), n_bytes)
+
+    # ---- scores
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        continuation: Prompt,
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score: ...
+
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Sequence[Prompt],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    @overload
+    def score(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[list[Score]]: ...
+
+    @overload
+    def score(
+        self,
+        prompt: Sequence[Prompt],
+        continuation: Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score | list[Score]]: ...
+
+    @explains_options()
+    def score(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        continuation: Prompt | Sequence[Prompt | Sequence[Prompt]],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score | list[Score] | list[list[Score]] | list[Score | list[Score]]:
+        """Scores continuations given a prompt: the log-probability of each of their tokens.
+
+        Prompt and continuation are text or token ids. One prompt and one continuation return a Score; one prompt and a
+        list of continuations, a list. For a list of prompts, ``continuation`` has one item for each prompt, or a list
+        of items for each, and the result has the same shape. Equal prompts are computed once. If a prompt has many
+        continuations, they are divided among requests that run at the same time. If both are text,
+        prompt + continuation are tokenized together, and the tokens beyond the prompt's own count are scored.
+
+        Options as for ``generate``. Raises InvalidRequestError if prompt and continuation together exceed ``n_ctx`` or
+        a continuation has no tokens; else as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        job = score_job(prompt, continuation, self.model)
+        return self._score(job, timeout, block, progress)
+
+    @overload
+    def score_tokens(
+        self, tokens: TokenIds, *, timeout: float | None = None, block: bool = True, progress: bool = False
+    ) -> Score: ...
+
+    @overload
+    def score_tokens(
+        self,
+        tokens: Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> list[Score]: ...
+
+    @explains_options()
+    def score_tokens(
+        self,
+        tokens: TokenIds | Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+        progress: bool = False,
+    ) -> Score | list[Score]:
+        """Scores a text, or several: every token but the first, given the tokens before it.
+
+        Options and exceptions as for ``score``.
+        """
+        self._engine_thread.check_open()
+        return self._score(tokens_job(tokens, self.model), timeout, block, progress)
+
+    @explains_options()
+    def perplexity(
+        self,
+        text: str | TokenIds,
+        n_window: int | None = None,
+        *,
+        timeout: float | None = None,
+        progress: bool = False,
+    ) -> float:
+        """The perplexity of a text: the exponential of the mean negative log-probability of its tokens.
+
+        ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
+        it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.
+
+        With ``n_window`` the result is that of llama.cpp's perplexity tool. The text is cut into windows of
+        ``n_window`` tokens that do not overlap; an incomplete last one is left out. If the vocabulary asks for a BOS
+        token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
+        count.
+
+        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or fewer than a
+        window.
+        """
+        self._engine_thread.check_open()
+        job = perplexity_job(text, n_window, self.model, self.n_ctx)
+        return self._score(job, timeout, True, progress)
+
+    def _score(self, job: ScoreJob[T], timeout: float | None, block: bool, progress: bool) -> T:
+        options = call_options(timeout, block, operation="score")
+        batches = job.batches(self._request_builder)
+        bar = progress_bar(check_flag("progress", progress), job.n_requests)
+        return job.result(self._submission.collect(batches, options, bar))
+
+    # ---- end of what tools/unasync.py makes
 
     # ---- state
     def stats(self) -> EngineStats:
@@ -1263,8 +1513,11 @@ class Engine(NotCopyable):
         """Sets the observer of future requests; None: no observer."""
         self._submission.observer = observer
 
-    def _layout(self) -> Layout:
-        return Layout(self.model.fingerprint, state_version(), *self._types)
+    def _snapshot_format(self) -> SnapshotFormat:
+        return SnapshotFormat(self.model.fingerprint, state_version(), *self._types)
+
+    def _unpack(self, snapshot: bytes | bytearray | memoryview) -> Snapshot:
+        return unpack(bytes(snapshot), self._snapshot_format(), self.model.n_vocab)
 
     def __del__(self) -> None:
         engine_thread = getattr(self, "_engine_thread", None)
@@ -1276,20 +1529,6 @@ class Engine(NotCopyable):
                 source=self,
             )
             engine_thread.close_soon()
-
-
-def _answers(
-    items: Sequence[ChatItem], results: Mapping[int, Completion], single: bool
-) -> ChatCompletion | list[ChatCompletion]:
-    """The answers in the order of their conversations."""
-    answers = [item.answer(results[index]) for index, item in enumerate(items)]
-    return answers[0] if single else answers
-
-
-def is_long_chat(messages: Any, params: Any, asked: ChatOptions) -> bool:
-    """Whether rendering a conversation, and compiling its grammar, would block an event loop."""
-    is_plain = asked.tools is None and asked.response_format is None and asked.truncation == "error"
-    return not is_plain or takes_long(messages, params)
 
 
 def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:

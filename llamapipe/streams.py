@@ -11,11 +11,20 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex
 
-from llamapipe._engine.chat_requests import ChatItem
-from llamapipe._engine.deliver import AsyncMailbox, DeltaParser, Failure, ThreadMailbox, TokenSink
+from llamapipe._engine.chat_requests import CheckedChat
+from llamapipe._engine.deliver import (
+    AsyncMailbox,
+    DeltaParser,
+    Failure,
+    Mailbox,
+    ThreadMailbox,
+    TokenSink,
+    running_loop,
+)
+from llamapipe._engine.long_work import to_thread
 from llamapipe._engine.request import Request, State
-from llamapipe._engine.snapshot import Layout, Snapshot, pack
-from llamapipe._engine.submit import Item, ObservedRequest
+from llamapipe._engine.snapshot import Snapshot, SnapshotFormat, pack
+from llamapipe._engine.submit import CheckedPrompt, ObservedRequest
 from llamapipe._engine.thread import EngineThread
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.errors import InvalidRequestError
@@ -40,18 +49,20 @@ class PromptProgress(NamedTuple):
 
 
 class _Reader(NotCopyable):
-    """The part both kinds of stream share: the budget for further tokens, the end, cancelling."""
+    """What both kinds of stream share: the budget for further tokens, the end, cancelling."""
 
     engine: object = None  # kept alive by its streams
     observed: ObservedRequest | None = None
 
-    def __init__(self, engine_thread: EngineThread, request: Request, deadline: float | None) -> None:
+    def __init__(self, engine_thread: EngineThread, deadline: float | None) -> None:
         self._engine_thread = engine_thread
-        self._request = request
         self._deadline = deadline
-        self._done = False
+        self._request: Request  # from ``submit`` on
+        self._done = True  # nothing to cancel before then
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_request"):
+            return f"<{type(self).__name__} not started>"
         return f"<{type(self).__name__} {'done' if self._done else 'open'} {self._request!r}>"
 
     @property
@@ -111,9 +122,10 @@ class _Reader(NotCopyable):
 
     def cancel(self) -> None:
         """Ends the request within a step; the stream then ends too. Any thread; a second call does nothing."""
-        request = self._request
-        if not request.cancelled and request.state is not State.FINISHED:
-            self._engine_thread.cancel_soon(request)
+        if not self._done:
+            request = self._request
+            if not request.cancelled and request.state is not State.FINISHED:
+                self._engine_thread.cancel_soon(request)
         self._done = True  # last: a caller that is interrupted before this line can cancel again
         self.observed_end()
 
@@ -126,316 +138,8 @@ class _Reader(NotCopyable):
             self.cancel()
 
 
-class Stream(_Reader):
-    """An iterator over a request's deltas; closing or dropping it cancels the request.
-
-    For one thread at a time: ``next`` while another one waits raises RuntimeError. A slow reader pauses only its own
-    sequence. Iterating raises the error of the request, and TimeoutError when its timeout passed.
-    """
-
-    def __init__(
-        self, engine_thread: EngineThread, request: Request, mailbox: ThreadMailbox, deadline: float | None
-    ) -> None:
-        super().__init__(engine_thread, request, deadline)
-        self._mailbox = mailbox
-        self._one_call = OneCall("stream")
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Delta:
-        with self._one_call:
-            return self._next()
-
-    def _next(self) -> Delta:
-        if self._done:
-            raise StopIteration
-        if self._engine_thread.forked:
-            self._engine_thread.check_process()
-        left_s = None if self._deadline is None else self._left_s()
-        if left_s == 0:  # also if deltas are left in the mailbox
-            raise self._expired()
-        try:
-            item = self._mailbox.get(timeout=left_s)
-        except Empty:
-            raise self._expired() from None
-        except BaseException as e:  # Ctrl-C while waiting
-            self.observed_end(e)
-            self.cancel()
-            raise
-        return self._read(item)
-
-    def close(self) -> None:
-        """Cancels the request if it is not finished."""
-        self.cancel()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class AsyncStream(_Reader):
-    """An asynchronous iterator over a request's deltas.
-
-    Closing or dropping it, or cancelling the task that waits for it, cancels the request. For one task at a time, of
-    one event loop: a second task that asks for the next delta meanwhile gets RuntimeError. Raises as ``Stream`` does.
-    """
-
-    def __init__(
-        self,
-        engine_thread: EngineThread,
-        make: Callable[[], tuple[Request, AsyncMailbox]],
-        submit: Callable[[Request], Awaitable[None]],
-        deadline: float | None,
-    ) -> None:
-        self._engine_thread = engine_thread
-        self._deadline = deadline
-        self._make: Callable[[], tuple[Request, AsyncMailbox]] | None = make
-        self._submit = submit
-        self._done = True  # nothing to cancel before it is started
-        self._one_task = OneTask("stream")
-
-    def __repr__(self) -> str:
-        return "<AsyncStream not started>" if self._make is not None else super().__repr__()
-
-    def __aiter__(self) -> AsyncStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        with self._one_task:
-            return await self._next_delta()
-
-    async def _next_delta(self) -> Delta:
-        if self._make is None and self._done:
-            raise StopAsyncIteration
-        if self._engine_thread.forked:
-            self._engine_thread.check_process()
-        try:
-            if self._make is not None or self._deadline is not None:
-                item = await self._next_in_time()
-            else:
-                item = await self._mailbox.get()
-        except BaseException as e:
-            self.observed_end(e)
-            self.cancel()
-            raise
-        return self._read(item)
-
-    async def _next_in_time(self) -> Any:
-        """The next item, or TimeoutError; the first call submits the request."""
-        if self._make is None:
-            left_s = self._left_s()
-        else:  # the request is not made yet
-            left_s = None if self._deadline is None else max(self._deadline - perf_counter(), 0.0)
-        if left_s is None:
-            return await self._next()
-        return await self._in_time(self._next(), left_s)
-
-    async def _in_time(self, awaitable: Awaitable[Any], left_s: float) -> Any:
-        import asyncio
-
-        try:
-            return await asyncio.wait_for(awaitable, left_s)
-        except asyncio.TimeoutError:
-            raise self._expired() from None
-
-    async def _next(self) -> Any:
-        if self._make is not None:
-            await self._begin()
-        return await self._mailbox.get()
-
-    async def _begin(self) -> None:
-        make, self._make = self._make, None
-        if make is not None:
-            self._request, self._mailbox = make()
-            self._done = False
-            await self._submit(self._request)
-
-    async def submit(self) -> None:
-        """Submits the request, which otherwise the first ``__anext__`` does. Raises as that does."""
-        if self._make is None:
-            return
-        if self._engine_thread.forked:
-            self._engine_thread.check_process()
-        try:
-            if self._deadline is None:
-                await self._begin()
-            else:
-                await self._in_time(self._begin(), max(self._deadline - perf_counter(), 0.0))
-        except BaseException as e:
-            self.observed_end(e)
-            self.cancel()
-            raise
-
-    def cancel(self) -> None:
-        """Ends the request within a step; the stream then ends too. A second call does nothing."""
-        self._make = None
-        if not self._done:
-            super().cancel()
-
-    async def aclose(self) -> None:
-        """Cancels the request if it is not finished."""
-        self.cancel()
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-
-class ChatStream(NotCopyable):
-    """An iterator over the parts of an answer; closing or dropping it cancels the request. Threads as for ``Stream``.
-
-    ``n_prompt_tokens``: length of the prompt.
-    """
-
-    def __init__(self, stream: Stream, parser: DeltaParser) -> None:
-        self._stream = stream
-        self._parser = parser
-        self._one_call = OneCall("stream")
-        self.n_prompt_tokens = parser.n_prompt_tokens
-
-    def __repr__(self) -> str:
-        return f"<ChatStream of {self._stream!r}>"
-
-    @property
-    def n_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
-        return self._stream.n_cached_tokens
-
-    def __iter__(self) -> ChatStream:
-        return self
-
-    def __next__(self) -> ChatDelta:
-        with self._one_call:
-            while True:
-                delta = self._parser.read(next(self._stream))
-                if delta is not None:
-                    return delta
-
-    def cancel(self) -> None:
-        """Ends the request within a step; the stream then ends too. Any thread."""
-        self._stream.cancel()
-
-    def close(self) -> None:
-        """Cancels the request if it is not finished."""
-        self._stream.close()
-
-    def __enter__(self) -> ChatStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class AsyncChatStream(NotCopyable):
-    """An asynchronous iterator over the parts of an answer; see ``AsyncStream``.
-
-    ``n_prompt_tokens``: length of the prompt; 0 until the first part of a long conversation's answer.
-    """
-
-    def __init__(
-        self, item: ChatItem | Callable[[], Awaitable[ChatItem]], open_stream: Callable[[Item], AsyncStream]
-    ) -> None:
-        self.n_prompt_tokens = 0
-        self._build = item if callable(item) else None
-        self._open_stream = open_stream
-        self._stream: AsyncStream | None = None
-        self._parser: DeltaParser | None = None
-        self._closed = False
-        self._one_task = OneTask("stream")
-        if not callable(item):
-            self._open(item)
-
-    def _open(self, item: ChatItem) -> None:
-        self._build = None
-        self._parser = item.delta_parser()
-        self.n_prompt_tokens = self._parser.n_prompt_tokens
-        self._stream = self._open_stream(item.item)
-
-    def __repr__(self) -> str:
-        return f"<AsyncChatStream of {self._stream!r}>"
-
-    @property
-    def n_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
-        return 0 if self._stream is None else self._stream.n_cached_tokens
-
-    @property
-    def prompt_progress(self) -> PromptProgress | None:
-        """How much of the prompt is computed; None while the request waits for its first slot."""
-        return None if self._stream is None else self._stream.prompt_progress
-
-    def __aiter__(self) -> AsyncChatStream:
-        return self
-
-    async def submit(self) -> None:
-        """Renders the conversation and submits the request, which the first ``__anext__`` does otherwise.
-
-        Raises as that does, QueueFullError too.
-        """
-        await self._built()
-        if self._stream is not None:
-            await self._stream.submit()
-
-    async def _built(self) -> None:
-        if self._build is not None and not self._closed:
-            item = await self._build()
-            if not self._closed:
-                self._open(item)
-
-    async def __anext__(self) -> ChatDelta:
-        with self._one_task:
-            return await self._next()
-
-    async def _next(self) -> ChatDelta:
-        if self._build is not None:
-            await self._built()
-        if self._stream is None or self._parser is None:
-            raise StopAsyncIteration
-        while True:
-            delta = self._parser.read(await self._stream.__anext__())
-            if delta is not None:
-                return delta
-
-    def cancel(self) -> None:
-        """Ends the request within a step; the stream then ends too."""
-        if self._stream is None:
-            self._closed = True
-        else:
-            self._stream.cancel()
-
-    async def aclose(self) -> None:
-        """Cancels the request if it is not finished."""
-        self._closed = True
-        if self._stream is not None:
-            await self._stream.aclose()
-
-    async def __aenter__(self) -> AsyncChatStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-
-class Generation(NotCopyable):
-    """A sequence that is continued by ``next``; nothing is computed ahead of a call.
-
-    For one thread at a time, except ``cancel`` and ``close``: a call while another one runs raises RuntimeError.
-    Between calls the sequence keeps its slot and cells until another request needs them. The cells are then saved in
-    host memory, or computed again without room there. Close it, or use ``with``, when done.
-    """
+class _Sequence(NotCopyable):
+    """What both kinds of generation share: the tokens so far, trimming and lengthening, the end."""
 
     engine: object = None  # kept alive by its generations
 
@@ -443,58 +147,39 @@ class Generation(NotCopyable):
         self,
         engine_thread: EngineThread,
         request: Request,
-        mailbox: ThreadMailbox,
         n_vocab: int,
         n_ctx: int,
-        layout: Callable[[], Layout],
+        snapshot_format: Callable[[], SnapshotFormat],
     ) -> None:
         self._engine_thread = engine_thread
         self._request = request
-        self._mailbox = mailbox
         self._n_vocab = n_vocab
         self._n_ctx = n_ctx
-        self._layout = layout
+        self._format = snapshot_format
         self._tokens = list(request.tokens)
         self._n_forks = self._n_dropped = 0
         self._changed = False  # trimmed or lengthened since the last token
-        self._one_call = OneCall("generation")
+        self._alone: OneCall | OneTask
 
     def __repr__(self) -> str:
-        return f"<Generation n_tokens={self.n_tokens} {self.finish_reason or 'open'}>"
+        return f"<{type(self).__name__} n_tokens={self.n_tokens} {self.finish_reason or 'open'}>"
 
-    def __iter__(self) -> Generation:
-        return self
-
-    def __next__(self) -> Token:
-        token = self.next()
-        if token is None:
-            raise StopIteration
-        return token
-
-    def next(self) -> Token | None:
-        """The next token; None, without computing a step, when the generation is finished or cancelled.
-
-        Blocks until the token is sampled. Raises the error of a failed request, EngineClosedError after ``fork()``.
-        """
-        with self._one_call:
-            return self._next()
-
-    def _next(self) -> Token | None:
-        request = self._request
-        if request.error is not None:
-            raise request.error
+    def _has_next(self) -> bool:
+        """Whether the next token can be computed. Raises the error of a failed request, EngineClosedError."""
+        if self._request.error is not None:
+            raise self._request.error
         if self.finish_reason is not None:
-            return None
+            return False
         self._engine_thread.check_open()
+        return True
+
+    def _resume(self) -> None:
+        """Lets the engine compute one token."""
         self._changed = False
-        self._engine_thread.note_waiting_thread()
-        try:
-            request.token_budget = request.n_total + 1
-            self._engine_thread.resume(request)
-            item = self._mailbox.get()
-        except BaseException:  # Ctrl-C: the token in flight would answer a later call
-            self.cancel()
-            raise
+        self._request.token_budget = self._request.n_total + 1
+        self._engine_thread.resume(self._request)
+
+    def _read(self, item: Any) -> Token | None:
         if isinstance(item, Failure):
             raise item.error
         if item is None:
@@ -527,7 +212,7 @@ class Generation(NotCopyable):
         ``max_tokens`` and stop strings count from here. Raises ValueError outside ``[1, n_tokens]``,
         InvalidRequestError when the generation was cancelled or failed, or would fill the context.
         """
-        with self._one_call:
+        with self._alone:
             self._trim(check_int("n_keep", n_keep, 1, len(self._tokens)))
 
     def _trim(self, n: int) -> None:
@@ -550,7 +235,7 @@ class Generation(NotCopyable):
         InvalidRequestError when they do not fit in the context or the generation was cancelled.
         """
         ids = check_tokens("tokens", tokens, self._n_vocab)
-        with self._one_call:
+        with self._alone:
             self._append(ids)
 
     def _append(self, ids: list[int]) -> None:
@@ -564,72 +249,29 @@ class Generation(NotCopyable):
             self._tokens += ids
             self._change(None, ids)
 
-    def fork(self, seed: SupportsIndex | None = None) -> Generation:
-        """A second generation of the same sequence, which goes its own way from here; also after the end.
-
-        It reuses the KV cells of this one if the engine has a prefix cache (else it computes them again), and counts
-        ``max_tokens`` on. Its sampler starts over with the sequence so far, as after ``trim``, with its own seed:
-        ``seed``, by default one that follows from the seed of this generation and the number of its forks.
-
-        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError when the
-        generation was cancelled or failed, TypeError or ValueError for a bad seed.
-        """
-        given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
-        with self._one_call:
-            return self._fork(given)
-
-    def _fork(self, given: int | None) -> Generation:
-        self._check_open()
+    def _forked_request(self, seed: int | None, mailbox: Mailbox) -> Request:
         parent = self._request
         sink = parent.sink
         assert isinstance(sink, TokenSink)
         self._n_forks += 1
-        seed = _seed_of_fork(parent.spec.seed, self._n_forks) if given is None else given
-        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        child = parent.fork(seed, sink.fork(mailbox, keeps_text=not self._changed))
-        forked = Generation(self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._layout)
+        seed = _seed_of_fork(parent.spec.seed, self._n_forks) if seed is None else seed
+        return parent.fork(seed, sink.fork(mailbox, keeps_text=not self._changed))
+
+    def _start_fork(self, forked: _Sequence) -> None:
         forked._tokens = self._tokens.copy()
         forked._changed = self._changed
         forked._n_dropped = self._n_dropped
         forked.engine = self.engine
-        self._engine_thread.fork(parent, child)
-        return forked
+        self._engine_thread.fork(self._request, forked._request)
 
-    def snapshot(self) -> bytes:
-        """The sequence and its KV cells as bytes, for ``Engine.restore`` of this engine or another one, at any time.
-
-        They have a header with the format, a fingerprint of the model file and the types of keys and values, and a
-        checksum. They take as many bytes as the cells, about what a step reads. Sampling parameters are not part of
-        them. The checksum finds damage and no forgery: restore only snapshots of sources that you trust.
-
-        Waits for the running step. Raises InvalidRequestError when the generation was cancelled or failed, OSError when
-        the model's file cannot be read.
-        """
-        with self._one_call:
-            return self._snapshot()
-
-    def _snapshot(self) -> bytes:
-        self._check_open()
-        taken = self._engine_thread.snapshot(self._request)
-        return pack(Snapshot(*taken), self._layout())
+    def _pack(self) -> bytes:
+        return pack(Snapshot(*self._engine_thread.snapshot(self._request)), self._format())
 
     def cancel(self) -> None:
         """Ends the generation and frees its slot; ``next`` then returns None without a step. Any thread."""
         request = self._request
         if not request.cancelled and request.state is not State.FINISHED:
             self._engine_thread.cancel_soon(request)
-
-    def close(self) -> None:
-        """The same as ``cancel``."""
-        self.cancel()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
 
     def __del__(self) -> None:
         if hasattr(self, "_tokens"):  # next() cannot be called any more: free the slot
@@ -660,6 +302,552 @@ def _seed_of_fork(seed: int, index: int) -> int:
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little")
+
+
+# ---- asyncio: tools/unasync.py makes the next part, for threads, from this one
+class AsyncStream(_Reader):
+    """An asynchronous iterator over a request's deltas; closing or dropping it cancels the request.
+
+    Cancelling the task that waits for it does, too. For one task at a time, of one event loop: a second task that asks
+    for the next delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating raises the
+    error of the request, and TimeoutError when its timeout passed.
+    """
+
+    def __init__(
+        self,
+        engine_thread: EngineThread,
+        make: Callable[[], tuple[Request, AsyncMailbox]],
+        submit: Callable[..., Awaitable[None]],
+        deadline: float | None,
+    ) -> None:
+        super().__init__(engine_thread, deadline)
+        self._make: Callable[[], tuple[Request, AsyncMailbox]] | None = make
+        self._submit = submit
+        self._alone = OneTask("stream")
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        with self._alone:
+            return await self._next()
+
+    async def _next(self) -> Delta:
+        if self._make is not None:  # asyncio
+            await self.submit()  # asyncio
+        if self._done:
+            raise StopAsyncIteration
+        if self._engine_thread.forked:
+            self._engine_thread.check_process()
+        left_s = None if self._deadline is None else self._left_s()
+        if left_s == 0:  # also if deltas are left in the mailbox
+            raise self._expired()
+        try:
+            item = await self._mailbox.get(left_s)
+        except Empty:
+            raise self._expired() from None
+        except BaseException as e:  # Ctrl-C, or the task is cancelled, while it waits
+            self.observed_end(e)
+            self.cancel()
+            raise
+        return self._read(item)
+
+    async def submit(self) -> None:
+        """Submits the request, which otherwise the first ``__anext__`` does. Raises as ``Engine.agenerate`` does.
+
+        A second call does nothing.
+        """
+        make, self._make = self._make, None
+        if make is None:
+            return
+        if self._engine_thread.forked:
+            self._engine_thread.check_process()
+        try:
+            self._request, self._mailbox = make()
+            self._done = False
+            await self._submit(self._request, deadline=self._deadline)
+        except BaseException as e:
+            self.observed_end(e)
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Ends the request within a step; the stream then ends too. A second call does nothing. Any thread."""
+        self._make = None
+        super().cancel()
+
+    async def aclose(self) -> None:
+        """Cancels the request if it is not finished."""
+        self.cancel()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class AsyncChatStream(NotCopyable):
+    """An asynchronous iterator over the parts of an answer; closing or dropping it cancels the request.
+
+    ``n_prompt_tokens``: length of the prompt; 0 as long as a long conversation is not rendered. Else as for
+    ``AsyncStream``.
+    """
+
+    def __init__(
+        self,
+        item: CheckedChat | Callable[[], Awaitable[CheckedChat]],
+        open_stream: Callable[[CheckedPrompt], AsyncStream],
+    ) -> None:
+        self.n_prompt_tokens = 0
+        self._build = item if callable(item) else None
+        self._open_stream = open_stream
+        self._stream: AsyncStream | None = None
+        self._parser: DeltaParser | None = None
+        self._closed = False
+        self._alone = OneTask("stream")
+        if not callable(item):
+            self._open(item)
+
+    def _open(self, item: CheckedChat) -> None:
+        self._build = None
+        self._parser = item.delta_parser()
+        self.n_prompt_tokens = self._parser.n_prompt_tokens
+        self._stream = self._open_stream(item.item)
+
+    def __repr__(self) -> str:
+        return f"<AsyncChatStream of {self._stream!r}>"
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
+        return 0 if self._stream is None else self._stream.n_cached_tokens
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed; None while the request waits for its first slot."""
+        return None if self._stream is None else self._stream.prompt_progress
+
+    def __aiter__(self) -> AsyncChatStream:
+        return self
+
+    async def __anext__(self) -> ChatDelta:
+        with self._alone:
+            return await self._next()
+
+    async def _next(self) -> ChatDelta:
+        if self._build is not None:
+            await self._render()
+        if self._stream is None or self._parser is None:
+            raise StopAsyncIteration
+        while True:
+            delta = self._parser.read(await self._stream.__anext__())
+            if delta is not None:
+                return delta
+
+    async def submit(self) -> None:
+        """Renders the conversation and submits the request, which otherwise the first ``__anext__`` does.
+
+        Raises as ``Engine.achat`` does. A second call does nothing.
+        """
+        await self._render()
+        if self._stream is not None:
+            await self._stream.submit()
+
+    async def _render(self) -> None:
+        if self._build is not None and not self._closed:
+            item = await self._build()
+            if not self._closed:
+                self._open(item)
+
+    def cancel(self) -> None:
+        """Ends the request within a step; the stream then ends too. A second call does nothing. Any thread."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def aclose(self) -> None:
+        """Cancels the request if it is not finished."""
+        self.cancel()
+
+    async def __aenter__(self) -> AsyncChatStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class AsyncGeneration(_Sequence):
+    """A sequence that is continued by ``next``; nothing is computed ahead of a call.
+
+    For one task at a time, except ``cancel`` and ``aclose``: a call while another one runs raises RuntimeError. Between
+    calls the sequence keeps its slot and cells until another request needs them. The cells are then saved in host
+    memory, or computed again without room there. Close it, or use ``async with``, when done.
+    """
+
+    def __init__(
+        self,
+        engine_thread: EngineThread,
+        request: Request,
+        mailbox: AsyncMailbox,
+        n_vocab: int,
+        n_ctx: int,
+        layout: Callable[[], SnapshotFormat],
+    ) -> None:
+        super().__init__(engine_thread, request, n_vocab, n_ctx, layout)
+        self._mailbox = mailbox
+        self._mailbox.requests.append(request)  # asyncio
+        self._alone = OneTask("generation")
+
+    def __aiter__(self) -> AsyncGeneration:
+        return self
+
+    async def __anext__(self) -> Token:
+        token = await self.next()
+        if token is None:
+            raise StopAsyncIteration
+        return token
+
+    async def next(self) -> Token | None:
+        """The next token; None, without computing a step, when the generation is finished or cancelled.
+
+        Raises the error of a failed request, EngineClosedError after ``fork()``. Ctrl-C, or cancelling the task,
+        cancels the generation.
+        """
+        with self._alone:
+            if not self._has_next():
+                return None
+            self._engine_thread.note_waiting_task()
+            try:
+                self._resume()
+                item = await self._mailbox.get()
+            except BaseException:  # the token in flight would answer a later call
+                self.cancel()
+                raise
+            return self._read(item)
+
+    def fork(self, seed: SupportsIndex | None = None) -> AsyncGeneration:
+        """A second generation of the same sequence, which is independent from here on; also after the end.
+
+        It reuses the KV cells of this one if the engine has a prefix cache (else it computes them again), and counts
+        ``max_tokens`` on. Its sampler starts over with the sequence so far, as after ``trim``, with its own seed:
+        ``seed``, by default one that follows from the seed of this generation and the number of its forks.
+
+        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError when the
+        generation was cancelled or failed, TypeError or ValueError for a bad seed.
+        """
+        given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
+        with self._alone:
+            self._check_open()
+            mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
+            child = self._forked_request(given, mailbox)
+            forked = AsyncGeneration(
+                self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._format
+            )
+            self._start_fork(forked)
+            return forked
+
+    async def snapshot(self) -> bytes:
+        """The sequence and its KV cells as bytes, for ``Engine.restore`` of this engine or another one, at any time.
+
+        They have a header with the format, a fingerprint of the model file and the types of keys and values, and a
+        checksum. They take as many bytes as the cells, about what a step reads. Sampling parameters are not part of
+        them. The checksum finds damage and no forgery: restore only snapshots of sources that you trust.
+
+        Waits for the running step. Raises InvalidRequestError when the generation was cancelled or failed, OSError when
+        the model's file cannot be read.
+        """
+        with self._alone:
+            self._check_open()
+            return await to_thread(self._pack)
+
+    async def aclose(self) -> None:
+        """The same as ``cancel``."""
+        self.cancel()
+
+    async def __aenter__(self) -> AsyncGeneration:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+# ---- threads: made by tools/unasync.py; edit the part above
+class Stream(_Reader):
+    """An asynchronous iterator over a request's deltas; closing or dropping it cancels the request.
+
+    Cancelling the task that waits for it does, too. For one task at a time, of one event loop: a second task that asks
+    for the next delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating raises the
+    error of the request, and TimeoutError when its timeout passed.
+    """
+
+    def __init__(
+        self,
+        engine_thread: EngineThread,
+        make: Callable[[], tuple[Request, ThreadMailbox]],
+        submit: Callable[..., None],
+        deadline: float | None,
+    ) -> None:
+        super().__init__(engine_thread, deadline)
+        self._make: Callable[[], tuple[Request, ThreadMailbox]] | None = make
+        self._submit = submit
+        self._alone = OneCall("stream")
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Delta:
+        with self._alone:
+            return self._next()
+
+    def _next(self) -> Delta:
+        if self._done:
+            raise StopIteration
+        if self._engine_thread.forked:
+            self._engine_thread.check_process()
+        left_s = None if self._deadline is None else self._left_s()
+        if left_s == 0:  # also if deltas are left in the mailbox
+            raise self._expired()
+        try:
+            item = self._mailbox.get(left_s)
+        except Empty:
+            raise self._expired() from None
+        except BaseException as e:  # Ctrl-C, or the task is cancelled, while it waits
+            self.observed_end(e)
+            self.cancel()
+            raise
+        return self._read(item)
+
+    def submit(self) -> None:
+        """Submits the request, which otherwise the first ``__next__`` does. Raises as ``Engine.generate`` does.
+
+        A second call does nothing.
+        """
+        make, self._make = self._make, None
+        if make is None:
+            return
+        if self._engine_thread.forked:
+            self._engine_thread.check_process()
+        try:
+            self._request, self._mailbox = make()
+            self._done = False
+            self._submit(self._request, deadline=self._deadline)
+        except BaseException as e:
+            self.observed_end(e)
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Ends the request within a step; the stream then ends too. A second call does nothing. Any thread."""
+        self._make = None
+        super().cancel()
+
+    def close(self) -> None:
+        """Cancels the request if it is not finished."""
+        self.cancel()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class ChatStream(NotCopyable):
+    """An asynchronous iterator over the parts of an answer; closing or dropping it cancels the request.
+
+    ``n_prompt_tokens``: length of the prompt; 0 as long as a long conversation is not rendered. Else as for
+    ``Stream``.
+    """
+
+    def __init__(
+        self,
+        item: CheckedChat | Callable[[], CheckedChat],
+        open_stream: Callable[[CheckedPrompt], Stream],
+    ) -> None:
+        self.n_prompt_tokens = 0
+        self._build = item if callable(item) else None
+        self._open_stream = open_stream
+        self._stream: Stream | None = None
+        self._parser: DeltaParser | None = None
+        self._closed = False
+        self._alone = OneCall("stream")
+        if not callable(item):
+            self._open(item)
+
+    def _open(self, item: CheckedChat) -> None:
+        self._build = None
+        self._parser = item.delta_parser()
+        self.n_prompt_tokens = self._parser.n_prompt_tokens
+        self._stream = self._open_stream(item.item)
+
+    def __repr__(self) -> str:
+        return f"<ChatStream of {self._stream!r}>"
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
+        return 0 if self._stream is None else self._stream.n_cached_tokens
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed; None while the request waits for its first slot."""
+        return None if self._stream is None else self._stream.prompt_progress
+
+    def __iter__(self) -> ChatStream:
+        return self
+
+    def __next__(self) -> ChatDelta:
+        with self._alone:
+            return self._next()
+
+    def _next(self) -> ChatDelta:
+        if self._build is not None:
+            self._render()
+        if self._stream is None or self._parser is None:
+            raise StopIteration
+        while True:
+            delta = self._parser.read(self._stream.__next__())
+            if delta is not None:
+                return delta
+
+    def submit(self) -> None:
+        """Renders the conversation and submits the request, which otherwise the first ``__next__`` does.
+
+        Raises as ``Engine.chat`` does. A second call does nothing.
+        """
+        self._render()
+        if self._stream is not None:
+            self._stream.submit()
+
+    def _render(self) -> None:
+        if self._build is not None and not self._closed:
+            item = self._build()
+            if not self._closed:
+                self._open(item)
+
+    def cancel(self) -> None:
+        """Ends the request within a step; the stream then ends too. A second call does nothing. Any thread."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def close(self) -> None:
+        """Cancels the request if it is not finished."""
+        self.cancel()
+
+    def __enter__(self) -> ChatStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class Generation(_Sequence):
+    """A sequence that is continued by ``next``; nothing is computed ahead of a call.
+
+    For one task at a time, except ``cancel`` and ``close``: a call while another one runs raises RuntimeError. Between
+    calls the sequence keeps its slot and cells until another request needs them. The cells are then saved in host
+    memory, or computed again without room there. Close it, or use ``with``, when done.
+    """
+
+    def __init__(
+        self,
+        engine_thread: EngineThread,
+        request: Request,
+        mailbox: ThreadMailbox,
+        n_vocab: int,
+        n_ctx: int,
+        layout: Callable[[], SnapshotFormat],
+    ) -> None:
+        super().__init__(engine_thread, request, n_vocab, n_ctx, layout)
+        self._mailbox = mailbox
+        self._alone = OneCall("generation")
+
+    def __iter__(self) -> Generation:
+        return self
+
+    def __next__(self) -> Token:
+        token = self.next()
+        if token is None:
+            raise StopIteration
+        return token
+
+    def next(self) -> Token | None:
+        """The next token; None, without computing a step, when the generation is finished or cancelled.
+
+        Raises the error of a failed request, EngineClosedError after ``fork()``. Ctrl-C, or cancelling the task,
+        cancels the generation.
+        """
+        with self._alone:
+            if not self._has_next():
+                return None
+            self._engine_thread.note_waiting_thread()
+            try:
+                self._resume()
+                item = self._mailbox.get()
+            except BaseException:  # the token in flight would answer a later call
+                self.cancel()
+                raise
+            return self._read(item)
+
+    def fork(self, seed: SupportsIndex | None = None) -> Generation:
+        """A second generation of the same sequence, which is independent from here on; also after the end.
+
+        It reuses the KV cells of this one if the engine has a prefix cache (else it computes them again), and counts
+        ``max_tokens`` on. Its sampler starts over with the sequence so far, as after ``trim``, with its own seed:
+        ``seed``, by default one that follows from the seed of this generation and the number of its forks.
+
+        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError when the
+        generation was cancelled or failed, TypeError or ValueError for a bad seed.
+        """
+        given = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
+        with self._alone:
+            self._check_open()
+            mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+            child = self._forked_request(given, mailbox)
+            forked = Generation(self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._format)
+            self._start_fork(forked)
+            return forked
+
+    def snapshot(self) -> bytes:
+        """The sequence and its KV cells as bytes, for ``Engine.restore`` of this engine or another one, at any time.
+
+        They have a header with the format, a fingerprint of the model file and the types of keys and values, and a
+        checksum. They take as many bytes as the cells, about what a step reads. Sampling parameters are not part of
+        them. The checksum finds damage and no forgery: restore only snapshots of sources that you trust.
+
+        Waits for the running step. Raises InvalidRequestError when the generation was cancelled or failed, OSError when
+        the model's file cannot be read.
+        """
+        with self._alone:
+            self._check_open()
+            return self._pack()
+
+    def close(self) -> None:
+        """The same as ``cancel``."""
+        self.cancel()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+# ---- end of what tools/unasync.py makes
 
 
 class CachedPrefix(NotCopyable):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from llamapipe._engine.deliver import DeltaParser
 from llamapipe._engine.sampling import GrammarBudget
-from llamapipe._engine.submit import Item, RequestBuilder, named
+from llamapipe._engine.submit import CheckedPrompt, RequestBuilder, with_prompt_index
 from llamapipe._engine.tenant import grammar_limit
 from llamapipe._messages import quoted
 from llamapipe._sampling_table import CONSTRAINTS
@@ -54,11 +54,16 @@ class ChatOptions(NamedTuple):
     continue_last: bool = False
     truncation: Truncation = "error"
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether rendering the conversation, or compiling its grammar, would block an event loop."""
+        return self.tools is not None or self.response_format is not None or self.truncation != "error"
 
-class ChatItem(NamedTuple):
+
+class CheckedChat(NamedTuple):
     """A checked conversation: its prompt with params, and the parser of an answer (None: the text is the answer)."""
 
-    item: Item
+    item: CheckedPrompt
     new_parser: Callable[[], ChatParser] | None
 
     def delta_parser(self) -> DeltaParser:
@@ -111,7 +116,7 @@ class ChatBuilder:
 
     def items(
         self, messages: Any, params: SamplingParams | None, options: ChatOptions
-    ) -> tuple[list[ChatItem], bool]:
+    ) -> tuple[list[CheckedChat], bool]:
         """Each conversation, checked, and whether a single one was given.
 
         Raises TypeError, ValueError and InvalidRequestError; errors in a list name the conversation's index.
@@ -128,7 +133,7 @@ class ChatBuilder:
             try:
                 items.append(self.item(conversation, params, options))
             except (TypeError, ValueError) as e:
-                raise named(e, index) from None
+                raise with_prompt_index(e, index) from None
         return items, False
 
     def item(
@@ -137,7 +142,7 @@ class ChatBuilder:
         params: SamplingParams | None,
         options: ChatOptions,
         before: Sequence[int] = (),
-    ) -> ChatItem:
+    ) -> CheckedChat:
         """One conversation, checked. Raises TypeError, ValueError, InvalidRequestError, ImportError.
 
         ``before``: tokens of what was said earlier, which precede the prompt; the oldest are left out as turns are.
@@ -193,7 +198,7 @@ class ChatBuilder:
         constrained, active = self._constrained(chat_format, params, active, choice, parallel, tail)
         item = self._request_builder.item(tokens, constrained)
         if not active and chat_format.reasoning is None:
-            return ChatItem(item, None)  # control tokens have no text
+            return CheckedChat(item, None)  # control tokens have no text
 
         # Only where nothing but the tools limits the answer, the text is free, and may be a call as plain JSON.
         is_free = all(getattr(params, name) is None for name in CONSTRAINTS) and not options.continue_last
@@ -208,7 +213,7 @@ class ChatBuilder:
                 parallel=parallel,
             )
 
-        return ChatItem(item._replace(piece=self._model.vocab.written_piece), new_parser)
+        return CheckedChat(item._replace(piece=self._model.vocab.written_piece), new_parser)
 
     def chat_format(self) -> ChatFormat:
         """How the model's template writes tool calls and reasoning; found once."""

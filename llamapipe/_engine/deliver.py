@@ -412,13 +412,35 @@ class AsyncMailbox:
                 if not waiter.done():
                     raise
 
-    async def get(self) -> Any:
-        """Waits for the next item."""
+    async def get(self, timeout: float | None = None) -> Any:
+        """Waits for the next item. Raises queue.Empty after ``timeout`` seconds."""
         items = self._items
+        deadline = None if timeout is None else perf_counter() + timeout
         while not items:
-            self._waiter = self.loop.create_future()
-            await self._waiter
+            self._waiter = waiter = self.loop.create_future()
+            if deadline is None:
+                await waiter
+            elif (left_s := deadline - perf_counter()) > 0:
+                timer = self.loop.call_later(left_s, _wake, waiter)
+                try:
+                    await waiter
+                finally:
+                    timer.cancel()
+            else:
+                raise Empty
         return items.popleft()
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this task."""
+    import asyncio
+
+    return asyncio.get_running_loop()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class ResultDispatcher:

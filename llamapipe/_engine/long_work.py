@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from llamapipe._engine.sampling import SamplingThreads
 from llamapipe._engine.tenant import tenant
 from llamapipe._sampling_table import CONSTRAINTS
+from llamapipe.params import SamplingParams
 
 if TYPE_CHECKING:
     import asyncio
@@ -75,11 +76,11 @@ class LongWork:
                 looks.stop()
                 del self._looks[loop]
 
-    async def built(self, build: Callable[..., T], values: Any, params: Any, *others: Any) -> T:
+    async def run_off_loop(self, build: Callable[..., T], values: Any, params: Any, *others: Any) -> T:
         """``build(values, params, *others)``, in a thread if it may take long."""
-        if not takes_long(values, params):
+        if not takes_long(values, params, *others):
             return build(values, params, *others)
-        return await self.run(build, values, params, *others, size=size_of(values))
+        return await self.run(build, values, params, *others, size=size_of([values, params]))
 
     def close(self) -> None:
         """Ends the threads after their jobs. Later work is done at once."""
@@ -115,11 +116,24 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_exception(error)
 
 
-def takes_long(values: Any, params: Any) -> bool:
-    """Whether prompts or messages are long, or params hold a constraint."""
+async def to_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)`` in a thread of asyncio's, for what waits and hardly computes."""
+    import asyncio
+
+    return await asyncio.to_thread(function, *arguments)
+
+
+def takes_long(values: Any, params: Any, *others: Any) -> bool:
+    """Whether prompts or messages are long, params hold a constraint, or the options of a chat ask for much."""
     each = params if isinstance(params, Sequence) and not isinstance(params, (str, bytes)) else (params,)
-    return is_long(values) or any(
-        getattr(one, name, None) is not None for one in each for name in CONSTRAINTS
+    return (
+        is_long(values)
+        or is_long(params)
+        or any(
+            isinstance(its, SamplingParams) and any(getattr(its, name) is not None for name in CONSTRAINTS)
+            for its in each
+        )
+        or any(getattr(other, "takes_long", False) for other in others if isinstance(other, tuple))
     )
 
 

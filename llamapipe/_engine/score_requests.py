@@ -14,12 +14,12 @@ from llamapipe._engine.scoring import TokenScore
 from llamapipe._engine.submit import (
     PORTION,
     Groups,
-    Make,
     Prompt,
     RequestBuilder,
+    RequestFactory,
     TokenIds,
-    named,
     split_prompts,
+    with_prompt_index,
 )
 from llamapipe.arguments import check_int, check_tokens
 from llamapipe.errors import InvalidRequestError
@@ -46,10 +46,10 @@ class ScoreJob(Generic[T]):
 
     @property
     def n_requests(self) -> int:
-        """Number of requests; known after ``makes``."""
+        """Number of requests; known after ``batches``."""
         return len(self._requests)
 
-    def makes(self, request_builder: RequestBuilder) -> Iterator[Make]:
+    def batches(self, request_builder: RequestBuilder) -> Iterator[RequestFactory]:
         """Returns functions, each of which creates a portion of the requests.
 
         Raises InvalidRequestError before any of them runs.
@@ -98,7 +98,7 @@ class ScoreJob(Generic[T]):
         return self._shape([scores[i] for i in range(len(self._pairs))])
 
 
-def score_job(model: Model, prompt: Any, continuation: Any) -> ScoreJob[Shaped]:
+def score_job(prompt: Any, continuation: Any, model: Model) -> ScoreJob[Shaped]:
     """The job of ``Engine.score``. Raises TypeError, ValueError, InvalidRequestError."""
     prompts, single = split_prompts(prompt, empty_ok=True)
     if single:
@@ -125,7 +125,7 @@ def score_job(model: Model, prompt: Any, continuation: Any) -> ScoreJob[Shaped]:
             items, one = split_prompts(c, "continuation")
             pairs += [_pair(model, p, item) for item in items]
         except (TypeError, ValueError) as e:
-            raise named(e, index) from None
+            raise with_prompt_index(e, index) from None
         lengths.append(None if one else len(items))
 
     def shape(scores: list[Score]) -> Shaped:
@@ -135,7 +135,7 @@ def score_job(model: Model, prompt: Any, continuation: Any) -> ScoreJob[Shaped]:
     return ScoreJob(pairs, shape)
 
 
-def tokens_job(model: Model, tokens: Any) -> ScoreJob[Score | list[Score]]:
+def tokens_job(tokens: Any, model: Model) -> ScoreJob[Score | list[Score]]:
     """The job of ``Engine.score_tokens``: every token but the first, given those before it."""
     if isinstance(tokens, str):
         raise TypeError(
@@ -153,7 +153,7 @@ def tokens_job(model: Model, tokens: Any) -> ScoreJob[Score | list[Score]]:
     return ScoreJob(pairs, (lambda scores: scores[0]) if single else list)
 
 
-def perplexity_job(model: Model, text: str | TokenIds, n_window: int | None, n_ctx: int) -> ScoreJob[float]:
+def perplexity_job(text: str | TokenIds, n_window: int | None, model: Model, n_ctx: int) -> ScoreJob[float]:
     """The job of ``Engine.perplexity``: every token, or the second halves of windows. Raises InvalidRequestError."""
     ids = model.tokenize(text) if isinstance(text, str) else check_tokens("text", text, model.n_vocab)
     pairs = _overlapping(ids, n_ctx) if n_window is None else _windows(model, ids, n_window, n_ctx)

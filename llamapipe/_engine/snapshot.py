@@ -23,7 +23,7 @@ _U32 = struct.Struct("<I")
 _CELL = np.dtype([("position", "<i4"), ("n_sequences", "<u4"), ("sequence", "<i4")])
 
 
-class Layout(NamedTuple):
+class SnapshotFormat(NamedTuple):
     """What a snapshot and an engine must have in common. ``n_streams`` may differ where the memory is plain.
 
     ``state_version`` is llama.cpp's number for the form of a sequence's state, which it does not check itself.
@@ -45,7 +45,7 @@ class Snapshot(NamedTuple):
     state: bytes
 
 
-def pack(snapshot: Snapshot, layout: Layout) -> bytes:
+def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
     """The bytes of a snapshot."""
     single = _as_single(snapshot.state, layout.n_streams, snapshot.n_cells)
     state, n_streams = (snapshot.state, layout.n_streams) if single is None else (single, 0)
@@ -65,7 +65,7 @@ def pack(snapshot: Snapshot, layout: Layout) -> bytes:
     return body + _digest(body)
 
 
-def unpack(data: bytes, layout: Layout, n_vocab: int) -> Snapshot:
+def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
     """The snapshot in ``data``, with a state that a context of this layout can load; ``b""`` if it cannot.
 
     Raises InvalidRequestError for bytes that are no snapshot, or are damaged, or belong to another model or other types

@@ -20,7 +20,6 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
     Hashable,
@@ -62,6 +61,7 @@ from llamapipe._engine.deliver import (
     Sink,
     ThreadMailbox,
     TokenSink,
+    running_loop,
 )
 from llamapipe._engine.long_work import LongWork
 from llamapipe._engine.loop import TimeCounter
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 
 OnError = Literal["raise", "return"]
 OnTimeout = Literal["raise", "return"]
-ON = ("raise", "return")
+ERROR_MODES = ("raise", "return")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def call_options(
     if timeout is not None:
         seconds = min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)
         deadline = perf_counter() + seconds
-    check_choice("on_timeout", on_timeout, ON)
+    check_choice("on_timeout", on_timeout, ERROR_MODES)
     return CallOptions(
         check_flag("block", block), timeout, deadline, on_error, on_timeout, names_prompts, operation
     )
@@ -140,7 +140,7 @@ class ExpiredError(TimeoutError):
 
 
 class QueueLimit:
-    """A set with a limit. ``enter`` is called by callers, ``leave`` by the engine thread.
+    """A set with a limit. ``enter`` is called by callers, ``remove`` by the engine thread.
 
     It holds the requests themselves, with the time they entered, and not their number, so leaving twice, or without
     having entered, is not an error: a caller that Ctrl-C interrupts between two instructions cannot know which of them
@@ -209,8 +209,8 @@ class QueueLimit:
                 with suppress(ValueError):  # woken: it is off the list
                     self._waiters.remove(woken.release)
 
-    async def aenter(self, request: Hashable) -> None:
-        """Waits for room for one request without blocking the event loop."""
+    async def aenter(self, request: Hashable, deadline: float | None) -> None:
+        """``enter`` for asyncio."""
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -220,9 +220,19 @@ class QueueLimit:
             if self.try_enter(request):
                 waiter.cancel()
                 return
-            await waiter
+            if deadline is None:
+                await waiter
+            elif (left_s := deadline - perf_counter()) > 0:
+                timer = loop.call_later(left_s, _wake, waiter)
+                try:
+                    await waiter
+                finally:
+                    timer.cancel()
+            else:
+                waiter.cancel()
+                raise ExpiredError("no room came free in the queue within the timeout")
 
-    def leave(self, requests: Sequence[Hashable]) -> None:
+    def remove(self, requests: Sequence[Hashable]) -> None:
         """Frees the room of those requests that hold any and wakes the callers that wait for it. Engine thread."""
         now = perf_counter()
         for request in requests:
@@ -231,16 +241,16 @@ class QueueLimit:
                 self._times.add(now - entered)
         self._wake_all()
 
-    def left(self, requests: Sequence[Request]) -> None:
-        """Records when requests got their first slot, or ended without one, then calls ``leave``. Engine thread."""
+    def record_dequeued(self, requests: Sequence[Request]) -> None:
+        """Records when requests got their first slot, or ended without one, then calls ``remove``. Engine thread."""
         now = perf_counter()
         for request in requests:
             if request.left_queue_at is None:  # a preempted request leaves the queue again
                 request.left_queue_at = now
-        self.leave(requests)
+        self.remove(requests)
 
-    def withdraw(self, requests: Collection[Hashable]) -> None:
-        """``leave`` for callers whose requests may never reach the engine thread."""
+    def discard(self, requests: Collection[Hashable]) -> None:
+        """``remove`` for callers whose requests may never reach the engine thread."""
         for request in requests:
             self._inside.pop(request, None)
         self._wake_all()
@@ -270,13 +280,13 @@ Prompt: TypeAlias = "str | TokenIds"
 Groups: TypeAlias = (
     "Mapping[int, Sequence[Request]]"  # the requests that are answered together with (index, result)
 )
-Make: TypeAlias = "Callable[[Mailbox], Groups]"
+RequestFactory: TypeAlias = "Callable[[Mailbox], Groups]"
 
 PORTION = 256  # requests of a long list that are created and submitted together
 _MOST_BYTES = 8  # tokens whose bytes may end with half a character
 
 
-class Item(NamedTuple):
+class CheckedPrompt(NamedTuple):
     """A checked prompt: its tokens, the factory of its samplers, and the pieces its answer's text is made of.
 
     ``piece``: the bytes of a token; None: the vocabulary's, in which control tokens have no text. ``budget``: the time
@@ -321,7 +331,9 @@ class RequestBuilder:
             raise error
         return factory, budget
 
-    def items(self, prompt: Any, params: Any, on_error: str = "raise") -> tuple[list[Item | Exception], bool]:
+    def items(
+        self, prompt: Any, params: Any, on_error: str = "raise"
+    ) -> tuple[list[CheckedPrompt | Exception], bool]:
         """Each prompt with its params, and whether a single prompt was given.
 
         Raises TypeError, ValueError, InvalidRequestError; errors in a list name the prompt's index. With ``on_error``
@@ -350,17 +362,17 @@ class RequestBuilder:
 
     def item_or_error(
         self, prompt: Any, params: SamplingParams | None, index: int | None, on_error: str
-    ) -> Item | Exception:
+    ) -> CheckedPrompt | Exception:
         """``item`` for the prompt at ``index`` of a list; what it raises names the index, or is returned."""
         try:
             return self.item(prompt, params)
         except (TypeError, ValueError) as e:
-            error = e if index is None else named(e, index)
+            error = e if index is None else with_prompt_index(e, index)
             if on_error == "return" and isinstance(error, InvalidRequestError):
                 return error
             raise error from None
 
-    def item(self, prompt: Any, params: SamplingParams | None) -> Item:
+    def item(self, prompt: Any, params: SamplingParams | None) -> CheckedPrompt:
         """One prompt as token ids, with its params. Raises as ``items`` does."""
         if params is None:
             params = SamplingParams()
@@ -384,7 +396,7 @@ class RequestBuilder:
         if len(tokens) >= self.n_ctx:
             self._refuse_ids(len(tokens))
         factory, budget = self._compiled(params)
-        return Item(tokens, factory, budget=budget)
+        return CheckedPrompt(tokens, factory, budget=budget)
 
     def _refuse_long_text(self, prompt: str) -> None:
         """Refuses a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
@@ -414,9 +426,9 @@ class RequestBuilder:
             "shorten it, or raise n_ctx"
         )
 
-    def completions(self, items: Sequence[Item | Exception]) -> Iterator[Make]:
+    def completions(self, items: Sequence[CheckedPrompt | Exception]) -> Iterator[RequestFactory]:
         """Yields functions that each create the requests of a portion of the items. Skips items that are errors."""
-        portion: dict[int, Item] = {}
+        portion: dict[int, CheckedPrompt] = {}
         n = 0
         for index, item in enumerate(items):
             if isinstance(item, Exception):
@@ -429,14 +441,14 @@ class RequestBuilder:
         if portion:
             yield partial(self._completions, portion)
 
-    def _completions(self, items: Mapping[int, Item], mailbox: Mailbox) -> dict[int, list[Request]]:
+    def _completions(self, items: Mapping[int, CheckedPrompt], mailbox: Mailbox) -> dict[int, list[Request]]:
         return {index: self.completion(item, mailbox, index) for index, item in items.items()}
 
-    def one_completion(self, item: Item, index: int, mailbox: Mailbox) -> dict[int, list[Request]]:
+    def one_completion(self, item: CheckedPrompt, index: int, mailbox: Mailbox) -> dict[int, list[Request]]:
         """``completions`` for the item at ``index``."""
         return {index: self.completion(item, mailbox, index)}
 
-    def completion(self, item: Item, mailbox: Mailbox, index: int) -> list[Request]:
+    def completion(self, item: CheckedPrompt, mailbox: Mailbox, index: int) -> list[Request]:
         """The ``n`` requests of one item, answered together with ``(index, Completion)``."""
         tokens, params = item.tokens, item.sampler_factory.params
         piece, stops = self._text_of(item)
@@ -487,7 +499,7 @@ class RequestBuilder:
                 "must fit: shorten them, or raise n_ctx"
             )
 
-    def stream(self, item: Item, mailbox: Mailbox, n_ahead: int) -> Request:
+    def stream(self, item: CheckedPrompt, mailbox: Mailbox, n_ahead: int) -> Request:
         """A request answered with deltas, at most ``n_ahead`` tokens ahead of its reader.
 
         Raises InvalidRequestError for params that a stream does not support.
@@ -495,7 +507,7 @@ class RequestBuilder:
         self._check_single(item)
         return Request(item.tokens, self._spec(item, n_ahead, DeltaSink(mailbox, *self._text_of(item))))
 
-    def generation(self, item: Item, mailbox: Mailbox) -> Request:
+    def generation(self, item: CheckedPrompt, mailbox: Mailbox) -> Request:
         """A request that generates one token per ``resume``, and keeps its sequence at its end.
 
         Raises InvalidRequestError for params that a generation does not support.
@@ -504,7 +516,7 @@ class RequestBuilder:
         spec = self._spec(item, 0, TokenSink(mailbox, *self._text_of(item)), resumable=True)
         return Request(item.tokens, spec)
 
-    def restored(self, item: Item, mailbox: Mailbox, n_prompt: int) -> Request:
+    def restored(self, item: CheckedPrompt, mailbox: Mailbox, n_prompt: int) -> Request:
         """``generation`` for a sequence whose tokens after the first ``n_prompt`` were generated."""
         self._check_single(item)
         sink = TokenSink(mailbox, *self._text_of(item))
@@ -518,7 +530,7 @@ class RequestBuilder:
         """A request that computes these tokens and keeps its cells; answered as ``scores``."""
         return self.scores(tokens, [[0]], mailbox, 0, salt, keeps_cells=True)
 
-    def _check_single(self, item: Item) -> None:
+    def _check_single(self, item: CheckedPrompt) -> None:
         params = item.sampler_factory.params
         if params.n > 1:
             raise InvalidRequestError(
@@ -527,12 +539,12 @@ class RequestBuilder:
         if params.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs come with generate(); streams do not return them")
 
-    def _text_of(self, item: Item) -> tuple[Piece, tuple[str, ...]]:
+    def _text_of(self, item: CheckedPrompt) -> tuple[Piece, tuple[str, ...]]:
         """The pieces of an item's text, and its stop strings."""
         return item.piece or self._model.vocab.piece, tuple(item.sampler_factory.params.stop or ())
 
     def _spec(
-        self, item: Item, token_budget: int, sink: Sink | None = None, resumable: bool = False
+        self, item: CheckedPrompt, token_budget: int, sink: Sink | None = None, resumable: bool = False
     ) -> RequestSpec:
         params = item.sampler_factory.params
         stop_tokens = frozenset(params.stop_token_ids or ())
@@ -555,7 +567,7 @@ class RequestBuilder:
         )
 
 
-def named(error: BaseException, index: int) -> BaseException:
+def with_prompt_index(error: BaseException, index: int) -> BaseException:
     """An error of one prompt of a list, with the prompt's index in its message."""
     text = f"prompt {index} of the list"
     own = isinstance(error, LlamapipeError) or type(error) in (TypeError, ValueError)
@@ -601,8 +613,8 @@ def split_prompts(prompt: Any, name: str = "prompt", empty_ok: bool = False) -> 
 T = TypeVar("T")
 
 
-def outcome_of(
-    items: Sequence[Item | Exception], results: dict[int, Any], single: bool
+def in_order_of_prompts(
+    items: Sequence[CheckedPrompt | Exception], results: dict[int, Any], single: bool
 ) -> Completion | Exception | list[Completion] | list[Completion | Exception]:
     """What ``generate`` returns: the completions and errors in the order of the prompts."""
     outcome: list[Completion | Exception] = [
@@ -611,12 +623,12 @@ def outcome_of(
     return outcome[0] if single else outcome
 
 
-def makes_of(
+def request_batches(
     builder: RequestBuilder,
     prompts: Iterable[Prompt],
     params: SamplingParams | Iterable[SamplingParams] | None,
     pending: Pending[Completion],
-) -> Iterator[Make]:
+) -> Iterator[RequestFactory]:
     """For each prompt, as it is read, a function that makes its requests. Errors to return go to ``pending.ready``."""
     if params is None or isinstance(params, SamplingParams):
         pairs: Iterable[tuple[Prompt, SamplingParams | None]] = zip(prompts, repeat(params), strict=False)
@@ -631,21 +643,21 @@ def makes_of(
             yield partial(builder.one_completion, item, index)
 
 
-async def amakes_of(
+async def arequest_batches(
     builder: RequestBuilder,
     prompts: Iterable[Prompt] | AsyncIterable[Prompt],
     params: SamplingParams | Iterable[SamplingParams] | None,
     pending: Pending[Completion],
     long_work: LongWork,
-) -> AsyncGenerator[Make, None]:
-    """``makes_of`` for asyncio; long prompts are tokenized in a thread."""
+) -> AsyncGenerator[RequestFactory, None]:
+    """``request_batches`` for asyncio; long prompts are tokenized in a thread."""
     each = None if params is None or isinstance(params, SamplingParams) else iter(params)
     index = 0
     async for prompt in _async(prompts):
         its_params = params if each is None else next(each, None)
         if each is not None and its_params is None:
             raise ValueError(f"params has {index} items, and there are more prompts")
-        item = await long_work.built(
+        item = await long_work.run_off_loop(
             builder.item_or_error, prompt, its_params, index, pending.options.on_error
         )
         if isinstance(item, Exception):
@@ -695,9 +707,9 @@ class RequestObserver(Protocol):
 class Pending(Generic[T]):
     """The requests of one call that have no result yet. One thread or task."""
 
-    def __init__(self, options: CallOptions) -> None:
+    def __init__(self, options: CallOptions, observer: RequestObserver | None) -> None:
         self.options = options
-        self.observer: RequestObserver | None = None
+        self._observer = observer
         self._observed: dict[int, ObservedRequest] = {}
         self.groups: dict[int, Sequence[Request]] = {}
         self.unsubmitted: deque[Request] = deque()
@@ -715,8 +727,8 @@ class Pending(Generic[T]):
         self.groups.update(groups)
         for index, requests in groups.items():
             self.unsubmitted += requests
-            if self.observer is not None:
-                self._observed[index] = self.observer.begin(requests, self.options.operation)
+            if self._observer is not None:
+                self._observed[index] = self._observer.begin(requests, self.options.operation)
 
     @property
     def requests(self) -> list[Request]:
@@ -734,7 +746,7 @@ class Pending(Generic[T]):
             error = result.error if isinstance(result, Failure) else None
             self._observed.pop(index).end(error, timed_out=self.timed_out)
         if isinstance(result, Failure):
-            result = named(result.error, index) if self.options.names_prompts else result.error
+            result = with_prompt_index(result.error, index) if self.options.names_prompts else result.error
             if self.options.on_error == "raise" or not isinstance(result, Exception):
                 raise result
         else:
@@ -797,7 +809,7 @@ class Submission:
         """Ends requests, whether or not they were submitted before their caller gave up."""
         if not requests:
             return
-        self._queue.withdraw(requests)
+        self._queue.discard(requests)
         for request in requests:
             self._engine_thread.cancel_soon(request)
 
@@ -827,17 +839,17 @@ class Submission:
             self._engine_thread.submit(*pending.unsubmitted, of_list=pending.is_long)
             pending.unsubmitted.clear()
 
-    def _make_next(self, makes: Iterator[Make], mailbox: Mailbox, pending: Pending[T]) -> bool:
+    def _make_next(self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]) -> bool:
         """Makes the next requests, if there are any; submits those of a long list."""
         with pending.lock:
             if pending.is_broken:
                 raise EngineClosedError("the engine is closed; make another")
-            return self._make(makes, mailbox, pending)
+            return self._make(batches, mailbox, pending)
 
-    def _make(self, makes: Iterator[Make], mailbox: Mailbox, pending: Pending[T]) -> bool:
+    def _make(self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]) -> bool:
         pending.is_making = True
         try:
-            make = next(makes, None)
+            make = next(batches, None)
             if make is None:
                 return False
             pending.add(make(mailbox))
@@ -853,14 +865,16 @@ class Submission:
         finally:
             pending.is_making = False
 
-    def _watched(self, makes: Iterator[Make], mailbox: Mailbox, pending: Pending[T]) -> Iterator[Make]:
+    def _watched(
+        self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]
+    ) -> Iterator[RequestFactory]:
         """Has closing the engine submit the rest of a long list, as if the list had come at once."""
         if self._queue.is_limited:  # callers wait for room, and closing refuses those that do
-            return makes
-        first = list(islice(makes, 2))
-        makes = chain(first, makes)
+            return batches
+        first = list(islice(batches, 2))
+        batches = chain(first, batches)
         if len(first) < 2:
-            return makes
+            return batches
 
         def submit_rest() -> None:
             with pending.lock:
@@ -868,27 +882,90 @@ class Submission:
                 if pending.has_ended or pending.is_making or pending.is_broken:
                     return
                 pending.is_broken = True
-                while self._make(makes, mailbox, pending):
+                while self._make(batches, mailbox, pending):
                     pass
                 pending.is_broken = False
 
         pending.is_long = True
         self._engine_thread.begin_list(pending, submit_rest)
-        return makes
+        return batches
 
-    def _together(self, makes: Iterator[Make], options: CallOptions) -> Iterator[Make]:
+    def _together(self, batches: Iterator[RequestFactory], options: CallOptions) -> Iterator[RequestFactory]:
         """Merges the functions into one if all requests must enter the queue together, or none of them."""
         if options.block or not self._queue.is_limited:
-            return makes
+            return batches
 
         def make(mailbox: Mailbox) -> Groups:
-            return {index: requests for make in makes for index, requests in make(mailbox).items()}
+            return {index: requests for make in batches for index, requests in make(mailbox).items()}
 
         return iter([make])
 
-    # ---- threads
+    def submit_paused(self, request: Request) -> None:
+        """Submits a request that computes nothing before it is resumed; it takes no place in the queue."""
+        try:
+            self._engine_thread.submit(request)
+        except BaseException:
+            self.cancel([request])
+            raise
+
+    # ---- asyncio: tools/unasync.py makes the next part, for threads, from this one
+    async def asubmit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
+        """Enters the queue and submits; any error cancels all requests, also Ctrl-C and that its task is cancelled.
+
+        Raises QueueFullError, TimeoutError, EngineClosedError.
+        """
+        try:
+            self._engine_thread.note_waiting_task()
+            for request in self._entering(deque(requests), block):
+                await self._queue.aenter(request, deadline)
+        except BaseException:
+            self.cancel(requests)
+            raise
+
+    async def acollect(
+        self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress
+    ) -> dict[int, Any]:
+        """The results, by index, of the requests of all batches. Long lists are submitted in portions.
+
+        Any error cancels all of them, also Ctrl-C and that its task is cancelled. Raises the error of a request,
+        TimeoutError, QueueFullError.
+        """
+        pending = Pending[Any](options, self.observer)
+        mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
+        results: dict[int, Any] = {}
+        try:
+            batches = self._watched(self._together(batches, options), mailbox, pending)
+            exhausted = False
+            while True:
+                try:
+                    while not exhausted and len(pending.groups) < _N_AHEAD:
+                        self._engine_thread.note_waiting_task()
+                        if not self._make_next(batches, mailbox, pending):
+                            exhausted = True
+                            break
+                        if pending.unsubmitted:
+                            for request in self._entering(pending.unsubmitted, options.block):
+                                await self._queue.aenter(request, options.deadline)
+                    if not pending.groups:
+                        return results
+                    # What is cancelled at the deadline arrives within a step.
+                    item = await mailbox.get(None if pending.timed_out else left_s(options.deadline))
+                except Empty:
+                    self._stop(pending, options.expired())
+                except ExpiredError as expired:
+                    self._stop(pending, expired)
+                else:
+                    index, results[index], failed = pending.read(item)
+                    self.cancel(failed)
+                    del pending.groups[index]
+                    bar.update()
+        finally:
+            self._end(pending)
+            bar.close()
+
+    # ---- threads: made by tools/unasync.py; edit the part above
     def submit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
-        """Enters the queue and submits; an error cancels all requests.
+        """Enters the queue and submits; any error cancels all requests, also Ctrl-C and that its task is cancelled.
 
         Raises QueueFullError, TimeoutError, EngineClosedError.
         """
@@ -900,51 +977,70 @@ class Submission:
             self.cancel(requests)
             raise
 
-    def submit_paused(self, request: Request) -> None:
-        """Submits a request that computes nothing before it is resumed; it takes no place in the queue."""
-        try:
-            self._engine_thread.submit(request)
-        except BaseException:
-            self.cancel([request])
-            raise
+    def collect(
+        self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress
+    ) -> dict[int, Any]:
+        """The results, by index, of the requests of all batches. Long lists are submitted in portions.
 
-    def collect(self, makes: Iterator[Make], options: CallOptions, bar: Progress) -> dict[int, Any]:
-        """The results, by index, of the requests that ``makes`` create. Long lists are submitted in portions.
-
-        Ctrl-C and any error cancel all of them. Raises the error of a request, TimeoutError, QueueFullError.
+        Any error cancels all of them, also Ctrl-C and that its task is cancelled. Raises the error of a request,
+        TimeoutError, QueueFullError.
         """
-        pending = Pending[Any](options)
-        pending.observer = self.observer
+        pending = Pending[Any](options, self.observer)
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
+        results: dict[int, Any] = {}
         try:
-            makes = self._watched(self._together(makes, options), mailbox, pending)
-            return dict(self.iterate(makes, _N_AHEAD, pending, bar, mailbox))
+            batches = self._watched(self._together(batches, options), mailbox, pending)
+            exhausted = False
+            while True:
+                try:
+                    while not exhausted and len(pending.groups) < _N_AHEAD:
+                        self._engine_thread.note_waiting_thread()
+                        if not self._make_next(batches, mailbox, pending):
+                            exhausted = True
+                            break
+                        if pending.unsubmitted:
+                            for request in self._entering(pending.unsubmitted, options.block):
+                                self._queue.enter(request, options.deadline)
+                    if not pending.groups:
+                        return results
+                    # What is cancelled at the deadline arrives within a step.
+                    item = mailbox.get(None if pending.timed_out else left_s(options.deadline))
+                except Empty:
+                    self._stop(pending, options.expired())
+                except ExpiredError as expired:
+                    self._stop(pending, expired)
+                else:
+                    index, results[index], failed = pending.read(item)
+                    self.cancel(failed)
+                    del pending.groups[index]
+                    bar.update()
         finally:
-            self._engine_thread.end_list(pending)
+            self._end(pending)
             bar.close()
 
+    # ---- end of what tools/unasync.py makes
+
+    # ---- results while prompts are still read
     def iterate(
         self,
-        makes: Iterator[Make],
+        batches: Iterator[RequestFactory],
         n_ahead: int,
         pending: Pending[T],
         bar: Progress,
-        mailbox: ThreadMailbox | None = None,
     ) -> Iterator[tuple[int, T | Exception]]:
         """Yields each result with its index, as requests finish. At most about ``n_ahead`` groups are without a result.
 
         Closing the iterator, Ctrl-C and any error cancel what is left.
         """
-        mailbox = mailbox or ThreadMailbox(self._engine_thread.dispatcher)
+        mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         options = pending.options
-        pending.observer = self.observer
         try:
             exhausted = False
             while True:
                 try:
                     while not exhausted and len(pending.groups) < n_ahead:
                         self._engine_thread.note_waiting_thread()
-                        if not self._make_next(makes, mailbox, pending):
+                        if not self._make_next(batches, mailbox, pending):
                             exhausted = True
                             break
                         if pending.unsubmitted:
@@ -958,10 +1054,9 @@ class Submission:
                         if exhausted:
                             return
                         continue
-                    item = self._next(mailbox, pending)
-                except ExpiredError as expired:
-                    self._stop(pending, expired)
-                    continue
+                    item = mailbox.get(left_s(options.deadline))
+                except Empty:
+                    raise options.expired() from None
                 index, result, failed = pending.read(item)
                 self.cancel(failed)
                 del pending.groups[index]
@@ -969,72 +1064,24 @@ class Submission:
                 yield index, result
         finally:
             self._end(pending)
-
-    def _next(self, mailbox: ThreadMailbox, pending: Pending[T]) -> Any:
-        if pending.timed_out:  # what is cancelled arrives within a step
-            return mailbox.get()
-        try:
-            return mailbox.get(timeout=left_s(pending.options.deadline))
-        except Empty:
-            raise pending.options.expired() from None
-
-    # ---- asyncio
-    async def asubmit(self, *requests: Request, block: bool = True) -> None:
-        """``submit`` for asyncio; cancelling the task cancels the requests."""
-        try:
-            self._engine_thread.note_waiting_task()
-            for request in self._entering(deque(requests), block):
-                await self._queue.aenter(request)
-        except BaseException:
-            self.cancel(requests)
-            raise
-
-    async def acollect(self, makes: Iterator[Make], options: CallOptions) -> dict[int, Any]:
-        """``collect`` for asyncio; cancelling the task cancels the requests."""
-        import asyncio
-
-        mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
-        pending = Pending[Any](options)
-        pending.observer = self.observer
-        results: dict[int, Any] = {}
-        exhausted = False
-        try:
-            makes = self._watched(self._together(makes, options), mailbox, pending)
-            while True:
-                try:
-                    while not exhausted and len(pending.groups) < _N_AHEAD:
-                        self._engine_thread.note_waiting_task()
-                        if not self._make_next(makes, mailbox, pending):
-                            exhausted = True
-                            break
-                        if pending.unsubmitted:
-                            for request in self._entering(pending.unsubmitted, options.block):
-                                await _in_time(partial(self._queue.aenter, request), options)
-                    if not pending.groups:
-                        return results
-                    item = await (mailbox.get() if pending.timed_out else _in_time(mailbox.get, options))
-                    index, results[index], failed = pending.read(item)
-                    self.cancel(failed)
-                    del pending.groups[index]
-                except ExpiredError as expired:
-                    self._stop(pending, expired)
-        finally:
-            self._end(pending)
+            bar.close()
 
     async def aiterate(
-        self, makes: AsyncIterator[Make], n_ahead: int, pending: Pending[T]
+        self, batches: AsyncIterator[RequestFactory], n_ahead: int, pending: Pending[T], bar: Progress
     ) -> AsyncGenerator[tuple[int, T | Exception], None]:
-        """``iterate`` for asyncio; results arrive also while ``makes`` waits. Closing the iterator cancels the rest."""
+        """``iterate`` for asyncio; results also arrive while ``batches`` waits. Closing it cancels the rest."""
         import asyncio
 
         mailbox = AsyncMailbox(asyncio.get_running_loop(), self._engine_thread.dispatcher)
-        pending.observer = self.observer
         room = asyncio.Semaphore(n_ahead)
-        submitting = asyncio.ensure_future(self._submit_all(makes, mailbox, room, pending))
+        submitting = asyncio.ensure_future(self._submit_all(batches, mailbox, room, pending))
         submitting.add_done_callback(mailbox.receive)  # wakes the reader below
         try:
             while pending.groups or not submitting.done():
-                item = await _in_time(mailbox.get, pending.options)
+                try:
+                    item = await mailbox.get(left_s(pending.options.deadline))
+                except Empty:
+                    raise pending.options.expired() from None
                 if item is submitting:
                     submitting.result()  # raises what the submission raised
                     continue
@@ -1045,38 +1092,31 @@ class Submission:
                     self.cancel(failed)
                     del pending.groups[index]
                 room.release()
+                bar.update()
                 yield index, result
         finally:
             submitting.cancel()
             await asyncio.wait([submitting])
             self._end(pending)
+            bar.close()
 
     async def _submit_all(
-        self, makes: AsyncIterator[Make], mailbox: AsyncMailbox, room: asyncio.Semaphore, pending: Pending[T]
+        self,
+        batches: AsyncIterator[RequestFactory],
+        mailbox: AsyncMailbox,
+        room: asyncio.Semaphore,
+        pending: Pending[T],
     ) -> None:
-        """Submits what ``makes`` yields, while there is room."""
+        """Submits what ``batches`` yields, while there is room."""
         while True:
             await room.acquire()
-            make = await anext(makes, None)
+            make = await anext(batches, None)
             if make is None:
                 return
             pending.add(make(mailbox))
             mailbox.requests = pending.requests
             self._engine_thread.note_waiting_task()
             for request in self._entering(pending.unsubmitted, pending.options.block):
-                await self._queue.aenter(request)
+                await self._queue.aenter(request, pending.options.deadline)
             while pending.ready:
                 mailbox.receive(pending.ready.popleft())
-
-
-async def _in_time(wait: Callable[[], Awaitable[T]], options: CallOptions) -> T:
-    """The result of ``wait``, or ExpiredError."""
-    if options.deadline is None:
-        return await wait()
-    import asyncio
-
-    try:
-        # Made where it is awaited: Ctrl-C may come between two lines, and a coroutine that is never awaited warns.
-        return await asyncio.wait_for(wait(), left_s(options.deadline))
-    except asyncio.TimeoutError:
-        raise options.expired() from None

@@ -461,10 +461,10 @@ class TestQueue:
         wait_until(lambda: n_waiting_threads(queue) == 2)
         with queue._entering:  # keeps the first from trying again
             wait_until(lambda: perf_counter() > deadline + 0.01)
-            queue.leave(["inside"])
+            queue.remove(["inside"])
         with contextlib.suppress(TimeoutError):
             first.result()
-            queue.leave(["first"])
+            queue.remove(["first"])
         second.result()
 
     def test_generations_do_not_count(self, make_engine: MakeEngine) -> None:

@@ -664,3 +664,94 @@ class TestLoops:
 
         results = all_results([Worker(tasks), Worker(calls), Worker(calls)])
         assert [tokens for some in results for tokens in some] == [expected] * 20
+
+
+class TestTwins:
+    """Calls for asyncio that give what those for threads give."""
+
+    def test_a_generation(self, engine: lp.Engine) -> None:
+        expected = engine.generate(PROMPT, greedy(9)).token_ids
+
+        async def main() -> None:
+            async with await engine.astart(PROMPT, greedy(9)) as generation:
+                assert isinstance(generation, lp.AsyncGeneration)
+                assert [token.id async for token in generation] == expected
+                assert generation.finish_reason == "length" and await generation.next() is None
+                generation.trim(generation.n_tokens - 4)
+                fork = generation.fork()
+                again = [await generation.next() for _ in range(4)]
+                assert [token.id for token in again if token is not None] == expected[-4:]
+                forked = await fork.next()
+                assert forked is not None and forked.id == expected[-4]
+                await fork.aclose()
+                assert fork.finish_reason == "cancelled" and await fork.next() is None
+
+        run(main())
+
+    def test_a_snapshot_is_restored(self, engine: lp.Engine) -> None:
+        expected = engine.generate(PROMPT, greedy(9)).token_ids
+
+        async def main() -> None:
+            async with await engine.astart(PROMPT, greedy(9)) as generation:
+                for _ in range(3):
+                    await generation.next()
+                snapshot = await generation.snapshot()
+            async with await engine.arestore(snapshot, greedy(6)) as restored:
+                assert [token.id async for token in restored] == expected[3:]
+            with pytest.raises(InvalidRequestError, match="no snapshot"):
+                await engine.arestore(b"other bytes")
+
+        run(main())
+
+    def test_cancelling_a_task_that_waits_for_a_token_ends_the_generation(self, engine: lp.Engine) -> None:
+        async def main() -> None:
+            generation = await engine.astart(PROMPT, greedy(9))
+            with held(engine):
+                waiting = asyncio.ensure_future(generation.next())
+                await asyncio.sleep(0)
+                with pytest.raises(RuntimeError, match="one task at a time"):
+                    await generation.next()
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+            assert generation.finish_reason == "cancelled"
+
+        run(main())
+
+    def test_a_cached_prefix(self, engine: lp.Engine) -> None:
+        prompt = list(range(5, 45))
+
+        async def main() -> None:
+            with await engine.acache_prefix(prompt) as prefix:
+                assert prefix.n_tokens == len(prompt) and prefix.n_bytes > 0
+            with pytest.raises(InvalidRequestError, match="fewer than 16"):
+                await engine.acache_prefix(prompt[:5])
+
+        run(main())
+
+    def test_scores(self, engine: lp.Engine) -> None:
+        tokens = list(range(5, 25))
+
+        async def main() -> list[Any]:
+            return [
+                await engine.ascore_tokens(tokens),
+                await engine.ascore_tokens([tokens, tokens[:9]]),
+                await engine.aperplexity(tokens),
+                await engine.ascore([1, 5], [[7], [8, 9]]),
+            ]
+
+        one, two, perplexity, continuations = run(main())
+        assert one.logprobs == pytest.approx(engine.score_tokens(tokens).logprobs, abs=BOUND)
+        assert [len(score.logprobs) for score in two] == [19, 8]
+        assert perplexity == pytest.approx(engine.perplexity(tokens), rel=BOUND)
+        assert [len(score.logprobs) for score in continuations] == [1, 2]
+
+    def test_a_progress_bar_is_shown(self, engine: lp.Engine) -> None:
+        pytest.importorskip("tqdm")
+
+        async def main() -> None:
+            assert len(await engine.agenerate([PROMPT, OTHER], greedy(3), progress=True)) == 2
+            found = engine.aiter_completed([PROMPT, OTHER], greedy(3), progress=True)
+            assert sorted([index async for index, _ in found]) == [0, 1]
+
+        run(main())

@@ -26,12 +26,12 @@ def enter_at_once(queue: QueueLimit, n: int = 1) -> None:
 
 
 async def aenter(queue: QueueLimit) -> None:
-    await queue.aenter(object())
+    await queue.aenter(object(), None)
 
 
 def leave(queue: QueueLimit, n: int) -> None:
     """Any `n` of those that are in."""
-    queue.leave(list(queue._inside.copy())[:n])
+    queue.remove(list(queue._inside.copy())[:n])
 
 
 class TestCount:
@@ -71,8 +71,8 @@ class TestCount:
     def test_leaving_twice_or_without_having_come_in_is_no_mistake(self) -> None:
         queue = QueueLimit(3)
         queue.enter_at_once("a", "b")
-        queue.leave(["a", "c"])
-        queue.leave(["a"])
+        queue.remove(["a", "c"])
+        queue.remove(["a"])
         assert queue.n == 1
         assert queue.try_enter("c", "d")
 
@@ -153,7 +153,7 @@ class TestThreads:
         queue = QueueLimit(1)
         enter(queue)
         with queue._entering:
-            Worker(queue.leave, list(queue._inside)).result()
+            Worker(queue.remove, list(queue._inside)).result()
         assert queue.n == 0
 
 

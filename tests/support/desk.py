@@ -14,7 +14,7 @@ from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request, RequestSpec
 from llamapipe._engine.scheduler import Scheduler
-from llamapipe._engine.snapshot import Layout, unpack
+from llamapipe._engine.snapshot import SnapshotFormat, unpack
 from llamapipe._engine.submit import QueueLimit
 from llamapipe._engine.thread import EngineThread
 from llamapipe.results import Completion
@@ -84,7 +84,7 @@ class Desk:
         self.samplers: list[FakeSampler] = []
         self._make_sampler = make_sampler or self.make_sampler
         self.engine_thread = EngineThread(
-            EngineLoop(self.scheduler, self.context, window_s, self.queue.leave)
+            EngineLoop(self.scheduler, self.context, window_s, self.queue.remove)
         )
         self.engine_thread.start()
         self.n_asked = 0
@@ -119,7 +119,7 @@ class Desk:
         try:
             self.engine_thread.submit(request)
         except BaseException:
-            self.queue.leave([request])
+            self.queue.remove([request])
             raise
 
     def complete(self, n_prompt: int = 4, max_tokens: int | None = 5, **options: Any) -> Answer:
@@ -133,8 +133,12 @@ class Desk:
         mailbox = ThreadMailbox(self.engine_thread.dispatcher)
         sink = DeltaSink(mailbox, piece, ())
         request = self.request(n_prompt, max_tokens, token_budget=BUFFER_TOKENS, sink=sink)
+        stream = Stream(self.engine_thread, lambda: (request, mailbox), self._submit, None)
+        stream.submit()
+        return stream
+
+    def _submit(self, request: Request, deadline: float | None) -> None:
         self.submit(request)
-        return Stream(self.engine_thread, request, mailbox, None)
 
     def start(
         self, n_prompt: int = 4, max_tokens: int | None = 5, stops: tuple[str, ...] = (), **options: Any
@@ -148,8 +152,8 @@ class Desk:
     def generation(self, request: Request, mailbox: ThreadMailbox) -> Generation:
         return Generation(self.engine_thread, request, mailbox, N_VOCAB, self.context.n_ctx, self.layout)
 
-    def layout(self) -> Layout:
-        return Layout(bytes(16), 4, "f16", "f16", 1)
+    def layout(self) -> SnapshotFormat:
+        return SnapshotFormat(bytes(16), 4, "f16", "f16", 1)
 
     def restore(self, snapshot: bytes) -> Generation:
         """As an engine does."""

@@ -404,7 +404,7 @@ class Simulation:
             overflow=Overflow("recompute", 2) if self.can_overflow else None,
         )
         self.queue = QueueLimit(rng.choice((None, None, 2, 5)))
-        self.loop = EngineLoop(self.scheduler, context, rng.choice((0.0, 0.001)), self.queue.leave)
+        self.loop = EngineLoop(self.scheduler, context, rng.choice((0.0, 0.001)), self.queue.remove)
         self.loop.inbox = self.inbox = SimInbox(
             world, lambda: self.loop.stop(False), lambda: context.n_launches
         )
@@ -571,7 +571,7 @@ class Simulation:
 
     def _cancel(self, request: Request) -> None:
         """As ``Submission.cancel`` and ``EngineThread.cancel_soon``."""
-        self.queue.withdraw([request])
+        self.queue.discard([request])
         self.inbox.put(self.loop.cancel, request)
         request.cancelled = True
         self.loop.in_flight.abort_cancelled()
@@ -581,7 +581,7 @@ class Simulation:
 
     def _submit(self, request: Request) -> bool:
         if self.loop._stopping:
-            self.queue.withdraw([request])
+            self.queue.discard([request])
             return False
         self.inbox.put(self.loop.add, request)
         return True

@@ -177,14 +177,9 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "/api/copy": "--alias gives a model another name when the server starts",
         "/api/create": _AT_START,
         "/api/push": "upload files with the program of the Hugging Face Hub",
-        # These two exist there with and without /v1, and the answers differ. So they are no aliases here.
-        "/completions": "use /v1/completions",
+        # It exists there with and without /v1, and the answers differ. So it is no alias here.
         "/embeddings": "use /v1/embeddings",
-        "/completion": "use /v1/completions",
         "/embedding": "use /v1/embeddings",
-        "/infill": "use /v1/completions with suffix",
-        "/props": _OURS,
-        "/slots": "use /metrics",
         "/models/load": _AT_START,
     },
     # Fields of requests to other servers.

@@ -19,9 +19,12 @@ from llamapipe.server.chat import ChatRequest
 from llamapipe.server.completions import CompletionRequest, Streamed
 from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest
 from llamapipe.server.fields import Fate, Only, Unused, fates, inner_types
+from llamapipe.server.llama_server import InfillRequest, LlamaCompletionRequest, LlamaServerRequest
+from llamapipe.server.mistral import FimRequest
 from llamapipe.server.ollama import ChatRequest as OllamaChatRequest
 from llamapipe.server.ollama import EmbedRequest, GenerateRequest, Generates, Options
 from llamapipe.server.responses import ResponsesRequest
+from llamapipe.server.sampling import Sampling
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "server.md"
 BEGIN, END = "<!-- fields: python tools/field_tables.py -->\n", "<!-- end of fields -->\n"
@@ -31,6 +34,10 @@ _TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ..
     ("`/v1/chat/completions` and `/v1/completions`", Streamed, None),
     ("`/v1/chat/completions` also", ChatRequest, Streamed),
     ("`/v1/completions` also", CompletionRequest, Streamed),
+    ("`/completion` and `/infill`, besides those of sampling", LlamaServerRequest, Sampling),
+    ("`/completion` also", LlamaCompletionRequest, LlamaServerRequest),
+    ("`/infill` also", InfillRequest, LlamaServerRequest),
+    ("`/v1/fim/completions`, besides those of sampling", FimRequest, Sampling),
     ("`/v1/responses`", ResponsesRequest, None),
     ("`/v1/messages`", MessagesRequest, None),
     ("`/v1/embeddings`", EmbeddingRequest, None),
@@ -52,8 +59,12 @@ def section() -> str:
 
 
 def _table(title: str, kind: type[msgspec.Struct], base: type[msgspec.Struct] | None) -> str:
-    known = set() if base is None else set(fates(base))
-    fields = [(name, fate) for name, fate in _all(kind) if name.partition(".")[0] not in known]
+    known = {} if base is None else fates(base)
+    fields = [
+        (name, fate)
+        for name, fate in _all(kind)
+        if (root := name.partition(".")[0]) not in known or (name == root and known[name] != fate)
+    ]
     lines = [f"### {title}", ""]
     lines += _wrapped("Honoured", [f"`{name}`" for name, fate in fields if fate is None])
     unused = [_with_values(name, fate) for name, fate in fields if isinstance(fate, Unused)]

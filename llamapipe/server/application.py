@@ -31,7 +31,19 @@ from llamapipe._messages import instead_of, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.host.memory import return_freed_memory
-from llamapipe.server import anthropic, chat, completions, embeddings, ollama, page, responses, system, tokens
+from llamapipe.server import (
+    anthropic,
+    chat,
+    completions,
+    embeddings,
+    llama_server,
+    mistral,
+    ollama,
+    page,
+    responses,
+    system,
+    tokens,
+)
 from llamapipe.server.endpoint import Endpoint, Exchange, LineStream, get, post
 from llamapipe.server.errors import ApiError
 from llamapipe.server.generation import check_template_args, refuse_long_chat
@@ -287,6 +299,28 @@ ROUTES = (
         _GENERATES,
     ),
     post(
+        "/completion",
+        llama_server.completion,
+        llama_server.LlamaCompletionRequest,
+        "Complete text or tokens, in llama-server's format.",
+        _GENERATES,
+        ("/completions",),
+    ),
+    post(
+        "/infill",
+        llama_server.infill,
+        llama_server.InfillRequest,
+        "Fill in the text between a prefix and a suffix, in llama-server's format.",
+        _GENERATES,
+    ),
+    post(
+        "/v1/fim/completions",
+        mistral.fim_completions,
+        mistral.FimRequest,
+        "Fill in the text between a prompt and a suffix, in Mistral's format.",
+        _GENERATES,
+    ),
+    post(
         "/v1/responses",
         responses.responses,
         responses.ResponsesRequest,
@@ -324,6 +358,8 @@ ROUTES = (
     post("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, "The text of tokens."),
     post("/apply-template", tokens.apply_template, tokens.TemplateRequest, "The prompt of a conversation."),
     get("/tokenizer_info", tokens.tokenizer_info, "Properties of the tokenizer."),
+    get("/props", llama_server.props, "The model's template and the defaults of requests."),
+    get("/slots", llama_server.slots, "How many slots compute a request."),
     get("/model_info", system.model_info, "Sizes of the model and of the engine."),
     get(
         "/health",

@@ -143,14 +143,9 @@ class ChunkWriter:
         return self._head + choice + b'],"obfuscation":"' + padding.encode() + b'"' + self._tail[1:]
 
     def progress(self, choice: bytes, progress: PromptProgress) -> bytes:
-        """An event with llama-server's ``prompt_progress``: tokens, and milliseconds since the prompt was begun."""
-        fields = {
-            "total": progress.n_prompt_tokens,
-            "cache": progress.n_cached_tokens,
-            "processed": progress.n_done,
-            "time_ms": round(progress.seconds * 1e3),
-        }
-        return self._head + choice + b'],"prompt_progress":' + _encode(fields) + self._tail[1:]
+        """An event with ``prompt_progress``."""
+        fields = _encode(progress_fields(progress))
+        return self._head + choice + b'],"prompt_progress":' + fields + self._tail[1:]
 
     def set_usage(self, usage: dict[str, Any]) -> None:
         """The usage of the next events."""
@@ -159,6 +154,16 @@ class ChunkWriter:
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event that ends a stream with usage."""
         return event({**self._common, "choices": [], "usage": usage})
+
+
+def progress_fields(progress: PromptProgress) -> dict[str, int]:
+    """llama-server's ``prompt_progress``: tokens, and milliseconds since the prompt was begun."""
+    return {
+        "total": progress.n_prompt_tokens,
+        "cache": progress.n_cached_tokens,
+        "processed": progress.n_done,
+        "time_ms": round(progress.seconds * 1e3),
+    }
 
 
 class Computing(Protocol):
@@ -310,6 +315,12 @@ class _Job:
             )
         limit = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         max_tokens = token_limit(max_tokens=limit)
+        if request.suffix is not None and request.parse_special:
+            raise ApiError(
+                400,
+                "parse_special: with suffix, names of control tokens stay text; leave it out",
+                "parse_special",
+            )
         top = check_top("logprobs", request.logprobs)
         more: dict[str, Any] = {
             "max_tokens": None if max_tokens is None else max(max_tokens, 1),
@@ -329,7 +340,7 @@ class _Job:
         total_choices(exchange.server, n_prompts(request.prompt) * best_of)
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
         constraint = request.constraint()
-        await _check(exchange.server, params, "" if constraint is None else constraint.field)
+        await check_params(exchange.server, params, "" if constraint is None else constraint.field)
         prompts = await prompts_of(
             exchange.server,
             request.prompt,
@@ -528,7 +539,7 @@ class _Job:
                     return
 
 
-async def _check(state: ServerState, params: SamplingParams, field: str) -> None:
+async def check_params(state: ServerState, params: SamplingParams, field: str) -> None:
     """Checks params for the engine's model before any prompt is. Raises ApiError 400, which names the field.
 
     ``field``: what holds the constraint, if one is given.

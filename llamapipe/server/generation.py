@@ -13,6 +13,7 @@ from llamapipe._engine.chat_requests import ChatOptions
 from llamapipe._engine.long_work import size_of
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, TokenLogprob
@@ -150,14 +151,25 @@ async def _text(
 ) -> list[int]:
     if suffix is None:
         return await tokenized(state, text, add_special, parse_special)
-    fim = state.engine.model.vocab.fim_tokens
-    if fim is None:
-        raise ApiError(400, "suffix: this model has no tokens for filling in the middle", "suffix")
-    before = await tokenized(state, text, False, parse_special)
-    after = await tokenized(state, suffix, False, parse_special)
+    refuse_long(state, "text", len(text) + len(suffix))
+    made = await fim_prompt_of(state, FimText(text, suffix, order=state.settings.fim_order), None, "suffix")
     vocab = state.engine.model.vocab
-    bos = [vocab.bos] if add_special and vocab.add_bos and vocab.bos is not None else []
-    return [*bos, fim.prefix, *before, fim.suffix, *after, fim.middle]
+    return made.tokens if add_special or not vocab.add_bos else made.tokens[1:]
+
+
+async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, field: str) -> FimPrompt:
+    """The prompt that asks for the text of a gap, at most ``n_max`` tokens. Raises ApiError 400, which names ``field``.
+
+    Names of control tokens in the texts stay text: they are the user's files.
+    """
+    vocab = state.engine.model.vocab
+    size = len(text.prefix) + len(text.suffix) + sum(len(content) for _, content in text.extra)
+    try:
+        if size < _LONG:
+            return fim_prompt(vocab, text, n_max)
+        return await state.in_thread(fim_prompt, vocab, text, n_max, size=size)
+    except ValueError as e:
+        raise ApiError(400, str(e), field) from None
 
 
 def n_prompts(given: Prompt) -> int:

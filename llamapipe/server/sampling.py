@@ -7,6 +7,7 @@ the field that the request has.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -306,18 +307,40 @@ def _biases(given: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
                 400, f"logit_bias has the key {quoted(key)}; give a token id or text", "logit_bias"
             )
         n_characters += len(key)
-        if n_characters > _MOST_CHARACTERS:
-            raise ApiError(
-                400,
-                f"logit_bias has keys of more than {_MOST_CHARACTERS} characters; that is the limit",
-                "logit_bias",
-            )
-        try:
-            tokens = tokenize(key)
-        except ValueError as e:
-            raise ApiError(400, f"logit_bias: {e}", "logit_bias") from None
-        biases.update(dict.fromkeys(tokens, value))
+        biases.update(dict.fromkeys(_tokens_of(key, n_characters, tokenize), value))
     return biases
+
+
+def token_biases(given: list[tuple[int | str, float | bool]], tokenize: Tokenize) -> dict[int, float]:
+    """Biases by token id, from llama-server's list: ids or texts with numbers; False forbids. Raises ApiError 400."""
+    biases: dict[int, float] = {}
+    n_characters = 0
+    for index, (key, value) in enumerate(given):
+        if value is True:
+            raise ApiError(
+                400, f"logit_bias {index} is true; give a number, or false to forbid it", "logit_bias"
+            )
+        bias = -math.inf if value is False else value
+        if isinstance(key, int):
+            biases[key] = bias
+        else:
+            n_characters += len(key)
+            biases.update(dict.fromkeys(_tokens_of(key, n_characters, tokenize), bias))
+    return biases
+
+
+def _tokens_of(key: str, n_characters: int, tokenize: Tokenize) -> list[int]:
+    """The tokens of a text in ``logit_bias``, whose texts have ``n_characters`` so far. Raises ApiError 400."""
+    if n_characters > _MOST_CHARACTERS:
+        raise ApiError(
+            400,
+            f"logit_bias has keys of more than {_MOST_CHARACTERS} characters; that is the limit",
+            "logit_bias",
+        )
+    try:
+        return tokenize(key)
+    except ValueError as e:
+        raise ApiError(400, f"logit_bias: {e}", "logit_bias") from None
 
 
 # ---- errors

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamapipe._messages import explains_fields, quoted
-from llamapipe.arguments import check_flag, check_float, check_int
+from llamapipe.arguments import check_choice, check_flag, check_float, check_int
+from llamapipe.llama.fim import FIM_ORDERS, FimOrder
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\](:\d+)?|[^/\s:\[\]]+(:\d+)?|[0-9A-Fa-f:.]+")
@@ -52,6 +53,7 @@ class ServerSettings:
       then its request fails. None: 30, the default of ``SamplingParams``.
     - ``strict``: refuse fields of a request that have no effect here, such as ``store``, and hosted tools. Otherwise
       they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
+    - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
     - ``page``: serve the page at ``/``.
     - ``ollama``: serve Ollama's API under ``/api``, too.
 
@@ -79,6 +81,7 @@ class ServerSettings:
     strict: bool = False
     page: bool = True
     ollama: bool = False
+    fim_order: FimOrder = "psm"
 
     def __post_init__(self) -> None:
         for name in ("model_names", "embedding_names", "api_keys", "cors_origins", "allow_hosts"):
@@ -111,6 +114,7 @@ class ServerSettings:
         check_flag("strict", self.strict)
         check_flag("page", self.page)
         check_flag("ollama", self.ollama)
+        check_choice("fim_order", self.fim_order, FIM_ORDERS)
         if any(not _API_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError(
                 "api_keys: a key must be printable ASCII without spaces at its ends, and not empty: "

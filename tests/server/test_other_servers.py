@@ -51,10 +51,7 @@ class TestPaths:
             ("POST", "/api/embed", "use /v1/embeddings"),
             ("GET", "/api/tags", "use /v1/models"),
             ("POST", "/api/pull", "with -m"),
-            ("POST", "/completion", "use /v1/completions"),
-            ("POST", "/completions", "use /v1/completions"),
             ("POST", "/embeddings", "use /v1/embeddings"),
-            ("GET", "/props", "use /model_info"),
         ],
     )
     def test_an_unknown_one_names_the_one_here(

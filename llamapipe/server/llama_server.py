@@ -1,0 +1,624 @@
+"""llama-server's formats: ``/completion``, ``/infill`` for editors, ``/props`` and ``/slots``.
+
+Open it for what llama.vim, llama.vscode and Continue send and read. Each choice of an answer is a stream of the engine,
+also where the client asks for no stream: two of llama-server's limits, ``n_indent`` and ``t_max_predict_ms``, depend on
+the text and the time so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+from starlette.responses import Response
+
+import llamapipe
+from llamapipe._messages import quoted
+from llamapipe._sampling_table import OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
+from llamapipe.llama.fim import FimText, fim_room
+from llamapipe.llama.vocab import Vocab
+from llamapipe.params import SamplingParams
+from llamapipe.results import Delta, TokenLogprob
+from llamapipe.server.completions import check_params, merge_streams, progress_fields, token_limit
+from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse, event
+from llamapipe.server.errors import ApiError
+from llamapipe.server.fields import Only, Unused
+from llamapipe.server.generation import (
+    Prompt,
+    chat_logprobs,
+    check_top,
+    fim_prompt_of,
+    n_prompts,
+    prompts_of,
+    token_text,
+    total_choices,
+)
+from llamapipe.server.sampling import Sampling, token_biases
+from llamapipe.streams import AsyncStream
+
+if TYPE_CHECKING:
+    from llamapipe.server.application import ServerState
+
+
+class LlamaServerRequest(Sampling, kw_only=True):
+    """What ``/completion`` and ``/infill`` share. ``n_predict``: 0 computes the prompt only, -1 has no limit.
+
+    ``n_indent``: the text ends with a later line that is indented less. ``t_max_predict_ms``: it ends with the first
+    line that is complete so long after the first token. ``response_fields``: paths such as ``timings/prompt_n``; the
+    answer has only these.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    n_predict: int | None = None
+    max_tokens: int | None = None
+    n_cmpl: int | None = None
+    n_probs: int | None = None
+    samplers: list[str] | str | None = None
+    logit_bias: dict[str, float] | list[tuple[int | str, float | bool]] | None = None  # type: ignore[assignment]
+    n_indent: int | None = None
+    t_max_predict_ms: int | None = None
+    response_fields: list[str] | None = None
+    return_tokens: bool | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
+    # A limit for the prompt would leave a cold cache cold: at each key the editor would give up again.
+    t_max_prompt_ms: Annotated[float | None, Unused()] = None
+    id_slot: Annotated[int | None, Unused(-1)] = None
+    n_cache_reuse: Annotated[int | None, Unused(0)] = None
+    sse_ping_interval: Annotated[float | None, Unused()] = None
+    backend_sampling: Annotated[bool | None, Unused(False)] = None
+    verbose: Annotated[bool | None, Unused(False)] = None
+    n_keep: Annotated[int | None, Only(0, instead="the operator sets it: llamapipe serve --n-keep")] = None
+    n_discard: Annotated[int | None, Only(0)] = None
+    min_keep: Annotated[int | None, Only(0)] = None
+    lora: Annotated[Any, Only([], instead="this server has no adapters")] = None
+
+
+class LlamaCompletionRequest(LlamaServerRequest, kw_only=True):
+    """``POST /completion``, in llama-server's format."""
+
+    prompt: Prompt
+
+
+class OtherFile(msgspec.Struct, kw_only=True):
+    """A file beside the one that is edited. Editors add fields, such as ``time``, that no prompt has."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(LlamaServerRequest, kw_only=True):
+    """``POST /infill``. ``prompt``: what stands before the cursor in its line, after ``input_prefix``.
+
+    ``input_extra``: other files, the most important last. ``filename``: that of the edited file.
+    """
+
+    input_prefix: str
+    input_suffix: str
+    prompt: str | None = None
+    input_extra: list[OtherFile] | None = None
+    filename: str | None = None
+
+
+async def completion(exchange: Exchange, request: LlamaCompletionRequest) -> Response:
+    """``POST /completion``: completes one prompt or several."""
+
+    async def prompts() -> tuple[list[list[int]], bool]:
+        return await prompts_of(exchange.server, request.prompt, "prompt"), False
+
+    total_choices(exchange.server, n_prompts(request.prompt) * _n_choices(request))
+    return await _answer(exchange, request, prompts)
+
+
+async def infill(exchange: Exchange, request: InfillRequest) -> Response:
+    """``POST /infill``: the text between a prefix and a suffix."""
+    total_choices(exchange.server, _n_choices(request))
+    state = exchange.server
+
+    async def prompts() -> tuple[list[list[int]], bool]:
+        extra = tuple((file.filename, file.text) for file in request.input_extra or ())
+        prefix = request.input_prefix + (request.prompt or "")
+        order = state.settings.fim_order
+        text = FimText(prefix, request.input_suffix, extra, request.filename, order)
+        made = await fim_prompt_of(state, text, fim_room(state.engine.n_ctx, _limit(request)), "input_prefix")
+        return [made.tokens], made.is_cut
+
+    return await _answer(exchange, request, prompts)
+
+
+async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Any) -> Response:
+    if not request.stream:
+        job = await _Job.of(exchange, request, prompts)
+        return JsonResponse(await exchange.await_engine(job.answer()))
+    jobs: list[_Job] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        jobs.append(await _Job.of(exchange, request, prompts))
+        async with aclosing(jobs[0].events()) as made:
+            async for data in made:
+                yield data
+
+    def news() -> bytes:
+        return jobs[0].progress() if jobs else b""
+
+    return EventStream(exchange, events(), sign=news if request.return_progress else None)
+
+
+# ---- options
+_ALIASES = {
+    "typ_p": "typical_p",
+    "typ": "typical_p",
+    "typical": "typical_p",
+    "temp": "temperature",
+    "nucleus": "top_p",
+}
+_LETTERS = {
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typical_p", "p": "top_p", "m": "min_p",
+    "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
+}  # fmt: skip
+_BY_BARE_NAME = {
+    name.replace("_", ""): name for name in SAMPLER_ORDER
+}  # llama-server takes top-k and topk, too
+_MOST_SAMPLERS = 64
+
+
+def sampler_names(given: Sequence[str] | str) -> list[str]:
+    """The ``sampler_order`` that a list of llama-server's names means, or a text of its letters. Raises ApiError 400.
+
+    ``adaptive_p`` is left out: here ``adaptive_target`` alone turns it on, at the end.
+    """
+    if len(given) > _MOST_SAMPLERS:
+        raise ApiError(400, f"samplers has {len(given)} names; the limit is {_MOST_SAMPLERS}", "samplers")
+    names: list[str] = []
+    for word in given:
+        if isinstance(given, str):
+            name = _LETTERS.get(word)
+        else:
+            plain = word.lower().replace("-", "_")
+            name = _ALIASES.get(plain) or _BY_BARE_NAME.get(plain.replace("_", ""))
+            name = "adaptive_p" if plain.replace("_", "") == "adaptivep" else name
+        if name is None:
+            known = ", ".join(_LETTERS) if isinstance(given, str) else ", ".join(SAMPLER_ORDER)
+            raise ApiError(400, f"samplers holds {quoted(word)}; it may hold {known}", "samplers")
+        if name != "adaptive_p" and name not in names:
+            names.append(name)
+    return names
+
+
+def _limit(request: LlamaServerRequest) -> int | None:
+    return token_limit(n_predict=request.n_predict, max_tokens=request.max_tokens)
+
+
+def _n_choices(request: LlamaServerRequest) -> int:
+    if request.n is not None and request.n_cmpl is not None:
+        raise ApiError(400, "n and n_cmpl are the same option; give one", "n_cmpl")
+    n = request.n if request.n_cmpl is None else request.n_cmpl
+    if n is not None and n < 1:
+        raise ApiError(400, f"n_cmpl is {n}; it must be 1 or more", "n_cmpl")
+    return n or 1
+
+
+def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
+    """The request's options. Raises ApiError 400.
+
+    Options whose sampler ``samplers`` leaves out have no effect, and are named so: editors send them.
+    """
+    vocab = exchange.server.engine.model.vocab
+
+    def tokenize(text: str) -> list[int]:
+        return vocab.tokenize(text, add_special=False)
+
+    limit = _limit(request)
+    more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1), "n": 1}
+    probs = check_top("n_probs", request.n_probs)
+    if probs:
+        more["logprobs"] = probs
+    if isinstance(request.logit_bias, list):
+        more["logit_bias"], request.logit_bias = token_biases(request.logit_bias, tokenize), None
+    if request.samplers is not None:
+        if getattr(request, "sampler_order", None) is not None:
+            raise ApiError(400, "sampler_order and samplers are the same option; give one", "samplers")
+        more["sampler_order"] = order = sampler_names(request.samplers)
+        if "infill" in order:
+            more["infill"] = True
+        unused = [
+            field
+            for name in SAMPLER_ORDER
+            if name not in order
+            for option in SWITCHES[name]
+            for field in (option, "repetition_penalty")
+            if getattr(request, field, None) is not None and (field == option or name == "penalties")
+        ]
+        for field in dict.fromkeys(unused):
+            setattr(request, field, None)
+        exchange.note_unused(tuple(dict.fromkeys(unused)))
+    for name in ("n_indent", "t_max_predict_ms"):
+        value = getattr(request, name)
+        if value is not None and value < (-1 if name == "t_max_predict_ms" else 0):
+            raise ApiError(400, f"{name} is {value}; it must be 0 or more", name)
+    params = request.params(tokenize, **more)
+    return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
+
+
+def generation_settings(params: SamplingParams) -> dict[str, Any]:
+    """Options with llama-server's names, as its answers have them."""
+    made: dict[str, Any] = {
+        option.name: getattr(params, option.name)
+        for option in OPTIONS
+        if option.kind in (Kind.INT, Kind.FLOAT, Kind.FLAG) and option.fields != ()
+    }
+    del made["infill"], made["cache"], made["n"], made["min_tokens"]
+    limit = -1 if params.max_tokens is None else params.max_tokens
+    order = SAMPLER_ORDER if params.sampler_order is None else params.sampler_order
+    return made | {
+        "seed": -1 if params.seed is None else params.seed,
+        "n_predict": limit,
+        "max_tokens": limit,
+        "n_probs": params.logprobs or 0,
+        "stop": list(params.stop or ()),
+        "dry_sequence_breakers": list(params.dry_sequence_breakers),
+        "samplers": ["typ_p" if name == "typical_p" else name for name in order],
+    }
+
+
+# ---- the text of a choice
+class TextLimits:
+    """Ends a text where ``n_indent`` or ``t_max_predict_ms`` end it. Text is held back while it may still be cut."""
+
+    def __init__(self, n_indent: int | None, most_ms: int | None) -> None:
+        self._n_indent = n_indent or 0
+        self._most_s = (most_ms or 0) / 1e3
+        self._text = ""
+        self._n_shown = 0
+        self._line: int | None = None  # where a line begins whose indentation is not known yet
+        self._from = 0  # where the next newline is looked for
+        self.is_over = False
+
+    def __repr__(self) -> str:
+        return f"<TextLimits n_characters={len(self._text)} is_over={self.is_over}>"
+
+    def push(self, text: str, seconds: float) -> str:
+        """Takes new text, ``seconds`` after the first token. Returns what can be shown."""
+        self._text += text
+        if self._n_indent:
+            self._follow_lines()
+        if "\n" in text and 0 < self._most_s < seconds:
+            self.is_over = True
+        return self._shown(len(self._text) if self._line is None or self.is_over else self._line)
+
+    def _follow_lines(self) -> None:
+        while True:
+            if self._line is None:
+                newline = self._text.find("\n", self._from)
+                if newline < 0:
+                    self._from = len(self._text)
+                    return
+                self._line = newline + 1
+            end = self._line
+            while self._text[end : end + 1] in (" ", "\t"):
+                end += 1
+            if end == len(self._text):
+                return
+            if end - self._line < self._n_indent:
+                self._text = self._text[:end]
+                self.is_over = True
+                return
+            self._line, self._from = None, end
+
+    def finish(self) -> str:
+        """The text that was held back, at the end."""
+        return self._shown(len(self._text))
+
+    def _shown(self, end: int) -> str:
+        start, self._n_shown = self._n_shown, max(end, self._n_shown)
+        return self._text[start:end]
+
+
+class _Part(NamedTuple):
+    """What is new of a choice."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+
+
+class _Choice:
+    """One text, as far as it has come. ``stop_type``: why it ended, ``"none"`` until then."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.prompt = tokens
+        self.text: list[str] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.stop_type = "none"
+        self.stopping_word = ""
+        self.is_full = False  # the context
+        self.n_cached = 0
+        self.began_at = perf_counter()
+        self.first_at: float | None = None
+        self.prompt_s = 0.0
+        self.last_at = 0.0
+        self.stream: AsyncStream | None = None
+        self.n_told = -1  # tokens of the prompt, in events of progress
+
+    def take(self, part: _Part) -> None:
+        self.text.append(part.text)
+        self.tokens += part.tokens
+        self.logprobs += part.logprobs or ()
+
+    def timings(self) -> dict[str, Any]:
+        prompt_n, predicted_n = len(self.prompt) - self.n_cached, len(self.tokens)
+        prompt_ms = self.prompt_s * 1e3
+        predicted_ms = 0.0 if self.first_at is None else (self.last_at - self.first_at) * 1e3
+        return {
+            "cache_n": self.n_cached,
+            "prompt_n": prompt_n,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / max(prompt_n, 1),
+            "prompt_per_second": prompt_n / prompt_ms * 1e3 if prompt_ms else 0.0,
+            "predicted_n": predicted_n,
+            "predicted_ms": predicted_ms,
+            "predicted_per_token_ms": predicted_ms / max(predicted_n, 1),
+            "predicted_per_second": predicted_n / predicted_ms * 1e3 if predicted_ms else 0.0,
+        }
+
+
+class _Job:
+    """One request: its prompts as tokens, its params, and the answer."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        request: LlamaServerRequest,
+        prompts: Sequence[list[int]],
+        is_cut: bool,
+        params: SamplingParams,
+    ) -> None:
+        self._exchange = exchange
+        self._request = request
+        self._params = params
+        self._is_cut = is_cut
+        self._is_empty = _limit(request) == 0
+        self._model = exchange.server.check_model(request.model or None)
+        self._n = _n_choices(request)
+        self._choices = [_Choice(tokens) for tokens in prompts for _ in range(self._n)]
+        self._n_prompt = sum(map(len, prompts))
+
+    @classmethod
+    async def of(cls, exchange: Exchange, request: LlamaServerRequest, prompts: Any) -> _Job:
+        """Checks the request. Raises ApiError."""
+        exchange.server.check_model(request.model or None)
+        params = _params(exchange, request)
+        constraint = request.constraint()
+        await check_params(exchange.server, params, "" if constraint is None else constraint.field)
+        tokens, is_cut = await prompts()
+        return cls(exchange, request, tokens, is_cut, params)
+
+    async def answer(self) -> Any:
+        """The answer: an object, or a list of them for several prompts or choices."""
+        try:
+            async with aclosing(merge_streams(self._streams())) as items:  # type: ignore[type-var]
+                async for _ in items:
+                    pass
+        finally:
+            first = min(
+                (c.first_at - c.began_at for c in self._choices if c.first_at is not None), default=None
+            )
+            self._exchange.count(self._n_prompt, sum(len(c.tokens) for c in self._choices), first)
+        answers = [await self._last(i) for i in range(len(self._choices))]
+        return answers if len(answers) > 1 else answers[0]
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of the stream; the last of each choice has everything but the text."""
+        request, n_submitted = self._request, 0
+        try:
+            async with aclosing(merge_streams(self._streams())) as items:  # type: ignore[type-var]
+                async for index, part in items:
+                    if part is None:
+                        n_submitted += 1
+                        if n_submitted == len(self._choices):
+                            yield SUBMITTED
+                        continue
+                    choice = self._choices[index]
+                    self._exchange.token_arrived(index)
+                    if request.return_progress:
+                        yield self.progress()
+                    if part.text or part.tokens:
+                        yield event(self._partial(index, part))
+                    if choice.stop_type != "none":
+                        yield event(await self._last(index))
+        finally:
+            self._exchange.count(self._n_prompt, sum(len(c.tokens) for c in self._choices))
+
+    def _streams(self) -> list[AsyncGenerator[_Part | None, None]]:
+        return [self._stream(i) for i in range(len(self._choices))]
+
+    async def _stream(self, index: int) -> AsyncGenerator[_Part | None, None]:
+        """The parts of a choice. The first item is None: the request is in the queue."""
+        choice, state = self._choices[index], self._exchange.server
+        assert self._params.seed is not None
+        params = replace(self._params, seed=(self._params.seed + index % self._n) % 2**64)
+        limits = TextLimits(self._request.n_indent, self._request.t_max_predict_ms)
+        stream = state.engine.astream(choice.prompt, params, timeout=state.settings.timeout_s, block=False)
+        async with stream:
+            await stream.submit()
+            choice.stream = stream
+            yield None
+            async for delta in stream:
+                part = self._part(choice, stream, limits, delta)
+                choice.take(part)
+                yield part
+                if choice.stop_type != "none":
+                    return
+
+    def _part(self, choice: _Choice, stream: AsyncStream, limits: TextLimits, delta: Delta) -> _Part:
+        choice.last_at = perf_counter()
+        if choice.first_at is None:
+            choice.first_at = choice.last_at
+            choice.n_cached = stream.n_cached_tokens
+            progress = stream.prompt_progress
+            choice.prompt_s = choice.last_at - choice.began_at if progress is None else progress.seconds
+        if self._is_empty:
+            choice.stop_type = "limit"
+            return _Part("", (), None)
+        text = limits.push(delta.text, choice.last_at - choice.first_at)
+        if limits.is_over:
+            choice.stop_type = "limit"
+        elif delta.finish_reason is not None:
+            text += limits.finish()
+            choice.stop_type = (
+                "limit" if delta.finish_reason != "stop" else "word" if delta.stop_string else "eos"
+            )
+            choice.stopping_word = delta.stop_string or ""
+            most = self._params.max_tokens
+            n = len(choice.tokens) + len(delta.token_ids)
+            choice.is_full = delta.finish_reason == "length" and (most is None or n < most)
+        return _Part(text, delta.token_ids, delta.logprobs)
+
+    # ---- objects
+    def progress(self) -> bytes:
+        """Events that tell how much of the prompts is computed, for those that have come further."""
+        made = b""
+        for index, choice in enumerate(self._choices):
+            found = None if choice.stream is None else choice.stream.prompt_progress
+            if found is not None and choice.n_told < found.n_done:
+                choice.n_told = found.n_done
+                made += event(
+                    self._partial(index, _Part("", (), None)) | {"prompt_progress": progress_fields(found)}
+                )
+        return made
+
+    def _partial(self, index: int, part: _Part) -> dict[str, Any]:
+        choice = self._choices[index]
+        made: dict[str, Any] = {
+            "index": index,
+            "content": part.text,
+            "tokens": part.tokens,
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": len(choice.tokens),
+            "tokens_evaluated": len(choice.prompt),
+        }
+        if self._request.timings_per_token:
+            made["timings"] = choice.timings()
+        if part.logprobs:
+            made["completion_probabilities"] = _probabilities(part.logprobs, self._vocab)
+        return made
+
+    @property
+    def _vocab(self) -> Vocab:
+        return self._exchange.server.engine.model.vocab
+
+    async def _last(self, index: int) -> dict[str, Any]:
+        """The last object of a choice, with the fields that the client asks for."""
+        choice, request = self._choices[index], self._request
+        wanted = request.response_fields
+        roots = None if not wanted else {path.partition("/")[0] for path in wanted}
+        text = "".join(choice.text)
+        made: dict[str, Any] = {
+            "index": index,
+            "content": "" if request.stream else text,
+            "tokens": [] if request.stream or not request.return_tokens else choice.tokens,
+            "id_slot": -1,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": len(choice.tokens),
+            "tokens_evaluated": len(choice.prompt),
+            "has_new_line": "\n" in text,
+            "truncated": self._is_cut or choice.is_full,
+            "stop_type": choice.stop_type,
+            "stopping_word": choice.stopping_word,
+            "tokens_cached": len(choice.prompt) + len(choice.tokens),
+            "timings": choice.timings(),
+        }
+        if roots is None or "generation_settings" in roots:
+            made["generation_settings"] = generation_settings(self._params)
+            made["generation_settings"] |= {"stream": bool(request.stream)}
+            if self._is_empty:
+                made["generation_settings"] |= {"n_predict": 0, "max_tokens": 0}
+        if roots is None or "prompt" in roots:
+            made["prompt"] = await self._exchange.server.in_thread(
+                self._vocab.detokenize, choice.prompt, False, True, size=len(choice.prompt)
+            )
+        if choice.logprobs and not request.stream:
+            made["completion_probabilities"] = _probabilities(choice.logprobs, self._vocab)
+        return made if not wanted else _at_paths(made, wanted)
+
+
+def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[str, Any]]:
+    """``completion_probabilities``: as OpenAI's ``logprobs`` of chats, with ids."""
+    entries = list(entries)
+    made: list[dict[str, Any]] = chat_logprobs(entries, vocab)["content"]
+    for entry, one in zip(entries, made, strict=True):
+        one["id"] = entry.id
+        for top, its in zip(entry.top, one["top_logprobs"], strict=True):
+            its["id"] = top.id
+    return made
+
+
+def _at_paths(value: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """The values at these paths, by path, as llama-server's ``response_fields``; what is not there is left out."""
+    made: dict[str, Any] = {}
+    for path in paths:
+        found: Any = value
+        for key in path.split("/"):
+            if not isinstance(found, dict) or key not in found:
+                break
+            found = found[key]
+        else:
+            made[path] = found
+    return made
+
+
+# ---- the server
+async def props(exchange: Exchange) -> Response:
+    """``GET /props``: the model's template and tokens, and the defaults of requests, for llama-server's clients."""
+    state = exchange.server
+    engine, model = state.engine, state.engine.model
+    defaults = generation_settings(SamplingParams(max_tokens=None))
+    return JsonResponse(
+        {
+            "default_generation_settings": {"params": defaults, "n_ctx": engine.n_ctx},
+            "total_slots": engine.n_seq_max,
+            "model_alias": state.model_names[0],
+            "model_path": model.path.name,
+            "modalities": {"vision": False, "audio": False, "video": False},
+            "endpoint_slots": True,
+            "endpoint_props": False,
+            "endpoint_metrics": True,
+            "chat_template": model.chat_template or "",
+            "bos_token": _written(model.vocab, model.vocab.bos),
+            "eos_token": _written(model.vocab, model.vocab.eos),
+            "build_info": f"llamapipe {llamapipe.__version__}",
+            "is_sleeping": False,
+        }
+    )
+
+
+def _written(vocab: Vocab, token: int | None) -> str:
+    return "" if token is None else token_text(vocab.written_piece(token))
+
+
+async def slots(exchange: Exchange) -> Response:
+    """``GET /slots``: how many of the engine's slots compute a request. Which one is which is not told.
+
+    ``?fail_on_no_slot=1`` answers 503 if none is free.
+    """
+    state: ServerState = exchange.server
+    n = state.engine.n_seq_max
+    n_busy = min((await asyncio.to_thread(state.engine.stats)).n_active, n)
+    if n_busy == n and exchange.query_params.get("fail_on_no_slot"):
+        raise ApiError(503, "no slot is free", code="unavailable")
+    return JsonResponse(
+        [
+            {"id": i, "n_ctx": state.engine.n_ctx, "speculative": False, "is_processing": i < n_busy}
+            for i in range(n)
+        ]
+    )

@@ -26,7 +26,7 @@ import numpy as np
 import llamapipe as lp
 from llamapipe._engine.executor import StepExecutor
 from llamapipe._engine.kv import Remove
-from llamapipe.llama import Batch
+from llamapipe.llama import DecodeBatch
 from llamapipe.llama.context import Context
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
 
@@ -130,7 +130,7 @@ def overlap(model: lp.Model, args: argparse.Namespace) -> Result:
     options = {"n_ctx": n * n_steps, "n_batch": n, "n_ubatch": n, "n_threads": args.n_threads}
     tokens = (7 * np.arange(n) + 3) % model.n_vocab
     batches = [
-        Batch(tokens, np.arange(i * n, (i + 1) * n), np.zeros(n, int), np.ones(n, bool))
+        DecodeBatch(tokens, np.arange(i * n, (i + 1) * n), np.zeros(n, int), np.ones(n, bool))
         for i in range(n_steps)
     ]
     with (
@@ -163,7 +163,7 @@ def _consume(rows: np.ndarray[Any, Any], passes: int) -> float:
     return total
 
 
-def _serial(pipe: lp.Pipeline, batches: Sequence[Batch], passes: int) -> tuple[float, float]:
+def _serial(pipe: lp.Pipeline, batches: Sequence[DecodeBatch], passes: int) -> tuple[float, float]:
     """Seconds computing and seconds reading."""
     pipe.memory.clear()
     compute_s = read_s = 0.0
@@ -178,7 +178,7 @@ def _serial(pipe: lp.Pipeline, batches: Sequence[Batch], passes: int) -> tuple[f
     return compute_s, read_s
 
 
-def _pipelined(pipe: lp.Pipeline, batches: Sequence[Batch], passes: int) -> float:
+def _pipelined(pipe: lp.Pipeline, batches: Sequence[DecodeBatch], passes: int) -> float:
     pipe.memory.clear()
     began = perf_counter()
     waiting: list[lp.StepOutput] = []
@@ -268,9 +268,9 @@ def stages(model: lp.Model, args: argparse.Namespace) -> Result:
     return found
 
 
-def _chunk(model: lp.Model, i: int, n: int) -> Batch:
+def _chunk(model: lp.Model, i: int, n: int) -> DecodeBatch:
     tokens = (7 * np.arange(n) + 3) % model.n_vocab
-    return Batch(tokens, np.arange(i * n, i * n + n), np.zeros(n, int), np.ones(n, bool))
+    return DecodeBatch(tokens, np.arange(i * n, i * n + n), np.zeros(n, int), np.ones(n, bool))
 
 
 # ---- memory
@@ -296,12 +296,14 @@ def memory(model: lp.Model, args: argparse.Namespace) -> Result:
                     pipe.memory.clear()
                     for seq_id in (0, 2):
                         tokens = np.full(n, 7)
-                        pipe.submit(Batch(tokens, np.arange(n), np.full(n, seq_id), np.zeros(n, bool))).wait()
+                        pipe.submit(
+                            DecodeBatch(tokens, np.arange(n), np.full(n, seq_id), np.zeros(n, bool))
+                        ).wait()
                     pipe.trace.start()
                     operation(pipe)
                     past = pipe._pipeline.next_position(0)
                     began = perf_counter()
-                    pipe.submit(Batch([5], [past], [0], [1])).wait()
+                    pipe.submit(DecodeBatch([5], [past], [0], [1])).wait()
                     elapsed = perf_counter() - began
                     spans = [
                         span.end_s - span.begin_s for span in pipe.trace.spans() if span.stage == "memory"

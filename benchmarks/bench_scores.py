@@ -174,7 +174,7 @@ def compare(arguments: argparse.Namespace) -> None:
 def candidates(arguments: argparse.Namespace) -> None:
     """Samples from one row with top_k 40 and a temperature: llamapipe and ``llama_sampler_sample`` in turns."""
     import llamapipe as lp
-    from llamapipe.llama import Batch, Context, SamplerChain
+    from llamapipe.llama import Context, DecodeBatch, SamplerChain
     from llamapipe.llama.sampling_options import SamplingOptions
 
     order = ("top_k", "temperature")
@@ -182,7 +182,7 @@ def candidates(arguments: argparse.Namespace) -> None:
 
     model = lp.Model(arguments.model)
     context = Context(model, n_ctx=256, n_threads=N_THREADS)
-    context.decode(Batch.of_tokens(tokens_of(20, 1) if model.n_vocab > 30_000 else [5, 6, 7]))
+    context.decode(DecodeBatch.of_tokens(tokens_of(20, 1) if model.n_vocab > 30_000 else [5, 6, 7]))
     native = model.vocab._native
     ffi = native.ffi
     last = 19 if model.n_vocab > 30_000 else 2

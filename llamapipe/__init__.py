@@ -8,7 +8,7 @@
 
 ``Model`` loads a file. ``Engine`` completes prompts and holds conversations for all threads and tasks: ``generate``,
 ``stream``, ``chat``, ``score``, and ``agenerate`` … for asyncio. ``SamplingParams`` has the options of a request.
-``batch`` processes many records, ``Embedder`` makes vectors, ``llamapipe.compat`` stands in for llama-cpp-python.
+``run_batch`` processes many records, ``Embedder`` makes vectors, ``llamapipe.compat`` stands in for llama-cpp-python.
 """
 
 from llamapipe import errors, telemetry
@@ -16,10 +16,10 @@ from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.chat.tools import Tool
 from llamapipe.embedding import Embedder, Ranked
 from llamapipe.engine import Engine, EngineTuning
-from llamapipe.jobs.batch import BatchResult, batch
+from llamapipe.jobs.batch import BatchResult, run_batch
 from llamapipe.jobs.run import BatchSummary
 from llamapipe.kv_events import KvEvents
-from llamapipe.llama.batch import Batch
+from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.devices import Device, devices
 from llamapipe.llama.model import Model, demo_model_path
 from llamapipe.params import SamplingParams
@@ -48,7 +48,6 @@ __all__ = [
     "AsyncChatStream",
     "AsyncGeneration",
     "AsyncStream",
-    "Batch",
     "BatchResult",
     "BatchSummary",
     "ChatChoice",
@@ -57,6 +56,7 @@ __all__ = [
     "ChatStream",
     "Choice",
     "Completion",
+    "DecodeBatch",
     "Delta",
     "Device",
     "Embedder",
@@ -83,10 +83,10 @@ __all__ = [
     "TopLogprob",
     "Trace",
     "__version__",
-    "batch",
     "demo_model_path",
     "devices",
     "errors",
+    "run_batch",
     "telemetry",
 ]
 

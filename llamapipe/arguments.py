@@ -92,7 +92,7 @@ def refuse_table(name: str, value: object) -> None:
     if hasattr(value, "columns") and (hasattr(value, "to_dict") or hasattr(value, "to_pylist")):
         raise TypeError(
             f"{name} is a {type(value).__name__}; give one of its columns as a list, such as table['text'].to_list(), "
-            "or its rows as dicts, such as table.to_dict('records'), to llamapipe.batch"
+            "or its rows as dicts, such as table.to_dict('records'), to llamapipe.run_batch"
         )
 
 

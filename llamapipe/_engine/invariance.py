@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe.llama.batch import Batch
+from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.native.load import native
@@ -79,7 +79,7 @@ def _last_logits(
     done = 0
     for part in parts:
         entries = list(_entries(tokens, done, part))
-        context.decode(Batch(*zip(*entries, strict=True)))
+        context.decode(DecodeBatch(*zip(*entries, strict=True)))
         done += part[0]
     assert done == len(tokens)
     return context.logits(parts[-1][0] - 1).copy()

@@ -128,7 +128,9 @@ def _read_rows(model: lp.Model, args: argparse.Namespace) -> tuple[lp.Trace, str
             if i == 2:  # after the warm-up steps, so that the picture shows no start-up
                 pipe.trace.start()
             waiting.append(
-                pipe.submit(lp.Batch(tokens, np.arange(i * n, i * n + n), np.zeros(n, int), np.ones(n, bool)))
+                pipe.submit(
+                    lp.DecodeBatch(tokens, np.arange(i * n, i * n + n), np.zeros(n, int), np.ones(n, bool))
+                )
             )
             if len(waiting) == pipe.depth:
                 with waiting.pop(0) as output:

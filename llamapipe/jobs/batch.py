@@ -1,4 +1,4 @@
-"""``llamapipe.batch``: a job over any iterable, or over a file."""
+"""``llamapipe.run_batch``: a job over any iterable, or over a file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BatchRecord = str | list[int] | Mapping[str, object]
 
 
 @overload
-def batch(
+def run_batch(
     records: Iterable[BatchRecord] | os.PathLike[str],
     engine: Engine,
     params: SamplingParams | None = None,
@@ -57,7 +57,7 @@ def batch(
     progress: bool = False,
 ) -> Iterator[BatchResult]: ...
 @overload
-def batch(
+def run_batch(
     records: Iterable[BatchRecord] | os.PathLike[str],
     engine: Engine,
     params: SamplingParams | None = None,
@@ -72,7 +72,7 @@ def batch(
     progress: bool = False,
 ) -> BatchSummary: ...
 @explains_options()
-def batch(
+def run_batch(
     records: Iterable[BatchRecord] | os.PathLike[str],
     engine: Engine,
     params: SamplingParams | None = None,

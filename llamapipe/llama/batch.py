@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _INT32_MAX = 2**31 - 1
 
 
-class Batch:
+class DecodeBatch:
     """An immutable batch of tokens for ``Context.decode`` and ``Pipeline.submit``.
 
     ``tokens``, ``positions`` and ``seq_ids`` are integers, ``outputs`` booleans, all ``(n_tokens,)``. ``outputs`` marks
@@ -57,7 +57,7 @@ class Batch:
     @classmethod
     def of_tokens(
         cls, tokens: Sequence[int], first_position: int = 0, seq_id: int = 0, all_outputs: bool = False
-    ) -> Batch:
+    ) -> DecodeBatch:
         """Consecutive tokens of one sequence, from ``first_position``. The last one is an output, or all of them."""
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sized):
             raise TypeError(f"tokens must be a sequence of token ids, not {type(tokens).__name__}")
@@ -73,13 +73,13 @@ class Batch:
         raise AttributeError(f"a batch is immutable; create another one to change {name}")
 
     def __reduce__(self) -> Any:
-        return Batch, (self.tokens, self.positions, self.seq_ids, self.outputs)
+        return DecodeBatch, (self.tokens, self.positions, self.seq_ids, self.outputs)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __repr__(self) -> str:
-        return f"<Batch n_tokens={len(self)} n_outputs={int(self.outputs.astype(bool).sum())}>"
+        return f"<DecodeBatch n_tokens={len(self)} n_outputs={int(self.outputs.astype(bool).sum())}>"
 
     @property
     def rows(self) -> list[int]:

@@ -21,7 +21,7 @@ from llamapipe.errors import (
 )
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
-from llamapipe.llama.batch import Batch
+from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
 from llamapipe.native.load import drain_log, last_error, native
@@ -249,14 +249,14 @@ class Context(NotCopyable):
         )
 
     # ---- decoding
-    def decode(self, batch: Batch) -> None:
+    def decode(self, batch: DecodeBatch) -> None:
         """Computes a batch and returns when its logits can be read.
 
         Raises ValueError for tokens, sequences or positions that do not fit (positions of a sequence continue from its
         last one without a gap), ContextFullError when no cells are left, DecodeError when the computation fails.
         """
-        if not isinstance(batch, Batch):
-            raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
+        if not isinstance(batch, DecodeBatch):
+            raise TypeError(f"batch must be a DecodeBatch, not {type(batch).__name__}")
         self.claim()
         self._check(batch)
         ffi = self._native.ffi
@@ -285,7 +285,7 @@ class Context(NotCopyable):
         reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)
         return DecodeError(f"llama.cpp failed to compute this step (code {code}: {reason})")
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: DecodeBatch) -> None:
         n = len(batch)
         if n > self.n_batch:
             raise ValueError(

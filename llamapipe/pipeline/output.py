@@ -20,7 +20,7 @@ from llamapipe.native.not_copyable import NotCopyable
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from llamapipe.llama.batch import Batch
+    from llamapipe.llama.batch import DecodeBatch
     from llamapipe.llama.context import Context
     from llamapipe.llama.native_pipeline import NativePipeline
 
@@ -113,7 +113,7 @@ class StepOutput(NotCopyable):
     EngineClosedError if the pipeline was closed before the step was launched.
     """
 
-    def __init__(self, pipeline: NativePipeline, native: Any, batch: Batch) -> None:
+    def __init__(self, pipeline: NativePipeline, native: Any, batch: DecodeBatch) -> None:
         self._pipeline = pipeline
         self._handle: _Handle | None = _Handle(native, pipeline.native.lib.lp_step_free, pipeline.context)
         self._lock = Lock()

@@ -14,7 +14,7 @@ from types import TracebackType
 from llamapipe.arguments import check_flag, check_int
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.host.at_exit import close_at_exit, forget
-from llamapipe.llama.batch import Batch
+from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import NativePipeline, ring_slots
@@ -222,7 +222,7 @@ class Pipeline(NotCopyable):
         state = "closed" if self.closed else f"mode={self.mode}"
         return f"<Pipeline {state} depth={self.depth} {self._pipeline.context!r}>"
 
-    def submit(self, batch: Batch) -> StepOutput:
+    def submit(self, batch: DecodeBatch) -> StepOutput:
         """Queues a batch after those submitted before and returns its output. Any thread.
 
         The positions of each sequence must continue from its last one without a gap. Blocks while ``depth`` steps are
@@ -231,8 +231,8 @@ class Pipeline(NotCopyable):
         Raises TypeError and ValueError for a batch that does not fit, in which case nothing is queued, and
         EngineClosedError when the pipeline is closed.
         """
-        if not isinstance(batch, Batch):
-            raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
+        if not isinstance(batch, DecodeBatch):
+            raise TypeError(f"batch must be a DecodeBatch, not {type(batch).__name__}")
         pipeline = self._pipeline
         pipeline.check_open()
         self._check(batch)
@@ -253,7 +253,7 @@ class Pipeline(NotCopyable):
             raise pipeline.error(code[0], last_error(native), len(batch))
         return StepOutput(pipeline, step, batch)
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: DecodeBatch) -> None:
         n = len(batch)
         if n > self.n_batch:
             raise ValueError(

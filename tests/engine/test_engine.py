@@ -302,11 +302,11 @@ class TestSampling:
 
     def test_bias_is_added(self, engine: lp.Engine, tiny: lp.Model) -> None:
         """Just enough for the second to come first, and just not."""
-        from llamapipe.llama import Batch, Context
+        from llamapipe.llama import Context, DecodeBatch
 
         ids = tiny.tokenize(PROMPT)
         with Context(tiny, n_ctx=64, n_threads=1) as context:
-            context.decode(Batch.of_tokens(ids))
+            context.decode(DecodeBatch.of_tokens(ids))
             logits = context.logits(len(ids) - 1)
         first, second = np.argsort(-logits)[:2].tolist()
         gap = float(logits[first] - logits[second])

@@ -21,7 +21,7 @@ import llamapipe as lp
 from llamapipe._engine.executor import Executor, StepExecutor
 from llamapipe._engine.kv import Copy, Forget, Remove, Restore, Save
 from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
-from llamapipe.llama import Batch, Context, Model
+from llamapipe.llama import Context, DecodeBatch, Model
 from llamapipe.llama.native_pipeline import engine_pipeline, ring_slots
 
 N_CTX, N_SEQ, N_BATCH = 256, 4, 64
@@ -121,7 +121,7 @@ class Alone:
         key = tuple(tokens)
         if key not in self.known:
             self.context.clear()
-            self.context.decode(Batch.of_tokens(key))
+            self.context.decode(DecodeBatch.of_tokens(key))
             logits = np.nan_to_num(self.context.logits(len(key) - 1), nan=-np.inf)
             second, first = np.sort(logits)[-2:]
             self.known[key] = int(np.argmax(logits)) if first - second > self.close else None

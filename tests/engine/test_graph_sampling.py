@@ -680,7 +680,7 @@ class TestSteps:
                 n_bytes = n * row if whole else row + n * (result + some)  # one row has too many targets
                 assert steps.pipeline.counters().n_bytes == n_bytes
         with Context(demo, 64, n_threads=1) as context:
-            batch = lp.Batch(np.array(text[:-1]), np.array(places), np.zeros(n, int), np.ones(n, bool))
+            batch = lp.DecodeBatch(np.array(text[:-1]), np.array(places), np.zeros(n, int), np.ones(n, bool))
             context.decode(batch)
             rows = np.stack([context.logits(i) for i in places]).astype(np.float64)
         logprobs = rows - np.logaddexp.reduce(rows, axis=1)[:, None]

@@ -24,7 +24,7 @@ from support.control import Gate, Launch, Worker, all_results, held
 from support.plain import greedy, plain_loop
 
 import llamapipe as lp
-from llamapipe.llama import Batch, Context
+from llamapipe.llama import Context, DecodeBatch
 
 pytestmark = pytest.mark.native
 
@@ -95,11 +95,11 @@ def shapes_matter(known: Known) -> bool:
     def rows(n_seq: int) -> list[bytes]:
         with Context(known.model, n_ctx=N_CTX, n_seq_max=n_seq, n_threads=1) as context:
             for i, token in enumerate(prompt):
-                context.decode(Batch([token] * n_seq, [i] * n_seq, range(n_seq), [1] * n_seq))
+                context.decode(DecodeBatch([token] * n_seq, [i] * n_seq, range(n_seq), [1] * n_seq))
             return [context.logits(i).tobytes() for i in range(n_seq)]
 
     with Context(known.model, n_ctx=N_CTX, n_threads=1) as context:
-        context.decode(Batch.of_tokens(prompt))
+        context.decode(DecodeBatch.of_tokens(prompt))
         together = context.logits(len(prompt) - 1).tobytes()
     return len({together, *rows(1), *rows(8)}) > 1
 

@@ -80,7 +80,7 @@ class TestShift:
         with lp.Pipeline(model, n_ctx=N_CTX, n_threads=1) as pipe:
             n_cells, tokens = 0, list(PROMPT)
             for _ in range(n):
-                step = pipe.submit(lp.Batch.of_tokens(tokens, n_cells))
+                step = pipe.submit(lp.DecodeBatch.of_tokens(tokens, n_cells))
                 n_cells += len(tokens)
                 row = np.array(step.logits[-1])
                 row[list(model.vocab.eog_tokens)] = -np.inf

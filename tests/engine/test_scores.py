@@ -20,7 +20,7 @@ from support.inside import inbox_of
 
 import llamapipe as lp
 from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
-from llamapipe.llama import Batch, Context
+from llamapipe.llama import Context, DecodeBatch
 
 MakeEngine = Callable[..., lp.Engine]
 Logprobs = npt.NDArray[np.float64]
@@ -49,7 +49,7 @@ class Rows:
         if key not in self._known:
             n = len(key)
             self._context.clear()
-            batch = Batch(np.array(key), np.arange(n), np.zeros(n, int), np.ones(n, bool))
+            batch = DecodeBatch(np.array(key), np.arange(n), np.zeros(n, int), np.ones(n, bool))
             self._context.decode(batch)
             rows = np.stack([self._context.logits(i) for i in range(n)]).astype(np.float64)
             top = rows.max(axis=1, keepdims=True)
@@ -635,7 +635,7 @@ def test_logprobs_of_2000_positions_are_those_of_raw_logits(demo: lp.Model) -> N
         for _ in range(8):
             context.clear()
             tokens = rng.integers(300, demo.n_vocab, 250)
-            context.decode(Batch(tokens, np.arange(250), np.zeros(250, int), np.ones(250, bool)))
+            context.decode(DecodeBatch(tokens, np.arange(250), np.zeros(250, int), np.ones(250, bool)))
             for i in range(250):
                 row = context.logits(i)
                 token = chain.sample(row)

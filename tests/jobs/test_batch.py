@@ -291,9 +291,9 @@ class TestAgain:
 
     def test_another_model_is_refused(self, talker: lp.Engine, tiny: lp.Model, tmp_path: Path) -> None:
         out = tmp_path / "out.jsonl"
-        lp.batch(["a"], talker, GREEDY, output=out)
+        lp.run_batch(["a"], talker, GREEDY, output=out)
         with lp.Engine(tiny, n_ctx=256) as engine, pytest.raises(ValueError, match="another model"):
-            lp.batch(["a"], engine, GREEDY, output=out)
+            lp.run_batch(["a"], engine, GREEDY, output=out)
 
     def test_failures_that_were_there_count_and_can_be_tried_again(self, job: Any) -> None:
         records: list[Any] = [f"Tale {i}" for i in range(9)]
@@ -553,14 +553,14 @@ class TestPython:
     def test_results_of_any_iterable(self, talker: lp.Engine) -> None:
         ids = talker.model.tokenize("Once")
         records: list[Any] = ["The cat", ids, {"prompt": "A", "max_tokens": 2, "id": 7}, 5, {"animal": "dog"}]
-        results = list(lp.batch(iter(records), talker, GREEDY))
+        results = list(lp.run_batch(iter(records), talker, GREEDY))
         assert [result["index"] for result in results] == list(range(5))
         assert results[0]["text"] == talker.generate("The cat", GREEDY).text
         assert results[1]["text"] == talker.generate(ids, GREEDY).text
         assert (results[2]["id"], results[2]["n_completion_tokens"]) == (7, 2)
         assert "not int" in results[3]["error"]["message"]
         assert "either a prompt or messages" in results[4]["error"]["message"]
-        (named,) = lp.batch([{"custom_id": "a", "url": "/v1/completions", "body": {}}], talker)
+        (named,) = lp.run_batch([{"custom_id": "a", "url": "/v1/completions", "body": {}}], talker)
         assert "llamapipe batch" in named["error"]["message"]
 
     def test_few_are_ahead_and_closing_cancels_them(self, talker: lp.Engine) -> None:
@@ -572,7 +572,7 @@ class TestPython:
                 n_read += 1
                 yield "Once upon a time"
 
-        results = lp.batch(endless(), talker, lp.SamplingParams(max_tokens=400, ignore_eos=True))
+        results = lp.run_batch(endless(), talker, lp.SamplingParams(max_tokens=400, ignore_eos=True))
         assert n_read == 0
         next(results)
         assert n_read == 16
@@ -585,16 +585,16 @@ class TestPython:
             raise OSError("the disk is gone")
 
         with pytest.raises(OSError, match="the disk is gone"):
-            list(lp.batch(broken(), talker, GREEDY))
+            list(lp.run_batch(broken(), talker, GREEDY))
         wait_until(lambda: talker.stats().n_active == talker.stats().n_queued == 0)
 
     def test_nulls_of_pandas(self, talker: lp.Engine, tmp_path: Path) -> None:
         nulls = [None, float("nan"), pandas.NA, pandas.NaT, np.float32("nan")]
-        results = list(lp.batch([{"text": one} for one in nulls], talker, template="T: {text}"))
+        results = list(lp.run_batch([{"text": one} for one in nulls], talker, template="T: {text}"))
         assert [one["error"]["message"] for one in results] == ["the column 'text' is null"] * len(nulls)
         kept = [*nulls, float("inf"), np.float64(0.5), [float("nan")]]
         records = [{"prompt": "a", "max_tokens": 1, "label": one} for one in kept]
-        lp.batch(records, talker, output=tmp_path / "out.jsonl", keep=(name for name in ["label"]))  # type: ignore[call-overload]
+        lp.run_batch(records, talker, output=tmp_path / "out.jsonl", keep=(name for name in ["label"]))  # type: ignore[call-overload]
         labels = [strict(line)["label"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         assert labels == [None] * 6 + [0.5, "[nan]"]
 
@@ -610,20 +610,20 @@ class TestPython:
             def to_list(self) -> list[Any]:
                 raise AssertionError
 
-        assert len(list(lp.batch(Rows(), talker, GREEDY))) == 1
+        assert len(list(lp.run_batch(Rows(), talker, GREEDY))) == 1
 
     def test_records_and_output_in_one_file(self, talker: lp.Engine, tmp_path: Path) -> None:
         path = tmp_path / "one.jsonl"
         path.write_text('"a"')
         with pytest.raises(ValueError, match="records and output are the same file"):
-            lp.batch(path, talker, output=path)
+            lp.run_batch(path, talker, output=path)
         with pytest.raises(ValueError, match=r"retry_failed needs an output that ends with \.jsonl"):
-            lp.batch(["a"], talker, output=tmp_path / "x.csv", retry_failed=True)
+            lp.run_batch(["a"], talker, output=tmp_path / "x.csv", retry_failed=True)
         assert path.read_text() == '"a"'
 
     def test_a_closed_engine(self, demo: lp.Model) -> None:
         with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
-            results = lp.batch(["a"] * 100, engine, GREEDY)
+            results = lp.run_batch(["a"] * 100, engine, GREEDY)
             next(results)
         with pytest.raises(lp.errors.EngineClosedError):
             list(results)
@@ -632,16 +632,16 @@ class TestPython:
         """As in a notebook."""
 
         async def cell() -> list[lp.BatchResult]:
-            return list(lp.batch(["a", "b"], talker, GREEDY))
+            return list(lp.run_batch(["a", "b"], talker, GREEDY))
 
         assert len(asyncio.run(cell())) == 2
 
     def test_a_file_in_and_a_file_out(self, talker: lp.Engine, tmp_path: Path) -> None:
         given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         given.write_text(lines("a", {"prompt": 5}, "b"))
-        summary = lp.batch(given, talker, GREEDY, output=out)
+        summary = lp.run_batch(given, talker, GREEDY, output=out)
         assert (summary.n_done, summary.n_failed, summary.n_skipped) == (3, 1, 0)
-        again = lp.batch(["a", {"prompt": 5}, "b", "c"], talker, GREEDY, output=str(out))
+        again = lp.run_batch(["a", {"prompt": 5}, "b", "c"], talker, GREEDY, output=str(out))
         assert (again.n_done, again.n_skipped) == (1, 3)
 
     def test_a_column_of_a_table(self, talker: lp.Engine) -> None:
@@ -649,14 +649,14 @@ class TestPython:
         expected = [one.text for one in talker.generate(texts, GREEDY)]
         column = pandas.Series(["gone", *texts])[1:]
         for given in (column, arrow.chunked_array([texts])):
-            assert [one["text"] for one in lp.batch(given, talker, GREEDY)] == expected
+            assert [one["text"] for one in lp.run_batch(given, talker, GREEDY)] == expected
 
     @pytest.mark.parametrize(
         ("records", "message"), [("text", "one str"), (Path("a.txt"), "must end with"), (5, "not iterable")]
     )
     def test_wrong_records(self, talker: lp.Engine, records: Any, message: str) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
-            list(lp.batch(records, talker))
+            list(lp.run_batch(records, talker))
 
 
 class TestTables:
@@ -673,7 +673,7 @@ class TestTables:
             parquet.write_table(arrow.Table.from_pylist(rows), given)
         assert (count_records(given) or 0) >= len(rows)
         params = lp.SamplingParams(max_tokens=1, temperature=0.0)
-        summary = lp.batch(given, talker, params, output=out, template="The {animal}")
+        summary = lp.run_batch(given, talker, params, output=out, template="The {animal}")
         assert (summary.n_done, summary.n_failed) == (2800, 0)
         table = arrow_csv.read_csv(out) if ending == "csv" else parquet.read_table(out)
         results = table.to_pylist()
@@ -683,13 +683,13 @@ class TestTables:
         assert results[0]["text"] == talker.generate("The cat", params).text
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == [out.name]
         with pytest.raises(FileExistsError, match="complete already"):
-            lp.batch(given, talker, params, output=out, template="The {animal}")
+            lp.run_batch(given, talker, params, output=out, template="The {animal}")
 
     def test_kept_columns_have_the_types_of_their_values(self, talker: lp.Engine, tmp_path: Path) -> None:
         values = {"whole": 5, "part": 0.5, "flag": True, "name": "x", "list": [1, "a"], "empty": None}
         records = [{"prompt": "a", **values}, {"prompt": "b", **values, "part": 2, "name": 7}]
         params = lp.SamplingParams(max_tokens=1)
-        lp.batch(records, talker, params, output=tmp_path / "out.parquet", keep=list(values))
+        lp.run_batch(records, talker, params, output=tmp_path / "out.parquet", keep=list(values))
         table = parquet.read_table(tmp_path / "out.parquet")
         kept = ["whole", "part", "flag", "name", "list", "empty"]
         assert sorted(table.column_names[1:7]) == sorted(kept)
@@ -707,13 +707,13 @@ class TestTables:
         ]
         for numbers, kind in (([2**63, 1], "string"), ([2**60, 1], "int64"), ([2**60, 0.5], "string")):
             out = tmp_path / f"{numbers[0]}-{numbers[1]}.parquet"
-            lp.batch([{"prompt": "a", "n": n} for n in numbers], talker, params, output=out, keep=["n"])
+            lp.run_batch([{"prompt": "a", "n": n} for n in numbers], talker, params, output=out, keep=["n"])
             column = parquet.read_table(out).column("n")
             assert (str(column.type), [float(n) for n in column.to_pylist()]) == (
                 kind,
                 list(map(float, numbers)),
             )
-        lp.batch(records, talker, params, output=tmp_path / "out.csv", keep=["list", "part"])
+        lp.run_batch(records, talker, params, output=tmp_path / "out.csv", keep=["list", "part"])
         with (tmp_path / "out.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         assert [(row["list"], row["part"]) for row in rows] == [('[1, "a"]', "0.5"), ('[1, "a"]', "2")]
@@ -721,7 +721,7 @@ class TestTables:
     @pytest.mark.parametrize("name", ["text", "error", "digest"])
     def test_columns_with_the_names_of_results_are_not_kept(self, talker: lp.Engine, name: str) -> None:
         with pytest.raises(ValueError, match=f"keep has '{name}', which is a field of results"):
-            lp.batch([], talker, keep=[name])
+            lp.run_batch([], talker, keep=[name])
 
     def test_a_table_appears_at_the_end(self, talker: lp.Engine, tmp_path: Path) -> None:
         out = tmp_path / "out.parquet"
@@ -732,26 +732,26 @@ class TestTables:
             raise OSError("stopped")
 
         with pytest.raises(OSError, match="stopped"):
-            lp.batch(stopped(), talker, GREEDY, output=out)
+            lp.run_batch(stopped(), talker, GREEDY, output=out)
         assert not out.exists()
         n_there = len((tmp_path / "out.parquet.jsonl").read_bytes().splitlines())
-        summary = lp.batch([f"Tale {i}" for i in range(40)], talker, GREEDY, output=out)
+        summary = lp.run_batch([f"Tale {i}" for i in range(40)], talker, GREEDY, output=out)
         assert (summary.n_skipped, summary.n_done) == (n_there, 40 - n_there)
         assert parquet.read_table(out).num_rows == 40
 
     def test_what_is_no_table(self, talker: lp.Engine, tmp_path: Path) -> None:
         (tmp_path / "in.parquet").write_text("no table")
         with pytest.raises(ValueError, match="cannot be read as Parquet"):
-            list(lp.batch(tmp_path / "in.parquet", talker))
+            list(lp.run_batch(tmp_path / "in.parquet", talker))
 
     def test_without_pyarrow(
         self, talker: lp.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         with pytest.raises(ImportError, match=r"llamapipe\[parquet\]"):
-            list(lp.batch(tmp_path / "in.parquet", talker))
+            list(lp.run_batch(tmp_path / "in.parquet", talker))
         with pytest.raises(ImportError, match=r"llamapipe\[parquet\]"):
-            lp.batch(["a"], talker, output=tmp_path / "out.parquet")
+            lp.run_batch(["a"], talker, output=tmp_path / "out.parquet")
         assert not list(tmp_path.iterdir())
 
 
@@ -779,7 +779,7 @@ class TestTables:
 def test_arguments_of_a_wrong_type_are_refused(talker: lp.Engine, options: dict[str, Any]) -> None:
     given: dict[str, Any] = {"records": ["a"], "engine": talker} | options
     with pytest.raises(TypeError, match=next(iter(options))):
-        lp.batch(**given)
+        lp.run_batch(**given)
 
 
 def test_ids_that_are_no_json(talker: lp.Engine, tmp_path: Path) -> None:
@@ -787,13 +787,13 @@ def test_ids_that_are_no_json(talker: lp.Engine, tmp_path: Path) -> None:
     ids += [np.int64(7), nested(100_000)]
     records = [{"prompt": "a", "id": one, "max_tokens": 1} for one in ids]
     out = tmp_path / "out.jsonl"
-    assert lp.batch(records, talker, output=out) == BatchSummary(
+    assert lp.run_batch(records, talker, output=out) == BatchSummary(
         n_done=len(ids), n_tokens=len(ids), n_cut=len(ids)
     )
     found = [json.loads(line)["id"] for line in out.read_bytes().splitlines()]
     assert found[:7] == [str(ids[0]), "2026-01-02", "1.5", "b'x'", [1, 2], {"1": 2}, "{(1, 2): 3}"]
     assert found[7:] == [7, "list"]
-    assert lp.batch(records, talker, output=out) == BatchSummary(n_skipped=len(ids))
+    assert lp.run_batch(records, talker, output=out) == BatchSummary(n_skipped=len(ids))
 
 
 def strict(line: str) -> Any:
@@ -816,7 +816,7 @@ def test_ids_of_parquet(talker: lp.Engine, tmp_path: Path) -> None:
     table = arrow.table({"prompt": ["a", "b"], "id": [datetime.date(2026, 1, 2), None]})
     parquet.write_table(table, tmp_path / "in.parquet")
     out = tmp_path / "out.jsonl"
-    assert lp.batch(tmp_path / "in.parquet", talker, GREEDY, output=out).n_failed == 0
+    assert lp.run_batch(tmp_path / "in.parquet", talker, GREEDY, output=out).n_failed == 0
     assert [json.loads(line)["id"] for line in out.read_bytes().splitlines()] == ["2026-01-02", None]
 
 
@@ -841,11 +841,11 @@ class TestBeforeTheFirstRecord:
         given, out = tmp_path / name, tmp_path / "out.jsonl"
         given.write_text(text)
         with pytest.raises(ValueError, match=r"in\.\w+ has no column 'c'; it has 'a'"):
-            lp.batch(given, talker, GREEDY, output=out, template="{a} {c}")
+            lp.run_batch(given, talker, GREEDY, output=out, template="{a} {c}")
         with pytest.raises(ValueError, match="has no column 'd'"):
-            lp.batch(given, talker, GREEDY, output=out, template="{a}", keep=["d"])
+            lp.run_batch(given, talker, GREEDY, output=out, template="{a}", keep=["d"])
         assert not out.exists()
-        done = lp.batch(given, talker, GREEDY, output=out, template="{b}")  # some records have it
+        done = lp.run_batch(given, talker, GREEDY, output=out, template="{b}")  # some records have it
         assert done.n_done - done.n_failed == 1
 
     @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
@@ -854,14 +854,14 @@ class TestBeforeTheFirstRecord:
         os.mkfifo(given)
         with ThreadPoolExecutor(1) as pool:
             writes = pool.submit(given.write_text, lines({"a": "x"}, {"a": "y"}))
-            done = lp.batch(given, talker, GREEDY, output=out, template="{a}")
+            done = lp.run_batch(given, talker, GREEDY, output=out, template="{a}")
             writes.result()
         assert (done.n_done, done.n_failed) == (2, 0)
 
     def test_params(self, talker: lp.Engine) -> None:
         schema = {"type": "object", "properties": {"a": {"type": "x"}}}
         with pytest.raises(ValueError, match="json_schema"):
-            lp.batch(["a"], talker, lp.SamplingParams(json_schema=schema))
+            lp.run_batch(["a"], talker, lp.SamplingParams(json_schema=schema))
 
     def test_the_command_needs_no_model_for_it(self, tmp_path: Path) -> None:
         (tmp_path / "in.jsonl").write_text(lines({"text": "a"}))

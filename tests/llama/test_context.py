@@ -22,7 +22,7 @@ import llamapipe as lp
 import llamapipe.llama.context as context_module
 from llamapipe.errors import BackendError, ContextFullError, EngineClosedError
 from llamapipe.host.memory import memory_limit
-from llamapipe.llama import Batch, Context
+from llamapipe.llama import Context, DecodeBatch
 from llamapipe.llama.context import CACHE_TYPES
 from llamapipe.native.load import native
 
@@ -67,17 +67,17 @@ def either(request: pytest.FixtureRequest, make_context: MakeContext) -> Context
 
 def logits_after(context: Context, tokens: list[int], seq_id: int = 0) -> Any:
     """Feeds the tokens to a sequence and returns the logits of the last one."""
-    context.decode(Batch.of_tokens(tokens, context.seq_pos_max(seq_id) + 1, seq_id))
+    context.decode(DecodeBatch.of_tokens(tokens, context.seq_pos_max(seq_id) + 1, seq_id))
     return context.logits(len(tokens) - 1)
 
 
 # ---- Context: what it computes
 def test_rows_are_those_that_were_asked_for(context: Context) -> None:
     tokens = [5, 6, 7, 8]
-    context.decode(Batch.of_tokens(tokens, all_outputs=True))
+    context.decode(DecodeBatch.of_tokens(tokens, all_outputs=True))
     every = [context.logits(i) for i in range(4)]
     context.clear()
-    context.decode(Batch(tokens, range(4), [0] * 4, [0, 1, 0, 1]))
+    context.decode(DecodeBatch(tokens, range(4), [0] * 4, [0, 1, 0, 1]))
     for i in (1, 3):
         np.testing.assert_array_equal(context.logits(i), every[i])
     for i in (0, 2, 4, 63):
@@ -89,7 +89,7 @@ def test_rows_are_those_that_were_asked_for(context: Context) -> None:
 
 
 def test_a_batch_without_outputs(context: Context) -> None:
-    context.decode(Batch([5, 6], [0, 1], [0, 0], [False, False]))
+    context.decode(DecodeBatch([5, 6], [0, 1], [0, 0], [False, False]))
     with pytest.raises(ValueError, match="not an output"):
         context.logits(1)
     with_pause = logits_after(context, [7])
@@ -170,22 +170,22 @@ def test_batches_that_do_not_fit(
 ) -> None:
     logits_after(either, [5, 6])
     with pytest.raises(ValueError, match=message):
-        either.decode(Batch(tokens, positions, seq_ids, [1] * len(tokens)))
+        either.decode(DecodeBatch(tokens, positions, seq_ids, [1] * len(tokens)))
     assert [either.seq_pos_max(i) for i in range(3)] == [1, -1, -1]
     logits_after(either, [7])
 
 
 @pytest.mark.parametrize("batch", [None, [1, 2], {"tokens": [1]}, np.array([1])])
 def test_only_batches_are_decoded(context: Context, batch: Any) -> None:
-    with pytest.raises(TypeError, match=r"^batch must be a Batch, not "):
+    with pytest.raises(TypeError, match=r"^batch must be a DecodeBatch, not "):
         context.decode(batch)
 
 
 def test_more_outputs_than_the_context_was_made_for(make_context: MakeContext) -> None:
     context = make_context(n_outputs_max=2)
     with pytest.raises(ValueError, match=r"^the batch has 3 outputs; n_outputs_max is 2$"):
-        context.decode(Batch.of_tokens([5, 6, 7], all_outputs=True))
-    context.decode(Batch.of_tokens([5, 6], all_outputs=True))
+        context.decode(DecodeBatch.of_tokens([5, 6, 7], all_outputs=True))
+    context.decode(DecodeBatch.of_tokens([5, 6], all_outputs=True))
     assert context.logits(1).shape == (512,)
 
 
@@ -242,10 +242,10 @@ def test_a_part_of_a_stream_cannot_be_copied(make_context: MakeContext) -> None:
 
 def test_a_context_belongs_to_one_thread(context: Context) -> None:
     logits_after(context, [5, 6])
-    batch = Batch.of_tokens([7], 2)
+    batch = DecodeBatch.of_tokens([7], 2)
     uses: list[Callable[[], object]] = [
         lambda: context.decode(batch),
-        lambda: context.decode(Batch.of_tokens([7], 99)),
+        lambda: context.decode(DecodeBatch.of_tokens([7], 99)),
         lambda: context.logits(1),
         lambda: context.seq_remove(0),
         lambda: context.seq_copy(0, 1),
@@ -371,7 +371,7 @@ _LIMITED = """
 import ctypes
 import resource
 import llamapipe as lp
-from llamapipe.llama import Batch, Context
+from llamapipe.llama import DecodeBatch, Context
 
 def limit(more_mib):
     "Lets the process have so much more than it has now, or as much as before."
@@ -415,7 +415,7 @@ with lp.Model(sys.argv[1]) as model:
             say(e)
         limit(None)
         with Context(model, n_ctx=64, n_threads=1) as context:
-            context.decode(Batch.of_tokens([5, 6, 7]))
+            context.decode(DecodeBatch.of_tokens([5, 6, 7]))
 """,
         tiny.path,
     )
@@ -435,16 +435,16 @@ def test_a_step_without_memory_fails_alone() -> None:
         _LIMITED
         + """
 with lp.Model.demo() as model, Context(model, n_ctx=4096, n_ubatch=64, n_threads=1) as context:
-    context.decode(Batch.of_tokens([5] * 64))
+    context.decode(DecodeBatch.of_tokens([5] * 64))
     limit(8)
     for _ in range(2):
         try:
-            context.decode(Batch.of_tokens([5] * 2048, 64, all_outputs=True))
+            context.decode(DecodeBatch.of_tokens([5] * 2048, 64, all_outputs=True))
         except lp.errors.DecodeError as e:
             say(e)
     limit(None)
     say(context.seq_pos_max(0))
-    context.decode(Batch.of_tokens([5] * 2048, 64, all_outputs=True))
+    context.decode(DecodeBatch.of_tokens([5] * 2048, 64, all_outputs=True))
     say(bool(abs(context.logits(2047)).max() < 1000))
 """
     )
@@ -490,7 +490,7 @@ def test_use_of_a_context_after_close(make_context: MakeContext) -> None:
     assert repr(context) == "<Context n_ctx=64 n_seq_max=1 n_cells=64 kv=per-sequence closed>"
     uses: list[Callable[[], object]] = [
         lambda: context.handle,
-        lambda: context.decode(Batch.of_tokens([5])),
+        lambda: context.decode(DecodeBatch.of_tokens([5])),
         lambda: context.logits(0),
         lambda: context.seq_pos_max(0),
         lambda: context.seq_remove(0),
@@ -544,10 +544,10 @@ def test_a_model_that_is_not_causal_sees_the_whole_text(tmp_path: Path) -> None:
         assert not model.is_causal
         with Context(model, n_ctx=256, n_batch=64, n_ubatch=16) as context:
             assert context.n_ubatch == 64
-            context.decode(Batch.of_tokens(list(range(3, 67)), all_outputs=True))
+            context.decode(DecodeBatch.of_tokens(list(range(3, 67)), all_outputs=True))
             seen = context.logits(0)
             context.clear()
-            context.decode(Batch.of_tokens([*range(3, 66), 9], all_outputs=True))
+            context.decode(DecodeBatch.of_tokens([*range(3, 66), 9], all_outputs=True))
             assert not np.array_equal(seen, context.logits(0))
         with pytest.raises(ValueError, match=r"m\.gguf is not causal"):
             lp.Engine(model)
@@ -565,7 +565,7 @@ def test_compute_threads_that_rest(make_context: MakeContext, monkeypatch: pytes
 
     def logits() -> Any:
         context.clear()
-        context.decode(Batch([1, 2, 3], [0, 1, 2], [0] * 3, [0, 0, 1]))
+        context.decode(DecodeBatch([1, 2, 3], [0, 1, 2], [0] * 3, [0, 0, 1]))
         return context.logits(2)
 
     expected = logits()
@@ -591,7 +591,7 @@ def test_threads_that_are_left_out_sleep(make_context: MakeContext, monkeypatch:
 
     def logits() -> Any:
         context.clear()
-        context.decode(Batch([1, 2, 3], [0, 1, 2], [0] * 3, [0, 0, 1]))
+        context.decode(DecodeBatch([1, 2, 3], [0, 1, 2], [0] * 3, [0, 0, 1]))
         return context.logits(2)
 
     def works_on(worked: int) -> bool:
@@ -627,7 +627,7 @@ def test_the_threads_that_compute_are_known(make_context: MakeContext) -> None:
     assert context.compute_thread_ids() == []
     for n in (3, 1, 2):
         context.set_threads(n)
-        context.decode(Batch([1], [context.seq_pos_max(0) + 1], [0], [1]))
+        context.decode(DecodeBatch([1], [context.seq_pos_max(0) + 1], [0], [1]))
         mine, *workers = context.compute_thread_ids()
         assert mine == threading.get_native_id()
         if n > 1 and not workers:

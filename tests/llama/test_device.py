@@ -9,7 +9,7 @@ import pytest
 from support.backends import BACKEND, ON_DEVICE
 
 import llamapipe as lp
-from llamapipe.llama import Batch
+from llamapipe.llama import DecodeBatch
 
 pytestmark = [
     pytest.mark.device,
@@ -27,7 +27,9 @@ def pipe(demo: lp.Model) -> Iterator[lp.Pipeline]:
 def chunk(pipe: lp.Pipeline, i: int) -> lp.StepOutput:
     """The i-th chunk of a prompt, all of it outputs."""
     tokens = (7 * np.arange(32) + 3) % pipe.model.n_vocab
-    return pipe.submit(Batch(tokens, np.arange(32 * i, 32 * i + 32), np.zeros(32, int), np.ones(32, bool)))
+    return pipe.submit(
+        DecodeBatch(tokens, np.arange(32 * i, 32 * i + 32), np.zeros(32, int), np.ones(32, bool))
+    )
 
 
 def test_the_device_is_used(demo: lp.Model) -> None:

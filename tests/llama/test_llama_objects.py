@@ -1,4 +1,4 @@
-"""Model, Vocab, and Batch on their own: what they do, and what they refuse."""
+"""Model, Vocab, and DecodeBatch on their own: what they do, and what they refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.bad_values import CHOICES, FLAGS, INF, INTEGERS, NAN, TOKENS, Bad, 
 
 import llamapipe as lp
 from llamapipe.errors import BackendError, EngineClosedError, InvalidRequestError
-from llamapipe.llama import Batch, Context
+from llamapipe.llama import Context, DecodeBatch
 
 TEXTS = [
     "",
@@ -197,7 +197,7 @@ def test_a_device_that_is_not_there(tiny: lp.Model) -> None:
 )
 def test_unusual_options_of_a_model(tiny: lp.Model, options: dict[str, Any]) -> None:
     with lp.Model(str(tiny.path), **options) as model, Context(model, n_ctx=64, n_threads=1) as context:
-        context.decode(Batch.of_tokens([5, 6]))
+        context.decode(DecodeBatch.of_tokens([5, 6]))
         assert np.isfinite(context.logits(1)).all()
 
 
@@ -231,14 +231,14 @@ def test_use_of_a_model_after_close(tiny: lp.Model) -> None:
             use()
 
 
-# ---- Batch
+# ---- DecodeBatch
 def test_a_batch_copies_and_cannot_be_changed() -> None:
     tokens = np.array([5, 6], np.int32)
-    batch = Batch(tokens, [0, 1], [0, 0], [False, True])
+    batch = DecodeBatch(tokens, [0, 1], [0, 0], [False, True])
     tokens[:] = 9999
     assert batch.tokens.tolist() == [5, 6]
     assert batch.rows == [1]
-    assert repr(batch) == "<Batch n_tokens=2 n_outputs=1>"
+    assert repr(batch) == "<DecodeBatch n_tokens=2 n_outputs=1>"
     with pytest.raises(ValueError, match="read-only"):
         batch.tokens[0] = 9999
     for name in ("tokens", "outputs"):
@@ -273,20 +273,20 @@ def test_a_batch_copies_and_cannot_be_changed() -> None:
 def test_bad_entries_of_a_batch(name: str, values: Any, error: type[Exception], message: str) -> None:
     entries: dict[str, Any] = {"tokens": [1], "positions": [0], "seq_ids": [0], "outputs": [True]}
     with pytest.raises(error, match=f"^{name} {message}"):
-        Batch(**{**entries, name: values})
+        DecodeBatch(**{**entries, name: values})
 
 
 @pytest.mark.parametrize("outputs", [[1.0], ["1"], [None], [[True]], "1", None, True])
 def test_bad_outputs_of_a_batch(outputs: Any) -> None:
     with pytest.raises(TypeError, match=r"^outputs must "):
-        Batch([1], [0], [0], outputs)
+        DecodeBatch([1], [0], [0], outputs)
 
 
 def test_a_batch_of_nothing_or_of_unequal_lengths() -> None:
     with pytest.raises(ValueError, match="at least one token"):
-        Batch([], [], [], [])
+        DecodeBatch([], [], [], [])
     with pytest.raises(ValueError, match="at least one token"):
-        Batch.of_tokens([])
+        DecodeBatch.of_tokens([])
     for name in ("positions", "seq_ids", "outputs"):
         entries: dict[str, Any] = {
             "tokens": [1, 2],
@@ -295,12 +295,12 @@ def test_a_batch_of_nothing_or_of_unequal_lengths() -> None:
             "outputs": [0, 1],
         }
         with pytest.raises(ValueError, match=f"^{name} has 1 entries and tokens has 2"):
-            Batch(**{**entries, name: entries[name][:1]})
+            DecodeBatch(**{**entries, name: entries[name][:1]})
 
 
 @pytest.mark.parametrize("bad", [*INTEGERS, Bad(-1, ValueError)], ids=names)
 def test_bad_places_of_a_run_of_tokens(bad: Bad) -> None:
     with pytest.raises(bad.error, match=r"^first_position (is|must be)"):
-        Batch.of_tokens([1], bad.value)
+        DecodeBatch.of_tokens([1], bad.value)
     with pytest.raises(bad.error, match=r"^seq_id (is|must be)"):
-        Batch.of_tokens([1], 0, bad.value)
+        DecodeBatch.of_tokens([1], 0, bad.value)

@@ -20,7 +20,7 @@ from support.run_script import run_script, run_script_with_errors
 
 import llamapipe as lp
 from llamapipe.errors import ContextFullError, DecodeError, EngineClosedError, InvalidRequestError
-from llamapipe.llama import Batch, Context
+from llamapipe.llama import Context, DecodeBatch
 
 pytestmark = pytest.mark.native
 
@@ -59,13 +59,13 @@ def plain(tiny: lp.Model) -> Iterator[Context]:
         yield context
 
 
-def run(first: int, n: int, seq_id: int = 0, start: int = 5, outputs: bool = True) -> Batch:
+def run(first: int, n: int, seq_id: int = 0, start: int = 5, outputs: bool = True) -> DecodeBatch:
     """`n` tokens of a sequence from position `first` on."""
     tokens = [(start + 7 * i) % N_VOCAB for i in range(first, first + n)]
-    return Batch(tokens, np.arange(first, first + n), np.full(n, seq_id), np.full(n, outputs))
+    return DecodeBatch(tokens, np.arange(first, first + n), np.full(n, seq_id), np.full(n, outputs))
 
 
-def rows_of(plain: Context, *batches: Batch) -> list[np.ndarray[Any, Any]]:
+def rows_of(plain: Context, *batches: DecodeBatch) -> list[np.ndarray[Any, Any]]:
     """The rows of batches, one after the other in a context of their own."""
     plain.clear()
     found = []
@@ -401,16 +401,16 @@ class TestErrors:
         ("batch", "message"),
         [
             (run(1, 3), "positions of sequence 0 must go on from 0 without gaps, not 1"),
-            (Batch([1, 2], [0, 2], [0, 0], [1, 1]), "must go on from 1 without gaps, not 2"),
-            (Batch([1], [0], [3], [1]), "seq_ids holds 3; it must be from 0 to 2"),
-            (Batch([1], [0], [-1], [1]), "seq_ids holds -1"),
-            (Batch([N_VOCAB], [0], [0], [1]), "tokens holds 512; it must be from 0 to 511"),
-            (Batch([1], [64], [0], [1]), "positions holds 64; it must be from 0 to 63"),
+            (DecodeBatch([1, 2], [0, 2], [0, 0], [1, 1]), "must go on from 1 without gaps, not 2"),
+            (DecodeBatch([1], [0], [3], [1]), "seq_ids holds 3; it must be from 0 to 2"),
+            (DecodeBatch([1], [0], [-1], [1]), "seq_ids holds -1"),
+            (DecodeBatch([N_VOCAB], [0], [0], [1]), "tokens holds 512; it must be from 0 to 511"),
+            (DecodeBatch([1], [64], [0], [1]), "positions holds 64; it must be from 0 to 63"),
             (run(0, 49), "the batch has 49 tokens; n_batch is 48"),
         ],
     )
     def test_a_batch_that_does_not_fit_is_refused(
-        self, pipe: lp.Pipeline, batch: Batch, message: str
+        self, pipe: lp.Pipeline, batch: DecodeBatch, message: str
     ) -> None:
         with pytest.raises(ValueError, match=message):
             pipe.submit(batch)
@@ -418,7 +418,7 @@ class TestErrors:
         pipe.submit(run(0, 2)).wait()
 
     def test_what_is_no_batch_is_refused(self, pipe: lp.Pipeline) -> None:
-        with pytest.raises(TypeError, match="batch must be a Batch, not list"):
+        with pytest.raises(TypeError, match="batch must be a DecodeBatch, not list"):
             pipe.submit([1, 2])  # type: ignore[arg-type]
 
     @pytest.mark.device
@@ -588,13 +588,15 @@ def test_bad_ring(tiny: lp.Model) -> None:
 def test_a_model_whose_rows_cannot_be_told_apart_takes_the_direct_path(recurrent: lp.Model) -> None:
     with lp.Pipeline(recurrent, n_ctx=64, n_seq_max=2, n_threads=1) as pipe:
         assert pipe.mode == "direct"
-        outputs = [pipe.submit(Batch.of_tokens([5, 6, 7], 0, seq_id, all_outputs=True)) for seq_id in (0, 1)]
+        outputs = [
+            pipe.submit(DecodeBatch.of_tokens([5, 6, 7], 0, seq_id, all_outputs=True)) for seq_id in (0, 1)
+        ]
         first, second = (np.asarray(output.logits) for output in outputs)
         assert_near(first, second)
         with pytest.raises(InvalidRequestError, match="one state per sequence, so positions"):
             pipe.memory.remove(0, 2)
         pipe.memory.remove(0)
-        pipe.submit(Batch.of_tokens([5])).wait()
+        pipe.submit(DecodeBatch.of_tokens([5])).wait()
 
 
 LEFT_OPEN = """\
@@ -603,11 +605,11 @@ import llamapipe as lp
 
 model = lp.Model.demo()
 pipe = lp.Pipeline(model, n_ctx=8192, n_batch=8192, depth=3)
-outputs = [pipe.submit(lp.Batch.of_tokens([5, 6, 7]))]
+outputs = [pipe.submit(lp.DecodeBatch.of_tokens([5, 6, 7]))]
 array = np.asarray(outputs[0].logits)
 n = 64 if model.devices[0].is_software else 4000
 for first in (3, 3 + n):
-    outputs.append(pipe.submit(lp.Batch.of_tokens([5] * n, first)))
+    outputs.append(pipe.submit(lp.DecodeBatch.of_tokens([5] * n, first)))
 say("left")
 """
 FORKED = """\
@@ -617,18 +619,18 @@ import numpy as np
 import llamapipe as lp
 
 with lp.Model.demo() as model, lp.Pipeline(model, n_ctx=64) as pipe:
-    output = pipe.submit(lp.Batch.of_tokens([5, 6]))
+    output = pipe.submit(lp.DecodeBatch.of_tokens([5, 6]))
     output.wait()
     child = os.fork()
     if child == 0:
         try:
-            pipe.submit(lp.Batch.of_tokens([5], 2))
+            pipe.submit(lp.DecodeBatch.of_tokens([5], 2))
         except lp.errors.EngineClosedError as error:
             say(error)
         pipe.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    say(np.asarray(pipe.submit(lp.Batch.of_tokens([5], 2)).logits).shape)
+    say(np.asarray(pipe.submit(lp.DecodeBatch.of_tokens([5], 2)).logits).shape)
 """
 
 
@@ -660,7 +662,7 @@ with lp.Model.demo() as model:
         used = int(f.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20,) * 2)
     with lp.Pipeline(model, n_ctx=2048, n_ubatch=64, n_outputs_max=2048, depth=64, n_threads=1) as pipe:
-        rows = np.asarray(pipe.submit(lp.Batch.of_tokens([5, 6, 7], all_outputs=True)).logits)
+        rows = np.asarray(pipe.submit(lp.DecodeBatch.of_tokens([5, 6, 7], all_outputs=True)).logits)
         say(pipe.mode, rows.shape, bool(np.isfinite(rows).all()))
 """
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.backends import RINGS, assert_near, examples
 
 import llamapipe as lp
-from llamapipe.llama import Batch, Context
+from llamapipe.llama import Context, DecodeBatch
 
 pytestmark = pytest.mark.native
 
@@ -42,7 +42,7 @@ batches = st.builds(
 )
 
 
-def batch_of(entries: Entries, past: list[int]) -> Batch:
+def batch_of(entries: Entries, past: list[int]) -> DecodeBatch:
     """The batch, going on from `past`, which it changes; sequences that are at their end get nothing."""
     rng = np.random.default_rng([entries.order, entries.outputs])
     lengths = [min(n, N_CTX - p) for n, p in zip(entries.lengths, past, strict=True)]
@@ -55,7 +55,7 @@ def batch_of(entries: Entries, past: list[int]) -> Batch:
         past[seq_id] += 1
     tokens = rng.integers(0, 500, len(seq_ids))
     outputs = rng.random(len(seq_ids)) < entries.share
-    return Batch(tokens, positions, seq_ids, outputs)
+    return DecodeBatch(tokens, positions, seq_ids, outputs)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["streams", "unified"])
@@ -131,7 +131,7 @@ def compare(output: lp.StepOutput, expected: np.ndarray[Any, Any], pipe: lp.Pipe
 @pytest.mark.device
 @pytest.mark.parametrize("n", [1, N_UBATCH, N_UBATCH + 1, N_BATCH])
 def test_a_prompt_of_every_size_lands_whole(n: int, plain: Context, pipe: lp.Pipeline) -> None:
-    batch = Batch.of_tokens([(7 * i + 3) % 500 for i in range(n)], all_outputs=True)
+    batch = DecodeBatch.of_tokens([(7 * i + 3) % 500 for i in range(n)], all_outputs=True)
     plain.clear()
     pipe.memory.clear()
     plain.decode(batch)
@@ -145,7 +145,7 @@ def test_graphs_are_reused_in_steady_decoding(plain: Context, pipe: lp.Pipeline)
     before, plain_before = 0, 0
     n = 24
     for i in range(4 + n):
-        batch = Batch(np.full(N_SEQ, i + 3), np.full(N_SEQ, i), np.arange(N_SEQ), np.ones(N_SEQ, bool))
+        batch = DecodeBatch(np.full(N_SEQ, i + 3), np.full(N_SEQ, i), np.arange(N_SEQ), np.ones(N_SEQ, bool))
         plain.decode(batch)
         with pipe.submit(batch) as output:
             output.wait()

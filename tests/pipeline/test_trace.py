@@ -13,7 +13,7 @@ from support.backends import ON_DEVICE
 from support.plain import greedy
 
 import llamapipe as lp
-from llamapipe.llama import Batch
+from llamapipe.llama import DecodeBatch
 
 MakeEngine = Callable[..., lp.Engine]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -152,11 +152,11 @@ class TestPipeline:
     def test_what_readers_do_can_be_marked(self, tiny: lp.Model) -> None:
         with lp.Pipeline(tiny, n_ctx=64, n_threads=1) as pipe:
             pipe.trace.start()
-            output = pipe.submit(Batch.of_tokens([5, 6, 7]))
+            output = pipe.submit(DecodeBatch.of_tokens([5, 6, 7]))
             pipe.memory.remove(0, 2)
             with pipe.trace.span("consume", 0):
                 np.asarray(output.logits)
-            pipe.submit(Batch.of_tokens([8], 2)).wait()
+            pipe.submit(DecodeBatch.of_tokens([8], 2)).wait()
             spans = pipe.trace.spans()
         stages = {span.stage for span in spans}
         assert {"launch", "compute", "consume", "memory"} <= stages
@@ -165,5 +165,5 @@ class TestPipeline:
     def test_it_can_be_read_after_the_end(self, tiny: lp.Model) -> None:
         with lp.Pipeline(tiny, n_ctx=64, n_threads=1) as pipe:
             pipe.trace.start()
-            pipe.submit(Batch.of_tokens([5, 6, 7])).wait()
+            pipe.submit(DecodeBatch.of_tokens([5, 6, 7])).wait()
         assert [span.step for span in pipe.trace.spans() if span.stage == "launch"] == [0]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 import llamapipe as lp
-from llamapipe.llama import Batch, Context, SamplerChain
+from llamapipe.llama import Context, DecodeBatch, SamplerChain
 
 WAYS: list[Callable[[object], object]] = [copy.copy, copy.deepcopy, pickle.dumps]
 
@@ -25,14 +25,14 @@ def test_owners_are_not_copied(tiny: lp.Model, way: Callable[[object], object]) 
         engine.stream([5, 6, 7], lp.SamplingParams(max_tokens=2, ignore_eos=True)) as stream,
         engine.cache_prefix([5] * 20) as prefix,
     ):
-        step = pipeline.submit(lp.Batch.of_tokens([5, 6]))
+        step = pipeline.submit(lp.DecodeBatch.of_tokens([5, 6]))
         owners = [tiny, tiny.vocab, engine, pipeline, context, sampler, generation, stream, prefix, step]
         for owner in owners:
             with pytest.raises(TypeError, match=rf"a {type(owner).__name__} cannot be copied or pickled"):
                 way(owner)
         assert len(list(stream)) == 2
         assert generation.next() is not None
-        context.decode(Batch.of_tokens([5, 6]))
+        context.decode(DecodeBatch.of_tokens([5, 6]))
     assert tiny.tokenize("a")
 
 

@@ -21,7 +21,7 @@ _FLAGS = ("-W", "ignore::DeprecationWarning", "-W", "error::ResourceWarning")
 _SETUP = """
 import asyncio, os, threading, warnings
 import llamapipe as lp
-from llamapipe.llama import Batch, Context, SamplerChain
+from llamapipe.llama import DecodeBatch, Context, SamplerChain
 from support.inside import held_locks
 
 ENDLESS = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -66,7 +66,7 @@ next(stream)
 generation = engine.start("b", ENDLESS)
 generation.next()
 context = Context(model, n_ctx=64, n_threads=1)
-context.decode(Batch.of_tokens([5]))
+context.decode(DecodeBatch.of_tokens([5]))
 
 async def agenerate():
     return await engine.agenerate("a")
@@ -91,7 +91,7 @@ def child():
     attempt("tokenize", lambda: model.tokenize("a"))
     attempt("metadata", lambda: model.chat_template)
     attempt("new engine", lambda: lp.Engine(model))
-    attempt("decode", lambda: context.decode(Batch.of_tokens([5], 1)))
+    attempt("decode", lambda: context.decode(DecodeBatch.of_tokens([5], 1)))
     attempt("logits", lambda: context.logits(0))
     attempt("clear", lambda: context.clear())
     sys.exit(7)
@@ -228,15 +228,15 @@ def test_a_child_with_a_context_of_its_own(tiny: lp.Model) -> None:
         """
 def child():
     with lp.Model(sys.argv[1]) as own, Context(own, n_ctx=64, n_threads=3) as mine:
-        mine.decode(Batch.of_tokens([5, 6, 7]))
+        mine.decode(DecodeBatch.of_tokens([5, 6, 7]))
         say(float(mine.logits(2)[5]) == logit)
     sys.exit(0)
 
 with Context(model, n_ctx=64, n_threads=3) as context:
-    context.decode(Batch.of_tokens([5, 6, 7]))
+    context.decode(DecodeBatch.of_tokens([5, 6, 7]))
     logit = float(context.logits(2)[5])
     say(child_of(child))
-    context.decode(Batch.of_tokens([8], 3))
+    context.decode(DecodeBatch.of_tokens([8], 3))
 """,
         tiny.path,
     )

@@ -40,7 +40,9 @@ def test_jobs_traces_templates_and_tokenizers(home: Path) -> None:
     with lp.Model("~/m.gguf", chat_template="~/t.jinja") as model:
         assert model.render_chat([{"role": "user", "content": "x"}]) == "x"
         with lp.Engine(model, n_ctx=64, tuning=lp.EngineTuning(trace="~/t.json")) as engine:
-            done = lp.batch(Path("~/in.jsonl"), engine, lp.SamplingParams(max_tokens=2), output="~/out.jsonl")
+            done = lp.run_batch(
+                Path("~/in.jsonl"), engine, lp.SamplingParams(max_tokens=2), output="~/out.jsonl"
+            )
     assert done.n_done == 1
     assert (home / "out.jsonl").exists()
     assert (home / "t.json").exists()

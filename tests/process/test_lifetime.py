@@ -374,7 +374,7 @@ generation.next()
 daemon(engine.generate, ["d", "e"], ENDLESS)
 daemon(asyncio.run, astream(engine))
 context = Context(model, n_ctx=64)
-context.decode(Batch.of_tokens([5, 6]))
+context.decode(DecodeBatch.of_tokens([5, 6]))
 chain = SamplerChain(model.vocab)
 second_model = lp.Model(sys.argv[1])
 second = lp.Engine(second_model, n_ctx=64)
@@ -395,7 +395,7 @@ _ENDS = {
 _SETUP = """
 import asyncio, os, threading
 import llamapipe as lp
-from llamapipe.llama import Batch, Context, SamplerChain
+from llamapipe.llama import DecodeBatch, Context, SamplerChain
 
 ENDLESS = lp.SamplingParams(max_tokens=None, ignore_eos=True)
 
@@ -508,7 +508,7 @@ lp.Model(sys.argv[1]).close()
 def test_unclosed_contexts_do_not_keep_a_process(tiny: lp.Model) -> None:
     run_script(
         _SETUP + "contexts = [Context(model, n_ctx=64, n_threads=2) for _ in range(5)]\n"
-        "for c in contexts: c.decode(Batch.of_tokens([5, 6, 7]))",
+        "for c in contexts: c.decode(DecodeBatch.of_tokens([5, 6, 7]))",
         tiny.path,
     )
 

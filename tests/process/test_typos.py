@@ -50,7 +50,7 @@ Params: Any = lp.SamplingParams
         (lambda: lp.Llama, "Llama", "from llamapipe.compat import Llama"),
         (lambda: Params(sampler_order=["topk"]), "'topk'", "top_k"),
         (lambda: ServerSettings(max_request=3), "max_request", "max_requests"),  # type: ignore[call-arg]
-        (lambda: lp.batch([], None, progres=True), "progres", "progress"),  # type: ignore[call-overload]
+        (lambda: lp.run_batch([], None, progres=True), "progres", "progress"),  # type: ignore[call-overload]
     ],
 )
 def test_names_and_options(call: Callable[[], Any], wrong: str, right: str) -> None:
@@ -101,9 +101,9 @@ def test_calls(open_engine: Any, call: Callable[[Any], Any], wrong: str, right: 
 
 
 def test_a_batch_record(open_engine: Any) -> None:
-    (result,) = lp.batch([{"prompt": "a", "max_token": 3}], open_engine)
+    (result,) = lp.run_batch([{"prompt": "a", "max_token": 3}], open_engine)
     assert "'max_token' is not an option of SamplingParams; did you mean max_tokens?" in str(result["error"])
-    (result,) = lp.batch([{"promt": "a"}], open_engine)
+    (result,) = lp.run_batch([{"promt": "a"}], open_engine)
     assert "; did you mean prompt?" in str(result["error"])
 
 
@@ -131,7 +131,7 @@ def test_private_names_and_failing_properties_keep_their_own_errors(demo: lp.Mod
 def test_tab_shows_the_public_names_and_help_the_options() -> None:
     assert dir(lp) == sorted(lp.__all__)
     assert {"generate", "chat", "stream", "score", "stats", "close"} <= set(dir(lp.Engine))
-    for what in (lp, lp.Engine, lp.SamplingParams, lp.Model, lp.Embedder, lp.Engine.generate, lp.batch):
+    for what in (lp, lp.Engine, lp.SamplingParams, lp.Model, lp.Embedder, lp.Engine.generate, lp.run_batch):
         assert inspect.getdoc(what), what
     assert list(inspect.signature(lp.Engine).parameters)[:3] == ["model", "n_ctx", "n_seq_max"]
     assert list(inspect.signature(lp.SamplingParams).parameters)[:2] == ["max_tokens", "temperature"]

@@ -215,7 +215,7 @@ def _engine(traffic: Traffic, rng: random.Random) -> None:
 
 
 def _model(traffic: Traffic, rng: random.Random) -> None:
-    batch = lp.Batch([300, 301], [0, 0], [0, 1], [True, True])
+    batch = lp.DecodeBatch([300, 301], [0, 0], [0, 1], [True, True])
     with (
         lp.Model(traffic.model.path) as model,
         lp.Pipeline(model, n_ctx=64, n_seq_max=2) as pipeline,

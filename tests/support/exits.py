@@ -36,7 +36,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # after an installed 
 import numpy as np
 
 import llamapipe as lp
-from llamapipe.llama import Batch, Context
+from llamapipe.llama import Context, DecodeBatch
 
 _HANG_S = 60
 _TIMED = 3
@@ -104,7 +104,7 @@ def _chat_stream(engine: lp.Engine) -> None:
 
 def _batch(engine: lp.Engine) -> None:
     output = Path(os.environ[_FOLDER]) / f"{os.getpid()}.jsonl"
-    lp.batch([f"Once {i}" for i in range(8)], engine, _WORDS, output=output)
+    lp.run_batch([f"Once {i}" for i in range(8)], engine, _WORDS, output=output)
 
 
 def _served(engine: lp.Engine) -> None:
@@ -128,12 +128,12 @@ def _served(engine: lp.Engine) -> None:
 
 def _decoded(model: lp.Model) -> None:
     with Context(model, n_ctx=512) as context:
-        context.decode(Batch.of_tokens(range(5, 300)))
+        context.decode(DecodeBatch.of_tokens(range(5, 300)))
 
 
 def _piped(model: lp.Model) -> None:
     with lp.Pipeline(model, n_ctx=512) as pipeline:
-        pipeline.submit(Batch.of_tokens(range(5, 300))).wait()
+        pipeline.submit(DecodeBatch.of_tokens(range(5, 300))).wait()
 
 
 def _opened(model: lp.Model) -> None:

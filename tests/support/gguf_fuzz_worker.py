@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from llamapipe.errors import LlamapipeError
-from llamapipe.llama import Batch, Context, Model
+from llamapipe.llama import Context, DecodeBatch, Model
 from support.gguf_mutations import mutate
 
 TEXT = "The cat said: 12 <s>\n\t été 😀"
@@ -28,7 +28,7 @@ def use(path: Path) -> str:
         with Context(model, n_ctx=256, n_seq_max=2, n_batch=64, n_threads=1) as context:
             last = len(ids) - 1
             outputs = [i == last for i in range(len(ids))]
-            context.decode(Batch(ids, list(range(len(ids))), [0] * len(ids), outputs))
+            context.decode(DecodeBatch(ids, list(range(len(ids))), [0] * len(ids), outputs))
             context.logits(last)
     return "loaded"
 

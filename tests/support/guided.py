@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamapipe.errors import DecodeError
-from llamapipe.llama import Batch, Context, Model, SamplerChain
+from llamapipe.llama import Context, DecodeBatch, Model, SamplerChain
 from llamapipe.structured.guide import Guide
 
 
@@ -55,7 +55,7 @@ def guided(
 ) -> tuple[list[int], bool]:
     """What the prompt is continued with, without the end of generation, and whether it came to its end."""
     context.clear()
-    context.decode(Batch.of_tokens(prompt, 0))
+    context.decode(DecodeBatch.of_tokens(prompt, 0))
     tokens: list[int] = []
     at = len(prompt) - 1
     while len(tokens) < max_tokens:
@@ -69,7 +69,7 @@ def guided(
         if context.model.vocab.is_eog(token):
             return tokens, True
         tokens.append(token)
-        context.decode(Batch.of_tokens([token], len(prompt) + len(tokens) - 1))
+        context.decode(DecodeBatch.of_tokens([token], len(prompt) + len(tokens) - 1))
         at = 0
     return tokens, False
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import llamapipe as lp
-from llamapipe.llama import Batch, Context, Model
+from llamapipe.llama import Context, DecodeBatch, Model
 from support.chains import Chain
 
 
@@ -50,7 +50,7 @@ class PlainLoop:
             tokens.append(token)
             if len(tokens) >= end:
                 break
-            context.decode(Batch.of_tokens([token], len(tokens) - 1))
+            context.decode(DecodeBatch.of_tokens([token], len(tokens) - 1))
             row = 0
         return tokens[len(prompt) :]
 
@@ -74,7 +74,7 @@ class PlainLoop:
                     f"and its logit is {short} larger"
                 )
             if i + 1 < len(tokens):
-                context.decode(Batch.of_tokens([token], len(prompt) + i))
+                context.decode(DecodeBatch.of_tokens([token], len(prompt) + i))
             row = 0
         return Comparison(len(tokens), n_near, shortfall)
 
@@ -89,7 +89,7 @@ class PlainLoop:
         context.seq_remove(0)
         for first in range(0, len(prompt), context.n_ubatch):
             chunk = prompt[first : first + context.n_ubatch]
-            context.decode(Batch.of_tokens(chunk, first))
+            context.decode(DecodeBatch.of_tokens(chunk, first))
         return len(chunk) - 1
 
 

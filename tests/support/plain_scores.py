@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import llamapipe as lp
-from llamapipe.llama import Batch, Context
+from llamapipe.llama import Context, DecodeBatch
 
 # For each token: steps of several sequences may be rounded otherwise than one alone.
 BOUND = 0.005
@@ -62,7 +62,7 @@ class PlainScores:
         n = end - begin
         positions = np.arange(begin, end)
         self._context.decode(
-            Batch(np.array(tokens[begin:end]), positions, np.zeros(n, int), np.full(n, wanted))
+            DecodeBatch(np.array(tokens[begin:end]), positions, np.zeros(n, int), np.full(n, wanted))
         )
 
     def rolling(self, text: str, n_ctx: int) -> tuple[float, int]:
@@ -84,7 +84,7 @@ class PlainScores:
         """Greedy, a token at a time, up to the first place where a text of ``until`` is complete."""
         tokens, text = list(prompt), ""
         self._context.clear()
-        batch = Batch.of_tokens(tokens, 0)
+        batch = DecodeBatch.of_tokens(tokens, 0)
         for _ in range(max_tokens):
             self._context.decode(batch)
             token = int(self._context.logits(len(batch.tokens) - 1).argmax())
@@ -94,5 +94,5 @@ class PlainScores:
             text = self.model.detokenize(tokens[len(prompt) :])
             if ends := [text.index(stop) for stop in until if stop in text]:
                 return text[: min(ends)]
-            batch = Batch.of_tokens([token], len(tokens) - 1)
+            batch = DecodeBatch.of_tokens([token], len(tokens) - 1)
         return text

@@ -17,7 +17,7 @@ from support.gguf_document import unpack
 from support.gguf_models import PRESETS, TOOLS, find_source, make_model, tiny_model
 
 from llamapipe.gguf.check import check_gguf
-from llamapipe.llama import Batch, Context, Model
+from llamapipe.llama import Context, DecodeBatch, Model
 
 TINY = PRESETS["tiny"].shape
 
@@ -37,7 +37,7 @@ def test_logits_are_sane(tmp_path: Path, type_name: str, vocab: str) -> None:
         assert ids[0] == model.bos
         assert model.detokenize(ids).strip() == "Once upon a time, the cat said: été 😀"
         n = len(ids)
-        context.decode(Batch(ids, range(n), [0] * n, [True] * n))
+        context.decode(DecodeBatch(ids, range(n), [0] * n, [True] * n))
         rows = np.stack([context.logits(i) for i in range(n)])
     assert np.isfinite(rows).all()
     assert 0.5 < rows.std() < 2
@@ -53,7 +53,7 @@ def test_q4_k_m_is_close_to_the_weights_it_packs(tmp_path: Path) -> None:
         path = make_model(tmp_path / f"{type_name}.gguf", shape=shape, type_name=type_name, seed=3)
         with Model(path) as model, Context(model, n_ctx=256) as context:
             ids = model.tokenize("Once upon a time")
-            context.decode(Batch(ids, range(len(ids)), [0] * len(ids), [True] * len(ids)))
+            context.decode(DecodeBatch(ids, range(len(ids)), [0] * len(ids), [True] * len(ids)))
             rows[type_name] = np.stack([context.logits(i) for i in range(len(ids))])
     exact = rows.pop("f32").ravel()
     alike = {name: float(np.corrcoef(exact, row.ravel())[0, 1]) for name, row in rows.items()}

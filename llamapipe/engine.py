@@ -281,7 +281,7 @@ class Engine(NotCopyable):
             if kv_events is not None:
                 from llamapipe.kv_events import Publisher
 
-                publisher = undo.enter_context(closing(Publisher(kv_events, model.path.stem)))
+                publisher = undo.enter_context(closing(Publisher(kv_events, model.name)))
                 tracker = publisher.tracker
             scheduler = Scheduler(
                 KvCache.for_context(

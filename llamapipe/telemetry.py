@@ -49,7 +49,7 @@ def instrument(engine: Engine, tracer_provider: TracerProvider | None = None) ->
     tracer: Tracer = trace.get_tracer("llamapipe", tracer_provider=tracer_provider)
     atexit.unregister(_end_dropped)
     atexit.register(_end_dropped)  # again: before a provider that was made meanwhile shuts down
-    engine._observe(_Spans(trace, tracer, engine.model.path.stem))
+    engine._observe(_Spans(trace, tracer, engine.model.name))
 
 
 def uninstrument(engine: Engine) -> None:

@@ -34,7 +34,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("pipeline", "structured"),
     ("llama",),
     ("rpc",),
-    ("gguf", "host", "hub", "text", "native", "chat", "kv_events"),
+    ("gguf", "host", "hub", "ollama_models", "text", "native", "chat", "kv_events"),
     ("structured.schema",),
     ("arguments",),
     ("_messages",),

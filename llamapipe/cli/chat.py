@@ -188,9 +188,7 @@ class Session:
     def talk(self) -> None:
         """Reads messages from the terminal until the end of input."""
         terminal = self._terminal
-        terminal.line(
-            terminal.style(f"{self._engine.model.path.stem}: /help lists commands, Ctrl-D ends", "dim")
-        )
+        terminal.line(terminal.style(f"{self._engine.model.name}: /help lists commands, Ctrl-D ends", "dim"))
         while True:
             try:
                 entry = read_entry(typed_line)

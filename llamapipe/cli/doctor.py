@@ -28,6 +28,7 @@ from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores, has_run_delay
 from llamapipe.native.backend_packages import installed
 from llamapipe.native.load import build_info, missing_cpu_features
+from llamapipe.ollama_models import model_of
 
 HELP = "check the installation, or whether and how a model runs on this machine"
 DESCRIPTION = (
@@ -66,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _named_model(text: str) -> tuple[str, Path]:
-    return text, model_path(text)
+    path = model_path(text)
+    stored = model_of(path)
+    return text, path if stored is None else stored[0]
 
 
 def run(args: argparse.Namespace) -> int:

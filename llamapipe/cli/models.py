@@ -1,4 +1,4 @@
-"""``llamapipe models``: the models of the Hugging Face Hub that are on this machine."""
+"""``llamapipe models``: the models of the Hugging Face Hub, and of Ollama, that are on this machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import sys
 
 from llamapipe.cli._terminal import Terminal
-from llamapipe.hub import cached_models
+from llamapipe.hub import CachedModel, cached_models
+from llamapipe.ollama_models import PREFIX, stored_models
 
-HELP = "list the models in the Hugging Face Hub's cache"
+HELP = "list the models in the Hugging Face Hub's cache, and Ollama's"
 DESCRIPTION = (
-    "List the GGUF files in the cache of the Hugging Face Hub, with the text that -m takes. "
-    "Needs the extra hub."
+    "List the GGUF files in the cache of the Hugging Face Hub (extra hub) and those that Ollama has downloaded, with "
+    "the text that -m takes."
 )
 
 
@@ -24,7 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     terminal = Terminal(sys.stdout)
-    models = cached_models()
+    models = [CachedModel(PREFIX + one.name, one.path, one.path.stat().st_size) for one in stored_models()]
+    try:
+        models = cached_models() + models
+    except ImportError:
+        if not models:
+            raise
     for model in models:
         if args.json:
             record = {"model": model.reference, "path": str(model.path), "size_bytes": model.size_bytes}

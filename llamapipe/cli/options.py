@@ -20,6 +20,8 @@ from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError
 from llamapipe.engine import with_tuning
+from llamapipe.ollama_models import PREFIX as OLLAMA
+from llamapipe.ollama_models import model_of, stored_models
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,13 @@ def _text_or_file(text: str) -> str:
 
 
 MODEL_HELP = (
-    "a GGUF file, hf:OWNER/REPO[/FILE] or hf:OWNER/REPO:QUANT of the Hugging Face Hub, or demo, the bundled model "
-    "(default)"
+    "a GGUF file, hf:OWNER/REPO[/FILE] or hf:OWNER/REPO:QUANT of the Hugging Face Hub, ollama:NAME that Ollama has "
+    "downloaded, or demo, the bundled model (default)"
 )
 
 
 def model_path(text: str) -> Path:
-    """The model file that ``--model`` names; one from the Hugging Face Hub is downloaded if needed.
+    """What ``--model`` names: a file, downloaded from the Hugging Face Hub if needed, or ``ollama:NAME``.
 
     Raises ArgumentTypeError for a name that is no model's, ModelLoadError and ImportError if there is no such model.
     """
@@ -99,6 +101,11 @@ def model_path(text: str) -> Path:
             return model_file(*parse(text))
         except ValueError as e:
             raise argparse.ArgumentTypeError(str(e)) from None
+    try:
+        if model_of(text) is not None:
+            return Path(text)  # the model keeps the name
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
     path = path_of(text)
     if text == "demo" and not path.is_file():
         return lp.demo_model_path()
@@ -109,9 +116,12 @@ def model_path(text: str) -> Path:
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text} is an address; download the file and give its path")
     if path.name == text and path.suffix != ".gguf":  # as a name in Ollama's library
+        stored = {name for one in stored_models() for name in (one.name, one.name.removesuffix(":latest"))}
         raise lp.errors.ModelLoadError(
-            f"{text} does not exist; give a GGUF file, hf:OWNER/REPO/FILE of the Hugging Face Hub, or demo for the "
-            "bundled model"
+            f"{text} does not exist; Ollama has a model of this name: write {OLLAMA}{text}"
+            if text in stored
+            else f"{text} does not exist; give a GGUF file, hf:OWNER/REPO/FILE of the Hugging Face Hub, or demo for "
+            "the bundled model"
         )
     return path
 

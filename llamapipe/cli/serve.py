@@ -32,6 +32,7 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.reader import parse_head
+from llamapipe.ollama_models import model_of, shown_name
 from llamapipe.structured.compile import prepare_vocabulary
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def run(args: argparse.Namespace) -> int:
             more.append(stack.enter_context(listening_socket(args.host, args.ollama, "--ollama")))
         engine, embedder = stack.enter_context(_served(args, events))
         model = engine.model
-        announce(settings, sock, model.path.stem, template_problem(model) is None, 0, engine.kv_events, *more)
+        announce(settings, sock, model.name, template_problem(model) is None, 0, engine.kv_events, *more)
         run_server(engine, sock, settings, embedder, more)
     return 0
 
@@ -297,11 +298,12 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
         where = placements(args.workers or None, use_gpus=given(args, MODEL).get("n_gpu_layers") != 0)
     except ValueError as error:
         raise UsageError(f"--workers: {error}") from error
-    path = lp.demo_model_path() if args.model is None else args.model
+    given_path = lp.demo_model_path() if args.model is None else args.model
+    path, name = model_of(given_path) or (given_path, shown_name(given_path))
 
     def show() -> None:
         chats = args.chat_template is not None or has_template(path)
-        announce(settings, sock, path.stem, chats, len(where))
+        announce(settings, sock, name, chats, len(where))
 
     with listening_socket(args.host, args.port) as sock:
         try:

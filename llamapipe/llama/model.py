@@ -28,6 +28,7 @@ from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.native.load import native
 from llamapipe.native.not_copyable import NotCopyable
+from llamapipe.ollama_models import model_of, shown_name
 
 if TYPE_CHECKING:
     from llamapipe.chat.tools import ToolDefinition
@@ -67,7 +68,7 @@ MODEL_OPTIONS = frozenset(
 
 
 class Model(NotCopyable):
-    """A model loaded from a GGUF file.
+    """A model loaded from a GGUF file, or one that Ollama has downloaded: ``"ollama:NAME"``, ``"ollama:NAME:TAG"``.
 
     ``n_gpu_layers``: layers placed on GPUs, -1 for all. ``devices``: names or ``Device`` objects to use, None for all.
     ``split_mode``: ``"none"``, ``"layer"``, ``"row"`` or ``"tensor"``. ``main_gpu``: the device used by mode none.
@@ -82,6 +83,8 @@ class Model(NotCopyable):
     less than the file's size is free; with ``"ggml"``, ggml computes all products. ``packed_cache``: a folder where
     packed weights are kept, as large as these; True or ``"auto"`` for the user's cache, None, False or ``"off"`` for
     none. The first load writes a file there, later ones map it, which is faster, and processes share its memory.
+
+    ``path``, ``name``: the file, and what servers and messages call the model.
 
     Sizes are attributes: ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``.
     ``n_swa``: tokens that a layer with a sliding window attends to, 0 without such layers. ``is_recurrent``: the model
@@ -123,9 +126,10 @@ class Model(NotCopyable):
         self._lock = Lock()
         self._children: dict[int, str] = {}
         try:
-            self.path = path_of(path)
+            self.path, self.name = model_of(path) or (path_of(path), "")
         except TypeError:
             raise TypeError(f"path must be a str or os.PathLike, not {type(path).__name__}") from None
+        self.name = self.name or shown_name(self.path)
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
         split = check_choice("split_mode", split_mode, _SPLIT_MODES)

@@ -77,11 +77,12 @@ class ServerState:
         self.bound_to: str | None = None
         self.timeline = page.Timeline(engine)
         self.bodies = BodyBudget(settings.max_bodies_bytes)
-        self.model_names = settings.model_names or (engine.model.path.stem,)
+        self.model_names = settings.model_names or (engine.model.name,)
         self.metrics = Metrics(engine, self.model_names[0])
         self.embedding_names = settings.embedding_names
         if embedder is not None and not self.embedding_names:
-            self.embedding_names = (embedder.model.path.stem,)
+            self.embedding_names = (embedder.model.name,)
+        self.modelfiles = ollama.modelfiles(engine.model.path) if settings.ollama else {}
         self.created = int(time.time())
         self.n_requests = 0
         self.draining = False

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime, timezone
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from starlette.responses import PlainTextResponse, Response
@@ -27,6 +28,7 @@ from llamapipe._messages import quoted, shown
 from llamapipe.arguments import check_tokens
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.errors import InvalidRequestError
+from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatDelta, TokenLogprob
 from llamapipe.server.embeddings import embedded
@@ -44,6 +46,8 @@ from llamapipe.server.page import page
 from llamapipe.server.sampling import FROM_TABLE, Formats, Sampling
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from llamapipe.embedding import Embedder
     from llamapipe.llama.model import Model
     from llamapipe.server.application import ServerState
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
 # Of Ollama's API as it is here: its clients ask for the version before they use newer fields.
 _API_VERSION = "0.13.0"
 _LATEST = ":latest"
+_log = logging.getLogger("llamapipe.server")
 _MAX_TOP = 20  # the API's limit
 _MOST_TOKENS = 2**31 - 1
 _NO_IMAGES = "this server reads text only"
@@ -120,6 +125,48 @@ class Options(_Table, kw_only=True):
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
 
 
+class Modelfile(NamedTuple):
+    """What Ollama's store says about a name, besides the file of the model."""
+
+    options: Options
+    system: str
+    license: str
+    parameters: str
+    digest: str
+
+
+_NO_MODELFILE = Modelfile(Options(), "", "", "", "")
+
+
+def modelfiles(path: Path) -> dict[str, Modelfile]:
+    """The Modelfiles of a model's file, by name; none for a file that is not in Ollama's store."""
+    return {stored.name: _modelfile(stored) for stored in names_of(path)}
+
+
+def _modelfile(stored: StoredModel) -> Modelfile:
+    given = stored.parameters
+    known = {name: value for name, value in given.items() if name in Options.__struct_fields__}
+    try:
+        options = msgspec.convert(known, Options)
+    except msgspec.ValidationError as e:
+        _log.warning("the parameters of %s in Ollama's store are not used: %s", stored.name, e)
+        options = Options()
+    values = [
+        (name, one) for name, many in given.items() for one in (many if isinstance(many, list) else [many])
+    ]
+    parameters = "\n".join(f"{name} {json.dumps(value)}" for name, value in values)
+    return Modelfile(options, stored.text("system"), stored.text("license"), parameters, stored.digest)
+
+
+def _modelfile_of(state: ServerState, name: str) -> Modelfile:
+    """That of a name; for another name of the same model, that of the model as it was loaded."""
+    for wanted in (name, state.engine.model.name):
+        for known, found in state.modelfiles.items():
+            if _is_named(wanted, known):
+                return found
+    return _NO_MODELFILE
+
+
 class Generates(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of a request for an answer."""
 
@@ -139,7 +186,13 @@ class Generates(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         _check_duration(self.keep_alive)
         if self.logprobs:
             more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, _MAX_TOP)
-        return (self.options or Options()).sampling(state, **more)
+        given, set_there = self.options or Options(), _modelfile_of(state, self.model).options
+        missing = {
+            name: value
+            for name in Options.__struct_fields__
+            if getattr(given, name) is None and (value := getattr(set_there, name)) is not None
+        }
+        return msgspec.structs.replace(given, **missing).sampling(state, **more)
 
     @property
     def is_empty(self) -> bool:
@@ -440,7 +493,11 @@ async def chat(exchange: Exchange, request: ChatRequest) -> Response:
     if not request.messages:
         return _loaded(exchange, request)
     check_n_messages(state, request.messages, "messages")
-    return await _conversation(exchange, request, engine_messages(request.messages), params, request.tools)
+    messages = engine_messages(request.messages)
+    system = _modelfile_of(state, request.model).system
+    if system and messages[0].get("role") != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return await _conversation(exchange, request, messages, params, request.tools)
 
 
 async def _conversation(
@@ -553,8 +610,9 @@ async def generate(exchange: Exchange, request: GenerateRequest) -> Response:
     if request.raw or request.suffix or state.engine.model.chat_template is None:
         return await _text(exchange, request, text, before)
     messages = [{"role": "user", "content": text}]
-    if request.system:
-        messages.insert(0, {"role": "system", "content": request.system})
+    system = request.system or _modelfile_of(state, request.model).system
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
     return await _conversation(exchange, request, messages, request.sampling(state), before=before)
 
 
@@ -670,19 +728,22 @@ def _last_year(state: ServerState) -> int:
 
 
 def _listed(state: ServerState) -> list[dict[str, Any]]:
-    found = [_entry(name, state.engine.model, "completion") for name in state.model_names]
+    found = [
+        _entry(name, state.engine.model, "completion", _modelfile_of(state, name).digest)
+        for name in state.model_names
+    ]
     if state.embedder is not None:
         found += [_entry(name, state.embedder.model, "embedding") for name in state.embedding_names]
     return list({one["name"]: one for one in reversed(found)}.values())[::-1]
 
 
-def _entry(name: str, model: Model, kind: str) -> dict[str, Any]:
+def _entry(name: str, model: Model, kind: str, digest: str = "") -> dict[str, Any]:
     return {
         "name": _full(name),
         "model": _full(name),
         "modified_at": _modified(model),
         "size": model.size_bytes,
-        "digest": _digest(model),
+        "digest": digest or _digest(model),
         "details": _details(model),
         "capabilities": _capabilities(model, kind),
     }
@@ -752,16 +813,20 @@ async def show(exchange: Exchange, request: ShowRequest) -> Response:
     if embedder is not None and any(_is_named(name, known) for known in state.embedding_names):
         return JsonResponse(await state.in_thread(_shown, embedder.model, "embedding"))
     _check_chat_model(state, name)
-    return JsonResponse(await state.in_thread(_shown, state.engine.model, "completion"))
+    return JsonResponse(
+        await state.in_thread(_shown, state.engine.model, "completion", _modelfile_of(state, name))
+    )
 
 
-def _shown(model: Model, kind: str) -> dict[str, Any]:
-    template = model.chat_template or ""
+def _shown(model: Model, kind: str, given: Modelfile = _NO_MODELFILE) -> dict[str, Any]:
+    set_here = "".join(f"PARAMETER {text}\n" for text in given.parameters.splitlines())
+    system = f"SYSTEM {json.dumps(given.system)}\n" if given.system else ""
     return {
-        "license": model.metadata.get("general.license", ""),
-        "modelfile": f"FROM {model.path.name}\n",
-        "parameters": "",
-        "template": template,
+        "license": given.license or model.metadata.get("general.license", ""),
+        "modelfile": f"FROM {model.path.name}\n{set_here}{system}",
+        "parameters": given.parameters,
+        "template": model.chat_template or "",
+        "system": given.system,
         "details": _details(model),
         "model_info": _model_info(model),
         "capabilities": _capabilities(model, kind),

@@ -14,6 +14,7 @@ import pytest
 from support.chat_families import WEATHER
 from support.chat_templates import template
 from support.gguf_models import tiny_model
+from support.ollama_store import put_model
 from support.run_script import environment
 from support.scripted_model import scripted_model
 from support.server_process import COMMAND, ServerProcess
@@ -89,6 +90,16 @@ def test_ollamas_api_on_two_ports(tmp_path: Path) -> None:
             assert httpx.get(url).text == "Ollama is running"
             assert httpx.get(f"{url}/api/tags").json()["models"][0]["name"] == "demo:latest"
             assert httpx.get(f"{url}/api/tags", headers={"host": "evil.example"}).status_code == 403
+
+
+@pytest.mark.parametrize("workers", [(), ("--workers", "1")])
+def test_a_model_of_ollama(workers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    put_model(tmp_path, "hf.co/owner/repo/Q8_0", tiny_model(tmp_path / "tiny.gguf").read_bytes())
+    name = "hf.co/owner/repo:Q8_0"
+    with ServerProcess("-m", f"ollama:{name}", "--n-ctx", "64", "--ollama", *workers, cwd=tmp_path) as server:
+        assert f"llamapipe serves {name} at " in server.lines[0]
+        assert httpx.get(f"{server.url}/api/tags").json()["models"][0]["name"] == name
 
 
 def test_a_host_that_is_none() -> None:

@@ -1,0 +1,188 @@
+"""Models that Ollama has downloaded: their names, files and settings. Nothing here writes.
+
+Open it for ``ollama:NAME``. Ollama keeps a manifest for each name, which lists blobs by their hash: the GGUF file, and
+what a Modelfile sets. They are found where Ollama looks for them: in ``OLLAMA_MODELS``, or in ``~/.ollama/models`` and
+the folder of the system's service. A store may be damaged, half downloaded or unreadable: lists leave such models out,
+and an error says what is wrong with the one that is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llamapipe._messages import did_you_mean, listed, quoted
+from llamapipe.errors import ModelLoadError
+
+PREFIX = "ollama:"
+_SERVICE = Path("/usr/share/ollama/.ollama/models")
+_HOST, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?:(?:({_PART}(?::\d+)?)/)?({_PART})/)?({_PART})(?::({_PART}))?")
+_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_LAYER = "application/vnd.ollama.image."
+_MOST_BYTES = 2**20  # of a manifest, and of a text that a Modelfile sets
+
+
+class StoredModel(NamedTuple):
+    """A name of the store. ``path``: its GGUF file. ``digest``: of the manifest, in hexadecimal.
+
+    ``texts``: the files of what its Modelfile sets, by kind: ``params`` (JSON), ``system``, ``license``, ``template``.
+    """
+
+    name: str
+    path: Path
+    digest: str
+    texts: Mapping[str, Path]
+
+    def text(self, kind: str) -> str:
+        """One of the texts; empty if there is none, or none that can be read."""
+        path = self.texts.get(kind)
+        try:
+            return "" if path is None else _read(path).decode()
+        except (OSError, ValueError):
+            return ""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The options that its Modelfile sets, such as ``temperature``."""
+        try:
+            found = json.loads(self.text("params") or "{}")
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def folders() -> list[Path]:
+    """Where Ollama's models may be."""
+    given = os.environ.get("OLLAMA_MODELS")
+    if given:
+        return [Path(given)]
+    try:
+        return [Path.home() / ".ollama" / "models", _SERVICE]
+    except RuntimeError:  # there is no home
+        return [_SERVICE]
+
+
+def find_stored(name: str) -> StoredModel:
+    """The model of a name, with or without a tag. Raises ModelLoadError, ValueError for what is no name."""
+    parts = _NAME.fullmatch(name)
+    if parts is None:
+        raise ValueError(
+            f"{quoted(name)} is no name of a model of Ollama; write {PREFIX}NAME or {PREFIX}NAME:TAG"
+        )
+    host, namespace, model, tag = parts.groups()
+    wanted = Path(host or _HOST, namespace or _NAMESPACE, model, tag or _TAG)
+    places = folders()
+    for folder in places:
+        manifest = folder / "manifests" / wanted
+        try:
+            data = _read(manifest)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue  # a folder that cannot be read is named below
+        except OSError as e:
+            raise ModelLoadError(f"{manifest} cannot be read: {e.strerror}") from None
+        return _stored(folder, wanted, data)
+    for folder in places:
+        try:
+            list((folder / "manifests").iterdir())
+        except PermissionError:
+            raise ModelLoadError(
+                f"{folder} cannot be read: run this as its user or a member of its group, or set OLLAMA_MODELS"
+            ) from None
+        except OSError:
+            continue
+    names = [stored.name for stored in stored_models()]
+    there = f"there is {listed(names)}{did_you_mean(name, names)}" if names else "there are no models"
+    where = " and ".join(map(str, places))
+    raise ModelLoadError(
+        f"Ollama has no model {quoted(name)}: {there} in {where} (OLLAMA_MODELS sets the folder)"
+    )
+
+
+def stored_models() -> list[StoredModel]:
+    """The models that are complete, by name; the first folder wins."""
+    found: dict[str, StoredModel] = {}
+    for folder in folders():
+        for stored in _models_in(folder):
+            found.setdefault(stored.name, stored)
+    return [found[name] for name in sorted(found)]
+
+
+def names_of(path: Path) -> list[StoredModel]:
+    """The names of a store's file, if ``path`` is one: models with other settings may share it."""
+    if path.parent.name != "blobs" or not _DIGEST.fullmatch(path.name):
+        return []
+    return sorted(stored for stored in _models_in(path.parent.parent) if stored.path.name == path.name)
+
+
+def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
+    """The file and the name of what ``ollama:NAME`` means; None for the path of a file. Raises as ``find_stored``."""
+    text = os.fsdecode(path)
+    if not text.startswith(PREFIX) or Path(text).exists():
+        return None
+    found = find_stored(text.removeprefix(PREFIX))
+    return found.path, found.name.removesuffix(f":{_TAG}")
+
+
+def shown_name(path: Path) -> str:
+    """What to call a model's file: its name without ``.gguf``; of a file in the store, Ollama's."""
+    names = names_of(path)
+    return names[0].name.removesuffix(f":{_TAG}") if names else path.stem
+
+
+def _models_in(folder: Path) -> Iterator[StoredModel]:
+    root = folder / "manifests"
+    try:
+        manifests = [path for path in root.glob("*/*/*/*") if path.is_file()]
+    except OSError:
+        return
+    for manifest in manifests:
+        try:
+            yield _stored(folder, manifest.relative_to(root), _read(manifest))
+        except (OSError, ModelLoadError):
+            continue
+
+
+def _read(path: Path) -> bytes:
+    """A small file. Raises OSError."""
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise OSError(0, f"it has more than {_MOST_BYTES} bytes")
+    return data
+
+
+def _stored(folder: Path, place: Path, data: bytes) -> StoredModel:
+    """What a manifest says. Raises ModelLoadError."""
+    host, namespace, model, tag = place.parts
+    name = f"{model}:{tag}"
+    if namespace != _NAMESPACE or host != _HOST:
+        name = f"{namespace}/{name}" if host == _HOST else f"{host}/{namespace}/{name}"
+    files: dict[str, Path] = {}
+    try:
+        for layer in json.loads(data)["layers"]:
+            kind = str(layer["mediaType"]).partition(";")[0].removeprefix(_LAYER)
+            digest = _DIGEST.fullmatch(layer["digest"])
+            if digest is None:
+                raise ValueError(layer["digest"])
+            files.setdefault(kind, folder / "blobs" / f"sha256-{digest[1]}")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ModelLoadError(
+            f"the manifest of {name} in {folder} is damaged; pull the model again with Ollama"
+        ) from None
+    path = files.get("model")
+    if path is None:
+        raise ModelLoadError(f"{name} of Ollama has no GGUF file: it runs elsewhere, or is in another format")
+    if "adapter" in files:
+        raise ModelLoadError(
+            f"{name} of Ollama has an adapter, which llamapipe does not load; load the model alone"
+        )
+    if not path.is_file():
+        raise ModelLoadError(f"{path}, the file of {name}, is missing; pull the model again with Ollama")
+    return StoredModel(name, path, sha256(data).hexdigest(), files)

@@ -1,0 +1,234 @@
+"""Models that Ollama has downloaded, in a store made by hand: names, damage, and what a Modelfile sets."""
+
+from __future__ import annotations
+
+import json
+import os
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.ollama_store import put_model
+from support.run_script import run_script
+
+import llamapipe as lp
+from llamapipe import ollama_models
+from llamapipe.cli import main
+from llamapipe.errors import ModelLoadError
+from llamapipe.ollama_models import find_stored, names_of, shown_name, stored_models
+from llamapipe.server import ServerSettings, serve
+
+LIBRARY = "registry.ollama.ai/library"
+PARAMETERS: dict[str, Any] = {"temperature": 0, "num_predict": 4, "stop": ["zebra", "yak"], "num_ctx": 4096}
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty store, where Ollama's programs and ours look for one."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "models"))
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def demo_store(store: Path) -> Path:
+    data = lp.demo_model_path().read_bytes()
+    put_model(store, f"{LIBRARY}/demo/latest", data, license="MIT")
+    put_model(store, f"{LIBRARY}/demo/1b", data)
+    put_model(store, f"{LIBRARY}/mario/latest", data, system="You are Mario.", params=json.dumps(PARAMETERS))
+    return store
+
+
+def test_names(store: Path) -> None:
+    places = ("library/a/latest", "library/a/1b-q4_K_M", "someone/b/latest")
+    for i, place in enumerate(places):
+        put_model(store, f"registry.ollama.ai/{place}", b"GGUF%d" % i)
+    put_model(store, "hf.co/owner/repo-GGUF/Q4_K_M", b"GGUF3")
+    names = [stored.name for stored in stored_models()]
+    assert names == ["a:1b-q4_K_M", "a:latest", "hf.co/owner/repo-GGUF:Q4_K_M", "someone/b:latest"]
+    for name in (*names, "a", "someone/b", "registry.ollama.ai/library/a:latest", "library/a"):
+        assert find_stored(name).path.read_bytes().startswith(b"GGUF")
+    assert find_stored("a").name == "a:latest"
+    manifest = store / "manifests" / "registry.ollama.ai" / "library" / "a" / "latest"
+    assert find_stored("a").digest == sha256(manifest.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "..", "../a", "a/../b", "/etc/passwd", "a:", ":b", "a b", "a/b/c/d", "a:b:c", "a\0", "-a", "é"],
+)
+def test_what_is_no_name(demo_store: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="is no name of a model of Ollama"):
+        find_stored(name)
+
+
+def test_a_name_that_is_not_there(demo_store: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no model 'demi': there is 'demo:1b', .*OLLAMA_MODELS"):
+        find_stored("demi")
+
+
+def test_an_empty_store(store: Path) -> None:
+    assert stored_models() == []
+    with pytest.raises(ModelLoadError, match="there are no models in"):
+        find_stored("demo")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is damaged"),
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"layers": 3}', "is damaged"),
+        ('{"layers": [3]}', "is damaged"),
+        ('{"layers": [{"mediaType": "application/vnd.ollama.image.model"}]}', "is damaged"),
+        (
+            '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../x"}]}',
+            "is damaged",
+        ),
+        ("[" * 100_000, "is damaged"),
+        ('{"layers": []}', "has no GGUF file"),
+        (" " * (2**20 + 1), "cannot be read"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_damaged_manifests(demo_store: Path, text: str, reason: str) -> None:
+    (demo_store / "manifests" / LIBRARY / "demo" / "latest").write_text(text)
+    with pytest.raises(ModelLoadError, match=reason):
+        find_stored("demo")
+    assert [stored.name for stored in stored_models()] == ["demo:1b", "mario:latest"]
+
+
+def test_models_that_cannot_be_loaded(store: Path) -> None:
+    put_model(store, f"{LIBRARY}/tuned/latest", b"GGUF", adapter="GGUF")
+    with pytest.raises(ModelLoadError, match="has an adapter"):
+        find_stored("tuned")
+    put_model(store, f"{LIBRARY}/half/latest", b"GGUF half")
+    for blob in (store / "blobs").iterdir():
+        if blob.read_bytes() == b"GGUF half":
+            blob.rename(blob.with_name(blob.name + "-partial"))
+    with pytest.raises(ModelLoadError, match="is missing; pull the model again"):
+        find_stored("half")
+    assert stored_models() == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_store_of_another_user(demo_store: Path) -> None:
+    (demo_store / "manifests").chmod(0)
+    try:
+        with pytest.raises(ModelLoadError, match="cannot be read: run this as its user"):
+            find_stored("demo")
+        assert stored_models() == []
+    finally:
+        (demo_store / "manifests").chmod(0o700)
+
+
+def test_the_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    service = tmp_path / "service"
+    monkeypatch.setattr(ollama_models, "_SERVICE", service)
+    own = tmp_path / ".ollama" / "models"
+    assert ollama_models.folders() == [own, service]
+    put_model(service, f"{LIBRARY}/a/latest", b"GGUF service")
+    put_model(service, f"{LIBRARY}/b/latest", b"GGUF service")
+    put_model(own, f"{LIBRARY}/a/latest", b"GGUF own")
+    assert find_stored("a").path.read_bytes() == b"GGUF own"
+    assert find_stored("b").path.read_bytes() == b"GGUF service"
+    assert [stored.path.read_bytes() for stored in stored_models()] == [b"GGUF own", b"GGUF service"]
+
+
+def test_a_model_by_its_name(demo_store: Path) -> None:
+    files = {path: path.read_bytes() for path in demo_store.rglob("*") if path.is_file()}
+    with lp.Model("ollama:demo") as model, lp.Engine(model, n_ctx=64, n_seq_max=1) as engine:
+        assert model.name == "demo"
+        assert model.path.parent == demo_store / "blobs"
+        assert engine.chat("Hi", lp.SamplingParams(max_tokens=2)).content
+    with lp.Model("ollama:demo:1b", vocab_only=True) as model:
+        assert model.name == "demo:1b"
+    with lp.Model(model.path, vocab_only=True) as by_path:
+        assert (by_path.name, shown_name(lp.demo_model_path())) == ("demo:1b", "demo")
+    assert [stored.name for stored in names_of(model.path)] == ["demo:1b", "demo:latest", "mario:latest"]
+    assert files == {path: path.read_bytes() for path in demo_store.rglob("*") if path.is_file()}
+    with pytest.raises(ModelLoadError, match="no model 'other'"):
+        lp.Model("ollama:other")
+    with pytest.raises(ValueError, match="is no name"):
+        lp.Model("ollama:../demo")
+
+
+def test_a_modelfile_holds_for_its_name(demo_store: Path) -> None:
+    settings = ServerSettings(model_names=("mario", "demo"), ollama=True)
+    with (
+        lp.Engine("ollama:mario", n_ctx=128, n_seq_max=1) as engine,
+        serve(engine, settings=settings) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        asked: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "stream": False,
+            "options": {"seed": 1},
+        }
+
+        def ask(name: str, **more: Any) -> dict[str, Any]:
+            answer = client.post("/api/chat", json={"model": name, **asked, **more})
+            assert "x-llamapipe-unused" not in answer.headers
+            found: dict[str, Any] = answer.json()
+            return found
+
+        mario, demo = ask("mario"), ask("demo", options={"num_predict": 6})
+        system = [{"role": "system", "content": "You are Mario."}, *asked["messages"]]
+        same = ask("demo", messages=system, options={"temperature": 0, "num_predict": 4})
+        assert mario["message"] == same["message"]
+        assert mario["eval_count"] == 4 and mario["prompt_eval_count"] == same["prompt_eval_count"]
+        assert demo["prompt_eval_count"] < mario["prompt_eval_count"]
+        assert ask("mario", options={"num_predict": 2})["eval_count"] == 2
+        other = [{"role": "system", "content": "Hm."}, *asked["messages"]]
+        assert ask("mario", messages=other)["prompt_eval_count"] < mario["prompt_eval_count"]
+        text = client.post("/api/generate", json={"model": "mario", "prompt": "Hi", "stream": False}).json()
+        assert text["response"] == mario["message"]["content"]
+
+        shown = client.post("/api/show", json={"model": "mario"}).json()
+        assert shown["system"] == "You are Mario."
+        assert set(shown["parameters"].splitlines()) == {
+            "temperature 0", "num_predict 4", 'stop "zebra"', 'stop "yak"', "num_ctx 4096",
+        }  # fmt: skip
+        assert client.post("/api/show", json={"model": "demo"}).json()["license"] == "MIT"
+        digests = {one["name"]: one["digest"] for one in client.get("/api/tags").json()["models"]}
+        assert digests == {f"{name}:latest": find_stored(name).digest for name in ("mario", "demo")}
+
+
+@pytest.mark.parametrize("params", ["{", "[]", '{"temperature": "hot"}', "\xff"])
+def test_damaged_parameters_are_left_out(demo_store: Path, params: str) -> None:
+    place = f"{LIBRARY}/odd/latest"
+    put_model(demo_store, place, lp.demo_model_path().read_bytes(), params=params)
+    with (
+        lp.Engine("ollama:odd", n_ctx=64, n_seq_max=1) as engine,
+        serve(engine, settings=ServerSettings(ollama=True)) as server,
+    ):
+        body = {"model": "odd", "prompt": "Hi", "stream": False, "options": {"num_predict": 2}}
+        assert httpx.post(f"{server.url}/api/generate", json=body, timeout=60).json()["eval_count"] == 2
+
+
+def test_commands(demo_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--json"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = {record["model"]: record["size_bytes"] for record in records if record["model"].startswith("oll")}
+    size = lp.demo_model_path().stat().st_size
+    assert found == dict.fromkeys(("ollama:demo:1b", "ollama:demo:latest", "ollama:mario:latest"), size)
+    assert main(["generate", "-m", "ollama:demo", "-n", "2", "Once"]) == 0
+    capsys.readouterr()
+    for name, reason in (
+        ("ollama:nobody", "no model 'nobody'"),
+        ("ollama:", "is no name"),
+        ("mario", "write ollama:mario"),
+    ):
+        assert main(["generate", "-m", name, "Once"]) in (1, 2)
+        assert reason in capsys.readouterr().err
+
+
+def test_doctor_and_serve(demo_store: Path) -> None:
+    env = {"OLLAMA_MODELS": str(demo_store)}
+    script = "import sys; from llamapipe.cli import main; sys.exit(main(sys.argv[1:]))"
+    said = json.loads(run_script(script, "doctor", "-m", "ollama:demo", "--json", env=env))
+    assert said["model"]["command"].startswith("llamapipe serve -m ollama:demo")

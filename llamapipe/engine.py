@@ -67,6 +67,7 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events import KvEvents
 from llamapipe.llama.context import Context, state_version
+from llamapipe.llama.fim import FimExtra, FimOrder, FimText, fim_prompt, fim_room, fim_text
 from llamapipe.llama.kv_memory import kv_bytes
 from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.llama.native_pipeline import engine_pipeline, on_gpu, ring_slots, wants_graph_sampling
@@ -567,6 +568,52 @@ class Engine(NotCopyable):
         stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
         # threads: stream.submit()
         return stream
+
+    # ---- filling in the middle
+    @explains_keywords
+    async def ainfill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams | None = None,
+        *,
+        extra: FimExtra = (),
+        filename: str | None = None,
+        order: FimOrder = "psm",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> Completion:
+        """Generates the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
+
+        ``extra``: other files, ``(filename, text)``, the most important last; ``filename``: that of the text.
+        ``order``: ``"psm"`` begins with the prefix, ``"spm"`` with the suffix. What ``n_ctx`` has no room for beside
+        ``max_tokens`` is left out as in ``Model.tokenize_fim``: in steps, so that the prefix cache helps while a cursor
+        moves. Other options as for ``generate``.
+
+        Raises InvalidRequestError for a model without tokens for this; else as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        text = fim_text(prefix, suffix, extra, filename, order)
+        tokens = await self._long_work.run_off_loop(self._fim_tokens, text, params)
+        return await self.agenerate(tokens, params, timeout=timeout, block=block)
+
+    @explains_keywords
+    def astream_infill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams | None = None,
+        *,
+        extra: FimExtra = (),
+        filename: str | None = None,
+        order: FimOrder = "psm",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> AsyncStream:
+        """Starts to fill in and returns an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
+        self._engine_thread.check_open()
+        tokens = self._fim_tokens(fim_text(prefix, suffix, extra, filename, order), params)
+        return self.astream(tokens, params, timeout=timeout, block=block)
 
     # ---- chats
     @overload
@@ -1108,6 +1155,52 @@ class Engine(NotCopyable):
         stream.submit()
         return stream
 
+    # ---- filling in the middle
+    @explains_keywords
+    def infill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams | None = None,
+        *,
+        extra: FimExtra = (),
+        filename: str | None = None,
+        order: FimOrder = "psm",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> Completion:
+        """Generates the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
+
+        ``extra``: other files, ``(filename, text)``, the most important last; ``filename``: that of the text.
+        ``order``: ``"psm"`` begins with the prefix, ``"spm"`` with the suffix. What ``n_ctx`` has no room for beside
+        ``max_tokens`` is left out as in ``Model.tokenize_fim``: in steps, so that the prefix cache helps while a cursor
+        moves. Other options as for ``generate``.
+
+        Raises InvalidRequestError for a model without tokens for this; else as ``generate`` does.
+        """
+        self._engine_thread.check_open()
+        text = fim_text(prefix, suffix, extra, filename, order)
+        tokens = self._fim_tokens(text, params)
+        return self.generate(tokens, params, timeout=timeout, block=block)
+
+    @explains_keywords
+    def stream_infill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams | None = None,
+        *,
+        extra: FimExtra = (),
+        filename: str | None = None,
+        order: FimOrder = "psm",
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> Stream:
+        """Starts to fill in and returns an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
+        self._engine_thread.check_open()
+        tokens = self._fim_tokens(fim_text(prefix, suffix, extra, filename, order), params)
+        return self.stream(tokens, params, timeout=timeout, block=block)
+
     # ---- chats
     @overload
     def chat(  # type: ignore[overload-overlap]
@@ -1455,6 +1548,14 @@ class Engine(NotCopyable):
         return job.result(self._submission.collect(batches, options, bar))
 
     # ---- end of what tools/unasync.py makes
+
+    def _fim_tokens(self, text: FimText, params: SamplingParams | None) -> list[int]:
+        """The prompt for a gap, with room for what ``params`` ask for."""
+        if params is None:
+            params = SamplingParams()
+        elif not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        return fim_prompt(self.model.vocab, text, fim_room(self.n_ctx, params.max_tokens)).tokens
 
     # ---- state
     def stats(self) -> EngineStats:

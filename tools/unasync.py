@@ -23,8 +23,8 @@ PARTS = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 CALLS = (
-    "generate iter_completed stream chat stream_chat score score_tokens perplexity start restore cache_prefix "
-    "open_stream generation submit collect iterate enter close"
+    "generate iter_completed stream infill stream_infill chat stream_chat score score_tokens perplexity start "
+    "restore cache_prefix open_stream generation submit collect iterate enter close"
 ).split()
 RULES = [
     (re.compile(pattern, re.MULTILINE), new)

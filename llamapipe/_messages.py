@@ -172,9 +172,9 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "/api/ps": f"{_OLLAMA}; or use /model_info",
         "/api/show": f"{_OLLAMA}; or use /model_info",
         "/api/version": f"{_OLLAMA}; or use /model_info",
-        "/api/pull": _AT_START,
-        "/api/delete": _AT_START,
-        "/api/copy": "--alias gives a model another name when the server starts",
+        "/api/pull": f"{_OLLAMA}; {_AT_START}",
+        "/api/delete": _OLLAMA,
+        "/api/copy": f"{_OLLAMA}; --alias gives a model another name",
         "/api/create": _AT_START,
         "/api/push": "upload files with the program of the Hugging Face Hub",
         # It exists there with and without /v1, and the answers differ. So it is no alias here.

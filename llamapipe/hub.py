@@ -8,9 +8,10 @@ downloads. Nothing here knows about models.
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -127,8 +128,12 @@ def model_file(
     revision: str | None = None,
     local_files_only: bool = False,
     progress: bool = True,
+    watch: Watch | None = None,
 ) -> Path:
     """The path of a model's first or only file, whose other parts are beside it; for options see ``Model``.
+
+    ``watch``: called in the threads of the download with the name of a file, its bytes, and how many have arrived; an
+    exception in it ends the download, which the next one continues.
 
     Raises ImportError without the extra ``hub``, ValueError for a bad name, ModelLoadError if the hub or its cache has
     no such model.
@@ -144,7 +149,9 @@ def model_file(
                 _connect(hub)
                 names = hub.HfApi().list_repo_files(repo_id, revision=revision)
                 files = [
-                    hub.hf_hub_download(repo_id, name, revision=revision)
+                    hub.hf_hub_download(
+                        repo_id, name, revision=revision, tqdm_class=watch and _watching(watch, name)
+                    )
                     for name in choose(names, filename, where)
                 ]
                 return Path(files[0])
@@ -165,6 +172,43 @@ def model_file(
         raise ModelLoadError(str(e)) from None
     except _http_errors(hub) as e:
         raise ModelLoadError(f"{where}: {_reason(hub, e)}") from e
+
+
+Watch = Callable[[str, int, int], None]
+
+
+def _watching(watch: Watch, name: str) -> type:
+    """A progress bar that shows nothing and tells ``watch`` about a file."""
+    from tqdm.std import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            done = super().update(n)
+            watch(name, int(self.total or 0), int(self.n))
+            return done
+
+    return Bar
+
+
+def delete(repo_id: str, filename: str | None) -> list[Path]:
+    """Removes a model's files from the cache, and returns those of its newest revision. Raises as ``model_file``.
+
+    Other revisions with the same contents lose them too.
+    """
+    first = model_file(repo_id, filename, local_files_only=True, progress=False)
+    model, _ = part_of(first.name)
+    files = [path for path in first.parent.glob("*.gguf") if part_of(path.name)[0] == model]
+    snapshots = next(path for path in first.parents if path.name == "snapshots")
+    for file in files:
+        blob = file.resolve()
+        for other in list(snapshots.rglob(file.name)):
+            if other.resolve() == blob:
+                other.unlink()
+        blob.unlink(missing_ok=True)
+    return files
 
 
 def library() -> Any:

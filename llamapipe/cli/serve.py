@@ -202,6 +202,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve Ollama's API, too; with a number, also on that port, which its clients expect to be 11434",
     )
     server.add_argument(
+        "--allow-pull",
+        action="store_true",
+        help="with --ollama: clients may download models of the Hugging Face Hub, and copy the model's name",
+    )
+    server.add_argument(
+        "--allow-delete", action="store_true", help="with --ollama: clients may delete what was downloaded"
+    )
+    server.add_argument(
         "--workers",
         type=_workers,
         metavar="N",
@@ -394,6 +402,8 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "strict": args.strict,
         "page": not args.no_page,
         "ollama": args.ollama is not None,
+        "allow_pull": args.allow_pull,
+        "allow_delete": args.allow_delete,
     }
     seconds = {
         "head_timeout_s": args.head_timeout,

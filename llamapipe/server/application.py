@@ -39,6 +39,7 @@ from llamapipe.server import (
     llama_server,
     mistral,
     ollama,
+    ollama_files,
     page,
     responses,
     system,
@@ -52,6 +53,7 @@ from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from llamapipe.llama.model import Model
     from llamapipe.server.worker import Worker
 
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
@@ -84,7 +86,9 @@ class ServerState:
             self.embedding_names = (embedder.model.name,)
         self.modelfiles = ollama.modelfiles(engine.model.path) if settings.ollama else {}
         self.created = int(time.time())
+        self.copies: list[str] = []  # further names of the model, that clients made
         self.n_requests = 0
+        self.n_pulls = 0
         self.draining = False
         self._trims = False  # soon
         if engine.kv_events is not None and len(settings.api_keys) > 1:
@@ -169,9 +173,19 @@ class ServerState:
         asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
 
     @property
+    def chat_names(self) -> tuple[str, ...]:
+        """The names of the model that generates, those that clients made included."""
+        return (*self.model_names, *self.copies)
+
+    @property
     def all_names(self) -> tuple[str, ...]:
         """The names of all models that are served."""
-        return self.model_names + (self.embedding_names if self.embedder is not None else ())
+        return self.chat_names + (self.embedding_names if self.embedder is not None else ())
+
+    @property
+    def models(self) -> list[Model]:
+        """The models that are served."""
+        return [self.engine.model, *(() if self.embedder is None else (self.embedder.model,))]
 
     async def tokenize_chat(
         self,
@@ -199,7 +213,7 @@ class ServerState:
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer. Raises ApiError 404 for a model that is not served."""
-        return _served(name, self.model_names)
+        return _served(name, self.chat_names)
 
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
         """The embedding model and its name for the answer. Raises ApiError 404."""
@@ -393,6 +407,24 @@ OLLAMA_ROUTES = (
     get("/api/tags", ollama.tags, "The models that are served."),
     get("/api/ps", ollama.loaded_models, "The models that are loaded."),
     get("/api/version", ollama.version, "The version of this API."),
+    post(
+        "/api/pull",
+        ollama_files.pull,
+        ollama_files.PullRequest,
+        "Download a model.",
+        ("403", "507"),
+        (),
+        _LINES,
+    ),
+    post("/api/copy", ollama_files.copy, ollama_files.CopyRequest, "Give the model another name.", ("403",)),
+    post(
+        "/api/delete",
+        ollama_files.delete,
+        ollama_files.DeleteRequest,
+        "Delete a file.",
+        ("403",),
+        method="DELETE",
+    ),
     get("/", ollama.root, has_key=False),
 )
 PAGE_ROUTES = (

@@ -112,12 +112,12 @@ class Guard:
             return
         if len(hosts) > 1:
             raise ApiError(400, "there are two Host headers")
-        listens_on_loopback = self._listens_on_loopback(scope)
-        if not (self._hosts or listens_on_loopback):
+        on_loopback = listens_on_loopback(self._state, scope)
+        if not (self._hosts or on_loopback):
             return
         given = hosts[0].decode("latin-1")
         name = _name(given)
-        if name in self._hosts or _is_own_name(name) or (not listens_on_loopback and _address(name)):
+        if name in self._hosts or _is_own_name(name) or (not on_loopback and _address(name)):
             return
         raise ApiError(
             403,
@@ -125,11 +125,6 @@ class Guard:
             + (f"; if it is, for example behind a proxy, allow it with --allow-host {name}" if name else ""),
             code="forbidden_host",
         )
-
-    def _listens_on_loopback(self, scope: Scope) -> bool:
-        address = self._state.bound_to or (scope.get("server") or ("", None))[0]
-        found = _address(address.strip("[]"))
-        return address == "localhost" or (found is not None and found.is_loopback)
 
     # ---- the page
     def _check_page(self, scope: Scope, browser: dict[bytes, bytes], hosts: list[bytes]) -> None:
@@ -175,6 +170,13 @@ class Guard:
             (b"access-control-expose-headers", _EXPOSED),
             (b"vary", b"Origin"),
         ]
+
+
+def listens_on_loopback(state: ServerState, scope: Scope) -> bool:
+    """Whether only programs of this machine reach the server."""
+    address = state.bound_to or (scope.get("server") or ("", None))[0]
+    found = _address(address.strip("[]"))
+    return address == "localhost" or (found is not None and found.is_loopback)
 
 
 def _allow(exchange: Exchange) -> Response:

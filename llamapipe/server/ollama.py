@@ -162,7 +162,7 @@ def _modelfile_of(state: ServerState, name: str) -> Modelfile:
     """That of a name; for another name of the same model, that of the model as it was loaded."""
     for wanted in (name, state.engine.model.name):
         for known, found in state.modelfiles.items():
-            if _is_named(wanted, known):
+            if is_named(wanted, known):
                 return found
     return _NO_MODELFILE
 
@@ -270,20 +270,21 @@ def _check_duration(given: _KeepAlive | None) -> None:
 
 
 # ---- names
-def _is_named(name: str, known: str) -> bool:
+def is_named(name: str, known: str) -> bool:
+    """Whether a client means this name: ``:latest`` may be left out."""
     return name == known or name.removesuffix(_LATEST) == known.removesuffix(_LATEST)
 
 
-def _full(name: str) -> str:
+def full_name(name: str) -> str:
     """A name with a tag, as Ollama's lists have it."""
     return name if ":" in name.rpartition("/")[2] else name + _LATEST
 
 
-def _check_chat_model(state: ServerState, name: str) -> None:
+def check_chat_model(state: ServerState, name: str) -> None:
     """Raises ApiError 404 for a model that is not served, 400 for one that does not generate."""
-    if any(_is_named(name, known) for known in state.model_names):
+    if any(is_named(name, known) for known in state.chat_names):
         return
-    if state.embedder is not None and any(_is_named(name, known) for known in state.embedding_names):
+    if state.embedder is not None and any(is_named(name, known) for known in state.embedding_names):
         raise ApiError(
             400, f"the model {quoted(name)} embeds texts; it does not generate any", "model", "model_kind"
         )
@@ -293,9 +294,9 @@ def _check_chat_model(state: ServerState, name: str) -> None:
 def _embedder(state: ServerState, name: str) -> Embedder:
     """The embedder of this name. Raises ApiError 404, or 400 for a model that does not embed."""
     embedder = state.embedder
-    if embedder is not None and any(_is_named(name, known) for known in state.embedding_names):
+    if embedder is not None and any(is_named(name, known) for known in state.embedding_names):
         return embedder
-    if any(_is_named(name, known) for known in state.model_names):
+    if any(is_named(name, known) for known in state.chat_names):
         other = (
             f"the one here is {quoted(state.embedding_names[0])}" if embedder else "start the server with one"
         )
@@ -488,7 +489,7 @@ class _Calls:
 async def chat(exchange: Exchange, request: ChatRequest) -> Response:
     """``POST /api/chat``: answers a conversation. Without messages: the model is loaded."""
     state = exchange.server
-    _check_chat_model(state, request.model)
+    check_chat_model(state, request.model)
     params = request.sampling(state)
     if not request.messages:
         return _loaded(exchange, request)
@@ -598,7 +599,7 @@ def _loaded(exchange: Exchange, request: ChatRequest | GenerateRequest) -> Respo
 async def generate(exchange: Exchange, request: GenerateRequest) -> Response:
     """``POST /api/generate``: answers a prompt. Without one: the model is loaded."""
     state = exchange.server
-    _check_chat_model(state, request.model)
+    check_chat_model(state, request.model)
     before = _context(state, request.context)
     if request.raw and (request.system or before):
         raise ApiError(400, "raw takes the prompt as it is; leave system and context out", "raw")
@@ -713,7 +714,7 @@ async def loaded_models(exchange: Exchange) -> Response:
     found = []
     for one in await state.in_thread(_listed, state):
         embedder = state.embedder
-        is_chat = any(_full(name) == one["name"] for name in state.model_names)
+        is_chat = any(full_name(name) == one["name"] for name in state.chat_names)
         model = state.engine.model if is_chat or embedder is None else embedder.model
         n_ctx = state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx
         on_gpu = any(device.type in ("gpu", "igpu") for device in model.devices)
@@ -730,7 +731,7 @@ def _last_year(state: ServerState) -> int:
 def _listed(state: ServerState) -> list[dict[str, Any]]:
     found = [
         _entry(name, state.engine.model, "completion", _modelfile_of(state, name).digest)
-        for name in state.model_names
+        for name in state.chat_names
     ]
     if state.embedder is not None:
         found += [_entry(name, state.embedder.model, "embedding") for name in state.embedding_names]
@@ -739,8 +740,8 @@ def _listed(state: ServerState) -> list[dict[str, Any]]:
 
 def _entry(name: str, model: Model, kind: str, digest: str = "") -> dict[str, Any]:
     return {
-        "name": _full(name),
-        "model": _full(name),
+        "name": full_name(name),
+        "model": full_name(name),
         "modified_at": _modified(model),
         "size": model.size_bytes,
         "digest": digest or _digest(model),
@@ -810,9 +811,9 @@ async def show(exchange: Exchange, request: ShowRequest) -> Response:
     if not name:
         raise ApiError(400, "model is missing; give a name of /api/tags", "model")
     embedder = state.embedder
-    if embedder is not None and any(_is_named(name, known) for known in state.embedding_names):
+    if embedder is not None and any(is_named(name, known) for known in state.embedding_names):
         return JsonResponse(await state.in_thread(_shown, embedder.model, "embedding"))
-    _check_chat_model(state, name)
+    check_chat_model(state, name)
     return JsonResponse(
         await state.in_thread(_shown, state.engine.model, "completion", _modelfile_of(state, name))
     )

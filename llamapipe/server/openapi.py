@@ -21,6 +21,7 @@ _STATUSES = {
     "413": "The body is too large.",
     "429": "Too many requests; Retry-After says when to retry.",
     "503": "The server is shutting down, or the KV cache is full.",
+    "507": "The files cannot be kept.",
     "504": "The request took longer than the server allows.",
 }
 _WITH_BODY = ("400", "404", "408", "413")

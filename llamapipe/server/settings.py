@@ -55,7 +55,8 @@ class ServerSettings:
       they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
     - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
     - ``page``: serve the page at ``/``.
-    - ``ollama``: serve Ollama's API under ``/api``, too.
+    - ``ollama``: serve Ollama's API under ``/api``, too. ``allow_pull``, ``allow_delete``: its clients may download
+      models of the Hugging Face Hub and give the model further names, and delete downloaded files.
 
     Raises TypeError or ValueError naming the field.
     """
@@ -81,6 +82,8 @@ class ServerSettings:
     strict: bool = False
     page: bool = True
     ollama: bool = False
+    allow_pull: bool = False
+    allow_delete: bool = False
     fim_order: FimOrder = "psm"
 
     def __post_init__(self) -> None:
@@ -113,7 +116,11 @@ class ServerSettings:
         check_float("ping_s", self.ping_s, 0.0, 1e6)
         check_flag("strict", self.strict)
         check_flag("page", self.page)
-        check_flag("ollama", self.ollama)
+        for name in ("ollama", "allow_pull", "allow_delete"):
+            check_flag(name, getattr(self, name))
+        for name in ("allow_pull", "allow_delete"):
+            if getattr(self, name) and not self.ollama:
+                raise ValueError(f"{name} needs ollama, whose routes it is for")
         check_choice("fim_order", self.fim_order, FIM_ORDERS)
         if any(not _API_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError(

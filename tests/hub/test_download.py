@@ -155,3 +155,30 @@ def test_a_hub_that_cannot_be_reached(hub: SmallHub, tmp_path: Path) -> None:
         0,
         "the hub cannot be reached; using only.gguf from the cache\n",
     )
+
+
+WATCH = """
+import sys
+from llamapipe.hub import model_file
+
+class Stop(Exception):
+    pass
+
+def watch(name, n_bytes, n_here):
+    print(name, n_here == n_bytes)
+    if sys.argv[1] == "stop":
+        raise Stop
+
+try:
+    print(model_file("some/model", ":F16", progress=False, watch=watch).name)
+except Stop:
+    print("stopped")
+"""
+
+
+def test_a_download_is_watched_and_can_be_stopped(hub: SmallHub, tmp_path: Path) -> None:
+    stopped, done = (
+        run_script(WATCH, how, env=settings(hub, tmp_path)).splitlines() for how in ("stop", "continue")
+    )
+    assert (stopped[-1], done[-1]) == ("stopped", "m-F16.gguf")
+    assert "m-F16.gguf True" in done

@@ -35,10 +35,24 @@ def demo_server(folder: Path, *names: str) -> Iterator[str]:
 
 
 @contextmanager
+def ollama_server(folder: Path) -> Iterator[str]:
+    """The same with Ollama's API: the models ``gemma4`` and ``bert``."""
+    settings = ServerSettings(model_names=("gemma4",), embedding_names=("bert",), ollama=True)
+    with (
+        lp.Model(infilling_model(folder / "demo.gguf"), chat_template=template(TOOLS_TEMPLATE).text) as model,
+        lp.Engine(model, n_ctx=4096, n_seq_max=8) as engine,
+        lp.Embedder(bert_model(folder / "bert.gguf", n_ctx=512)[0]) as embedder,
+        serve(engine, settings=settings, embedder=embedder) as server,
+    ):
+        yield server.url
+        engine.check_integrity()
+
+
+@contextmanager
 def terse_server(folder: Path) -> Iterator[str]:
     """The URL of a server whose model, ``terse`` or ``other``, gives short values where JSON is forced."""
     path = terse_model(folder / "terse.gguf", template(TOOLS_TEMPLATE).text)
-    settings = ServerSettings(model_names=("terse", "other"))
+    settings = ServerSettings(model_names=("terse", "other"), ollama=True)
     with (
         lp.Engine(path, n_ctx=8192, n_seq_max=4) as engine,
         lp.Embedder(bert_model(folder / "bert.gguf", n_ctx=512)[0]) as embedder,

@@ -1,0 +1,241 @@
+"""``/api/pull``, ``/api/delete`` and ``/api/copy``: files of the Hugging Face Hub, and further names of the model.
+
+The server serves one model. A pulled file is there for the next start. Files of Ollama's own store are only read.
+Each route needs an option of the operator, and a key if other machines can reach the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from starlette.responses import Response
+
+from llamapipe import hub
+from llamapipe._messages import quoted
+from llamapipe.errors import ModelLoadError
+from llamapipe.ollama_models import find_stored
+from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream, line
+from llamapipe.server.errors import ApiError
+from llamapipe.server.fields import Only
+from llamapipe.server.guard import listens_on_loopback
+from llamapipe.server.ollama import check_chat_model, is_named
+
+if TYPE_CHECKING:
+    from llamapipe.server.application import ServerState
+
+_MOST_PULLS = 2  # at once
+_MOST_COPIES = 100
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:-]{0,255}")
+
+
+class PullRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /api/pull``. ``name``: the older name of ``model``."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+    insecure: Annotated[bool | None, Only(False)] = None
+    username: Annotated[str | None, Only("")] = None
+    password: Annotated[str | None, Only("")] = None
+
+
+class DeleteRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``DELETE /api/delete``. ``name``: the older name of ``model``."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+class CopyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /api/copy``."""
+
+    source: str
+    destination: str
+
+
+def _named(request: PullRequest | DeleteRequest) -> str:
+    name = request.model or request.name
+    if not name:
+        raise ApiError(400, "model is missing", "model")
+    return name
+
+
+def _is_served(state: ServerState, name: str) -> bool:
+    return any(is_named(name, known) for known in state.all_names)
+
+
+def _check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
+    """Raises ApiError 403 unless the operator allows it."""
+    if not is_allowed:
+        raise ApiError(403, f"this server does not allow it; start it with {option}", code="not_allowed")
+    state = exchange.server
+    if not state.settings.api_keys and not listens_on_loopback(state, exchange.scope):
+        raise ApiError(
+            403,
+            f"{option} needs an API key where other machines reach the server (--api-key-file)",
+            code="not_allowed",
+        )
+
+
+def _reference(name: str) -> hub.Reference:
+    """The file of the hub that a name means. Raises ApiError 400."""
+    text = name.removesuffix(":latest")
+    try:
+        return hub.parse(hub.hub_name(text) or text)
+    except ValueError:
+        raise ApiError(
+            400,
+            f"{quoted(name)} is no model of the Hugging Face Hub, where this server's models come from; write "
+            "hf.co/OWNER/REPO:QUANT",
+            "model",
+        ) from None
+
+
+# ---- pull
+async def pull(exchange: Exchange, request: PullRequest) -> Response:
+    """``POST /api/pull``: downloads a model into the cache of the hub. A model that is served is there already."""
+    name = _named(request)
+    state = exchange.server
+    if _is_served(state, name):
+        done = _Pull(exchange, None)
+    else:
+        _check_allowed(exchange, state.settings.allow_pull, "--allow-pull")
+        done = _Pull(exchange, _reference(name))
+        if state.n_pulls >= _MOST_PULLS:
+            raise ApiError(
+                429, f"{state.n_pulls} models are being downloaded, which is the limit", code="too_many_pulls"
+            )
+    if request.stream is False:
+        await done.run()
+        return JsonResponse(_SUCCESS)
+    return LineStream(exchange, done.lines(), ping=line({"status": "pulling"}), sign=done.news)
+
+
+_SUCCESS = {"status": "success"}
+
+
+class _UnwantedError(Exception):
+    """Nobody waits for the download any longer."""
+
+
+class _Pull:
+    """One download. ``reference``: None if there is nothing to download."""
+
+    def __init__(self, exchange: Exchange, reference: hub.Reference | None) -> None:
+        self._state = exchange.server
+        self._reference = reference
+        self._stopped = threading.Event()
+        self._files: dict[str, tuple[int, int]] = {}  # bytes of each, and how many of them are here
+        self._told: dict[str, tuple[int, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"<_Pull {self._reference}>"
+
+    def _watch(self, name: str, n_bytes: int, n_here: int) -> None:
+        if self._stopped.is_set():
+            raise _UnwantedError
+        self._files[name] = n_bytes, n_here
+
+    async def run(self) -> None:
+        """Downloads. If its task is cancelled, the download ends with its next part. Raises ApiError."""
+        if self._reference is None:
+            return
+        self._state.n_pulls += 1
+        job = asyncio.ensure_future(
+            asyncio.to_thread(hub.model_file, *self._reference, progress=False, watch=self._watch)
+        )
+        job.add_done_callback(self._ended)
+        try:
+            await asyncio.shield(job)
+        except ModelLoadError as e:
+            raise ApiError(404, str(e), "model", "model_not_found") from None
+        except ImportError as e:
+            raise ApiError(400, str(e)) from None
+        except OSError as e:
+            raise ApiError(507, f"the model cannot be kept: {e}") from None
+        finally:
+            self._stopped.set()
+
+    def _ended(self, job: asyncio.Future[Any]) -> None:
+        self._state.n_pulls -= 1
+        if not job.cancelled():
+            job.exception()
+
+    def news(self) -> bytes:
+        """Lines for the files of which more has arrived."""
+        made = b""
+        for name, counts in list(self._files.items()):
+            if self._told.get(name) != counts:
+                self._told[name] = counts
+                total, completed = counts
+                made += line(
+                    {"status": f"pulling {name}", "digest": name, "total": total, "completed": completed}
+                )
+        return made
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        """The lines of the stream."""
+        yield line({"status": "pulling manifest"})
+        await self.run()
+        if news := self.news():
+            yield news
+        yield line(_SUCCESS)
+
+
+# ---- delete and copy
+async def delete(exchange: Exchange, request: DeleteRequest) -> Response:
+    """``DELETE /api/delete``: a name made by a copy, or a file in the cache of the hub."""
+    name = _named(request)
+    state = exchange.server
+    _check_allowed(exchange, state.settings.allow_delete, "--allow-delete")
+    for copied in state.copies:
+        if is_named(name, copied):
+            state.copies.remove(copied)
+            return Response()
+    if _is_served(state, name):
+        raise ApiError(403, f"the model {quoted(name)} is loaded; stop the server instead", "model")
+    if _is_stored(name):
+        raise ApiError(403, f"the model {quoted(name)} belongs to Ollama: use ollama rm", "model")
+    reference = _reference(name)
+    try:
+        path = await asyncio.to_thread(hub.model_file, *reference, local_files_only=True, progress=False)
+        if path.resolve() in {model.path.resolve() for model in state.models}:
+            raise ApiError(403, f"the model {quoted(name)} is loaded; stop the server instead", "model")
+        await asyncio.to_thread(hub.delete, *reference)
+    except ModelLoadError as e:
+        raise ApiError(404, str(e), "model", "model_not_found") from None
+    except ImportError as e:
+        raise ApiError(400, str(e)) from None
+    return Response()
+
+
+def _is_stored(name: str) -> bool:
+    try:
+        find_stored(name)
+    except (ValueError, ModelLoadError):
+        return False
+    return True
+
+
+async def copy(exchange: Exchange, request: CopyRequest) -> Response:
+    """``POST /api/copy``: another name for the model, until the server ends."""
+    state = exchange.server
+    _check_allowed(exchange, state.settings.allow_pull, "--allow-pull")
+    check_chat_model(state, request.source)
+    if not _NAME.fullmatch(request.destination):
+        raise ApiError(
+            400, f"destination: {quoted(request.destination)} is no name of a model", "destination"
+        )
+    if state.worker is not None:
+        raise ApiError(400, "each worker has its names: give the model another one with --alias")
+    if _is_served(state, request.destination):
+        return Response()
+    if len(state.copies) >= _MOST_COPIES:
+        raise ApiError(400, f"the model has {_MOST_COPIES} further names, which is the limit", "destination")
+    state.copies.append(request.destination.removesuffix(":latest"))
+    return Response()

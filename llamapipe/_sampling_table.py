@@ -166,6 +166,12 @@ OPTIONS: Final = (
         metavar=None, why_no_flag=_ONE_CALLER, fields=(), why_no_field="a client must not overtake the others"),
     _flag("cache", "share the KV cells of prefixes with other requests", metavar=None, why_no_flag=_ONE_CALLER,
         fields=("cache_prompt",)),
+    SamplingOption(Kind.TEXT, "speculate",
+        "guess the next tokens from the text so far (ngram), or never (off); by default where it saves time",
+        optional=True, metavar="KIND"),
+    SamplingOption(Kind.TEXT, "prediction", "the text that the output is expected to be like", optional=True,
+        metavar="TEXT", fields=(), why_no_field="it is an object, as in OpenAI's API, or a text",
+        route_fields=("prediction",)),
     SamplingOption(Kind.TEXT, "cache_salt", "share KV cells only with requests of the same salt", optional=True,
         why_no_flag=_ONE_CALLER),
 )  # fmt: skip

@@ -42,6 +42,7 @@ from llamapipe._engine.request import Request
 from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
 from llamapipe._engine.score_requests import ScoreJob, perplexity_job, score_job, tokens_job
 from llamapipe._engine.snapshot import Snapshot, SnapshotFormat, unpack
+from llamapipe._engine.speculation import Gate
 from llamapipe._engine.submit import (
     ERROR_MODES,
     CallOptions,
@@ -284,6 +285,10 @@ class Engine(NotCopyable):
 
                 publisher = undo.enter_context(closing(Publisher(kv_events, model.name)))
                 tracker = publisher.tracker
+            # Cells of wrong guesses are removed, which recurrent states and sliding windows do not allow.
+            can_guess = not model.is_recurrent and not model.n_swa
+            n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
+            gate = Gate(n_score_rows if can_guess else 0, splits=not unified)
             scheduler = Scheduler(
                 KvCache.for_context(
                     context,
@@ -298,10 +303,11 @@ class Engine(NotCopyable):
                 context.n_batch,
                 context.n_ubatch,
                 padding_token,
-                n_score_rows=max(context.n_outputs_max - context.n_seq_max, 1),
+                n_score_rows=n_score_rows,
                 prefill_cutoff=prefill_cutoff(context),
                 max_itl_s=max_itl_s,
                 overflow=_overflow(context, overflow, n_keep),
+                gate=gate,
             )
             self.model = model
             self.n_ctx = context.n_ctx
@@ -318,7 +324,7 @@ class Engine(NotCopyable):
                 shares and not self._queue.is_limited and context.n_cells >= context.n_ctx * context.n_seq_max
             )
             n_sharing = context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
-            self._request_builder = RequestBuilder(model, context.n_ctx, n_sharing)
+            self._request_builder = RequestBuilder(model, context.n_ctx, n_sharing, gate.n_most > 0)
             self._chat_builder = ChatBuilder(model, self._request_builder)
             self.trace = Trace(pipeline)
             tuner = make_tuner(

@@ -16,6 +16,7 @@ class NoToken(IntEnum):
     LATER = -4  # the token follows: see ``Executor.sample``
     FINISHED = -5  # the constraint allows no further token, and the text is complete
     SETTLED = -6  # no draw: the sampler knows now whether a further token is allowed
+    NOT_DRAWN = -7  # the row follows a guessed token that was not drawn
 
 
 class LlamapipeError(Exception):

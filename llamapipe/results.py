@@ -262,6 +262,9 @@ class EngineStats:
     ``n_threads``: compute threads in use now; ``n_thread_changes``: how often the engine changed their number.
     ``n_used_cells``: KV cells of running requests. ``n_cache_hit_tokens``: prompt tokens that were in the prefix cache;
     ``n_saved``, ``n_restored``: sequences copied to host memory and back; ``cache_bytes``: host memory they take now.
+    ``n_drafted``: guessed tokens that were computed; ``n_accepted``: those that were right, each of which spared its
+    request a step; ``n_forced``: of these, those that a constraint had forced; ``n_steps_saved``: steps that all
+    requests of a batch were spared.
     ``step_times``: from the launch of a step until its tokens are sampled.
     ``queue_times``: from a request's submission until it has a slot.
     """
@@ -294,6 +297,10 @@ class EngineStats:
     n_saved: int = 0
     n_restored: int = 0
     cache_bytes: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    n_forced: int = 0
+    n_steps_saved: int = 0
     step_times: TimeHistogram = _NO_TIMES
     queue_times: TimeHistogram = _NO_TIMES
 

@@ -266,6 +266,8 @@ class DeltaSink(Sink):
         stopped = self._text.stopped
         logprobs = (token_logprob(request, token, self._piece),) if request.wants_logprobs else None
         if stopped or request.finish_reason is not None:
+            if self._last[1]:  # after a right guess the last step has several tokens
+                self.mailbox.put(Delta(*self._last, None))
             self._last = (text, (token,), logprobs)
         else:
             self.mailbox.put(Delta(text, (token,), logprobs, None))

@@ -39,11 +39,13 @@ class Executor(Protocol):
 
     ``overlaps``: a launch returns before its step is computed, so there is time for other work before ``sample``.
     ``late_errors``: errors of a launch are raised by ``sample``. ``depth``: most steps launched and not sampled.
+    ``n_guessing``: the rows of the last ``sample`` whose samplers can guess what follows.
     """
 
     overlaps: bool
     late_errors: bool
     depth: int
+    n_guessing: int
 
     def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
         """Performs these operations in order, after the steps launched before; keeps saved cells by their keys.
@@ -88,8 +90,13 @@ class Executor(Protocol):
         Only after a ``sample`` of all its entries in their order. Returns and raises as ``launch`` does.
         """
 
-    def sample(self, step_id: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+    def sample(
+        self, step_id: int, rows: Sequence[int], samplers: Sequence[Any], guessed: Sequence[int] = ()
+    ) -> list[int]:
         """Draws and accepts a token for each output entry of a step; a NoToken where none can be drawn.
+
+        ``guessed``: for each row the token that was computed after it, or -1; empty: none. Rows of one sampler that
+        follow one another are drawn from until a token differs; the others get ``NoToken.NOT_DRAWN``.
 
         ``NoToken.LATER``: the sampler takes long; ``take_drawn`` will have its token.
         """
@@ -165,10 +172,13 @@ class StepExecutor:
         self._outputs = new("int8_t[]", n)
         self._rows, self._sampled = (new("int32_t[]", context.n_seq_max) for _ in range(2))
         self._asked: tuple[Sequence[int], Sequence[AnySampler]] = ((), ())
+        self._guessed: Any = self._native.ffi.NULL
+        self._asked_guessed: Sequence[int] = ()
         self._all_native = True
         self._samplers = new("lp_sampler *[]", context.n_seq_max)
         self._in_graph = context.graph_sampling
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
+        self.n_guessing = 0
         self._handle = pipeline.handle  # what calls go to
         self._wakes: LaunchWakeList | None = None
         # Requests whose slots are lent draw too.
@@ -331,7 +341,12 @@ class StepExecutor:
     ) -> tuple[Any, Any]:
         """Samplers (or NULL) and targets (-1: none, or too many) of each output, in the order of the batch."""
         ffi, n_targets = self._native.ffi, self._native.lib.LP_TARGETS
-        by_entry = dict(zip(rows, samplers, strict=True))  # of several of one row, one
+        # Of several samplers of one row, one. The rows after guessed tokens are drawn from with later numbers.
+        by_entry = {
+            r: s
+            for i, (r, s) in enumerate(zip(rows, samplers, strict=True))
+            if not i or s is not samplers[i - 1]
+        }
         entries = [i for i, output in enumerate(outputs) if output]
         known = [by_entry[i].handle if i in by_entry and by_entry[i].is_native else ffi.NULL for i in entries]
         wanted: list[int] = []
@@ -361,13 +376,17 @@ class StepExecutor:
     def _fail(self, code: int) -> NoReturn:
         raise self.pipeline.error(code, n_tokens=self._n)
 
-    def sample(self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler]) -> list[int]:
+    def sample(
+        self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler], guessed: Sequence[int] = ()
+    ) -> list[int]:
         """Draws and accepts a token for each output entry of a step; see ``Executor.sample``.
 
         Its rows stay until ``depth`` more steps are launched.
         """
         self._context.claim()
         self._asked = (rows, samplers)
+        self._asked_guessed = guessed
+        self._guessed = self._native.ffi.new("int32_t[]", guessed) if guessed else self._native.ffi.NULL
         self._n_rows = len(rows)
         self._all_native = all(map(_is_native, samplers))
         if self._all_native:
@@ -376,40 +395,68 @@ class StepExecutor:
 
     def _set_rows(self, rows: Sequence[int], samplers: Sequence[AnySampler]) -> None:
         n = len(rows)
-        if n > len(self._rows):  # requests that wait for a slot get their first tokens, too
+        self._grow(n)
+        self._rows[0:n] = rows
+        self._samplers[0 : len(samplers)] = list(map(_handle, samplers))
+
+    def _grow(self, n: int) -> None:
+        """Room for ``n`` rows: requests that wait for a slot get their first tokens, and guesses have rows, too."""
+        if n > len(self._rows):
             new = self._native.ffi.new
             self._rows, self._sampled = (new("int32_t[]", n) for _ in range(2))
             self._samplers = new("lp_sampler *[]", n)
-        self._rows[0:n] = rows
-        self._samplers[0 : len(samplers)] = list(map(_handle, samplers))
 
     def sample_repeat(self, step_id: int) -> list[int]:
         native, n = self._native, self._n_rows
         if not self._all_native:
             return self._sample_in_background(step_id)
-        code = native.lib.lp_sample_rows(self._handle, step_id, n, self._rows, self._samplers, self._sampled)
+        code = native.lib.lp_sample_rows(
+            self._handle, step_id, n, self._rows, self._samplers, self._guessed, self._sampled
+        )
         if code < 0:
             self._sampling_failed(code)
+        self.n_guessing = code
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
 
     def _sample_in_background(self, step_id: int) -> list[int]:
         """``sample`` where draws may take long."""
         rows, samplers = self._asked
         patience_s = (perf_counter() - self._launched_s) / 2
+        self.n_guessing = 0
         drawn = self._background.draw(
-            rows, samplers, partial(self._row, step_id), partial(self._sample_native, step_id), patience_s
+            rows,
+            samplers,
+            partial(self._row, step_id),
+            partial(self._sample_native, step_id),
+            patience_s,
+            self._asked_guessed,
         )
+        self.n_guessing += sum(
+            isinstance(s, BackgroundSampler) and s.looks_ahead and bool(s.guess(1)[0]) for s in samplers
+        )
+        self._grow(len(rows))
         self._rows[0 : len(rows)] = rows
         self._sampled[0 : len(drawn)] = drawn
         return drawn
 
-    def _sample_native(self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler]) -> list[int]:
+    def _sample_native(
+        self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler], guessed: Sequence[int] = ()
+    ) -> list[int]:
         """Draws and accepts a token, or a NoToken, for each of these output entries."""
         native, n = self._native, len(rows)
         self._set_rows(rows, samplers)
-        code = native.lib.lp_sample_rows(self._handle, step_id, n, self._rows, self._samplers, self._sampled)
+        code = native.lib.lp_sample_rows(
+            self._handle,
+            step_id,
+            n,
+            self._rows,
+            self._samplers,
+            native.ffi.new("int32_t[]", guessed) if guessed else native.ffi.NULL,
+            self._sampled,
+        )
         if code < 0:
             self._sampling_failed(code)
+        self.n_guessing += code
         drawn: list[int] = native.ffi.unpack(self._sampled, n)
         for sampler, token in zip(samplers, drawn, strict=True):
             if token == NoToken.SAMPLER_FAILED:

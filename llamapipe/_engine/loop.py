@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, takewhile
 from operator import attrgetter
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -218,10 +218,13 @@ def draw(executor: Executor, launched: InFlightStep) -> list[int]:
             return executor.sample_repeat(launched.step_id)
         if not requests and not executor.late_errors:
             return []
+        if plan.n_guessed:
+            return executor.sample(launched.step_id, plan.rows, launched.samplers, plan.guessed)
         return executor.sample(launched.step_id, plan.rows, launched.samplers)
     here = [i for i, request in enumerate(requests) if request.batch_plan is plan]
     samplers = [requests[i].sampler for i in here]
-    drawn = executor.sample(launched.step_id, [plan.rows[i] for i in here], samplers)
+    guessed = [plan.guessed[i] for i in here] if plan.n_guessed else ()
+    drawn = executor.sample(launched.step_id, [plan.rows[i] for i in here], samplers, guessed)
     sampled = [0] * len(requests)
     for i, token in zip(here, drawn, strict=True):
         sampled[i] = token
@@ -390,6 +393,12 @@ def gain(compute_s: float, other_s: float) -> float:
     """The predicted gain of two micro-batches over one."""
     slowest = max(2 * compute_s, other_s, compute_s + other_s / 2)
     return (compute_s + other_s) / slowest if slowest > 0 else 1.0
+
+
+def _n_tokens_of(request: Request, following: Sequence[tuple[Request, int]]) -> int:
+    """How many of the next undelivered tokens are in this request's sequence."""
+    tokens = takewhile(lambda pair: pair[0] is request, following)
+    return sum(token >= 0 and token not in request.stop_tokens for _, token in tokens)
 
 
 _MAX_SKIPPED_WINDOWS = 7
@@ -602,6 +611,10 @@ class EngineLoop:
             launch_s=self._launch_s,
             sample_s=self._sample_s,
             deliver_s=self._deliver_s,
+            n_drafted=self._scheduler.gate.n_drafted,
+            n_accepted=self._scheduler.gate.n_accepted,
+            n_forced=self._scheduler.gate.n_forced,
+            n_steps_saved=self._scheduler.gate.n_steps_saved,
             **self._executor.stats(),
         )
 
@@ -773,6 +786,7 @@ class EngineLoop:
         began = perf_counter()
         try:
             sampled = draw(executor, oldest)
+            scheduler.can_guess = executor.n_guessing > 0
             if plan.scored:
                 damaged = score(executor, oldest)
         except (ContextFullError, DecodeError) as e:  # a step that is computed asynchronously fails here
@@ -799,12 +813,15 @@ class EngineLoop:
         self._step_times.add(drawn - oldest.began_s)
         scheduler.observe(plan, drawn - oldest.began_s)
         self._n_steps += 1
-        self._n_generated += len(sampled)
-        self._n_prompt += len(plan.tokens) - plan.n_decode - len(plan.padding)
+        n_sampled = len(sampled)
+        if plan.n_guessed:
+            n_sampled -= sampled.count(NoToken.NOT_DRAWN)
+        self._n_generated += n_sampled
+        self._n_prompt += len(plan.tokens) - plan.n_decode - plan.n_guessed - len(plan.padding)
         self._sample_s += drawn - began
         if not executor.overlaps:
             self._deliver()
-        elif self._micro_batches.stepped(len(sampled)):
+        elif self._micro_batches.stepped(n_sampled):
             scheduler.split_decoding(self._micro_batches.n)
 
     def _deliver(self) -> None:
@@ -813,17 +830,23 @@ class EngineLoop:
             return
         began = perf_counter()
         undelivered, self._undelivered = self._undelivered, []
+        n_left = len(undelivered)
         for request, token in undelivered:
+            n_left -= 1
             if request not in self.open:
                 continue  # it was cancelled meanwhile
+            has_more = (
+                n_left > 0 and undelivered[-n_left][0] is request
+            )  # a right guess: several tokens of one step
             if (
                 token >= 0
                 and request.error is None
                 and token not in request.stop_tokens
                 and request.sink.token(request, token)
             ):
-                self._scheduler.stop(request)
-            if request.finish_reason is not None:
+                self._scheduler.stop(request, _n_tokens_of(request, undelivered[-n_left:]) if has_more else 0)
+                has_more = False
+            if request.finish_reason is not None and not has_more:
                 self._finished(request)
         if self.dispatcher.pending:
             self._flush()

@@ -17,6 +17,8 @@ reasons:
    per-sequence KV, prompts and decoding are separate passes anyway; decoding then yields to steps of prompts, for at
    most ``n_ubatch`` prompt tokens in total.
 
+A request that decodes may have guessed tokens after its last one; ``speculation.py`` says which.
+
 In a plan the entries that decode come first, then the prompts': ``Scheduler.commit`` relies on it. Pure policy.
 """
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from llamapipe._engine.scheduler import Running
 
 
+_NONE: Mapping[Request, Sequence[int]] = {}
 # Functions in C, for lists that are made in every step.
 _slot, _n_past, _tokens = attrgetter("slot"), attrgetter("n_past"), attrgetter("tokens")
 _slot_of_chunk, _last = attrgetter("request.slot"), itemgetter(-1)
@@ -53,7 +56,9 @@ class ScoredRows(NamedTuple):
 class BatchPlan:
     """The batch of one step, as parallel lists over its entries, and the requests that get a token from it.
 
-    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``.
+    ``rows[i]`` is the batch entry whose logits continue ``requests[i]``. If tokens are guessed, a request has several
+    rows, one after another, and ``guessed[i]`` is the token whose entry follows that of ``rows[i]``; -1: none.
+    ``n_guessed``: how many such entries there are; 0: ``guessed`` is empty.
     ``scheduled``: each request in the batch with its number of entries; the first ``n_decode`` of them decode.
     ``scored``: rows that score the requests' own tokens. ``padding``: cells of entries that only keep the batch in one
     piece; they are removed after the step.
@@ -65,8 +70,10 @@ class BatchPlan:
     """
 
     __slots__ = (
+        "guessed",
         "in_flight",
         "n_decode",
+        "n_guessed",
         "outputs",
         "padding",
         "positions",
@@ -89,7 +96,9 @@ class BatchPlan:
         self.scheduled: list[tuple[Request, int]] = []
         self.scored: list[ScoredRows] = []
         self.padding: list[Remove] = []
+        self.guessed: Sequence[int] = ()
         self.n_decode = 0
+        self.n_guessed = 0
         self.repeats = False
         self.in_flight = True
 
@@ -224,7 +233,7 @@ class BatchBuilder:
     ) -> None:
         self.budget = PrefillBudget(max_itl_s)
         self._n_batch = n_batch
-        self._n_ubatch = n_ubatch
+        self.n_ubatch = n_ubatch
         self._prefill_cutoff = UNLIMITED if prefill_cutoff is None else prefill_cutoff
         self._n_waited = 0  # prompt tokens that decoding has yielded to
         self._n_last = 0  # those of them in the last step
@@ -233,12 +242,17 @@ class BatchBuilder:
         self.depth = 1
         self.n_micro_batches = 1
 
-    def plan(self, running: Running, parked: Mapping[int, Cells]) -> BatchPlan:
+    def plan(
+        self, running: Running, parked: Mapping[int, Cells], guesses: Mapping[Request, Sequence[int]] = _NONE
+    ) -> BatchPlan:
         """The plan of the next step, from requests that are in no step in flight. Without tokens if there are none.
 
-        ``parked``: cells in slots without a request.
+        ``parked``: cells in slots without a request. ``guesses``: tokens to compute after the last ones of requests.
         """
         plan = BatchPlan()
+        if guesses:
+            self._decode_with_guesses(plan, running.decoding, guesses)
+            return plan
         waits = bool(running.decoding and running.prefilling) and self._decoding_waits(running)
         if running.decoding and not waits:
             self._decode(plan, running, parked)
@@ -268,7 +282,7 @@ class BatchBuilder:
             if n_step == 0 and not request.is_streaming:
                 return False
             if n_step >= self._prefill_cutoff:
-                n_next = n_uncomputed if n_uncomputed <= self._n_ubatch else self._prefill_cutoff
+                n_next = n_uncomputed if n_uncomputed <= self.n_ubatch else self._prefill_cutoff
                 break
             n_step += n_uncomputed
         if n_step == 0:
@@ -277,7 +291,7 @@ class BatchBuilder:
         if n_step < self._prefill_cutoff and 0 < self._n_last < self._prefill_cutoff:
             return False
         # Leave room in the decode delay (one ubatch) for the first prompt of the next step.
-        return self._n_waited + n_step + n_next <= min(self._n_ubatch, self._n_beside(running))
+        return self._n_waited + n_step + n_next <= min(self.n_ubatch, self._n_beside(running))
 
     def _n_beside(self, running: Running) -> int:
         """The most prompt tokens beside requests that decode."""
@@ -309,6 +323,27 @@ class BatchBuilder:
         ):
             self._pad_gaps(plan, running, parked, self._padding_token)
 
+    def _decode_with_guesses(
+        self, plan: BatchPlan, decoding: Sequence[Request], guesses: Mapping[Request, Sequence[int]]
+    ) -> None:
+        """Each request's last token, and the guessed ones after it. Nothing prefills, and no gap is padded."""
+        plan.n_decode = len(decoding)
+        guessed: list[int] = []
+        for request in decoding:
+            guess = guesses.get(request, ())
+            n = 1 + len(guess)
+            plan.tokens += (request.tokens[-1], *guess)
+            plan.positions += range(request.n_past, request.n_past + n)
+            plan.seq_ids += (request.slot,) * n
+            plan.requests += (request,) * n
+            guessed += (*guess, -1)
+            plan.scheduled.append((request, n))
+            plan.n_guessed += n - 1
+            request.batch_plan = plan
+        plan.guessed = guessed
+        plan.outputs = [1] * len(plan.tokens)
+        plan.rows = list(range(len(plan.tokens)))
+
     def _pad_gaps(
         self, plan: BatchPlan, running: Running, parked: Mapping[int, Cells], padding_token: int
     ) -> None:
@@ -333,14 +368,14 @@ class BatchBuilder:
     def _prefill(self, plan: BatchPlan, running: Running) -> None:
         step_room = self._n_batch - len(plan.tokens)
         if running.decoding:
-            step_room = min(step_room, max(self._n_ubatch - len(plan.tokens), 1), self._n_beside(running))
+            step_room = min(step_room, max(self.n_ubatch - len(plan.tokens), 1), self._n_beside(running))
         elif (self.depth > 1 and running.only_scores) or (
             len(running.prefilling) > 1 and not running.only_scores
         ):
             # llama.cpp computes one ubatch at a time anyway. Smaller steps deliver the first prompt's token before the
             # last prompt is computed.
-            step_room = min(step_room, self._n_ubatch)
-        budget = min(step_room, self._n_ubatch - self._n_waited) if running.decoding else step_room
+            step_room = min(step_room, self.n_ubatch)
+        budget = min(step_room, self.n_ubatch - self._n_waited) if running.decoding else step_room
         n_reserved = _reserved(running.prefilling, budget) if len(running.prefilling) > 1 else 0
         n_rows = min(self._n_score_rows, self.budget.n_rows()) if running.decoding else self._n_score_rows
         chunks: list[Chunk] = []

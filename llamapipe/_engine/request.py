@@ -28,16 +28,21 @@ class Sampler(Protocol):
     """What the scheduler and the engine loop need of a request's sampler.
 
     ``finished``: no token may follow the accepted ones; final unless ``is_busy``. ``error``: why the last draw failed,
-    if the sampler failed. ``n_draws``: the number of its last draw in another thread.
+    if the sampler failed. ``n_draws``: the number of its last draw in another thread. ``is_forced``: what it guesses is
+    text that a constraint forces.
     """
 
     finished: bool
     error: Exception | None
     n_draws: int
+    is_forced: bool
 
     @property
     def is_busy(self) -> bool:
         """Whether another thread works on its next token."""
+
+    def guess(self, n: int) -> tuple[Sequence[int], float]:
+        """At most ``n`` tokens that may follow the last one, and how many of such guesses, of 1, were right."""
 
     def logprobs(self) -> tuple[float, Sequence[tuple[int, float]]]:
         """The log-probability of the last token, and the most probable tokens with theirs."""
@@ -114,7 +119,8 @@ class RequestSpec(NamedTuple):
     saved and pinned at its end. ``logprob_targets``: which of its own tokens are scored. ``wants_logprobs``: each
     generated token comes with log-probabilities. ``priority``: requests of a higher one come first. ``caller``:
     requests of one caller share its turns; None: it has no others. ``share``: callers of one share take turns with
-    those of others. ``n_generated``: how many of its last tokens were generated before.
+    those of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may have
+    tokens that its sampler guesses.
     """
 
     max_tokens: int | None = None
@@ -134,6 +140,7 @@ class RequestSpec(NamedTuple):
     caller: object = None
     share: Hashable = None
     n_generated: int = 0
+    speculates: bool = False
 
 
 _DEFAULT = RequestSpec()

@@ -28,6 +28,7 @@ from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from llamapipe._engine.request import Request, Sampler
+from llamapipe._engine.speculation import FORCED_SHARE, MOST_GUESSED
 from llamapipe._sampling_table import SAMPLER_ORDER
 from llamapipe.errors import ConstraintError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.host.cores import usable_cores
@@ -143,6 +144,9 @@ class SamplerFactory:
 
                 constraint = {name: getattr(params, name), "json_whitespace": params.json_whitespace}
                 self._guide = compile_guide(vocab, **constraint).new
+        self._predicted = (
+            vocab.tokenize(params.prediction, add_special=False) if params.prediction is not None else []
+        )
         self._options = self._make_options()
 
     @property
@@ -181,11 +185,16 @@ class SamplerFactory:
         build = partial(self._build, request.spec.seed, *self._accepted(request))
         budget = request.spec.grammar_budget if self.is_constrained else None
         assert budget is None or isinstance(budget, GrammarBudget)
-        return BackgroundSampler(build, budget, request.spec.share, bool(self.params.logits_processors))
+        is_python = bool(self.params.logits_processors)
+        looks_ahead = request.spec.speculates and self._guide is not None and not is_python
+        return BackgroundSampler(build, budget, request.spec.share, is_python, looks_ahead)
 
     def make_chain(self, request: Request) -> SamplerChain:
         """The same as a chain of this thread. Raises ValueError or DecodeError if the constraint refuses tokens."""
-        return self._build(request.spec.seed, *self._accepted(request))
+        chain = self._build(request.spec.seed, *self._accepted(request))
+        if request.spec.speculates:
+            chain.watch(self._predicted, request.tokens, own=True)
+        return chain
 
     def rebuild(self, sampler: Sampler, request: Request) -> None:
         """Resets a sampler to its request's changed sequence. Engine thread."""
@@ -323,7 +332,8 @@ class BackgroundSampler:
     """Makes and uses a ``SamplerChain`` in ``SamplingThreads``. Methods are for the engine thread.
 
     ``build``: makes the chain. ``budget``: of its jobs' processor time, perhaps with other samplers; None: no limit.
-    ``share``, ``is_python``: of its jobs, see SamplingThreads.
+    ``share``, ``is_python``: of its jobs, see SamplingThreads. ``looks_ahead``: it guesses the tokens of text that its
+    guide forces.
 
     While a step is computed, the mask for its row is: the token before it is all that a mask needs. If the mask is
     ready, the row is drawn from as any other (``is_ready``). If it is not, or a processor wants the row, ``draw``
@@ -334,6 +344,7 @@ class BackgroundSampler:
     """
 
     is_native = False
+    is_forced = True
 
     def __init__(
         self,
@@ -341,7 +352,12 @@ class BackgroundSampler:
         budget: GrammarBudget | None,
         share: Hashable = None,
         is_python: bool = True,
+        looks_ahead: bool = False,
     ) -> None:
+        self.looks_ahead = looks_ahead
+        self.settled: Callable[[], object] | None = None  # called, in any thread, when there are no more jobs
+        self._ahead: tuple[list[int], list[npt.NDArray[np.uint32]]] = ([], [])
+        self._forced_share = FORCED_SHARE
         self.finished = False
         self.error: Exception | None = None
         self.draw_s = 0.0
@@ -393,6 +409,8 @@ class BackgroundSampler:
                         self._budget.spent_s += thread_time() - began_s
                         self.error = self.error or self._budget.error()
                     self._n_done += 1
+                    if self.settled is not None and not self.is_busy:
+                        self.settled()
                     is_slowed = on_slowed_thread()
             finally:
                 self._turn.release()
@@ -432,9 +450,32 @@ class BackgroundSampler:
         self.error = self._chain.error
         return False
 
-    def took(self, token: int) -> None:
-        """The token was drawn from a native row. Begins with the next mask."""
-        self._add(lambda: self._accept(token), self._advance)
+    def took(self, *tokens: int) -> None:
+        """These tokens were drawn from native rows. Begins with the next mask."""
+        self._add(*(partial(self._accept, token) for token in tokens), self._advance)
+
+    def draw_along(
+        self,
+        rows: Sequence[int],
+        guessed: Sequence[int],
+        draw_native: Callable[[Sequence[int], Sequence[Any], Sequence[int]], list[int]],
+    ) -> list[int]:
+        """Draws from native rows after a guess, each with its mask, until a token differs. After ``ask``."""
+        assert self._chain is not None
+        masks, tokens = self._ahead[1], []
+        for i, row in enumerate(rows):
+            if i:
+                self._chain.show_mask(masks[i - 1])
+            tokens += draw_native([row], [self], ())
+            if tokens[-1] != guessed[i]:
+                break
+        n_right = len(tokens) - 1
+        self._forced_share += 0.1 * (n_right / (len(rows) - 1) - self._forced_share)
+        if tokens[-1] >= 0:
+            self.took(*tokens)
+        else:
+            self._add(*(partial(self._accept, token) for token in tokens[:-1]))
+        return tokens + [NoToken.NOT_DRAWN] * (len(rows) - len(tokens))
 
     def draw(self, row: npt.NDArray[np.float32], drawn: PutToken) -> int:
         """Begins to draw from a row of the caller's, after the jobs so far. Returns the number of the draw.
@@ -456,6 +497,10 @@ class BackgroundSampler:
     def rebuild(self, change: Callable[[SamplerChain], object]) -> None:
         """Starts over: ``change`` resets the chain and accepts another sequence."""
         self._add(lambda: self._rebuild(change))
+
+    def guess(self, n: int) -> tuple[Sequence[int], float]:
+        """The tokens of the text that its guide forces, if that is known by now."""
+        return self._ahead[0][:n] if self.is_ready else (), self._forced_share
 
     def logprobs(self) -> tuple[float, Sequence[tuple[int, float]]]:
         """Those of the last draw."""
@@ -487,6 +532,7 @@ class BackgroundSampler:
         chain = self._chain
         if chain is not None and chain.guide is not None:
             self.finished = chain.finished = chain.guide.finished
+            self._look_ahead()
 
     def _accept(self, token: int) -> None:
         chain = self._chain
@@ -502,8 +548,19 @@ class BackgroundSampler:
             return
         if chain.advance_guide():
             self.finished = chain.finished
+            self._look_ahead()
         else:
             self.error = chain.error
+
+    def _look_ahead(self) -> None:
+        guide = None if self._chain is None else self._chain.guide
+        if self.looks_ahead and guide is not None and not self.finished:
+            try:
+                self._ahead = guide.look_ahead(MOST_GUESSED)
+            except DecodeError as e:
+                self.error = e
+        else:
+            self._ahead = [], []
 
     def _draw(self, row: npt.NDArray[np.float32], drawn: PutToken, number: int, began_s: float) -> None:
         token: int = NoToken.SAMPLER_FAILED
@@ -541,6 +598,8 @@ class BackgroundSampler:
 # The wait is half a step, within these limits. With less, requests of small models would often miss a step only because
 # waking a thread takes time.
 _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.0005, 0.005
+# Of the wait for what a constraint forces next, in times of the wait for a token: it may save a step.
+_PATIENCE_AHEAD = 0.2
 _SHORTEST_WAIT_S = 2e-5  # SimpleQueue.get() with a shorter timeout may not end: see Inbox.run_next
 
 AnySampler = SamplerChain | BackgroundSampler
@@ -559,6 +618,7 @@ class BackgroundDraws:
         self._tokens: SimpleQueue[Drawn] = SimpleQueue()
         self._kept: list[Drawn] = []  # of earlier steps, found while this one's were waited for
         self._n_late = 0  # tokens that ``take`` will return
+        self._settled: SimpleQueue[None] = SimpleQueue()  # an item for each sampler that has no more jobs
 
     def __repr__(self) -> str:
         return f"<BackgroundDraws n_late={self._n_late} {self.threads!r}>"
@@ -568,20 +628,34 @@ class BackgroundDraws:
         rows: Sequence[int],
         samplers: Sequence[AnySampler],
         copied: Callable[[int], npt.NDArray[np.float32]],
-        draw_native: Callable[[Sequence[int], Sequence[AnySampler]], list[int]],
+        draw_native: Callable[[Sequence[int], Sequence[AnySampler], Sequence[int]], list[int]],
         patience_s: float,
+        guessed: Sequence[int] = (),
     ) -> list[int]:
         """A token or NoToken for each row. Begins the draws that may take long, makes the others, and waits a moment.
 
         ``copied``: a copy of a row's logits. ``draw_native``: draws from rows whose samplers need no Python.
-        ``patience_s``: longest wait. Samplers whose last draw took longer are not waited for.
+        ``patience_s``: longest wait. Samplers whose last draw took longer are not waited for. ``guessed``: as
+        ``Executor.sample`` has it.
         """
         drawn = [0] * len(rows)
         at_once: list[int] = []
         pending: dict[tuple[BackgroundSampler, int], int] = {}
+        looking: list[BackgroundSampler] = []
         for i, sampler in enumerate(samplers):
             if isinstance(sampler, SamplerChain):
                 at_once.append(i)
+                continue
+            if sampler.looks_ahead and (not looking or looking[-1] is not sampler):
+                looking.append(sampler)
+            if guessed and i and samplers[i - 1] is sampler:
+                if drawn[i] != NoToken.NOT_DRAWN:
+                    continue  # drawn with the first of its rows
+            elif guessed and guessed[i] >= 0 and sampler.is_ready and sampler.error is None and sampler.ask():
+                end = i + 1
+                while end < len(rows) and samplers[end] is sampler:
+                    end += 1
+                drawn[i:end] = sampler.draw_along(rows[i:end], guessed[i:end], draw_native)
             elif sampler.is_ready and sampler.finished:
                 drawn[i] = NoToken.FINISHED
             elif sampler.is_ready and sampler.error is None and sampler.ask():
@@ -589,7 +663,8 @@ class BackgroundDraws:
             else:
                 pending[sampler, sampler.draw(copied(rows[i]), self._put)] = i
         if at_once:
-            tokens = draw_native([rows[i] for i in at_once], [samplers[i] for i in at_once])
+            expected = [guessed[i] for i in at_once] if guessed else ()
+            tokens = draw_native([rows[i] for i in at_once], [samplers[i] for i in at_once], expected)
             for i, token in zip(at_once, tokens, strict=True):
                 drawn[i] = token
                 sampler = samplers[i]
@@ -599,7 +674,24 @@ class BackgroundDraws:
             self._wait(pending, drawn, min(max(patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S))
             for i in pending.values():
                 drawn[i] = NoToken.LATER
+        if looking:
+            self._await_masks(looking, min(_PATIENCE_AHEAD * patience_s, _LEAST_PATIENCE_S))
         return drawn
+
+    def _await_masks(self, samplers: Sequence[BackgroundSampler], patience_s: float) -> None:
+        """Waits a moment for what the samplers' guides force next: with that, the next step may take several tokens."""
+        deadline_s = perf_counter() + patience_s
+        with suppress(Empty):
+            while any(sampler.is_busy for sampler in samplers):
+                left_s = deadline_s - perf_counter()
+                if left_s < _SHORTEST_WAIT_S:
+                    return
+                for sampler in samplers:
+                    sampler.settled = self._put_settled
+                self._settled.get(timeout=left_s)
+
+    def _put_settled(self) -> None:
+        self._settled.put(None)
 
     def _put(self, sampler: BackgroundSampler, number: int, token: int) -> None:
         """Adds a token. Threads of samplers."""

@@ -28,14 +28,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from llamapipe._engine.kv import CellChanges, KvCache, Shift
+from llamapipe._engine.kv import CellChanges, KvCache, Remove, Shift
 from llamapipe._engine.planner import BatchBuilder, BatchPlan
 from llamapipe._engine.request import Request, State
 from llamapipe._engine.scoring import LogprobTargets
+from llamapipe._engine.speculation import MOST_GUESSED, Gate, Guess
 from llamapipe.errors import NoToken
 
 _MAX_COUNTED = 256  # tokens that a request may generate, as its cost; few generate all that they may
@@ -358,10 +359,11 @@ class Scheduler:
 
     Sequences of at most ``n_ctx`` positions each and ``n_cells`` in all, in the slots of ``cache``; ``n_batch`` tokens
     in a step, of which llama.cpp computes ``n_ubatch`` at a time. For ``padding_token``, ``n_score_rows``,
-    ``prefill_cutoff`` and ``max_itl_s`` see BatchBuilder, for ``overflow`` Overflow.
+    ``prefill_cutoff`` and ``max_itl_s`` see BatchBuilder, for ``overflow`` Overflow, for ``gate`` Gate.
 
     ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
     again. ``awaiting_end``: those with their last token whose samplers do not know yet whether the text is complete.
+    ``can_guess``: whether a sampler of the last step can guess what follows.
     """
 
     def __init__(
@@ -376,6 +378,7 @@ class Scheduler:
         prefill_cutoff: int | None = None,
         max_itl_s: float | None = None,
         overflow: Overflow | None = None,
+        gate: Gate | None = None,
     ) -> None:
         if n_cells < n_ctx:
             raise ValueError(
@@ -389,6 +392,8 @@ class Scheduler:
         self.batch_builder = BatchBuilder(
             n_batch, n_ubatch, padding_token, n_score_rows, prefill_cutoff, max_itl_s
         )
+        self.gate = Gate() if gate is None else gate
+        self.can_guess = False
         self._scarce = n_cells < n_ctx * cache.n_slots
         self._full = False  # a step found no cells: admit no request before one has left
         self._n_arrived = 0
@@ -521,8 +526,16 @@ class Scheduler:
         self._leave(request)
         request.move(State.FINISHED)
 
-    def stop(self, request: Request) -> None:
-        """Ends a request whose text completed a stop string, also if its last token had ended it already."""
+    def stop(self, request: Request, n_after: int = 0) -> None:
+        """Ends a request whose text completed a stop string, also if its last token had ended it already.
+
+        ``n_after``: tokens of the sequence after that string, which are dropped.
+        """
+        if n_after:
+            del request.tokens[-n_after:]
+            request.n_generated -= n_after
+            request.n_total -= n_after
+            self.cache.truncate(request, min(request.n_past, len(request.tokens)))
         self.finish(request, "stop")
         request.finish_reason = "stop"
 
@@ -584,7 +597,10 @@ class Scheduler:
             self._make_room()
         if self._n_gaps >= _LEAST_GAPS:
             self._close_gaps()
+        guesses = self._guesses() if self.can_guess else None
         last, self._last = self._last, None
+        if guesses:
+            return self.batch_builder.plan(running, self.cache.parked, guesses)
         if last is not None and self._n_moves == running.n_moves and self.batch_builder.n_micro_batches == 1:
             last.repeats = last.in_flight = True
             if self._closes_gaps:
@@ -596,12 +612,44 @@ class Scheduler:
             self._count_gaps(plan)
         return plan if plan.tokens else None  # none: all requests are in steps in flight
 
+    def _guesses(self) -> Mapping[Request, Sequence[int]]:
+        """The guessed tokens to compute in the next step."""
+        self.can_guess = False
+        running, gate = self._running, self.gate
+        if running.prefilling or self.batch_builder.n_micro_batches > 1 or not gate.n_most:
+            return {}
+        n_most = MOST_GUESSED
+        if self._scarce:  # a guess must not cost others their cells
+            n_most = min(n_most, (self.n_cells - running.n_cells - self.cache.n_parked_cells) // len(running))
+        guesses = []
+        for request in running.decoding:
+            # The token after the last right one is drawn as well.
+            n = min(
+                n_most,
+                request.max_tokens - request.n_generated - 1,
+                request.token_budget - request.n_total - 1,
+                self.n_ctx - len(request.tokens) - 1,
+            )
+            if n <= 0 or request.sampler is None or not request.spec.speculates:
+                continue
+            tokens, share = request.sampler.guess(n)
+            for i, token in enumerate(tokens):
+                if token in request.stop_tokens:  # nothing follows one
+                    tokens = tokens[:i]
+                    break
+            if tokens:
+                guesses.append(Guess(request, tokens, share))
+        n = len(running.decoding)
+        return gate.choose(n, guesses, self.batch_builder.n_ubatch - n) if guesses else {}
+
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
         """Records a step: its KV cells, and the token of each of ``plan.requests`` (or a NoToken).
 
         Returns the requests that are still part of the step, with their tokens.
         """
         plan.in_flight = False
+        if plan.n_guessed:
+            return self._commit_guesses(plan, sampled)
         for request, n in plan.scheduled:
             if request.batch_plan is plan:
                 request.n_past += n
@@ -635,6 +683,34 @@ class Scheduler:
             )
         return [pair for pair in taken if pair[1] != _LATER] if _LATER in sampled else taken
 
+    def _commit_guesses(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        """``commit`` of a step with guessed tokens: a row that was drawn from is that of a right one."""
+        taken: list[tuple[Request, int]] = []
+        gate, before = self.gate, None
+        n_drawn: dict[Request, int] = {}
+        gate.n_drafted += plan.n_guessed
+        for i, (request, token) in enumerate(zip(plan.requests, sampled, strict=True)):
+            if request.batch_plan is plan and token != NoToken.NOT_DRAWN:
+                if request is before and request.sampler is not None:  # the guessed token before it was right
+                    gate.n_accepted += 1
+                    gate.n_forced += request.sampler.is_forced
+                before = request
+                n_drawn[request] = n_drawn.get(request, 0) + 1
+                request.n_past += 1
+                if token != _LATER:
+                    taken.append((request, token))
+                # The sampler knows all of the step's tokens: whether one may follow concerns the last one.
+                is_last = plan.guessed[i] < 0 or sampled[i + 1] == NoToken.NOT_DRAWN
+                self._add_token(request, token, is_last)
+        gate.n_steps_saved += min(n_drawn.values(), default=1) - 1
+        # The cells of wrong ones. Where a request has left its slot, these cells were removed with that.
+        self.cache.memory_ops += [
+            Remove(request.slot, request.n_past)
+            for request, n in plan.scheduled
+            if n > 1 and request.batch_plan is plan and request.slot >= 0
+        ]
+        return taken
+
     def drawn(self, request: Request, token: int) -> None:
         """Records a token that was drawn after its step (or a NoToken), for a request that ``is_drawing``."""
         request.is_drawing = False
@@ -650,8 +726,8 @@ class Scheduler:
         elif request in self._waiting.paused:  # preempted meanwhile
             self.resume(request)
 
-    def _add_token(self, request: Request, token: int) -> None:
-        """Continues a request with a token, or ends it."""
+    def _add_token(self, request: Request, token: int, is_last: bool = True) -> None:
+        """Continues a request with a token, or ends it. ``is_last``: of its tokens of the step."""
         if token in request.stop_tokens:
             request.stop_token = token
             self.finish(request, "stop")
@@ -664,7 +740,7 @@ class Scheduler:
         tokens.append(token)
         n_generated = request.n_generated = request.n_generated + 1
         request.n_total += 1
-        if sampler is not None and sampler.finished:
+        if sampler is not None and sampler.finished and is_last:
             self.finish(request, "stop")
         elif n_generated >= request.max_tokens or (
             len(tokens) >= self.n_ctx and not self._drop_old_tokens(request)
@@ -706,8 +782,10 @@ class Scheduler:
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """Learns the time of a step, from its launch to its tokens."""
+        if (self.can_guess and plan.n_decode == len(plan.tokens)) or plan.n_guessed:
+            self.gate.observe(plan.n_decode, plan.n_guessed, seconds)
         budget = self.batch_builder.budget
-        if budget.is_on and plan.n_decode:
+        if budget.is_on and plan.n_decode and not plan.n_guessed:
             n = len(plan.tokens) - plan.n_decode - len(plan.padding)
             n_rows = sum(len(scored.entries) for scored in plan.scored)
             budget.observe(n, sum(plan.positions[-n:]) / n if n else 0.0, seconds, n_rows)

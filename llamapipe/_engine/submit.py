@@ -303,12 +303,14 @@ class RequestBuilder:
     """Checks against a model and the context length of one engine. Any thread.
 
     ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
+    ``speculates``: whether steps may have guessed tokens.
     """
 
-    def __init__(self, model: Model, n_ctx: int, n_sharing: int = 1) -> None:
+    def __init__(self, model: Model, n_ctx: int, n_sharing: int = 1, speculates: bool = False) -> None:
         self._model = model
         self.n_ctx = n_ctx
         self.n_sharing = n_sharing
+        self._speculates = speculates
         self._eog = model.vocab.eog_tokens
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
@@ -564,6 +566,11 @@ class RequestBuilder:
             wants_logprobs=params.logprobs is not None,
             priority=params.priority,
             share=tenant.get().share,
+            # A sequence that its caller may change needs a sampler that has drawn no further, log-probabilities theirs.
+            speculates=self._speculates
+            and params.speculate != "off"
+            and params.logprobs is None
+            and not resumable,
         )
 
 

@@ -48,6 +48,9 @@ class Guide(Protocol):
     def accept(self, token: int) -> None:
         """Takes the token that follows."""
 
+    def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
+        """At most ``n`` tokens of text that follows in any case, and the masks after them."""
+
     def reset(self, tokens: Sequence[int]) -> None:
         """Begins anew, after these tokens. Raises DecodeError where they are not allowed."""
 
@@ -107,9 +110,23 @@ class SamplerChain(NotCopyable):
         """Whether a processor is called with ``tokens``."""
         return True in self._with_tokens
 
+    # ---- guesses of what follows
+    def watch(self, predicted: Sequence[int], text: Sequence[int], own: bool) -> None:
+        """Begins to guess the tokens that follow ``text``: from ``predicted``, and from the text itself if ``own``."""
+        predicted, text = list(predicted), list(text)
+        self._check(self._lib.lp_sampler_watch(self.handle, len(predicted), predicted, len(text), text, own))
+
+    def guess(self, n: int) -> tuple[list[int], float]:
+        """At most ``n`` tokens that may follow, and how many of such guesses, of 1, were right."""
+        ffi = self._native.ffi
+        tokens, share = ffi.new("int32_t[]", n), ffi.new("double *")
+        found = self._lib.lp_sampler_guess(self.handle, n, tokens, share)
+        return ffi.unpack(tokens, found), share[0]
+
     # ---- use
     is_busy = False  # no other thread works for it
     n_draws = 0
+    is_forced = False
 
     @property
     def is_native(self) -> bool:
@@ -202,12 +219,16 @@ class SamplerChain(NotCopyable):
             mask = self.guide.mask()
             if mask.dtype != np.uint32 or mask.size < -(-self.n_vocab // 32):
                 raise ValueError(f"the mask is {mask.dtype} {mask.shape}; it must have a bit for each token")
-            self._mask = mask  # the native chain looks into it
-            self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.from_buffer("uint32_t[]", mask))
+            self.show_mask(mask)
         except BaseException as e:
             self.error = _as_exception(e)
             return False
         return True
+
+    def show_mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        """The next draw takes only tokens whose bits are set."""
+        self._mask = mask  # the native chain looks into it
+        self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.from_buffer("uint32_t[]", mask))
 
     def tell_guide(self, token: int) -> bool:
         """Tells the guide of the token that was drawn; False when it failed, with ``error`` set."""

@@ -26,6 +26,7 @@ from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResp
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
 from llamapipe.server.generation import ChatJob, chat_logprobs, check_n_messages, check_top, template_args
+from llamapipe.server.sampling import predicted
 from llamapipe.server.tools import Tools, custom_arguments, custom_input, tools_of
 
 _NO_AUDIO = "this server answers in text"
@@ -56,7 +57,6 @@ class ChatRequest(Streamed, kw_only=True):
     audio: Annotated[dict[str, Any] | None, Unused({})] = None
     metadata: Annotated[dict[str, Any] | None, Unused({})] = None
     moderation: Annotated[dict[str, Any] | None, Unused()] = None
-    prediction: Annotated[dict[str, Any] | None, Unused()] = None
     prompt_cache_key: Annotated[str | None, Unused()] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, Unused({})] = None
     prompt_cache_retention: Annotated[str | None, Unused()] = None
@@ -119,6 +119,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1)}
     if request.logprobs:
         more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
+    more.update(predicted(request.prediction))
     params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
     args = template_args(request.chat_template_kwargs, request.reasoning_effort, "reasoning_effort")
     if request.documents is not None:

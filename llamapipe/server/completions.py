@@ -32,7 +32,7 @@ from llamapipe.server.generation import (
     prompts_of,
     total_choices,
 )
-from llamapipe.server.sampling import Sampling, with_field
+from llamapipe.server.sampling import Prediction, Sampling, predicted, with_field
 from llamapipe.streams import AsyncStream, PromptProgress
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Streamed(Sampling, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_progress: bool | None = None  # of llama-server: a stream tells how much of the prompt is computed
+    prediction: Prediction | str | None = None
     user: Annotated[str | None, Unused()] = None
 
     def check(self) -> None:
@@ -338,6 +339,7 @@ class _Job:
         if asked is not None:
             more["prompt_logprobs"] = asked
         total_choices(exchange.server, n_prompts(request.prompt) * best_of)
+        more.update(predicted(request.prediction))
         params = request.params(lambda text: vocab.tokenize(text, add_special=False), **more)
         constraint = request.constraint()
         await check_params(exchange.server, params, "" if constraint is None else constraint.field)

@@ -54,6 +54,28 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return schema
 
 
+class PredictionPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A part of a predicted text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's name of the text that the output is expected to be like."""
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+
+def predicted(given: Prediction | str | None) -> dict[str, str]:
+    """The field of ``SamplingParams`` for a request's prediction."""
+    if given is None:
+        return {}
+    text = given.content if isinstance(given, Prediction) else given
+    return {"prediction": text if isinstance(text, str) else "".join(part.text for part in text)}
+
+
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's name of the format of the answer's text."""
 

@@ -55,7 +55,7 @@ class GrammarTokenizer:
         self.n_words = (vocab.n_vocab + 31) // 32
         tokens, special = token_bytes(vocab)
         end = vocab.n_vocab
-        source = _Source([*tokens, b"<end>"], [*special, end], end, vocab)
+        source = self._source = _Source([*tokens, b"<end>"], [*special, end], end, vocab)
         with awaited_at_exit():
             self.native: Any = library.LLTokenizer(library.TokenizerWrapper(source))
         self.eog = _bits(self.n_words, np.fromiter(vocab.eog_tokens, np.int64, len(vocab.eog_tokens)))
@@ -64,6 +64,25 @@ class GrammarTokenizer:
 
     def __repr__(self) -> str:
         return f"<GrammarTokenizer n_vocab={self.n_vocab}>"
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """The tokens that a text in the middle of another one usually has. Empty if these bytes have none."""
+        try:
+            decoded = text.decode()
+        except UnicodeDecodeError:
+            return []
+        pieces = self._source.tokens
+        for before in ("", "\n"):  # some vocabularies put a space before a text's first word
+            tokens = self._source(before + decoded)
+            n_left = len(text)
+            for i in range(len(tokens), 0, -1):
+                n_left -= len(pieces[tokens[i - 1]])
+                if n_left <= 0:
+                    found = tokens[i - 1 :]
+                    if n_left == 0 and b"".join(pieces[token] for token in found) == text:
+                        return found
+                    break
+        return []
 
 
 def token_bytes(vocab: Vocab) -> tuple[list[bytes], list[int]]:
@@ -223,6 +242,41 @@ class Guide:
             word = int(words[0])
             bits = int(self._mask[word] & self._tokenizer.not_eog[word])
             self.accept(32 * word + (bits & -bits).bit_length() - 1)
+
+    # ---- looking ahead
+    def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
+        """At most ``n`` tokens of the text that every continuation has, and the mask after each of them.
+
+        The text is certain, its tokens are the usual ones: ``mask`` allows others, too. Nothing is accepted. Raises as
+        ``prepare`` does.
+        """
+        self.prepare()
+        matcher = self._open()
+        forced: bytes = b"" if self._finished else matcher.compute_ff_bytes()
+        if not forced:
+            return [], []
+        tokens = self._tokenizer.tokens_of(forced)[:n]
+        tokens = tokens[: matcher.validate_tokens(tokens)] if tokens else []
+        if not tokens:
+            return [], []
+        words, state = self._words.copy(), (self._may_end, self._finished)
+        masks: list[npt.NDArray[np.uint32]] = []
+        n_accepted = 0
+        try:
+            for token in tokens:
+                self.accept(token)
+                n_accepted += 1
+                mask = self.mask().copy()
+                if not mask.any():  # complete, in a vocabulary without an end token
+                    break
+                masks.append(mask)
+        except DecodeError:  # a dead end, or a limit: the request meets it when it gets there
+            pass
+        self.rollback(n_accepted)
+        self._words[:] = words
+        self._may_end, self._finished = state
+        self._prepared = True
+        return tokens[: len(masks)], masks
 
     # ---- going back
     def rollback(self, n_tokens: int) -> None:

@@ -85,6 +85,8 @@ values = {
     "infill": st.booleans(),
     "cache": st.booleans(),
     "cache_salt": st.text(min_size=1, max_size=5) | st.none(),
+    "speculate": st.sampled_from([None, "off", "ngram"]),
+    "prediction": st.text(max_size=5) | st.none(),
     "priority": st.integers(-1000, 1000),
     "grammar_timeout": st.floats(1e-3, 1e9) | st.none(),
     "min_tokens": st.just(0),  # at most max_tokens: has a test of its own

@@ -82,6 +82,9 @@ class Always:
 
     def accept(self, token: int) -> None: ...
 
+    def look_ahead(self, n: int) -> tuple[list[int], list[npt.NDArray[np.uint32]]]:
+        return [], []
+
     def reset(self, tokens: Sequence[int]) -> None: ...
 
     def close(self) -> None: ...

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from support.fakes import FakeContext
 from support.simulation import simulate
 
 from llamapipe._engine import loop as engine_loop
@@ -161,6 +162,42 @@ def _count_the_stop_token() -> AbstractContextManager[Any]:
     return patch.object(Scheduler, "_add_token", wrong)
 
 
+def _keep_cells_of_guesses() -> AbstractContextManager[Any]:
+    commit = Scheduler._commit_guesses
+
+    def wrong(self: Scheduler, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        n_ops = len(self.cache.memory_ops)
+        taken = commit(self, plan, sampled)
+        del self.cache.memory_ops[n_ops:]
+        return taken
+
+    return patch.object(Scheduler, "_commit_guesses", wrong)
+
+
+def _draw_after_wrong_guesses() -> AbstractContextManager[Any]:
+    def wrong(self: Any, said: Sequence[int], samplers: Sequence[Any], guessed: Sequence[int]) -> list[int]:
+        self.n_guessing = len(samplers)
+        return [
+            token if sampler is None else self._draw(token, sampler)
+            for token, sampler in zip(said, samplers, strict=True)
+        ]
+
+    return patch.object(FakeContext, "_draw_all", wrong)
+
+
+def _count_wrong_guesses() -> AbstractContextManager[Any]:
+    commit = Scheduler._commit_guesses
+
+    def wrong(self: Scheduler, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        taken = commit(self, plan, sampled)
+        for request, n in plan.scheduled:
+            if n > 1 and request.slot >= 0:
+                request.n_past = len(request.tokens)
+        return taken
+
+    return patch.object(Scheduler, "_commit_guesses", wrong)
+
+
 PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "cells of requests that ended are not removed": _park_without_removing,
     "preempted requests are not resumed": _resume_only_running,
@@ -177,6 +214,9 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "threads are not woken": lambda: patch.object(ResultDispatcher, "add_thread", nothing),
     "samplers are not closed": lambda: patch.object(StepsInFlight, "retire", nothing),
     "a cancelled request gets no answer": lambda: patch.object(EngineLoop, "cancel", nothing),
+    "cells of wrong guesses stay": _keep_cells_of_guesses,
+    "what follows a wrong guess is drawn": _draw_after_wrong_guesses,
+    "the last token counts as computed with the guesses": _count_wrong_guesses,
     "pauses are ignored": lambda: patch.object(Scheduler, "_pause", nothing),
 }
 

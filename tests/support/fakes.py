@@ -11,7 +11,7 @@ from zlib import crc32
 
 from llamapipe._engine.kv import CellChanges, Copy, Forget, MemoryOp, Remove, Restore, Save, Shift
 from llamapipe._engine.scoring import TokenScore
-from llamapipe.errors import ContextFullError, EngineClosedError
+from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
 
 N_VOCAB = 101
 
@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 class FakeSampler:
     """A sampler that records the tokens it draws. Using it after ``close`` is an AssertionError."""
 
-    finished = is_busy = False
+    finished = is_busy = is_forced = False
     n_draws = 0
     error: Exception | None = None
 
@@ -71,6 +71,9 @@ class FakeSampler:
         if token >= 0:
             self.accepted.append(token)
         return token
+
+    def guess(self, n: int) -> tuple[Sequence[int], float]:
+        return (), 0.0
 
     def accept(self, tokens: Iterable[int]) -> None:
         assert not self.closed, "a closed sampler was used"
@@ -119,6 +122,7 @@ class FakeContext:
 
     overlaps = late_errors = False
     depth = 1
+    n_guessing = 0
     n_score_rows = 32
 
     def __init__(
@@ -336,7 +340,9 @@ class FakeContext:
         """Nobody measures this one."""
         return {}
 
-    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+    def sample(
+        self, step: int, rows: Sequence[int], samplers: Sequence[Any], guessed: Sequence[int] = ()
+    ) -> list[int]:
         """What the model says after each of the output entries, through its sampler (None: as it is)."""
         self._claim()
         assert step == self.n_launches - 1, f"step {step} is sampled after {self.n_launches} launches"
@@ -348,8 +354,24 @@ class FakeContext:
         assert self._rows.keys() >= set(rows), f"{rows} are not all outputs of the last batch: {self._rows}"
         said = [self._rows[row] for row in rows]
         self._asked = (rows, samplers)
-        self._sampled = [t if s is None else s.draw(t) for t, s in zip(said, samplers, strict=True)]
+        self._sampled = self._draw_all(said, samplers, guessed)
         return self._sampled.copy()
+
+    def _draw_all(self, said: Sequence[int], samplers: Sequence[Any], guessed: Sequence[int]) -> list[int]:
+        """A token from each row, but none after a wrong guess."""
+        drawn: list[int] = []
+        self.n_guessing = 0
+        for i, (token, sampler) in enumerate(zip(said, samplers, strict=True)):
+            if i and guessed and guessed[i - 1] >= 0 and drawn[-1] != guessed[i - 1]:
+                assert sampler is samplers[i - 1], "the rows of a sampler are not together"
+                drawn.append(NoToken.NOT_DRAWN)
+            else:
+                drawn.append(token if sampler is None else self._draw(token, sampler))
+            self.n_guessing += sampler is not None
+        return drawn
+
+    def _draw(self, token: int, sampler: Any) -> int:
+        return int(sampler.draw(token))
 
     def take_drawn(self) -> list[tuple[Any, int, int]]:
         """All tokens are drawn at once."""

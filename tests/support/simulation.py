@@ -39,6 +39,7 @@ from llamapipe._engine.kv import KvCache
 from llamapipe._engine.loop import EngineLoop, Inbox
 from llamapipe._engine.request import Request, RequestSpec, State
 from llamapipe._engine.scheduler import Overflow, Scheduler
+from llamapipe._engine.speculation import Gate
 from llamapipe._engine.submit import QueueLimit
 from llamapipe.errors import ContextFullError, DecodeError, InvalidRequestError, NoToken
 from llamapipe.results import Completion, Delta, Token
@@ -267,10 +268,23 @@ class SimInbox(Inbox):
 class SimSampler(FakeSampler):
     """Sometimes another thread draws, and the end of a text is known late."""
 
-    def __init__(self, is_slow: bool) -> None:
+    def __init__(self, world: World, request: Request) -> None:
         super().__init__()
-        self.is_slow = is_slow
+        self.is_slow = world.rng.random() < 0.3
         self.n_draws = 0
+        self._world = world
+        self._request = request
+
+    def guess(self, n: int) -> tuple[Sequence[int], float]:
+        """What follows, now and then with a mistake."""
+        rng, tokens = self._world.rng, list(self._request.tokens)
+        if rng.random() < 0.3:
+            return (), 0.0
+        guessed = []
+        for _ in range(rng.randrange(1, n + 1)):
+            guessed.append(next_token(tokens, N_VOCAB) if rng.random() < 0.85 else rng.randrange(N_VOCAB))
+            tokens.append(guessed[-1])
+        return guessed, 0.85
 
 
 class SimExecutor(FakeContext):
@@ -323,13 +337,15 @@ class SimExecutor(FakeContext):
         if isinstance(dispatcher, SimWakeList):
             dispatcher.sleepers.all()
 
-    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+    def sample(
+        self, step: int, rows: Sequence[int], samplers: Sequence[Any], guessed: Sequence[int] = ()
+    ) -> list[int]:
         self.world.pass_time(max(self._done_at[step] - self.world.now, 0.0))
         if step in self._errors:
             raise self._errors.pop(step)
         said = [self._rows_of[step][row] for row in rows]
         self._asked = (rows, samplers)
-        self._sampled = [self._draw(t, s) for t, s in zip(said, samplers, strict=True)]
+        self._sampled = self._draw_all(said, samplers, guessed)
         return self._sampled.copy()
 
     def _draw(self, token: int, sampler: SimSampler) -> int:
@@ -402,6 +418,7 @@ class Simulation:
             rng.choice((4, 8)) if context.n_batch == 8 else 16,
             padding_token=None if is_unified else 0,
             overflow=Overflow("recompute", 2) if self.can_overflow else None,
+            gate=Gate(0 if context.recurrent or rng.random() < 0.3 else rng.choice((3, 8))),
         )
         self.queue = QueueLimit(rng.choice((None, None, 2, 5)))
         self.loop = EngineLoop(self.scheduler, context, rng.choice((0.0, 0.001)), self.queue.remove)
@@ -547,13 +564,14 @@ class Simulation:
             priority=rng.choice((0, 0, 0, 1, -1)),
             uses_cache=rng.random() < 0.9,
             caller=rng.randrange(3),
+            speculates=not options.get("resumable"),
             **options,
         )
         return Request(tokens, spec)
 
     def make(self, request: Request) -> SimSampler:
         """As a sampler factory does."""
-        self.samplers.append(SimSampler(self.world.rng.random() < 0.3))
+        self.samplers.append(SimSampler(self.world, request))
         return self.samplers[-1]
 
     def rebuild(self, sampler: SimSampler, request: Request) -> None:

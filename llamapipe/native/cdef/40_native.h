@@ -214,11 +214,15 @@ enum lp_no_token {
     LP_LATER            = -4, // another thread draws
     LP_FINISHED         = -5, // the constraint allows no further token
     LP_SETTLED          = -6, // whether a further token is allowed is known now
+    // In both:
+    LP_NOT_DRAWN        = -7, // the row follows a guess that was wrong
 };
 // Waits for a launched step, then draws and accepts a token from the row of each entry: a token or an lp_no_token.
-// Returns how many have no token, or a negative code.
+// `guessed` (or NULL): the token that was computed after each entry, -1 where none was. Rows of one sampler that follow one
+// another are drawn from until a token is not the guessed one. Returns how many samplers can guess what follows, or a
+// negative code.
 int lp_sample_rows(lp_pipeline * pipeline, int64_t step, int n_rows, const int32_t * entries, lp_sampler ** samplers,
-                   int32_t * tokens);
+                   const int32_t * guessed, int32_t * tokens);
 // The row of an output entry; NULL if the entry is not an output or the step failed. Valid as long as the step's rows.
 const float * lp_step_row(lp_pipeline * pipeline, int64_t step, int entry);
 // Scores tokens by the rows of entries: log-probabilities, whether each token is the most probable, and the n_top most

@@ -37,12 +37,16 @@ template <typename Use> int with_row(const Rows & rows, int i, Use && use) {
     return use(lp::Row(all));
 }
 
-// Draws and accepts a token for each row that has none yet. Returns how many have no token afterwards, but an lp_no_token:
-// their requests fail, the others continue.
-int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, const Rows & rows) {
-    int n_failed = 0;
+// Draws and accepts a token for each row that has none yet. A row may have an lp_no_token afterwards: its request fails, the
+// others continue. For `guessed` see lp_sample_rows. Returns how many rows have a sampler that can guess what follows.
+int draw_rows(int n_rows, lp_sampler ** samplers, const int32_t * guessed, int32_t * tokens, const Rows & rows) {
+    int n_guessing = 0;
     for (int i = 0; i < n_rows; i++) {
         lp_sampler & sampler = *samplers[i];
+        if (guessed && i > 0 && guessed[i - 1] >= 0 && tokens[i - 1] != guessed[i - 1]) {
+            tokens[i] = LP_NOT_DRAWN;  // so what follows it differs, too, up to the last row of its sampler
+            continue;
+        }
         const int    code    = lp::guard(LP_ERROR, [&] {
             if (tokens[i] >= 0) {  // by the graph
                 const int noted = sampler.n_logprobs < 0 ? 0 : with_row(rows, i, [&](const lp::Row & row) {
@@ -64,10 +68,12 @@ int draw_rows(int n_rows, lp_sampler ** samplers, int32_t * tokens, const Rows &
             tokens[i] = code == LP_ERROR_LOGITS ? LP_NO_FINITE_LOGIT
                         : code == LP_ERROR_MASK ? LP_NO_ALLOWED_TOKEN
                                                 : LP_SAMPLER_FAILED;
-            n_failed++;
         }
     }
-    return n_failed;
+    for (int i = 0; i < n_rows; i++) {
+        n_guessing += samplers[i]->guesser && samplers[i]->guesser->has_guess();
+    }
+    return n_guessing;
 }
 
 // Waits for a step and runs `body` with it; the step's code if it failed.
@@ -94,7 +100,7 @@ template <typename Body> int with_step(lp_pipeline * pipeline, int64_t number, B
 }  // namespace
 
 int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int32_t * entries, lp_sampler ** samplers,
-                   int32_t * tokens) {
+                   const int32_t * guessed, int32_t * tokens) {
     return with_step(pipeline, number, [&](lp::Pipeline & pipe, lp::Step & step) {
         int n_drawn = 0;
         for (int i = 0; i < n_rows; i++) {
@@ -104,7 +110,7 @@ int lp_sample_rows(lp_pipeline * pipeline, int64_t number, int n_rows, const int
         if (n_drawn > 0) {
             pipe.count_drawn(n_drawn);
         }
-        return draw_rows(n_rows, samplers, tokens,
+        return draw_rows(n_rows, samplers, guessed, tokens,
                          { [&](int i, lp::Row * row) { return pipe.partial_row(step, entries[i], row); },
                            [&](int i) { return pipe.row(step, entries[i]); } });
     });
@@ -187,7 +193,7 @@ int lp_sample_context(lp_context * context, int n_rows, const int32_t * rows, lp
     return lp::guard(LP_ERROR, [&] {
         llama_context * ctx = context->shared->llama();
         std::fill(tokens, tokens + n_rows, -1);
-        return draw_rows(n_rows, samplers, tokens, { {}, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); } });
+        return draw_rows(n_rows, samplers, nullptr, tokens, { {}, [&](int i) { return llama_get_logits_ith(ctx, rows[i]); } });
     });
 }
 #endif

@@ -361,6 +361,9 @@ void lp_sampler::accepted(int32_t token) {
     accept_grammar(token);
     accept(token);
     n_accepted_++;
+    if (guesser) {
+        guesser->add(token);
+    }
 }
 
 void lp_sampler::set_penalties(int n, float repeat, float frequency, float presence) {
@@ -550,6 +553,19 @@ int lp_sampler_accept_drawn(lp_sampler * s, int n, const int32_t * tokens) {
         }
         return 0;
     });
+}
+
+int lp_sampler_watch(lp_sampler * s, int n_predicted, const int32_t * predicted, int n_text, const int32_t * text, bool own) {
+    return lp::guard(LP_ERROR, [&] {
+        s->guesser = std::make_unique<lp::Guesser>(std::vector<int32_t>(predicted, predicted + n_predicted),
+                                                   std::vector<int32_t>(text, text + n_text), own);
+        return 0;
+    });
+}
+
+int lp_sampler_guess(const lp_sampler * s, int n, int32_t * tokens, double * share) {
+    *share = 0;
+    return s->guesser ? s->guesser->guess(n, tokens, share) : 0;
 }
 
 int lp_sampler_reset(lp_sampler * s) {

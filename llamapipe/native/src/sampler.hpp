@@ -13,6 +13,7 @@
 // must be fetched.
 #pragma once
 
+#include "guesser.hpp"
 #include "native.h"
 
 #include <cmath>
@@ -158,6 +159,8 @@ struct lp_sampler {
     std::vector<llama_token_data> top;                  // p is the log-probability
 
     std::vector<lp::StageInfo> stages;
+
+    std::unique_ptr<lp::Guesser> guesser;  // of the tokens that follow; null: none is wanted
 
     bool penalizes() const { return last_n_ > 0 && (repeat_ != 1.0f || frequency_ != 0.0f || presence_ != 0.0f); }
     // Fills in at most `n` tokens whose logits the changes may raise; returns how many.

@@ -1,0 +1,179 @@
+"""How many guessed tokens a step computes.
+
+Open this file to change where guesses come from, or when they are worth a step's time.
+
+The principle: a step may compute tokens that nobody has sampled yet. The request's sampler guesses which tokens follow
+its last one, and the step has all of them as rows, each with an output. After the step the request's own sampler draws
+from these rows in order. While it draws the guessed token, the next row is the right one to draw from; at the first
+other token the rest is thrown away, and ``Scheduler.commit`` removes its cells. So every token is drawn from the same
+logits with the same uniform number as without guesses: they change how many steps a text takes, and not the text.
+
+Where guesses come from (``Sampler.guess``), the surest first:
+
+1. A constraint: text that every continuation has, such as the keys of a JSON object. The tokenization is guessed, the
+   text is certain.
+2. ``SamplingParams.prediction``: the text that the caller expects.
+3. The request's own prompt and output: what followed the last three tokens before. Never the texts of others, whose
+   content would show in times.
+
+A guess costs time, so ``Gate`` knows what steps cost and how often guesses are right. It takes as many tokens as bring
+the most tokens a second, which may be none. Guesses are for steps in which requests only decode: prompts use a step
+better. Pure policy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+from llamapipe._engine.request import Request
+
+MOST_GUESSED = 24  # tokens of a request in a step
+_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 19, 23, MOST_GUESSED)
+_KEPT = 0.75  # weight of the times so far at the next one
+_FIRST_SLOPE = 0.1  # of a token that was never tried, in times of the first: trying once tells
+_LEAST_PART = 0.25  # of a step's time is needed for any number of tokens, until that is known better
+_LEAST_GAIN = 1.03
+_LEAST_CHANCE = 0.15  # of a token to be used at all
+_RETRY = 100  # decisions against guesses, before one is made anyway: what steps cost changes
+FORCED_SHARE = 0.95  # of forced texts whose tokens are the guessed ones; most models were trained on these
+
+
+class Guess(NamedTuple):
+    """The tokens that may follow a request's last one, and how many such guesses of 1 were right."""
+
+    request: Request
+    tokens: Sequence[int]
+    share: float
+
+
+class StepTimes:
+    """The seconds of a step by its number of tokens, smoothed."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._ns: list[int] = []  # sorted keys
+
+    def __repr__(self) -> str:
+        return f"<StepTimes { {n: round(self._seconds[n], 5) for n in self._ns} }>"
+
+    def observe(self, n: int, seconds: float) -> None:
+        """Learns from one step."""
+        before = self._seconds.get(n)
+        if before is None:
+            self._ns.insert(bisect_left(self._ns, n), n)
+            self._seconds[n] = seconds
+        else:
+            # One that waited for a core says nothing about the step.
+            self._seconds[n] = _KEPT * before + (1 - _KEPT) * min(seconds, 2 * before)
+
+    def of(self, n: int) -> float:
+        """The expected seconds of a step with ``n`` tokens; 0 if nothing is known."""
+        ns, seconds = self._ns, self._seconds
+        if not ns:
+            return 0.0
+        i = bisect_left(ns, n)
+        if i < len(ns) and ns[i] == n:
+            return seconds[n]
+        if i == 0:
+            return seconds[ns[0]] * max(n / ns[0], _LEAST_PART)
+        if i < len(ns):
+            low, high = ns[i - 1], ns[i]
+            return seconds[low] + (seconds[high] - seconds[low]) * (n - low) / (high - low)
+        last = ns[-1]
+        slope = _FIRST_SLOPE * seconds[ns[0]] / ns[0]
+        if len(ns) > 1:
+            slope = max((seconds[last] - seconds[ns[0]]) / (last - ns[0]), slope)
+        return seconds[last] + slope * (n - last)
+
+
+class Gate:
+    """Chooses how many guessed tokens a step computes. Counts them.
+
+    ``n_most``: most guessed tokens of a step; 0: none ever. ``splits``: tokens of one sequence beyond those that the
+    others have are a ubatch, and so a pass over the weights (KV in streams).
+    """
+
+    def __init__(self, n_most: int = 0, splits: bool = False) -> None:
+        self.times = StepTimes()
+        self.n_most = n_most
+        self.n_drafted = self.n_accepted = self.n_forced = self.n_steps_saved = 0
+        self._splits = splits
+        self._n_refused = 0
+        self._expected_s = 0.0  # of the passes of the step that was chosen last; 0: it is one pass
+        self._factor = 1.0  # what several passes take, over the sum of what is expected of each
+
+    def __repr__(self) -> str:
+        return f"<Gate n_drafted={self.n_drafted} n_accepted={self.n_accepted} {self.times!r}>"
+
+    def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
+        """The guessed tokens, at most ``n_room``, to compute beside the last ones of ``n_decoding`` requests."""
+        plain_s = self.times.of(n_decoding)
+        if plain_s <= 0:
+            return {}
+        best, n_best, best_speed = {}, 0, _LEAST_GAIN * n_decoding / plain_s
+        tried, tried_speed = {}, 0.0
+        n_longest = max(len(guess.tokens) for guess in guesses)
+        for length in _LENGTHS:
+            chosen, n_expected = _cut(guesses, length)
+            n_added = sum(chosen.values())
+            if n_added > min(self.n_most, n_room):
+                break
+            speed = (n_decoding + n_expected) / self._seconds(n_decoding, chosen)
+            if speed > best_speed:
+                best, n_best, best_speed = chosen, n_added, speed
+            if speed > tried_speed:
+                tried, tried_speed = chosen, speed
+            if length >= n_longest:
+                break
+        if not n_best:
+            self._n_refused += 1
+            if self._n_refused < _RETRY:
+                return {}
+            best = tried
+        self._n_refused = 0
+        is_split = self._is_split(n_decoding, best)
+        self._expected_s = self._seconds(n_decoding, best) / self._factor if is_split else 0.0
+        return {
+            guess.request: guess.tokens[: best[guess.request]] for guess in guesses if guess.request in best
+        }
+
+    def _is_split(self, n_decoding: int, chosen: Mapping[Request, int]) -> bool:
+        """Whether the step is several passes: sequences have another number of tokens than others."""
+        return self._splits and (len(chosen) < n_decoding or len(set(chosen.values())) > 1)
+
+    def _seconds(self, n_decoding: int, chosen: Mapping[Request, int]) -> float:
+        """The expected seconds of a step with these guesses."""
+        if not self._is_split(n_decoding, chosen):
+            return self.times.of(n_decoding + sum(chosen.values()))
+        lengths = [*chosen.values(), *repeat(0, n_decoding - len(chosen))]
+        seconds, n_before = 0.0, -1
+        for length in sorted(set(lengths)):
+            seconds += self.times.of(sum(n >= length for n in lengths) * (length - n_before))
+            n_before = length
+        return seconds * self._factor
+
+    def observe(self, n_decoding: int, n_guessed: int, seconds: float) -> None:
+        """Learns from a step in which requests only decoded."""
+        if not n_guessed or not self._expected_s:
+            self.times.observe(n_decoding + n_guessed, seconds)
+        else:
+            found = min(max(seconds / self._expected_s, 0.25), 4.0)
+            self._factor = _KEPT * self._factor + (1 - _KEPT) * found
+
+
+def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], float]:
+    """How many tokens of each guess a step has, with at most ``length`` each, and how many are expected to be right."""
+    chosen: dict[Request, int] = {}
+    n_expected = 0.0
+    for request, tokens, share in guesses:
+        chance, n = share, 0
+        while n < min(length, len(tokens)) and chance >= _LEAST_CHANCE:
+            n_expected += chance
+            chance *= share
+            n += 1
+        if n:
+            chosen[request] = n
+    return chosen, n_expected

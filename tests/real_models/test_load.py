@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.mixed_requests import mixed_requests, told_alone, told_among_others
+from support.real_models import needs_all, real_model
 
 import llamapipe as lp
 from llamapipe.native.load import native
 
 HERE = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    "LLAMAPIPE_REAL_MODELS" not in os.environ, reason="fetches models of 0.8 GB: nox -s real_models"
-)
 
 
-def real_model(name: str) -> Path:
-    """The path of a model that tools/real_models.py knows."""
-    command = [sys.executable, str(HERE / "tools" / "real_models.py"), name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return Path(done.stdout.strip().splitlines()[-1])
-
-
+@needs_all
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["smollm2", "gemma3", "qwen-0.5b"])
 def test_texts_do_not_depend_on_the_load(name: str) -> None:

@@ -1,0 +1,165 @@
+"""The forward passes of llama, qwen2, gemma3 and bert in numpy, on the dequantized weights of a GGUF file.
+
+They follow the papers and the models' own descriptions, in float32 and without a cache: an oracle that shares nothing
+with llama.cpp but the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+
+class GgufWeights:
+    """Metadata and dequantized tensors of a file; a tensor is dequantized when it is asked for, and not kept."""
+
+    def __init__(self, path: Path) -> None:
+        reader = gguf.GGUFReader(str(path))
+        self._fields = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if not name.startswith("tokenizer.")
+        }
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = str(self._fields["general.architecture"])
+
+    def field(self, name: str, default: Any = None) -> Any:
+        return self._fields.get(f"{self.architecture}.{name}", default)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Floats:
+        tensor = self._tensors[name]
+        return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+
+    def rows(self, name: str, ids: Sequence[int]) -> Floats:
+        tensor = self._tensors[name]
+        return gguf.quants.dequantize(tensor.data[list(ids)], tensor.tensor_type).astype(np.float32)
+
+    def linear(self, x: Floats, name: str) -> Floats:
+        made: Floats = x @ self[f"{name}.weight"].T
+        return made + self[f"{name}.bias"] if f"{name}.bias" in self else made
+
+
+@lru_cache(maxsize=1)
+def opened(path: Path) -> GgufWeights:
+    """The file's weights; reading a large vocabulary takes seconds."""
+    return GgufWeights(path)
+
+
+def logprobs(path: Path, tokens: Sequence[int]) -> Floats:
+    """Log-probabilities of the next token after each of ``tokens``: ``(n_tokens, n_vocab)``."""
+    w = opened(path)
+    is_gemma = w.architecture == "gemma3"
+    epsilon = w.field("attention.layer_norm_rms_epsilon")
+    n_embd, n_head = w.field("embedding_length"), w.field("attention.head_count")
+    n_kv = w.field("attention.head_count_kv")
+    width = w.field("attention.key_length", n_embd // n_head)
+    window = w.field("attention.sliding_window")
+    n = len(tokens)
+    distance = np.arange(n)[:, None] - np.arange(n)[None, :]
+    # llama's converter reorders the rows of queries and keys so that a pair to rotate lies side by side.
+    side_by_side = w.architecture == "llama"
+
+    def norm(x: Floats, name: str) -> Floats:
+        made: Floats = x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * w[f"{name}.weight"]
+        return made
+
+    x = w.rows("token_embd.weight", tokens) * np.float32(sqrt(n_embd) if is_gemma else 1)
+    for i in range(w.field("block_count")):
+        layer = f"blk.{i}"
+        is_local = is_gemma and (i + 1) % 6 != 0  # Gemma 3: five layers with a window, then one without
+        y = norm(x, f"{layer}.attn_norm")
+        q, k, v = (
+            w.linear(y, f"{layer}.attn_{part}").reshape(n, heads, width).transpose(1, 0, 2)
+            for part, heads in (("q", n_head), ("k", n_kv), ("v", n_kv))
+        )
+        if is_gemma:
+            q, k = norm(q, f"{layer}.attn_q_norm"), norm(k, f"{layer}.attn_k_norm")
+        base = 10_000.0 if is_local else w.field("rope.freq_base", 10_000.0)
+        q, k = (_rotated(part, base, side_by_side) for part in (q, k))
+        k, v = (np.repeat(part, n_head // n_kv, axis=0) for part in (k, v))
+        hidden = (distance < 0) | ((distance >= window) if is_local else False)
+        mixed = _attention(q, k, v, hidden).transpose(1, 0, 2).reshape(n, -1)
+        y = w.linear(mixed, f"{layer}.attn_output")
+        x = x + (norm(y, f"{layer}.post_attention_norm") if is_gemma else y)
+        y = norm(x, f"{layer}.ffn_norm")
+        gate = w.linear(y, f"{layer}.ffn_gate")
+        gate = _gelu_tanh(gate) if is_gemma else gate / (1 + np.exp(-gate))
+        y = w.linear(gate * w.linear(y, f"{layer}.ffn_up"), f"{layer}.ffn_down")
+        x = x + (norm(y, f"{layer}.post_ffw_norm") if is_gemma else y)
+    x = norm(x, "output_norm")
+    logits = w.linear(x, "output" if "output.weight" in w else "token_embd")
+    logits -= logits.max(-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logits
+
+
+def embedding(path: Path, tokens: Sequence[int]) -> Floats:
+    """The mean of bert's last layer over ``tokens``, of length 1: ``(n_embd,)``."""
+    w = opened(path)
+    epsilon, n_head = w.field("attention.layer_norm_epsilon"), w.field("attention.head_count")
+
+    def norm(x: Floats, name: str) -> Floats:
+        centred = x - x.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
+        made: Floats = scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return made
+
+    n = len(tokens)
+    x = w.rows("token_embd.weight", tokens) + w["position_embd.weight"][:n] + w["token_types.weight"][0]
+    x = norm(x, "token_embd_norm")
+    for i in range(w.field("block_count")):
+        layer = f"blk.{i}"
+        q, k, v = (
+            w.linear(x, f"{layer}.attn_{part}").reshape(n, n_head, -1).transpose(1, 0, 2) for part in "qkv"
+        )
+        mixed = _attention(q, k, v, np.zeros((n, n), bool)).transpose(1, 0, 2).reshape(n, -1)
+        x = norm(x + w.linear(mixed, f"{layer}.attn_output"), f"{layer}.attn_output_norm")
+        up = _gelu_tanh(w.linear(x, f"{layer}.ffn_up"))
+        x = norm(x + w.linear(up, f"{layer}.ffn_down"), f"{layer}.layer_output_norm")
+    mean = x.mean(0)
+    made: Floats = mean / np.linalg.norm(mean)
+    return made
+
+
+def _attention(q: Floats, k: Floats, v: Floats, hidden: npt.NDArray[np.bool_]) -> Floats:
+    scores = q @ k.transpose(0, 2, 1) / np.float32(sqrt(q.shape[-1]))
+    scores = np.where(hidden, -np.inf, scores)
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    made: Floats = (scores / scores.sum(-1, keepdims=True)) @ v
+    return made
+
+
+def _rotated(x: Floats, base: float, side_by_side: bool) -> Floats:
+    """Rotary positions of ``(heads, n, width)``."""
+    width = x.shape[-1]
+    angles = np.arange(x.shape[1])[:, None] * base ** (-np.arange(0, width, 2) / width)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    first, second = (
+        (slice(0, None, 2), slice(1, None, 2))
+        if side_by_side
+        else (
+            slice(0, width // 2),
+            slice(width // 2, None),
+        )
+    )
+    made = np.empty_like(x)
+    made[..., first] = x[..., first] * cos - x[..., second] * sin
+    made[..., second] = x[..., first] * sin + x[..., second] * cos
+    return made
+
+
+def _gelu_tanh(x: Floats) -> Floats:
+    made: Floats = 0.5 * x * (1 + np.tanh(np.float32(sqrt(2 / np.pi)) * (x + 0.044715 * x**3)))
+    return made

@@ -21,8 +21,7 @@ from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest
 from llamapipe.server.fields import Fate, Only, Unused, fates, inner_types
 from llamapipe.server.llama_server import InfillRequest, LlamaCompletionRequest, LlamaServerRequest
 from llamapipe.server.mistral import FimRequest
-from llamapipe.server.ollama import ChatRequest as OllamaChatRequest
-from llamapipe.server.ollama import EmbedRequest, GenerateRequest, Generates, Options
+from llamapipe.server.ollama import EmbedRequest, GenerateRequest, Generates, OllamaChatRequest, Options
 from llamapipe.server.responses import ResponsesRequest
 from llamapipe.server.sampling import Sampling
 

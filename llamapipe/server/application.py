@@ -392,7 +392,7 @@ OLLAMA_ROUTES = (
     post(
         "/api/chat",
         ollama.chat,
-        ollama.ChatRequest,
+        ollama.OllamaChatRequest,
         "Answer a conversation, as Ollama.",
         _GENERATES,
         (),

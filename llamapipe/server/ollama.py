@@ -205,7 +205,7 @@ class Generates(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return {"type": "object"} if self.format == "json" else self.format or None
 
 
-class ChatRequest(Generates, kw_only=True):
+class OllamaChatRequest(Generates, kw_only=True):
     """``POST /api/chat``. ``truncate``: drop the oldest turns of a conversation that is too long; true by default."""
 
     messages: list[dict[str, Any]] | None = None
@@ -331,12 +331,12 @@ class _Answer:
     def __init__(
         self,
         exchange: Exchange,
-        request: ChatRequest | GenerateRequest,
+        request: OllamaChatRequest | GenerateRequest,
         deltas: AsyncGenerator[ChatDelta | None, None],
     ) -> None:
         self._exchange = exchange
         self._model = request.model
-        self._is_chat = isinstance(request, ChatRequest)
+        self._is_chat = isinstance(request, OllamaChatRequest)
         self._is_empty = request.is_empty
         self._deltas = deltas
         self._calls = _Calls()
@@ -486,7 +486,7 @@ class _Calls:
 
 
 # ---- chat
-async def chat(exchange: Exchange, request: ChatRequest) -> Response:
+async def chat(exchange: Exchange, request: OllamaChatRequest) -> Response:
     """``POST /api/chat``: answers a conversation. Without messages: the model is loaded."""
     state = exchange.server
     check_chat_model(state, request.model)
@@ -503,7 +503,7 @@ async def chat(exchange: Exchange, request: ChatRequest) -> Response:
 
 async def _conversation(
     exchange: Exchange,
-    request: ChatRequest | GenerateRequest,
+    request: OllamaChatRequest | GenerateRequest,
     messages: list[dict[str, Any]],
     params: SamplingParams,
     tools: list[dict[str, Any]] | None = None,
@@ -584,10 +584,10 @@ def _name(call: Mapping[str, Any]) -> Any:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def _loaded(exchange: Exchange, request: ChatRequest | GenerateRequest) -> Response:
+def _loaded(exchange: Exchange, request: OllamaChatRequest | GenerateRequest) -> Response:
     """The answer to a request without a prompt, which loads the model, or unloads it; it stays loaded here."""
     made: dict[str, Any] = {"model": request.model, "created_at": _now()}
-    if isinstance(request, ChatRequest):
+    if isinstance(request, OllamaChatRequest):
         made["message"] = {"role": "assistant", "content": ""}
     else:
         made["response"] = ""

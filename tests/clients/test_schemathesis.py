@@ -9,7 +9,7 @@ import pytest
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server.application import ROUTES
+from llamapipe.server.application import OLLAMA_ROUTES, ROUTES
 
 pytest.importorskip("schemathesis", reason="needs schemathesis: nox -s clients")
 
@@ -29,7 +29,7 @@ BUSY = ("503", "504")  # documented, but not to be seen here
 
 @pytest.fixture(scope="module")
 def schema() -> Iterator[Any]:
-    limits = ServerSettings(max_n=16)
+    limits = ServerSettings(max_n=16, ollama=True)
     with (
         lp.Engine(lp.demo_model_path(), n_ctx=256, n_seq_max=16) as engine,
         serve(engine, settings=limits) as server,
@@ -40,7 +40,9 @@ def schema() -> Iterator[Any]:
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["valid", "invalid"])
 @pytest.mark.parametrize(
-    "route", [route for route in ROUTES if route.summary], ids=lambda route: f"{route.method} {route.path}"
+    "route",
+    [route for route in (*ROUTES, *OLLAMA_ROUTES) if route.summary],
+    ids=lambda route: f"{route.method} {route.path}",
 )
 def test_only_documented_answers(schema: Any, route: Any, mode: Any) -> None:
     described = schema[route.path.replace(":path", "")][route.method]

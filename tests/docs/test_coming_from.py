@@ -51,7 +51,8 @@ def options() -> set[str]:
 def routes() -> set[str]:
     """The paths of the server."""
     with lp.Model.demo() as model, lp.Engine(model, n_ctx=64, n_seq_max=1) as engine:
-        return {route.path for route in app(engine).routes if isinstance(route, Route)}
+        settings = ServerSettings(ollama=True)
+        return {route.path for route in app(engine, settings).routes if isinstance(route, Route)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

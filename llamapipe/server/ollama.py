@@ -28,6 +28,7 @@ from llamapipe._messages import quoted, shown
 from llamapipe.arguments import check_tokens
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatDelta, TokenLogprob
@@ -40,6 +41,7 @@ from llamapipe.server.generation import (
     chat_logprobs,
     check_n_messages,
     check_top,
+    fim_prompt_of,
     prompts_of,
 )
 from llamapipe.server.page import page
@@ -634,7 +636,12 @@ async def _text(exchange: Exchange, request: GenerateRequest, text: str, before:
         )
     constraint = {} if request.schema is None else {"json_schema": request.schema}
     params = request.sampling(state, **constraint)
-    (tokens,) = await prompts_of(state, text, "prompt", suffix=request.suffix or None)
+    if request.suffix and request.truncate is not False:
+        gap = FimText(text, request.suffix, order=state.settings.fim_order)
+        room = fim_room(state.engine.n_ctx, params.max_tokens)
+        tokens = (await fim_prompt_of(state, gap, room, "suffix")).tokens
+    else:
+        (tokens,) = await prompts_of(state, text, "prompt", suffix=request.suffix or None)
     tokens = [*before, *tokens]
     answer = _Answer(exchange, request, _text_deltas(exchange, tokens, params))
     answer.n_prompt_tokens = len(tokens)

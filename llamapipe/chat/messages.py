@@ -257,8 +257,9 @@ def _turns(messages: list[MessageT]) -> list[list[MessageT]]:
     """
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     begins = [i for i in users[1:] if messages[i - 1].get("role") != "user"]
-    if messages:
-        begins.insert(0, 0)
+    if not messages:
+        return []
+    begins.insert(0, 0)
     return [messages[begin:end] for begin, end in zip(begins, [*begins[1:], len(messages)], strict=True)]
 
 

@@ -29,6 +29,11 @@ def test_nothing_is_dropped_while_the_answer_has_room() -> None:
     assert len(kept_messages(messages, n_tokens, 59, 10)) == 3
 
 
+def test_a_conversation_without_turns_stays() -> None:
+    assert kept_messages([SYSTEM], n_tokens, 60, 10) == [SYSTEM]
+    assert kept_messages([SYSTEM], n_tokens, 1, 10) == [SYSTEM]
+
+
 def test_the_system_messages_and_the_last_turn_stay() -> None:
     developer = {"role": "developer", "content": "d"}
     kept = kept_messages([SYSTEM, developer, *turn("a"), *turn("b"), *turn("c")], n_tokens, 60, 1)

@@ -173,6 +173,14 @@ class TestAnswers:
         assert text_of(whole(client, "/api/chat", body)) != ""
         assert "n_ctx is 256" in refused(client, "/api/chat", {**body, "truncate": False})
 
+    def test_unusual_conversations(self, client: httpx.Client) -> None:
+        def prompt(*messages: dict[str, Any]) -> int:
+            return int(whole(client, "/api/chat", {**CHAT, "messages": messages})["prompt_eval_count"])
+
+        assert prompt({"role": "system", "content": "Be kind."}) > 0
+        empty, begun = ({"role": "assistant", "content": text} for text in ("", "A cow"))
+        assert prompt(*COW) <= prompt(*COW, empty) < prompt(*COW, begun)
+
     @on_both
     def test_without_a_prompt_the_model_is_loaded(
         self, client: httpx.Client, path: str, body: dict[str, Any]

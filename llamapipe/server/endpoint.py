@@ -65,7 +65,7 @@ class Exchange(Request):
         given = self.headers.get("x-request-id", "")
         self.id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
         self.path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        self.dialect: Dialect = dialect_of(self.path)
+        self.dialect: Dialect = dialect_of(self.path, self.headers)
         self.route = "other"
         self.started_at = perf_counter()
         self.status = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Container
 from typing import Any, Literal
 
 from llamapipe.errors import (
@@ -74,11 +75,11 @@ class ApiError(Exception):
         }
 
 
-def dialect_of(path: str) -> Dialect:
-    """The format of errors at a path that may have no route."""
+def dialect_of(path: str, headers: Container[str] = ()) -> Dialect:
+    """The format of errors at a path that may have no route; ``headers``: the names of the request's."""
     if path.startswith("/api/"):
         return "ollama"
-    return "anthropic" if path.startswith("/v1/messages") else "openai"
+    return "anthropic" if path.startswith("/v1/messages") or "anthropic-version" in headers else "openai"
 
 
 def log_unexpected(error: BaseException, what: str) -> None:

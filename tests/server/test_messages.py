@@ -164,3 +164,6 @@ def test_what_cannot_be_done_is_refused_in_the_apis_shape(
 def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="'demo'"):
         client.messages.create(model="claude", max_tokens=4, messages=HELLO)
+    with pytest.raises(anthropic.NotFoundError, match="no-such") as caught:
+        client.models.retrieve("no-such")
+    assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]

@@ -17,7 +17,7 @@ import msgspec
 from llamapipe.server.anthropic import CountRequest, MessagesRequest
 from llamapipe.server.chat import ChatRequest
 from llamapipe.server.completions import CompletionRequest, Streamed
-from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest
+from llamapipe.server.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from llamapipe.server.fields import Fate, Only, Unused, fates, inner_types
 from llamapipe.server.llama_server import InfillRequest, LlamaCompletionRequest, LlamaServerRequest
 from llamapipe.server.mistral import FimRequest
@@ -41,6 +41,7 @@ _TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ..
     ("`/v1/messages`", MessagesRequest, None),
     ("`/v1/embeddings`", EmbeddingRequest, None),
     ("`/v1/rerank`", RerankRequest, None),
+    ("`/v1/score`", ScoreRequest, None),
     ("`/api/chat` and `/api/generate`", Generates, None),
     ("`options` of `/api/chat` and `/api/generate`", Options, None),
     ("`/api/chat` also", OllamaChatRequest, Generates),

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from llamapipe.server.worker import Worker
 
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
-_POLLED = ("/timeline", "/health", "/v1/health", "/metrics")
+_POLLED = ("/timeline", "/ping", "/health", "/v1/health", "/metrics")
 _TRIM_AFTER_S = 1.0
 _log = logging.getLogger("llamapipe.server")
 
@@ -362,7 +362,10 @@ ROUTES = (
         embeddings.rerank,
         embeddings.RerankRequest,
         "Rank documents for a query.",
-        aliases=("/rerank", "/reranking", "/v1/reranking"),
+        aliases=("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"),
+    ),
+    post(
+        "/v1/score", embeddings.score, embeddings.ScoreRequest, "Score pairs of texts.", aliases=("/score",)
     ),
     get("/v1/models", system.list_models, "The models that are served.", aliases=("/models",)),
     get("/v1/models/{id:path}", system.get_model, "One model.", ("404",)),
@@ -384,6 +387,8 @@ ROUTES = (
         has_key=False,
         aliases=("/v1/health",),
     ),
+    get("/ping", system.ping, "Whether the server accepts requests.", ("503",), has_key=False),
+    get("/version", system.version, "The version of llamapipe."),
     get("/metrics", system.metrics, "Metrics for Prometheus.", media="text/plain"),
     get("/openapi.json", system.openapi),
 )

@@ -1,8 +1,10 @@
-"""``POST /v1/embeddings`` in OpenAI's format, and ``/v1/rerank`` in the format of Jina and vLLM."""
+"""``POST /v1/embeddings`` in OpenAI's format; ``/v1/rerank`` in that of Jina, Cohere and vLLM; ``/score`` in vLLM's."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,6 +13,7 @@ import numpy as np
 from starlette.responses import Response
 
 from llamapipe._engine.long_work import size_of
+from llamapipe.embedding import Embedder, Ranked
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.fields import Only, Unused
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from llamapipe.embedding import Embedder
+
+
+_PAIRS = 64  # of texts, each with its own query, that are scored at the same time
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +51,24 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_documents: bool = False
     truncate: bool = False
     priority: Annotated[int | None, Only(0)] = None
+    max_tokens_per_doc: Annotated[
+        int | None, Only(instead="truncate: true cuts documents to the context")
+    ] = None
+    user: Annotated[str | None, Unused()] = None
+
+
+class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /score``: pairs of texts, or one text with several. ``queries`` and ``documents`` are newer names."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    model: str | None = None
+    truncate: bool = False
+    priority: Annotated[int | None, Only(0)] = None
+    user: Annotated[str | None, Unused()] = None
+    truncate_prompt_tokens: Annotated[int | None, Only(instead="give truncate: true")] = None
 
 
 async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
@@ -125,6 +149,78 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
         results.append(result)
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     return JsonResponse({"id": f"rerank-{exchange.id}", "model": model, "results": results, "usage": usage})
+
+
+async def score(exchange: Exchange, request: ScoreRequest) -> Response:
+    """Scores pairs: with a reranker as ``/v1/rerank``, with other models the cosine of the two vectors."""
+    embedder, model = exchange.server.check_embedder(request.model)
+    first = _texts("text_1", request.text_1, "queries", request.queries)
+    second = _texts("text_2", request.text_2, "documents", request.documents)
+    if len(first) not in (1, len(second)):
+        raise ApiError(
+            400,
+            f"there are {len(first)} first texts and {len(second)} second ones; give one for all, or one for each",
+            "text_1",
+        )
+    _refuse_long(exchange, "text_1", first)
+    _refuse_long(exchange, "text_2", second)
+    try:
+        if embedder.pooling == "rank":
+            scores, n_tokens = await _ranks(embedder, first, second, request.truncate)
+        elif embedder.pooling == "none":
+            raise ApiError(400, "this model has pooling 'none'; it has no single vector for a text", "model")
+        else:
+            scores, n_tokens = await _cosines(exchange, embedder, first, second, request.truncate)
+    except (TypeError, ValueError) as e:
+        raise ApiError(400, str(e), "text_2", _code(e)) from None
+    exchange.count(n_tokens, 0)
+    return JsonResponse(
+        {
+            "id": f"score-{exchange.id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "data": [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)],
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        }
+    )
+
+
+def _texts(name: str, given: str | list[str] | None, newer: str, also: str | list[str] | None) -> list[str]:
+    if (given is None) == (also is None):
+        raise ApiError(400, f"give {name} or {newer}", name)
+    found = given if also is None else also
+    if not found and found != "":
+        raise ApiError(400, f"{name if also is None else newer} is empty; give at least one text", name)
+    return [found] if isinstance(found, str) else list(found or ())
+
+
+async def _ranks(
+    embedder: Embedder, queries: list[str], documents: list[str], truncate: bool
+) -> tuple[list[float], int]:
+    if len(queries) == 1:
+        groups = [(queries[0], documents)]
+    else:
+        groups = [(query, [document]) for query, document in zip(queries, documents, strict=True)]
+    found: list[Ranked] = []
+    for start in range(0, len(groups), _PAIRS):
+        ranked = await asyncio.gather(
+            *(embedder.arerank(*group, truncate=truncate) for group in groups[start : start + _PAIRS])
+        )
+        found += [one for group in ranked for one in sorted(group, key=lambda one: one.index)]
+    return [one.score for one in found], sum(one.n_tokens for one in found)
+
+
+async def _cosines(
+    exchange: Exchange, embedder: Embedder, first: list[str], second: list[str], truncate: bool
+) -> tuple[list[float], int]:
+    texts = [*first, *second]
+    tokens = await exchange.server.in_thread(
+        partial(embedder.tokens, truncate=truncate), texts, size=size_of(texts)
+    )
+    rows = np.asarray(await embedder.aembed(tokens, normalize=True))
+    scores = (rows[: len(first)] * rows[len(first) :]).sum(axis=1)
+    return [float(one) for one in scores], sum(map(len, tokens))
 
 
 def _text(document: str | dict[str, str], index: int) -> str:

@@ -29,6 +29,17 @@ async def health(exchange: Exchange) -> Response:
     return JsonResponse({"status": "ok", "workers_ready": worker.n_ready, "workers": worker.n_workers})
 
 
+async def ping(exchange: Exchange) -> Response:
+    """``GET /ping``, as SageMaker and vLLM have it: 200, or 503 while the server drains."""
+    await health(exchange)
+    return JsonResponse({})
+
+
+async def version(exchange: Exchange) -> Response:
+    """``GET /version``, as vLLM's."""
+    return JsonResponse({"version": llamapipe.__version__})
+
+
 async def metrics(exchange: Exchange) -> Response:
     """``GET /metrics``, in Prometheus' text format; of all workers, if there are several."""
     worker = exchange.server.worker

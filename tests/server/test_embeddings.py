@@ -141,3 +141,68 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
             assert httpx.post(f"{server.url}/v1/rerank", json={**body, **change}).status_code == 400
         assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}).status_code == 400
     assert httpx.post(f"{url}/v1/rerank", json=body).status_code == 400
+
+
+class TestScores:
+    @pytest.mark.parametrize("path", ["/score", "/v1/score"])
+    def test_of_one_text_with_several_are_cosines(self, url: str, embedder: lp.Embedder, path: str) -> None:
+        for body in (
+            {"text_1": TEXTS[0], "text_2": TEXTS[:4]},
+            {"queries": TEXTS[0], "documents": TEXTS[:4]},
+        ):
+            answer = httpx.post(f"{url}{path}", json=body)
+            assert answer.status_code == 200, answer.text
+            data = answer.json()["data"]
+            assert [(one["index"], one["object"]) for one in data] == [(i, "score") for i in range(4)]
+            vectors = np.asarray(embedder.embed(TEXTS[:4]))
+            assert np.allclose([one["score"] for one in data], vectors @ vectors[0], atol=1e-5)
+            assert answer.json()["usage"]["prompt_tokens"] > 0
+
+    def test_of_pairs(self, url: str) -> None:
+        answer = httpx.post(f"{url}/score", json={"text_1": TEXTS[:3], "text_2": TEXTS[:3]}).json()
+        assert np.allclose([one["score"] for one in answer["data"]], 1, atol=1e-5)
+
+    def test_of_a_reranker_are_its_own(self, engine: lp.Engine, tmp_path: Path) -> None:
+        path, _ = bert_model(tmp_path / "rank.gguf", "rank", rank_head=True)
+        with lp.Embedder(path) as embedder, serve(engine, embedder=embedder) as server:
+            expected = {one.index: one.score for one in embedder.rerank("the fox", TEXTS)}
+            body: dict[str, Any] = {"text_1": "the fox", "text_2": TEXTS}
+            one = httpx.post(f"{server.url}/score", json=body).json()["data"]
+            assert np.allclose(
+                [score["score"] for score in one], [expected[i] for i in range(len(TEXTS))], atol=1e-5
+            )
+            many = {"text_1": ["the fox"] * 100, "text_2": TEXTS * 10}  # more than run at the same time
+            pairs = httpx.post(f"{server.url}/score", json=many, timeout=60).json()["data"]
+            assert np.allclose(
+                [score["score"] for score in pairs[:10]], [score["score"] for score in one], atol=1e-5
+            )
+            assert [score["index"] for score in pairs] == list(range(100))
+            cohere = {"query": "the fox", "documents": TEXTS, "top_n": 2, "model": "rank"}
+            assert len(httpx.post(f"{server.url}/v2/rerank", json=cohere).json()["results"]) == 2
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {},
+            {"text_1": "a"},
+            {"text_1": "a", "queries": "b", "text_2": "c"},
+            {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]},
+            {"text_1": ["a", "b"], "text_2": "c"},
+            {"text_1": [], "text_2": []},
+            {"text_1": "a", "text_2": []},
+            {"text_1": 1, "text_2": "a"},
+            {"text_1": [1], "text_2": "a"},
+            {"text_1": "a", "text_2": "a " * 2000},
+            {"text_1": "a", "text_2": "b", "priority": 3},
+            {"text_1": "a", "text_2": "b", "typo": 3},
+        ],
+        ids=str,
+    )
+    def test_a_wrong_body_is_refused(self, url: str, body: dict[str, Any]) -> None:
+        answer = httpx.post(f"{url}/score", json=body)
+        assert (answer.status_code, "error" in answer.json()) == (400, True), answer.text
+
+
+def test_version_and_ping(url: str) -> None:
+    assert httpx.get(f"{url}/version").json() == {"version": lp.__version__}
+    assert httpx.get(f"{url}/ping").status_code == 200

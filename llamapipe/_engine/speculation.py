@@ -32,7 +32,8 @@ from llamapipe._engine.request import Request
 
 MOST_GUESSED = 24  # tokens of a request in a step
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 19, 23, MOST_GUESSED)
-_KEPT = 0.75  # weight of the times so far at the next one
+_FASTER, _SLOWER = 0.5, 0.2  # weights of a step that was faster or slower than those before
+_KEPT = 0.75  # weight of what was seen before of steps of several passes
 _FIRST_SLOPE = 0.1  # of a token that was never tried, in times of the first: trying once tells
 _LEAST_PART = 0.25  # of a step's time is needed for any number of tokens, until that is known better
 _LEAST_GAIN = 1.03
@@ -62,12 +63,15 @@ class StepTimes:
     def observe(self, n: int, seconds: float) -> None:
         """Learns from one step."""
         before = self._seconds.get(n)
+        expected = self.of(n) if before is None else before
+        if expected:
+            # A step that waited for a core says little: slow ones count less than fast ones.
+            seconds = min(seconds, 2 * expected)
         if before is None:
             self._ns.insert(bisect_left(self._ns, n), n)
             self._seconds[n] = seconds
         else:
-            # One that waited for a core says nothing about the step.
-            self._seconds[n] = _KEPT * before + (1 - _KEPT) * min(seconds, 2 * before)
+            self._seconds[n] = before + (_FASTER if seconds < before else _SLOWER) * (seconds - before)
 
     def of(self, n: int) -> float:
         """The expected seconds of a step with ``n`` tokens; 0 if nothing is known."""

@@ -1,0 +1,151 @@
+"""Steps and times with guessed tokens, over those without: JSON of a schema, code that is rewritten, prose.
+
+    python benchmarks/bench_steps.py qwen2.5-coder.gguf
+    python benchmarks/bench_steps.py qwen2.5-coder.gguf --works json prediction --at-once 1 8 --rounds 5
+
+With and without in turns in one process; medians. The number of steps hardly depends on the machine, the time does.
+The model is one that follows instructions in ChatML.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
+
+import llamapipe as lp  # noqa: E402
+
+CODE = """def total_price(items, tax_rate):
+    subtotal = 0
+    for item in items:
+        subtotal += item.price * item.quantity
+    tax = subtotal * tax_rate
+    return subtotal + tax
+
+
+def average_price(items):
+    if not items:
+        return 0
+    total = 0
+    for item in items:
+        total += item.price
+    return total / len(items)
+
+
+def most_expensive(items):
+    best = None
+    for item in items:
+        if best is None or item.price > best.price:
+            best = item
+    return best
+"""
+NAMES = ("products", "articles", "goods", "entries", "orders", "lines", "books", "tickets")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "role": {"enum": ["administrator", "regular_user", "guest"]},
+        "city": {"type": "string", "maxLength": 30},
+        "active": {"type": "boolean"},
+    },
+    "required": ["name", "age", "role", "city", "active"],
+    "additionalProperties": False,
+}
+TOPICS = ("rivers", "winter", "bread", "old maps", "trains", "gardens", "the moon", "wool")
+
+
+def chat(text: str) -> str:
+    """A conversation of one turn."""
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def code(i: int) -> str:
+    """A prompt for the code with another name in it."""
+    ask = f"Rename the parameter `items` to `{NAMES[i]}` everywhere in this code. Reply with the code only."
+    return chat(ask + "\n```python\n" + CODE + "```") + "```python\n"
+
+
+def person(i: int) -> str:
+    """A prompt for JSON."""
+    return chat(f"Make up person number {i} as JSON with name, age, role, city and active.")
+
+
+def prose(i: int) -> str:
+    """A prompt for a text that repeats nothing."""
+    return chat(f"Write three sentences about {TOPICS[i]}.")
+
+
+# The prompt, the options, and those with guesses.
+Work = tuple[Callable[[int], str], dict[str, Any], dict[str, Any]]
+WORKS: dict[str, Work] = {
+    "json": (person, {"json_schema": SCHEMA, "temperature": 0.8, "max_tokens": 120}, {}),
+    "prediction": (code, {"temperature": 0, "max_tokens": 200, "stop": "```"}, {"prediction": CODE}),
+    "ngram": (code, {"temperature": 0, "max_tokens": 200, "stop": "```"}, {}),
+    "prose": (prose, {"temperature": 0.8, "max_tokens": 80}, {}),
+}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kernels", choices=("auto", "ggml"), default="auto")
+    args = parser.parse_args()
+    print(
+        "work        at once   tokens  steps without, with, ratio    seconds without, with; speed  right guesses  equal"
+    )
+    with lp.Model(args.model, kernels=args.kernels) as model:
+        for name in args.works:
+            for n in args.at_once:
+                compare(model, name, n, args.rounds)
+
+
+def compare(model: lp.Model, name: str, n: int, rounds: int) -> None:
+    """Prints one line: medians of rounds in turns."""
+    prompt, options, guessing = WORKS[name]
+    prompts = [model.tokenize(prompt(i), parse_special=True) for i in range(n)]
+    ways = {"off": {"speculate": "off"}, "on": guessing}
+    params = {
+        way: [lp.SamplingParams(**options, **more, seed=i) for i in range(n)] for way, more in ways.items()
+    }
+    steps: dict[str, list[int]] = {way: [] for way in ways}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    texts: dict[str, list[str]] = {}
+    with lp.Engine(model, n_ctx=1024, n_seq_max=n) as engine:
+        engine.generate(
+            prompts, [lp.SamplingParams(max_tokens=1, json_schema=options.get("json_schema"))] * n
+        )
+        for _ in range(rounds):
+            for way in ways:
+                before, began_s = engine.stats(), time.perf_counter()
+                done = engine.generate(prompts, params[way])
+                seconds[way].append(time.perf_counter() - began_s)
+                steps[way].append(engine.stats().steps - before.steps)
+                texts[way] = [one.text for one in done]
+        stats = engine.stats()
+    n_tokens = sum(len(one.token_ids) for one in done)
+    off, on = (statistics.median(steps[way]) for way in ways)
+    off_s, on_s = (statistics.median(seconds[way]) for way in ways)
+    ratio = statistics.median(a / b for a, b in zip(seconds["off"], seconds["on"], strict=True))
+    n_equal = sum(a == b for a, b in zip(texts["off"], texts["on"], strict=True))
+    print(
+        f"{name:<12}{n:>6}{n_tokens:>10}{off:>11.0f}{on:>8.0f}{on / off:>9.2f}"
+        f"{off_s:>14.2f}{on_s:>8.2f}{ratio:>9.2f}{stats.n_accepted:>12} of {stats.n_drafted:<6}{n_equal} of {n}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -147,14 +147,11 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "chat": dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), _ALWAYS_ON),
     # Commands of Ollama and of other programs, and Ollama's and llama-cli's in a conversation.
     "commands": {
-        "run": "use llamapipe chat -m FILE",
-        "pull": "-m hf:OWNER/REPO/FILE downloads a model at its first use",
         "list": "use llamapipe models",
         "ls": "use llamapipe models",
         "ps": "ask the running server: curl 127.0.0.1:8080/model_info",
         "show": "ask the running server: curl 127.0.0.1:8080/model_info",
         "create": "pass options instead of a Modelfile; llamapipe chat --help lists them",
-        "rm": "models are files; llamapipe models --json lists their paths",
         "help": "use llamapipe --help",
         "version": "use llamapipe --version",
     },

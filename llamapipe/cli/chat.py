@@ -59,10 +59,15 @@ answer; Ctrl-D quits."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_chat_arguments(parser)
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that ``run`` has, too."""
     parser.add_argument(
         "message", nargs="?", metavar="MESSAGE", help="answer this and exit; - reads it from stdin"
     )
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument(
         "--load", type=path_of, metavar="FILE", help="continue a conversation saved with /save"

@@ -56,8 +56,6 @@ def test_options(arguments: str, message: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("run", "use llamapipe chat -m FILE"),
-        ("pull", "-m hf:OWNER/REPO/FILE downloads"),
         ("list", "use llamapipe models"),
         ("ps", "/model_info"),
         ("show", "/model_info"),

@@ -182,3 +182,27 @@ def test_a_download_is_watched_and_can_be_stopped(hub: SmallHub, tmp_path: Path)
     )
     assert (stopped[-1], done[-1]) == ("stopped", "m-F16.gguf")
     assert "m-F16.gguf True" in done
+
+
+COMMAND = """
+import sys
+from llamapipe.cli import main
+sys.stderr = sys.stdout
+print("status", main(sys.argv[1:]))
+"""
+
+
+def test_pull_and_rm(hub: SmallHub, tmp_path: Path) -> None:
+    def said(*arguments: str) -> list[str]:
+        return run_script(COMMAND, *arguments, env=settings(hub, tmp_path)).splitlines()
+
+    pulled = said("pull", "hf.co/some/model:Q8_0")
+    path = Path(pulled[0])
+    assert path.name == "m-Q8_0.gguf" and path.is_file() and pulled[1:] == ["status 0"]
+    assert said("rm", "hf:some/model/m-Q8_0.gguf") == [str(path), "status 0"]
+    assert not path.exists() and not [file for file in tmp_path.rglob("blobs/*") if file.is_file()]
+    message, status = said("rm", "hf:some/model/m-Q8_0.gguf")
+    assert "has no GGUF file that matches" in message and status == "status 1"
+    for name in ("llama3.2", "hf:a"):
+        *_, message, status = said("pull", name)
+        assert "names no model on the hub" in message and status == "status 2"

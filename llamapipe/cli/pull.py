@@ -1,0 +1,47 @@
+"""``llamapipe pull``: downloads a model of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from llamapipe.cli._terminal import Terminal
+from llamapipe.cli.parser import UsageError
+from llamapipe.hub import Reference, hub_name, model_file, parse
+from llamapipe.ollama_models import PREFIX as OLLAMA
+
+HELP = "download a model of the Hugging Face Hub"
+DESCRIPTION = (
+    "Download a model of the Hugging Face Hub into its cache, where -m finds it, and print the path of its file. Needs "
+    "the extra hub."
+)
+EPILOG = """\
+examples:
+  llamapipe pull hf:OWNER/REPO:Q4_K_M
+  llamapipe pull hf.co/OWNER/REPO:Q4_K_M     # as ollama pull
+  llamapipe pull hf:OWNER/REPO/FILE.gguf"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument(
+        "name", metavar="NAME", help="hf:OWNER/REPO[/FILE], hf:OWNER/REPO:QUANT or its address"
+    )
+
+
+def reference_of(name: str) -> Reference:
+    """The file of the hub that a name means. Raises UsageError."""
+    if name.startswith(OLLAMA):
+        raise UsageError(f"{name} belongs to Ollama: use ollama pull or ollama rm")
+    try:
+        return parse(hub_name(name) or name)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    path: Path = model_file(*reference_of(args.name), progress=sys.stderr.isatty())
+    Terminal(sys.stdout).line(str(path))
+    return 0

@@ -1,0 +1,37 @@
+"""``llamapipe run MODEL``: ``llamapipe chat`` with the model's name first, as ``ollama run`` has it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from llamapipe.cli import chat
+from llamapipe.cli.options import model_path
+from llamapipe.hub import hub_name
+from llamapipe.ollama_models import PREFIX, stored_models
+
+HELP = "hold a conversation with a model, named first"
+USAGE = "llamapipe run [options] MODEL [MESSAGE]"
+DESCRIPTION = (
+    "The same as llamapipe chat -m MODEL. MODEL may also be a name of a model that Ollama has downloaded, or "
+    "hf.co/OWNER/REPO:QUANT."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument(
+        "model", type=named_model, metavar="MODEL", help="what -m of the other commands takes"
+    )
+    chat.add_chat_arguments(parser)
+
+
+def named_model(text: str) -> Path:
+    """As ``model_path``, but names of Ollama's models and addresses of the hub need no prefix."""
+    names = {name for one in stored_models() for name in (one.name, one.name.removesuffix(":latest"))}
+    if text in names and not Path(text).exists():
+        return model_path(PREFIX + text)
+    return model_path(text if Path(text).exists() else hub_name(text) or text)
+
+
+run = chat.run

@@ -129,9 +129,10 @@ class Completion:
 
     ``text``, ``token_ids``, ``finish_reason``, ``seed``, ``logprobs`` and ``cumulative_logprob`` are those of the first
     choice. ``n_prompt_tokens``: length of the prompt, which is computed once for all choices. ``n_cached_tokens``: how
-    many of them were in the prefix cache and were not computed again. ``prompt_logprobs``: one for each token of the
-    prompt except the first, if the params ask for them. ``timings``: from the submission to the first token of any
-    choice, and to the end of the last.
+    many of them were in the prefix cache and were not computed again. ``n_drafted_tokens``, ``n_accepted_tokens``:
+    guessed tokens that were computed for all choices, and those that were right. ``prompt_logprobs``: one for each
+    token of the prompt except the first, if the params ask for them. ``timings``: from the submission to the first
+    token of any choice, and to the end of the last.
     """
 
     choices: tuple[Choice, ...]
@@ -139,6 +140,8 @@ class Completion:
     n_cached_tokens: int
     timings: Timings
     prompt_logprobs: list[TokenLogprob] | None = None
+    n_drafted_tokens: int = 0
+    n_accepted_tokens: int = 0
 
     def __repr__(self) -> str:
         first = self.choices[0]
@@ -362,6 +365,8 @@ class ChatCompletion:
     n_prompt_tokens: int
     n_cached_tokens: int
     timings: Timings
+    n_drafted_tokens: int = 0
+    n_accepted_tokens: int = 0
 
     def __repr__(self) -> str:
         first = self.choices[0]

@@ -72,6 +72,18 @@ class _Reader(NotCopyable):
         return 0 if request is None else request.n_cached
 
     @property
+    def n_drafted_tokens(self) -> int:
+        """Guessed tokens that were computed so far."""
+        request = getattr(self, "_request", None)
+        return 0 if request is None else request.n_drafted
+
+    @property
+    def n_accepted_tokens(self) -> int:
+        """Guessed tokens that were right so far."""
+        request = getattr(self, "_request", None)
+        return 0 if request is None else request.n_accepted
+
+    @property
     def prompt_progress(self) -> PromptProgress | None:
         """How much of the prompt is computed; None while the request waits for its first slot."""
         request = getattr(self, "_request", None)
@@ -426,6 +438,16 @@ class AsyncChatStream(NotCopyable):
         return 0 if self._stream is None else self._stream.n_cached_tokens
 
     @property
+    def n_drafted_tokens(self) -> int:
+        """Guessed tokens that were computed so far."""
+        return 0 if self._stream is None else self._stream.n_drafted_tokens
+
+    @property
+    def n_accepted_tokens(self) -> int:
+        """Guessed tokens that were right so far."""
+        return 0 if self._stream is None else self._stream.n_accepted_tokens
+
+    @property
     def prompt_progress(self) -> PromptProgress | None:
         """How much of the prompt is computed; None while the request waits for its first slot."""
         return None if self._stream is None else self._stream.prompt_progress
@@ -696,6 +718,16 @@ class ChatStream(NotCopyable):
     def n_cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache had; known with the first part, 0 before."""
         return 0 if self._stream is None else self._stream.n_cached_tokens
+
+    @property
+    def n_drafted_tokens(self) -> int:
+        """Guessed tokens that were computed so far."""
+        return 0 if self._stream is None else self._stream.n_drafted_tokens
+
+    @property
+    def n_accepted_tokens(self) -> int:
+        """Guessed tokens that were right so far."""
+        return 0 if self._stream is None else self._stream.n_accepted_tokens
 
     @property
     def prompt_progress(self) -> PromptProgress | None:

@@ -75,7 +75,12 @@ class CheckedChat(NamedTuple):
         """The completion of the prompt as an answer."""
         choices = tuple(map(self._choice, completion.choices))
         return ChatCompletion(
-            choices, completion.n_prompt_tokens, completion.n_cached_tokens, completion.timings
+            choices,
+            completion.n_prompt_tokens,
+            completion.n_cached_tokens,
+            completion.timings,
+            completion.n_drafted_tokens,
+            completion.n_accepted_tokens,
         )
 
     def _choice(self, choice: Choice) -> ChatChoice:

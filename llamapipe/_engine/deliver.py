@@ -111,7 +111,9 @@ class Choices:
         "_failed",
         "_first_at",
         "_index",
+        "_n_accepted",
         "_n_cached",
+        "_n_drafted",
         "_n_left",
         "_prompt_targets",
         "_queue_s",
@@ -129,6 +131,7 @@ class Choices:
         self._choices: list[Choice | None] = [None] * n
         self._n_left = n
         self._n_cached: int | None = None
+        self._n_drafted = self._n_accepted = 0
         self._first_at: float | None = None
         self._queue_s: float | None = None
         self._failed = False
@@ -153,6 +156,8 @@ class Choices:
         self._choices[choice.index] = choice
         if self._n_cached is None or request.n_cached < self._n_cached:
             self._n_cached = request.n_cached  # the choice that computed the prompt for the others counts
+        self._n_drafted += request.n_drafted
+        self._n_accepted += request.n_accepted
         self._n_left -= 1
         if self._n_left or self._failed:
             return
@@ -164,7 +169,18 @@ class Choices:
             prompt = prompt_token_logprobs(ids, self._prompt_targets.scores, piece)
         choices = tuple(choice for choice in self._choices if choice is not None)
         self.mailbox.put(
-            (self._index, Completion(choices, request.n_prompt, self._n_cached, timings, prompt))
+            (
+                self._index,
+                Completion(
+                    choices,
+                    request.n_prompt,
+                    self._n_cached,
+                    timings,
+                    prompt,
+                    self._n_drafted,
+                    self._n_accepted,
+                ),
+            )
         )
 
 

@@ -170,6 +170,8 @@ class Request:
         "finish_reason",
         "is_drawing",
         "last_logprob",
+        "n_accepted",
+        "n_drafted",
         "n_generated",
         "n_kept",
         "n_prompt",
@@ -212,6 +214,7 @@ class Request:
         self.n_total = spec.n_generated  # since the start; bounded by token_budget
         self.token_budget = spec.token_budget
         self.sampler: Sampler | None = None  # made with the first slot
+        self.n_drafted = self.n_accepted = 0  # guessed tokens that were computed, and those that were right
         self.is_drawing = False  # its next token is drawn by another thread: it is in no step until then
         self.last_logprob: tuple[float, Sequence[tuple[int, float]]] | None = None  # of the last token
         self.state = State.WAITING

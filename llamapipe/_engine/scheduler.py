@@ -689,10 +689,13 @@ class Scheduler:
         gate, before = self.gate, None
         n_drawn: dict[Request, int] = {}
         gate.n_drafted += plan.n_guessed
+        for request, n in plan.scheduled:
+            request.n_drafted += n - 1
         for i, (request, token) in enumerate(zip(plan.requests, sampled, strict=True)):
             if request.batch_plan is plan and token != NoToken.NOT_DRAWN:
                 if request is before and request.sampler is not None:  # the guessed token before it was right
                     gate.n_accepted += 1
+                    request.n_accepted += 1
                     gate.n_forced += request.sampler.is_forced
                 before = request
                 n_drawn[request] = n_drawn.get(request, 0) + 1

@@ -207,6 +207,8 @@ class _ChatCompletion:
         """The answer, when all choices are complete."""
         done = await self.job.complete()
         n_completion = 0 if self.job.is_empty else done.n_completion_tokens
+        predicted = self.request.prediction is not None
+        guesses = (done.n_drafted_tokens, done.n_accepted_tokens) if predicted else None
         self.exchange.count(done.n_prompt_tokens, n_completion, done.timings.first_token_s)
         answer = {
             "id": self.id,
@@ -214,7 +216,7 @@ class _ChatCompletion:
             "created": self.created,
             "model": self.model,
             "choices": [self._choice(choice) for choice in done.choices],
-            "usage": usage(done.n_prompt_tokens, n_completion, done.n_cached_tokens),
+            "usage": usage(done.n_prompt_tokens, n_completion, done.n_cached_tokens, guesses),
         }
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = await self.job.prompt_tokens()
@@ -281,7 +283,11 @@ class _ChatCompletion:
         finally:
             self.exchange.count(job.n_prompt_tokens, n_completion)
         if request.wants_usage:
-            yield writer.usage(usage(job.n_prompt_tokens, n_completion, job.n_cached_tokens))
+            running = [stream for stream in job.running if stream is not None]
+            drafted = sum(stream.n_drafted_tokens for stream in running)
+            accepted = sum(stream.n_accepted_tokens for stream in running)
+            guesses = (drafted, accepted) if request.prediction is not None else None
+            yield writer.usage(usage(job.n_prompt_tokens, n_completion, job.n_cached_tokens, guesses))
         yield DONE
 
     async def _first_choice(self, index: int) -> bytes:

@@ -377,13 +377,16 @@ class _Job:
             (c.timings.first_token_s for c in done if c.timings.first_token_s is not None), default=None
         )
         self.exchange.count(n_prompt, n_completion, first)
+        guesses = None
+        if self.request.prediction is not None:
+            guesses = sum(c.n_drafted_tokens for c in done), sum(c.n_accepted_tokens for c in done)
         return {
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,
-            "usage": usage(n_prompt, n_completion, sum(c.n_cached_tokens for c in done)),
+            "usage": usage(n_prompt, n_completion, sum(c.n_cached_tokens for c in done), guesses),
         }
 
     def _best(self, completion: Completion) -> Sequence[Choice]:
@@ -556,13 +559,22 @@ async def check_params(state: ServerState, params: SamplingParams, field: str) -
         raise with_field(e, field) from None
 
 
-def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, Any]:
-    """The tokens of all prompts and choices."""
+def usage(
+    n_prompt: int, n_completion: int, n_cached: int, guesses: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """The tokens of all prompts and choices. ``guesses``: computed ones and right ones, if a text was predicted."""
+    details = {}
+    if guesses is not None:
+        details["completion_tokens_details"] = {
+            "accepted_prediction_tokens": guesses[1],
+            "rejected_prediction_tokens": guesses[0] - guesses[1],
+        }
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
         "total_tokens": n_prompt + n_completion,
         "prompt_tokens_details": {"cached_tokens": n_cached},
+        **details,
     }
 
 

@@ -114,6 +114,8 @@ def test_a_right_prediction_saves_steps(engine: lp.Engine) -> None:
         )
         after = engine.stats()
         assert done.text == text
+        assert done.n_accepted_tokens == after.n_accepted - before.n_accepted > 0
+        assert done.n_drafted_tokens == after.n_drafted - before.n_drafted
         assert after.steps - before.steps < most
         before = after
 
@@ -136,7 +138,7 @@ def test_streams_give_every_token(engine: lp.Engine) -> None:
     assert [token for delta in deltas for token in delta.token_ids] == expected.token_ids
     assert "".join(delta.text for delta in deltas) == expected.text
     assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
-    assert engine.stats().n_accepted > 0
+    assert engine.stats().n_steps_saved == engine.stats().n_accepted > 0
 
 
 @pytest.mark.parametrize("way", ["generate", "stream"])

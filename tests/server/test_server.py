@@ -177,6 +177,26 @@ class TestChat:
             texts[choice["index"]] += choice["delta"].get("content", "")
         assert texts == [choice["message"]["content"] for choice in whole["choices"]]
 
+    @pytest.mark.parametrize("parts", [False, True])
+    def test_a_prediction_changes_only_the_steps(self, client: httpx.Client, parts: bool) -> None:
+        body: dict[str, Any] = {"messages": HELLO, "temperature": 0, "max_tokens": 40}
+        plain = client.post("/v1/chat/completions", json=body).json()
+        text = plain["choices"][0]["message"]["content"]
+        content = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}] if parts else text
+        body["prediction"] = {"type": "content", "content": content}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert "x-llamapipe-unused" not in client.post("/v1/chat/completions", json=body).headers
+        assert answer["choices"][0]["message"]["content"] == text
+        details = answer["usage"].pop("completion_tokens_details")
+        assert details.keys() == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+        assert 0 <= details["accepted_prediction_tokens"] <= answer["usage"]["completion_tokens"]
+        assert details["rejected_prediction_tokens"] >= 0
+        assert "completion_tokens_details" not in plain["usage"]
+        last = list(
+            events(client, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
+        )[-1]
+        assert last["usage"]["completion_tokens_details"].keys() == details.keys()
+
     def test_a_schema_holds(self, client: httpx.Client) -> None:
         schema = {
             "type": "object",

@@ -97,6 +97,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--cache-ram": ("--cache-bytes",),
         "-cram": ("--cache-bytes",),
         "--rerank": ("--embeddings",),
+        "--spm-infill": ("--fim-order",),
         "--reranking": ("--embeddings",),
         "-rpc": ("--rpc",),
         "--max-model-len": ("--n-ctx",),

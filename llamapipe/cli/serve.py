@@ -32,6 +32,7 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.reader import parse_head
+from llamapipe.llama.fim import FIM_ORDERS
 from llamapipe.ollama_models import model_of, shown_name
 from llamapipe.structured.compile import prepare_vocabulary
 
@@ -191,6 +192,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strict",
         action="store_true",
         help="refuse fields without effect, such as store; otherwise the header x-llamapipe-unused names them",
+    )
+    server.add_argument(
+        "--fim-order",
+        choices=FIM_ORDERS,
+        default="psm",
+        help="what a prompt for filling in begins with: psm, the prefix, or spm, the suffix (default: psm)",
     )
     server.add_argument("--no-page", action="store_true", help="do not serve the page at /")
     server.add_argument(
@@ -401,6 +408,7 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "timeout_s": args.timeout,
         "strict": args.strict,
         "page": not args.no_page,
+        "fim_order": args.fim_order,
         "ollama": args.ollama is not None,
         "allow_pull": args.allow_pull,
         "allow_delete": args.allow_delete,

@@ -500,7 +500,7 @@ class BackgroundSampler:
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
         """The tokens of the text that its guide forces, if that is known by now."""
-        return self._ahead[0][:n] if self.is_ready else (), self._forced_share
+        return self._ahead[0][:n] if self.is_ready and self.error is None else (), self._forced_share
 
     def logprobs(self) -> tuple[float, Sequence[tuple[int, float]]]:
         """Those of the last draw."""
@@ -638,7 +638,7 @@ class BackgroundDraws:
         ``patience_s``: longest wait. Samplers whose last draw took longer are not waited for. ``guessed``: as
         ``Executor.sample`` has it.
         """
-        drawn = [0] * len(rows)
+        drawn: list[int] = [NoToken.NOT_DRAWN] * len(rows)
         at_once: list[int] = []
         pending: dict[tuple[BackgroundSampler, int], int] = {}
         looking: list[BackgroundSampler] = []
@@ -649,9 +649,8 @@ class BackgroundDraws:
             if sampler.looks_ahead and (not looking or looking[-1] is not sampler):
                 looking.append(sampler)
             if guessed and i and samplers[i - 1] is sampler:
-                if drawn[i] != NoToken.NOT_DRAWN:
-                    continue  # drawn with the first of its rows
-            elif guessed and guessed[i] >= 0 and sampler.is_ready and sampler.error is None and sampler.ask():
+                continue  # drawn with the first of its rows, or not at all
+            if guessed and guessed[i] >= 0 and sampler.is_ready and sampler.error is None and sampler.ask():
                 end = i + 1
                 while end < len(rows) and samplers[end] is sampler:
                     end += 1

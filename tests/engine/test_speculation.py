@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 import llamapipe as lp
 from llamapipe._engine.request import Request
+from llamapipe._engine.sampling import GrammarBudget
 from llamapipe._engine.speculation import Gate, Guess, StepTimes
+from llamapipe.errors import ConstraintError
 from llamapipe.llama import SamplerChain
 from llamapipe.native.load import native
 
@@ -129,6 +132,29 @@ def test_forced_text_saves_steps(engine: lp.Engine) -> None:
     assert done.token_ids == plain.token_ids
     assert stats.n_forced > 0 and stats.n_forced == stats.n_accepted
     assert stats.steps - before.steps < before.steps
+
+
+def test_a_constraint_that_fails_before_its_guess_adds_no_token(
+    engine: lp.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are not drawn from, also where the failure arrives after the step."""
+    params = lp.SamplingParams(json_schema=SCHEMA, temperature=0, max_tokens=60)
+    whole = engine.generate(PROMPT, params).token_ids
+    left = 0
+
+    def error(budget: GrammarBudget) -> ConstraintError | None:
+        nonlocal left
+        left -= 1
+        return ConstraintError("too long") if left < 0 else None
+
+    monkeypatch.setattr(GrammarBudget, "error", error)
+    for n_jobs in range(4, 80, 3):
+        left = n_jobs
+        found: list[int] = []
+        with suppress(ConstraintError):
+            for delta in engine.stream(PROMPT, params):
+                found += delta.token_ids
+        assert found == whole[: len(found)]
 
 
 def test_streams_give_every_token(engine: lp.Engine) -> None:

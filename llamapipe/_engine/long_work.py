@@ -124,13 +124,14 @@ async def to_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def takes_long(values: Any, params: Any, *others: Any) -> bool:
-    """Whether prompts or messages are long, params hold a constraint, or the options of a chat ask for much."""
+    """Whether texts are long, params hold a constraint, or the options of a chat ask for much."""
     each = params if isinstance(params, Sequence) and not isinstance(params, (str, bytes)) else (params,)
     return (
         is_long(values)
         or is_long(params)
         or any(
-            isinstance(its, SamplingParams) and any(getattr(its, name) is not None for name in CONSTRAINTS)
+            isinstance(its, SamplingParams)
+            and (is_long(its.prediction) or any(getattr(its, name) is not None for name in CONSTRAINTS))
             for its in each
         )
         or any(getattr(other, "takes_long", False) for other in others if isinstance(other, tuple))

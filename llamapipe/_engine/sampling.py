@@ -22,6 +22,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import perf_counter, thread_time
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _N_KEPT = 64
+_MOST_OF_TOKEN = 16  # characters of a prediction for each token that fits: longer ones take time and memory
 T = TypeVar("T")
 
 
@@ -145,7 +147,9 @@ class SamplerFactory:
                 constraint = {name: getattr(params, name), "json_whitespace": params.json_whitespace}
                 self._guide = compile_guide(vocab, **constraint).new
         self._predicted = (
-            vocab.tokenize(params.prediction, add_special=False) if params.prediction is not None else []
+            vocab.tokenize(params.prediction, add_special=False)[:n_ctx]
+            if params.prediction is not None
+            else []
         )
         self._options = self._make_options()
 
@@ -297,6 +301,9 @@ class SamplerFactoryCache:
 
     def sampler_factory(self, params: SamplingParams) -> SamplerFactory:
         """The sampler factory for ``params``. Raises InvalidRequestError."""
+        most = _MOST_OF_TOKEN * self._n_ctx
+        if params.prediction is not None and len(params.prediction) > most:
+            params = replace(params, prediction=params.prediction[:most])
         # Equal processors need not be the same, and a cache must not keep them alive.
         if params.logits_processors:
             return SamplerFactory(params, self._vocab, self._n_ctx, self._dries)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import llamapipe as lp
+from llamapipe._engine.long_work import takes_long
 from llamapipe._engine.request import Request
-from llamapipe._engine.sampling import GrammarBudget
+from llamapipe._engine.sampling import GrammarBudget, SamplerFactoryCache
 from llamapipe._engine.speculation import Gate, Guess, StepTimes
 from llamapipe.errors import ConstraintError
 from llamapipe.llama import SamplerChain
@@ -121,6 +122,15 @@ def test_a_right_prediction_saves_steps(engine: lp.Engine) -> None:
         assert done.n_drafted_tokens == after.n_drafted - before.n_drafted
         assert after.steps - before.steps < most
         before = after
+
+
+def test_a_long_prediction_costs_little(demo: lp.Model) -> None:
+    """An event loop does not tokenize it, and what can be no part of the output is neither tokenized nor kept."""
+    params = lp.SamplingParams(prediction="\U0001f600" * 1_000_000)
+    assert takes_long("", params) and takes_long("", [params])
+    assert not takes_long("", lp.SamplingParams(prediction="short"))
+    kept = SamplerFactoryCache(demo.vocab, 64).sampler_factory(params).params
+    assert kept.prediction is not None and len(kept.prediction) <= 1024
 
 
 def test_forced_text_saves_steps(engine: lp.Engine) -> None:

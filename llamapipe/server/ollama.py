@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime, timezone
@@ -544,7 +545,8 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     Messages of this API name the tool of a result, and calls may have no id: some templates want both.
     """
     made: list[dict[str, Any]] = []
-    waiting: list[tuple[str, Any]] = []  # the calls without a result: the id and the name
+    waiting: dict[str, str] = {}  # the names of the calls without a result, by id
+    by_name: defaultdict[str, dict[str, None]] = defaultdict(dict)  # the ids, by name
     for i, message in enumerate(messages):
         one = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
         if message.get("images"):
@@ -557,15 +559,21 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         calls = one.get("tool_calls")
         if isinstance(calls, list):
             one["tool_calls"] = [_with_id(call, f"call_{i}_{j}") for j, call in enumerate(calls)]
-            waiting += [(call["id"], _name(call)) for call in one["tool_calls"] if isinstance(call, dict)]
+            for call in one["tool_calls"]:
+                if isinstance(call, dict) and isinstance(call["id"], str):  # the engine refuses others
+                    by_name[waiting.get(call["id"], "")].pop(call["id"], None)
+                    waiting[call["id"]] = called = _name(call)
+                    by_name[called][call["id"]] = None
         if message.get("role") == "tool":
             name = message.get("tool_name")
             if name:
                 one["name"] = name
-            found = next((w for w in waiting if name in (None, "", w[1])), None)
-            if not one.get("tool_call_id") and found is not None:
-                one["tool_call_id"] = found[0]
-            waiting = [w for w in waiting if w[0] != one.get("tool_call_id")]
+            candidates = by_name[name] if name else waiting
+            if not one.get("tool_call_id") and candidates:
+                one["tool_call_id"] = next(iter(candidates))
+            answered = one.get("tool_call_id")
+            if isinstance(answered, str) and answered in waiting:
+                by_name[waiting.pop(answered)].pop(answered, None)
         if one.get("content") is None:
             one["content"] = ""
         made.append(one)
@@ -581,9 +589,10 @@ def _with_id(call: Any, new_id: str) -> Any:
     return {**call, "id": call.get("id") or new_id}
 
 
-def _name(call: Mapping[str, Any]) -> Any:
+def _name(call: Mapping[str, Any]) -> str:
     function = call.get("function")
-    return function.get("name") if isinstance(function, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _loaded(exchange: Exchange, request: OllamaChatRequest | GenerateRequest) -> Response:

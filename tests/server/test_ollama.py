@@ -612,3 +612,22 @@ class TestServer:
         document = client.get("/openapi.json").json()
         known = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
         assert set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document))) <= known
+
+
+def test_thousands_of_results_find_their_calls() -> None:
+    """By their names, in any order, in a time that is linear: this runs in the event loop."""
+    n = 5000
+    calls = [{"function": {"name": f"f{i % 100}", "arguments": {}}} for i in range(n)]
+    results = [{"role": "tool", "tool_name": f"f{99 - i % 100}", "content": ""} for i in range(n)]
+    unknown = [{"role": "tool", "tool_name": "g", "content": ""}] * n
+    messages = [
+        {"role": "assistant", "tool_calls": calls},
+        *unknown,
+        *results,
+        {"role": "tool", "content": ""},
+    ]
+    made = engine_messages(messages)
+    assert not any("tool_call_id" in one for one in made[1 : n + 1])
+    ids = [one["tool_call_id"] for one in made[n + 1 : -1]]
+    assert ids[:100] == [f"call_0_{99 - i}" for i in range(100)] and len(set(ids)) == n
+    assert "tool_call_id" not in made[-1]

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ _SERVICE = Path("/usr/share/ollama/.ollama/models")
 _HOST, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?:(?:({_PART}(?::\d+)?)/)?({_PART})/)?({_PART})(?::({_PART}))?")
+_IN_STORE = re.compile(rf"{_PART}(?::\d+)?")
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _LAYER = "application/vnd.ollama.image."
 _MOST_BYTES = 2**20  # of a manifest, and of a text that a Modelfile sets
@@ -124,8 +126,11 @@ def names_of(path: Path) -> list[StoredModel]:
 def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
     """The file and the name of what ``ollama:NAME`` means; None for the path of a file. Raises as ``find_stored``."""
     text = os.fsdecode(path)
-    if not text.startswith(PREFIX) or Path(text).exists():
+    if not text.startswith(PREFIX):
         return None
+    with suppress(OSError):  # too long for a path
+        if Path(text).exists():
+            return None
     found = find_stored(text.removeprefix(PREFIX))
     return found.path, found.name.removesuffix(f":{_TAG}")
 
@@ -143,14 +148,19 @@ def _models_in(folder: Path) -> Iterator[StoredModel]:
     except OSError:
         return
     for manifest in manifests:
+        place = manifest.relative_to(root)
+        if not all(_IN_STORE.fullmatch(part) for part in place.parts):  # no name that could be asked for
+            continue
         try:
-            yield _stored(folder, manifest.relative_to(root), _read(manifest))
+            yield _stored(folder, place, _read(manifest))
         except (OSError, ModelLoadError):
             continue
 
 
 def _read(path: Path) -> bytes:
     """A small file. Raises OSError."""
+    if path.is_fifo():  # opening it would wait for a writer
+        raise OSError(0, "it is no file")
     with path.open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:

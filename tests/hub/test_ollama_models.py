@@ -54,6 +54,23 @@ def test_names(store: Path) -> None:
     assert find_stored("a").digest == sha256(manifest.read_bytes()).hexdigest()
 
 
+def test_names_that_cannot_be_asked_for(demo_store: Path) -> None:
+    """A list, an error or a model's name would take them to a terminal, or into JSON."""
+    data = lp.demo_model_path().read_bytes()
+    for name in ("a\x1b[31m", "a\nb", os.fsdecode(b"a\xff"), "a b"):
+        put_model(demo_store, f"{LIBRARY}/{name}/latest", data)
+    assert {stored.name for stored in stored_models()} == {"demo:latest", "demo:1b", "mario:latest"}
+    with pytest.raises(ModelLoadError, match="too long"):
+        lp.Model(f"ollama:{'a' * 5000}")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_pipe_in_the_store(demo_store: Path) -> None:
+    os.mkfifo(demo_store / "manifests" / LIBRARY / "demo" / "pipe")
+    with pytest.raises(ModelLoadError, match="no file"):
+        find_stored("demo:pipe")
+
+
 @pytest.mark.parametrize(
     "name",
     ["", "..", "../a", "a/../b", "/etc/passwd", "a:", ":b", "a b", "a/b/c/d", "a:b:c", "a\0", "-a", "é"],

@@ -344,6 +344,8 @@ class EventStream(StreamingResponse):
             except Exception as e:
                 if exchange.status == 0:
                     raise
+                while beat.sign_on_its_way is not None:  # nothing follows an error
+                    await beat.sign_on_its_way
                 beat.is_sending = True
                 await part(error_event(e, exchange.dialect))
         await send({"type": "http.response.body", "body": b""})

@@ -46,7 +46,7 @@ from llamapipe.server.generation import (
     prompts_of,
 )
 from llamapipe.server.page import page
-from llamapipe.server.sampling import FROM_TABLE, Formats, Sampling
+from llamapipe.server.sampling import FROM_TABLE, Formats, Sampling, Tokenize
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,6 +111,11 @@ class Options(_Table, kw_only=True):
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
         """The options as ``SamplingParams``, with Ollama's defaults. Raises ApiError 400."""
+        vocab = state.engine.model.vocab
+        return self.checked(lambda text: vocab.tokenize(text, add_special=False), **more)
+
+    def checked(self, tokenize: Tokenize, **more: Any) -> SamplingParams:
+        """The same. ``tokenize``: for the keys of ``logit_bias``."""
         values = {name: value for name, value in _DEFAULTS.items() if getattr(self, name) is None}
         limit = self.num_predict
         if limit is not None and limit > _MOST_TOKENS:
@@ -121,8 +126,7 @@ class Options(_Table, kw_only=True):
             )
         values["max_tokens"] = None if limit is None or limit < 0 else max(limit, 1)
         given = Sampling(**{name: getattr(self, name) for name in _Table.__struct_fields__})
-        vocab = state.engine.model.vocab
-        return given.params(lambda text: vocab.tokenize(text, add_special=False), **values, **more)
+        return given.params(tokenize, **values, **more)
 
 
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
@@ -151,7 +155,8 @@ def _modelfile(stored: StoredModel) -> Modelfile:
     known = {name: value for name, value in given.items() if name in Options.__struct_fields__}
     try:
         options = msgspec.convert(known, Options)
-    except msgspec.ValidationError as e:
+        options.checked(lambda _: [])
+    except (msgspec.ValidationError, ApiError) as e:
         _log.warning("the parameters of %s in Ollama's store are not used: %s", stored.name, e)
         options = Options()
     values = [

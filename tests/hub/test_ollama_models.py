@@ -215,7 +215,18 @@ def test_a_modelfile_holds_for_its_name(demo_store: Path) -> None:
         assert digests == {f"{name}:latest": find_stored(name).digest for name in ("mario", "demo")}
 
 
-@pytest.mark.parametrize("params", ["{", "[]", '{"temperature": "hot"}', "\xff"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        "{",
+        "[]",
+        '{"temperature": "hot"}',
+        '{"temperature": -3}',
+        '{"temperature": NaN}',
+        '{"stop": ""}',
+        "\xff",
+    ],
+)
 def test_damaged_parameters_are_left_out(demo_store: Path, params: str) -> None:
     place = f"{LIBRARY}/odd/latest"
     put_model(demo_store, place, lp.demo_model_path().read_bytes(), params=params)

@@ -593,13 +593,11 @@ class TestServer:
 
     def test_an_error_in_a_stream_is_a_line(self, engine: lp.Engine) -> None:
         with (
-            served(engine, ping_s=0.01, timeout_s=0.05) as client,
-            Gate(engine) as gate,
+            Gate(engine),
+            served(engine, ping_s=0.01, timeout_s=0.2) as client,
             client.stream("POST", "/api/chat", json=CHAT) as answer,
         ):
-            gate.wait()
             found = [json.loads(line) for line in answer.iter_lines()]
-            gate.open()
         assert answer.status_code == 200
         assert list(found[-1]) == ["error"]
 
@@ -620,7 +618,7 @@ def test_thousands_of_results_find_their_calls() -> None:
     calls = [{"function": {"name": f"f{i % 100}", "arguments": {}}} for i in range(n)]
     results = [{"role": "tool", "tool_name": f"f{99 - i % 100}", "content": ""} for i in range(n)]
     unknown = [{"role": "tool", "tool_name": "g", "content": ""}] * n
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "tool_calls": calls},
         *unknown,
         *results,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -16,6 +18,8 @@ from support.control import PATIENCE_S, Gate
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
+from llamapipe.server.endpoint import EventStream
+from llamapipe.server.errors import ApiError
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 CHAT = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0, "stream": True}
@@ -210,3 +214,31 @@ def test_the_scores_of_an_echo_leave_no_cells_to_other_salts(engine: lp.Engine) 
         assert "token_logprobs" in client.post("/v1/completions", json=scored).text
         assert n_cached(None) == n_cached("other") == 0
         assert n_cached("mine") > 16
+
+
+def test_no_sign_of_life_follows_an_error() -> None:
+    """The error arrives while a sign waits for its turn to be sent."""
+
+    async def sent() -> list[bytes]:
+        woken = asyncio.Event()
+        bodies: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            bodies.append(message.get("body", b""))
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            await woken.wait()
+            raise ApiError(400, "broken")
+            yield b""
+
+        def sign() -> bytes:
+            woken.set()
+            return b"sign"
+
+        settings = SimpleNamespace(settings=ServerSettings(ping_s=0.01))
+        exchange: Any = SimpleNamespace(status=200, server=settings, dialect="openai")
+        await EventStream(exchange, events(), sign=sign).stream_response(send)
+        return bodies
+
+    first, error, end = asyncio.run(sent())
+    assert (first, end) == (b"sign", b"") and b"broken" in error

@@ -22,7 +22,7 @@ from llamapipe.errors import ModelLoadError
 PREFIX = "hf:"
 _ADDRESS = re.compile(
     r"(?:https?://)?(?:huggingface|hf)\.co/([^/?:]+/[^/?:]+)"
-    r"(?:/(?:(?:resolve|blob)/[^/]+/)?([^?]+\.gguf)|(:[^/?]+))?.*"
+    r"(?:/(?:(?:resolve|blob)/[^/]+/)?([^?#]+\.gguf)|(:[^/?#]+)|/tree(?:/[^?#]*)?|/)?(?:[?#].*)?"
 )
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _MOST_LISTED = 20

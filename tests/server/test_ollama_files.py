@@ -147,6 +147,8 @@ def test_delete(client: httpx.Client, home: Path) -> None:
     assert "is loaded" in refused(client.request("DELETE", "/api/delete", json={"model": "demo"}))
     assert "belongs to Ollama" in refused(client.request("DELETE", "/api/delete", json={"model": "theirs"}))
     refused(client.request("DELETE", "/api/delete", json={"model": "other"}), 400)
+    for rest in ("/../../etc/passwd", "/[a-", "/blob/main/README.md"):  # not the whole repository
+        refused(client.request("DELETE", "/api/delete", json={"model": REPO + rest}), 400)
     refused(client.request("DELETE", "/api/delete", json={}), 400)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -251,31 +252,20 @@ class Guide:
         ``prepare`` does.
         """
         self.prepare()
-        matcher = self._open()
-        forced: bytes = b"" if self._finished else matcher.compute_ff_bytes()
-        if not forced:
+        if self._finished:
             return [], []
-        tokens = self._tokenizer.tokens_of(forced)[:n]
-        tokens = tokens[: matcher.validate_tokens(tokens)] if tokens else []
-        if not tokens:
-            return [], []
-        words, state = self._words.copy(), (self._may_end, self._finished)
+        # Copies are asked: a matcher that has told which bytes are forced takes no special token in their place.
+        forced: bytes = self._open().deep_copy().compute_ff_bytes()
+        tokens = self._tokenizer.tokens_of(forced)[:n] if forced else []
         masks: list[npt.NDArray[np.uint32]] = []
-        n_accepted = 0
-        try:
+        # A dead end, or a limit: the request meets it when it gets there.
+        with Guide(self._open(), self._tokenizer) as ahead, suppress(DecodeError):
             for token in tokens:
-                self.accept(token)
-                n_accepted += 1
-                mask = self.mask().copy()
+                ahead.accept(token)
+                mask = ahead.mask().copy()
                 if not mask.any():  # complete, in a vocabulary without an end token
                     break
                 masks.append(mask)
-        except DecodeError:  # a dead end, or a limit: the request meets it when it gets there
-            pass
-        self.rollback(n_accepted)
-        self._words[:] = words
-        self._may_end, self._finished = state
-        self._prepared = True
         return tokens[: len(masks)], masks
 
     # ---- going back

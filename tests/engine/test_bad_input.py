@@ -245,6 +245,8 @@ OTHER_FIELDS = (
         "choice",
         "json_whitespace",
         "cache_salt",
+        "speculate",
+        "prediction",
     ),  # more of these in test_params.py
 )
 # What has to be on for others to matter.
@@ -342,6 +344,10 @@ def test_limits_of_parameters(engine: lp.Engine, name: str, limits: tuple[float,
         ("cache_salt", 5, TypeError, "cache_salt must be a str or None, not int"),
         ("cache_salt", "", ValueError, "cache_salt has 0 characters; it must have 1 to 1024"),
         ("cache_salt", "x" * 1025, ValueError, "cache_salt has 1025 characters"),
+        ("speculate", "draft", ValueError, "speculate is 'draft'; it must be 'off', 'ngram' or None"),
+        ("speculate", 5, ValueError, "speculate is 5; it must be 'off', 'ngram' or None"),
+        ("prediction", 5, TypeError, "prediction must be a text, not a int"),
+        ("prediction", ["a"], TypeError, "prediction must be a text, not a list"),
         ("ignore_eos", 1, TypeError, "ignore_eos must be True or False, not int"),
         ("ignore_eos", None, TypeError, "ignore_eos must be True or False, not NoneType"),
         ("ignore_eos", "no", TypeError, "ignore_eos must be True or False, not str"),

@@ -104,8 +104,10 @@ class Gate:
             )
         return self._executor.launch_repeat()
 
-    def sample(self, step: int, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
-        self._sampled = self._executor.sample(step, rows, samplers)
+    def sample(
+        self, step: int, rows: Sequence[int], samplers: Sequence[Any], guessed: Sequence[int] = ()
+    ) -> list[int]:
+        self._sampled = self._executor.sample(step, rows, samplers, guessed)
         return self._sampled.copy()
 
     def sample_repeat(self, step: int) -> list[int]:

@@ -262,7 +262,8 @@ def _read(
     engine: lp.Engine, prompt: list[int], n_tokens: int, run: Run, end_s: float = math.inf, cache: bool = True
 ) -> None:
     """Reads a stream and records its time to first token and its gaps."""
-    params = lp.SamplingParams(max_tokens=n_tokens, ignore_eos=True, cache=cache)
+    # The simulated requests get one token a step.
+    params = lp.SamplingParams(max_tokens=n_tokens, ignore_eos=True, cache=cache, speculate="off")
     last_s, times = perf_counter(), run.first_s
     for _ in engine.stream(prompt, params):
         now_s = perf_counter()

@@ -82,7 +82,7 @@ async def rhythm(
         for i in range(1, len(typed) + 1):
             began = asyncio.get_running_loop().time()
             before, _, line = typed[:i].rpartition("\n")
-            above = lines + [one + "\n" for one in before.split("\n") if before]
+            above = lines + [line + "\n" for line in before.split("\n") if before]
             n_told = len(FIRSTS)
             task = asyncio.ensure_future(one_key(client, body(above, line, after, extra)))
             while not every_s and len(FIRSTS) == n_told:

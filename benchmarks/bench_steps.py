@@ -133,9 +133,9 @@ def compare(model: lp.Model, name: str, n: int, rounds: int) -> None:
                 done = engine.generate(prompts, params[way])
                 seconds[way].append(time.perf_counter() - began_s)
                 steps[way].append(engine.stats().steps - before.steps)
-                texts[way] = [one.text for one in done]
+                texts[way] = [completion.text for completion in done]
         stats = engine.stats()
-    n_tokens = sum(len(one.token_ids) for one in done)
+    n_tokens = sum(len(completion.token_ids) for completion in done)
     off, on = (statistics.median(steps[way]) for way in ways)
     off_s, on_s = (statistics.median(seconds[way]) for way in ways)
     ratio = statistics.median(a / b for a, b in zip(seconds["off"], seconds["on"], strict=True))

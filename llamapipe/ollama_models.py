@@ -116,6 +116,11 @@ def stored_models() -> list[StoredModel]:
     return [found[name] for name in sorted(found)]
 
 
+def short_names() -> set[str]:
+    """The names of ``stored_models``, and those without ``:latest``."""
+    return {name for stored in stored_models() for name in (stored.name, stored.name.removesuffix(":latest"))}
+
+
 def names_of(path: Path) -> list[StoredModel]:
     """The names of a store's file, if ``path`` is one: models with other settings may share it."""
     if path.parent.name != "blobs" or not _DIGEST.fullmatch(path.name):

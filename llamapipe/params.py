@@ -158,7 +158,7 @@ class SamplingParams:
         if self.speculate not in (None, "off", "ngram"):
             raise ValueError(f"speculate is {quoted(self.speculate)}; it must be 'off', 'ngram' or None")
         if self.prediction is not None and not isinstance(self.prediction, str):
-            raise TypeError(f"prediction must be a text, not a {type(self.prediction).__name__}")
+            raise TypeError(f"prediction must be a str or None, not {type(self.prediction).__name__}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"

@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     terminal = Terminal(sys.stdout)
-    models = [CachedModel(PREFIX + one.name, one.path, one.path.stat().st_size) for one in stored_models()]
+    models = [
+        CachedModel(PREFIX + stored.name, stored.path, stored.path.stat().st_size)
+        for stored in stored_models()
+    ]
     try:
         models = cached_models() + models
     except ImportError:

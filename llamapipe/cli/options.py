@@ -21,7 +21,7 @@ from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError
 from llamapipe.engine import with_tuning
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.ollama_models import model_of, stored_models
+from llamapipe.ollama_models import model_of, short_names
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,9 @@ def model_path(text: str) -> Path:
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text} is an address; download the file and give its path")
     if path.name == text and path.suffix != ".gguf":  # as a name in Ollama's library
-        stored = {name for one in stored_models() for name in (one.name, one.name.removesuffix(":latest"))}
         raise lp.errors.ModelLoadError(
             f"{text} does not exist; Ollama has a model of this name: write {OLLAMA}{text}"
-            if text in stored
+            if text in short_names()
             else f"{text} does not exist; give a GGUF file, hf:OWNER/REPO/FILE of the Hugging Face Hub, or demo for "
             "the bundled model"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from llamapipe.cli import chat
 from llamapipe.cli.options import model_path
 from llamapipe.hub import hub_name
-from llamapipe.ollama_models import PREFIX, stored_models
+from llamapipe.ollama_models import PREFIX, short_names
 
 HELP = "hold a conversation with a model, named first"
 USAGE = "llamapipe run [options] MODEL [MESSAGE]"
@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def named_model(text: str) -> Path:
     """As ``model_path``, but names of Ollama's models and addresses of the hub need no prefix."""
-    names = {name for one in stored_models() for name in (one.name, one.name.removesuffix(":latest"))}
-    if text in names and not Path(text).exists():
+    if text in short_names() and not Path(text).exists():
         return model_path(PREFIX + text)
     return model_path(text if Path(text).exists() else hub_name(text) or text)
 

@@ -24,7 +24,7 @@ FIM_ORDERS = ("psm", "spm")
 FimExtra: TypeAlias = "Iterable[tuple[str, str] | Mapping[str, str]]"
 _STEP = 256  # tokens: what is left out together
 _STEPS = 16  # of a prompt, at least
-_SUFFIX_SHARE = 4  # the suffix gets at least one part of so many
+_SUFFIX_SHARE = 4  # the suffix gets at least this part of the room: a quarter
 _MOST_CHARACTERS = 16  # of a token, on average: what is longer is cut before it is tokenized
 # llama.cpp's server writes these where a client gives no names.
 _PROJECT, _THIS_FILE, _OTHER_FILE = "myproject\n", "filename", "tmp"

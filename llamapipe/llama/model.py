@@ -374,9 +374,9 @@ class Model(NotCopyable):
 
         ``extra``: other files, ``(filename, text)``, the most important last. ``filename``: that of the text.
         ``order``: ``"psm"`` writes the prefix first, ``"spm"`` the suffix; most models were trained with the first.
-        ``n_max``: at most so many tokens; the beginning of the prefix, the end of the suffix and whole other files are
-        left out, in steps of up to 256 tokens, so that the prompts of a moving cursor begin alike. Names of control
-        tokens in the texts stay text.
+        ``n_max``: the most tokens of the prompt; the beginning of the prefix, the end of the suffix and whole other
+        files are left out, in steps of up to 256 tokens, so that the prompts of a moving cursor begin alike. Names of
+        control tokens in the texts stay text.
 
         Any thread. Raises InvalidRequestError for a model without tokens for this and an ``n_max`` that is too small;
         TypeError, ValueError.

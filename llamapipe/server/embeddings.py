@@ -99,7 +99,7 @@ async def embedded(
 ) -> tuple[npt.NDArray[np.float32], int]:
     """The vectors of texts, and the number of their tokens. Raises ApiError 400.
 
-    ``name``: the field that holds them. ``dimensions``: cut the vectors after so many numbers.
+    ``name``: the field that holds them. ``dimensions``: the length that the vectors are cut to.
     """
     n = embedder.n_embd
     wanted = n if dimensions is None else dimensions
@@ -207,8 +207,8 @@ async def _ranks(
         ranked = await asyncio.gather(
             *(embedder.arerank(*group, truncate=truncate) for group in groups[start : start + _PAIRS])
         )
-        found += [one for group in ranked for one in sorted(group, key=lambda one: one.index)]
-    return [one.score for one in found], sum(one.n_tokens for one in found)
+        found += [passage for group in ranked for passage in sorted(group, key=lambda passage: passage.index)]
+    return [passage.score for passage in found], sum(passage.n_tokens for passage in found)
 
 
 async def _cosines(

@@ -247,7 +247,7 @@ def test_another_request_finds_the_prefix(engine: lp.Engine) -> None:
     [
         ({"speculate": "draft"}, ValueError, "speculate is 'draft'; it must be"),
         ({"speculate": 1}, ValueError, "speculate is 1; it must be"),
-        ({"prediction": ["a"]}, TypeError, "prediction must be a text, not a list"),
+        ({"prediction": ["a"]}, TypeError, "prediction must be a str or None, not list"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception], match: str) -> None:

@@ -50,7 +50,7 @@ void Guesser::add(int32_t token) {
     const bool had_guess = n_matched_ > 0 && next_ < end_;
     const bool is_right  = had_guess && text_[next_] == token;
     if (had_guess) {
-        share() = weight * share() + (1 - weight) * (is_right ? 1 : 0);
+        shares_[kind()] = weight * share() + (1 - weight) * (is_right ? 1 : 0);
     }
     const bool was_predicted = is_predicted_;
     text_.push_back(token);
@@ -126,7 +126,7 @@ bool Guesser::find_in_text() {
     if (place == 0 || place >= n) {
         return false;
     }
-    size_t n_same = 0;  // counted as far as it matters
+    size_t n_same = 0;  // up to 32: longer matches are all alike
     while (n_same < 32 && place - n_same > n_learned_ && text_[place - 1 - n_same] == text_[n - 1 - n_same]) {
         n_same++;
     }

@@ -25,12 +25,11 @@ public:
 private:
     static constexpr size_t n_gram      = 3;
     static constexpr size_t n_sure      = 4;    // tokens that match a prediction at its place, not by chance
-    static constexpr size_t n_shares    = 3;    // by the length of the match: under 8, under 24, longer
     static constexpr double least_share = 0.3;  // with less, no step is that cheap
 
-    size_t shares_index() const { return n_matched_ < 8 ? 0 : n_matched_ < 24 ? 1 : 2; }
-    double & share() { return is_predicted_ ? predicted_shares_[n_matched_ < n_sure ? 0 : 1] : shares_[shares_index()]; }
-    double   share() const { return const_cast<Guesser *>(this)->share(); }
+    // The kind of guess: by the length of the match in the text (under 8, under 24, longer) or the prediction.
+    size_t kind() const { return is_predicted_ ? (n_matched_ < n_sure ? 3 : 4) : n_matched_ < 8 ? 0 : n_matched_ < 24 ? 1 : 2; }
+    double share() const { return shares_[kind()]; }
     bool   find_in_prediction();
     bool   find_in_text();
     size_t slot(size_t place) const;  // of the n-gram that ends before this place
@@ -44,8 +43,7 @@ private:
     size_t                n_matched_ = 0;    // tokens before it that are the same
     size_t                anchor_    = 0;    // where the prediction was left
     bool                  is_predicted_ = false;
-    double                shares_[n_shares] = { 0.4, 0.6, 0.8 };
-    double                predicted_shares_[2] = { 0.5, 0.85 };
+    double                shares_[5] = { 0.4, 0.6, 0.8, 0.5, 0.85 };  // right guesses of one, by kind
 };
 
 }  // namespace lp

@@ -5,17 +5,12 @@ Open it to add a route, or to see what a request finds when it arrives.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,11 +21,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llamapipe._engine.long_work import size_of
-from llamapipe._engine.tenant import Tenant, tenant
 from llamapipe._messages import instead_of, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
-from llamapipe.host.memory import return_freed_memory
 from llamapipe.server import (
     anthropic,
     chat,
@@ -47,6 +40,7 @@ from llamapipe.server import (
 )
 from llamapipe.server.endpoint import Endpoint, Exchange, LineStream, get, post
 from llamapipe.server.errors import ApiError
+from llamapipe.server.gate import Gate
 from llamapipe.server.generation import check_template_args, refuse_long_chat
 from llamapipe.server.guard import BodyBudget, Guard
 from llamapipe.server.metrics import Metrics
@@ -56,121 +50,38 @@ if TYPE_CHECKING:
     from llamapipe.llama.model import Model
     from llamapipe.server.worker import Worker
 
-_PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
-_POLLED = ("/timeline", "/ping", "/health", "/v1/health", "/metrics")
-_TRIM_AFTER_S = 1.0
 _log = logging.getLogger("llamapipe.server")
 
 
-class ServerState:
+class ServerState(Gate):
     """One server's engine and settings. Use it on the event loop's thread.
 
-    ``model_names``: the names clients may use for the model; answers contain the first. ``n_requests``: requests being
-    served. ``worker``: the link to the other processes, if this is one of several. ``bound_to``: the address that the
-    server listens on; None inside of another server, which tells it with each request.
+    ``model_names``: the names clients may use for the model; answers contain the first. ``worker``: the link to the
+    other processes, if this is one of several.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, embedder: Embedder | None = None) -> None:
+        self.model_names = settings.model_names or (engine.model.name,)
+        super().__init__(
+            settings, Metrics(engine, self.model_names[0]), BodyBudget(settings.max_bodies_bytes)
+        )
         self.engine = engine
         self.embedder = embedder
-        self.settings = settings
         self.in_thread = engine._long_work.run  # for what would hold up the event loop; fair to clients
         self.worker: Worker | None = None
-        self.bound_to: str | None = None
         self.timeline = page.Timeline(engine)
-        self.bodies = BodyBudget(settings.max_bodies_bytes)
-        self.model_names = settings.model_names or (engine.model.name,)
-        self.metrics = Metrics(engine, self.model_names[0])
         self.embedding_names = settings.embedding_names
         if embedder is not None and not self.embedding_names:
             self.embedding_names = (embedder.model.name,)
         self.modelfiles = ollama.modelfiles(engine.model.path) if settings.ollama else {}
         self.created = int(time.time())
         self.copies: list[str] = []  # further names of the model, that clients made
-        self.n_requests = 0
         self.n_pulls = 0
-        self.draining = False
-        self._trims = False  # soon
         if engine.kv_events is not None and len(settings.api_keys) > 1:
             _log.warning(
                 "no KV events are published: each of the %d API keys has a prefix cache",
                 len(settings.api_keys),
             )
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
-
-    def __repr__(self) -> str:
-        return f"<ServerState n_requests={self.n_requests}{' draining' if self.draining else ''}>"
-
-    def check(self, exchange: Exchange) -> bytes | None:
-        """Checks a request before its body is read. Returns the digest of its key, None without keys."""
-        key = self._check_key(exchange)
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
-        self._check_room()
-        return key
-
-    def _check_room(self) -> None:
-        if self.n_requests >= self.settings.max_requests:
-            raise ApiError(
-                429,
-                f"{self.n_requests} requests are being served, which is the limit of this server; try again later",
-                code="too_many_requests",
-            )
-
-    @contextmanager
-    def admitted(self, exchange: Exchange, counted: bool, key: bytes | None) -> Iterator[None]:
-        """Counts a request, whose body has arrived, while it is served. Raises ApiError if there are too many.
-
-        Whatever is asked of the engine meanwhile is asked for this client: see ``Tenant``.
-        """
-        if counted:
-            self._check_room()
-        self.n_requests += counted
-        token = tenant.set(self._tenant(exchange, key))
-        try:
-            yield
-        finally:
-            tenant.reset(token)
-            self.n_requests -= counted
-
-    def _tenant(self, exchange: Exchange, key: bytes | None) -> Tenant:
-        """The client: its key if there are several, with a prefix cache for each; else its address."""
-        if key is not None and len(self._keys) > 1:
-            return Tenant(key, key.hex(), self.settings.grammar_timeout_s)
-        address = exchange.client.host if exchange.client else "no address"
-        return Tenant(address, None, self.settings.grammar_timeout_s)
-
-    def _check_key(self, exchange: Exchange) -> bytes | None:
-        """The digest of the client's key; None if no key is needed. Raises ApiError."""
-        if not self._keys:
-            return None
-        given = exchange.headers.get("x-api-key", "")
-        scheme, _, token = exchange.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            given = token.strip()
-        # Digests have the same length and all keys are compared, so the time reveals nothing about the keys.
-        digest = hashlib.sha256(given.encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        if not any(matches):
-            problem = (
-                "the API key is not one of this server's" if given else "this server asks for an API key"
-            )
-            raise ApiError(
-                401,
-                f"{problem}; send the key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                code="invalid_api_key",
-            )
-        return digest
-
-    def trim_later(self) -> None:
-        """Returns freed memory to the system soon, after a large body: the C library would keep it."""
-        if not self._trims:
-            self._trims = True
-            asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
-
-    def _trim(self) -> None:
-        self._trims = False
-        asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
 
     @property
     def chat_names(self) -> tuple[str, ...]:
@@ -225,23 +136,6 @@ class ServerState:
                 "model_not_found",
             )
         return self.embedder, _served(name, self.embedding_names)
-
-    def finished(self, exchange: Exchange) -> None:
-        """Counts and logs an answered request. What programs ask for every second is logged at the level DEBUG."""
-        seconds = perf_counter() - exchange.started_at
-        self.metrics.answered(exchange, seconds)
-        is_polled = exchange.status < 400 and exchange.path in _POLLED
-        _log.log(
-            logging.DEBUG if is_polled else logging.INFO,
-            "%s %s %d %.0f ms n_prompt_tokens=%s n_completion_tokens=%s id=%s",
-            exchange.method,
-            quote(exchange.path, _PATH_CHARACTERS),
-            exchange.status,
-            seconds * 1e3,
-            "-" if exchange.n_prompt_tokens is None else exchange.n_prompt_tokens,
-            "-" if exchange.n_completion_tokens is None else exchange.n_completion_tokens,
-            exchange.id,
-        )
 
 
 def _served(name: str | None, names: tuple[str, ...]) -> str:

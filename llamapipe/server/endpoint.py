@@ -20,7 +20,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from llamapipe.server.application import ServerState
+    from llamapipe.server.gate import Gate
     from llamapipe.server.guard import Held
 
 T = TypeVar("T")
@@ -48,9 +49,10 @@ SUBMITTED = b""  # no event: the requests are checked and in the queue, so the a
 
 
 class Exchange(Request):
-    """One HTTP request and its answer, used by one task. ``server``: the state that all requests share.
+    """One HTTP request and its answer, used by one task. ``gate``: what all requests pass.
 
-    ``raw``: the body, until it is decoded. ``has_body``: whether all of it has arrived, or there is none.
+    ``raw``: the body, until it is decoded. ``key``: the digest of its API key; None: none is needed.
+    ``has_body``: whether all of it has arrived, or there is none.
     ``id``: from the header ``x-request-id``, or random. ``path``: of the request, inside of this application.
     ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors.
     ``status``: of the answer, once its first byte is sent; 0 before. ``answer_headers``: what any answer to it has.
@@ -59,9 +61,9 @@ class Exchange(Request):
     of a stream.
     """
 
-    def __init__(self, server: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)
-        self.server = server
+        self.gate = gate
         given = self.headers.get("x-request-id", "")
         self.id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
         self.path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
@@ -71,6 +73,7 @@ class Exchange(Request):
         self.status = 0
         self.answer_headers = [(b"x-request-id", self.id.encode())]
         self.raw = b""
+        self.key: bytes | None = None
         self.has_body = not (
             self.method in ("POST", "PUT", "PATCH")
             or "transfer-encoding" in self.headers
@@ -88,6 +91,11 @@ class Exchange(Request):
     def __repr__(self) -> str:
         return f"<Exchange {self.method} {self.path} {self.id}>"
 
+    @property
+    def server(self) -> ServerState:
+        """The state that all requests share, for the routes of a server with an engine."""
+        return cast("ServerState", self.gate)
+
     # ---- the request
     async def body(self) -> bytes:
         """The whole body; a second call returns nothing.
@@ -97,9 +105,9 @@ class Exchange(Request):
         """
         if self.has_body:
             return b""
-        timeout_s = self.server.settings.body_timeout_s
+        timeout_s = self.gate.settings.body_timeout_s
         reading = asyncio.ensure_future(self._read_body())
-        self._held = self.server.bodies.hold(self.client.host if self.client else "", reading.cancel)
+        self._held = self.gate.bodies.hold(self.client.host if self.client else "", reading.cancel)
         try:
             done, _ = await asyncio.wait([reading], timeout=timeout_s)
         finally:
@@ -112,11 +120,11 @@ class Exchange(Request):
                 code="timeout",
             )
         if reading.cancelled() or self.is_refused:
-            raise self.server.bodies.error()
+            raise self.gate.bodies.error()
         return reading.result()
 
     async def _read_body(self) -> bytes:
-        limit = self.server.settings.max_body_bytes
+        limit = self.gate.settings.max_body_bytes
         length = self.headers.get("content-length", "0")
         if length.isdigit() and int(length) > limit:
             raise self._too_large(int(length), limit)
@@ -132,7 +140,7 @@ class Exchange(Request):
                     self._held.grow(n)
         self.has_body = True
         if n > _LARGE_BODY:
-            self.server.trim_later()
+            self.gate.trim_later()
         return b"".join(parts)
 
     def _too_large(self, n: int, limit: int) -> ApiError:
@@ -159,7 +167,7 @@ class Exchange(Request):
         Raises ApiError 400, which names the field.
         """
         raw, self.raw = self.raw, b""
-        most = self.server.settings.max_messages
+        most = self.gate.settings.max_messages
         # A decoded conversation takes ten times its bytes.
         if len(raw) > _LARGE_BODY and (n := raw.count(b'"role"')) > most:
             raise ApiError(
@@ -192,7 +200,7 @@ class Exchange(Request):
     # ---- what is counted
     def note_unused(self, names: tuple[str, ...]) -> None:
         """Records options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
-        if names and self.server.settings.strict:
+        if names and self.gate.settings.strict:
             raise ApiError(
                 400,
                 f"{names[0]} has no effect here, and this server runs with --strict; leave the field out",
@@ -241,7 +249,7 @@ class Exchange(Request):
         if not self.has_body:  # the rest of it may still come; it is no request
             headers["connection"] = "close"
         if error.status in BUSY:
-            headers["retry-after"] = str(self.server.settings.retry_after_s)
+            headers["retry-after"] = str(self.gate.settings.retry_after_s)
         if error.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JsonResponse(error.body(self.dialect), error.status, headers)
@@ -331,7 +339,7 @@ class EventStream(StreamingResponse):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
 
         # The events are closed first: their requests end now, also if sending is cancelled.
-        ping_s = exchange.server.settings.ping_s
+        ping_s = exchange.gate.settings.ping_s
         async with _Heartbeat(part, self._ping, ping_s, self._sign) as beat, aclosing(self._events) as events:
             try:
                 async for event in events:
@@ -470,13 +478,11 @@ class Endpoint:
         """Serves one request. Raises ApiError for every error before the answer has begun."""
         exchange: Exchange = scope["llamapipe.exchange"]
         exchange.route = self.path
-        server = exchange.server
+        gate = exchange.gate
         try:
-            key = server.check(exchange) if self.has_key else None
+            exchange.key = gate.check(exchange) if self.has_key else None
             exchange.raw = await exchange.body()
-            with server.admitted(
-                exchange, self.has_key, key
-            ):  # it counts from here: slow bodies keep nobody out
+            with gate.admitted(exchange, self.has_key):  # it counts from here: slow bodies keep nobody out
                 await self._run(exchange)
         except ClientDisconnect:
             exchange.status = exchange.status or 499
@@ -505,7 +511,7 @@ class Endpoint:
             if not work.done():
                 raise ClientDisconnect
             if work.cancelled() and exchange.is_refused:
-                raise exchange.server.bodies.error()
+                raise exchange.gate.bodies.error()
             await work
         finally:
             for task in tasks:

@@ -31,7 +31,7 @@ from llamapipe.server.errors import ApiError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from llamapipe.server.application import ServerState
+    from llamapipe.server.gate import Gate
 
 # Pages of these schemes come from programs that the user has installed, not from a site.
 _APP_SCHEMES = frozenset(
@@ -56,7 +56,7 @@ class Guard:
     The allowed origins get the headers with which a browser lets the page read the answer.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: Gate) -> None:
         self._app = app
         self._state = state
         settings = state.settings
@@ -172,7 +172,7 @@ class Guard:
         ]
 
 
-def listens_on_loopback(state: ServerState, scope: Scope) -> bool:
+def listens_on_loopback(state: Gate, scope: Scope) -> bool:
     """Whether only programs of this machine reach the server."""
     address = state.bound_to or (scope.get("server") or ("", None))[0]
     found = _address(address.strip("[]"))

@@ -26,11 +26,15 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """The metrics of one server. Use it on the event loop's thread; ``text`` may run on another thread."""
+    """The metrics of one server. Use it on the event loop's thread; ``text`` may run on another thread.
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    ``engine``: None for a process whose engines are elsewhere.
+    """
+
+    def __init__(self, engine: Engine | None, model_name: str = "") -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine, model_name))
+        if engine is not None:
+            self._registry.register(_EngineCollector(engine, model_name))
         registry = self._registry
         self._requests = Counter(
             "llamapipe_requests", "Answered requests.", ["path", "status"], registry=registry

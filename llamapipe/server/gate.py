@@ -1,0 +1,142 @@
+"""Who may use a server, and how much at once: keys, limits, the counts of requests.
+
+Open it for what every request passes before a route looks at it. It knows no engine: the front process of several
+models has one, too. On the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from llamapipe._engine.tenant import Tenant, tenant
+from llamapipe.host.memory import return_freed_memory
+from llamapipe.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from llamapipe.server.endpoint import Exchange
+    from llamapipe.server.guard import BodyBudget
+    from llamapipe.server.metrics import Metrics
+    from llamapipe.server.settings import ServerSettings
+
+_PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
+_POLLED = ("/timeline", "/ping", "/health", "/v1/health", "/metrics")
+_TRIM_AFTER_S = 1.0
+_log = logging.getLogger("llamapipe.server")
+
+
+class Gate:
+    """One server's keys, limits and counts.
+
+    ``n_requests``: requests being served. ``bound_to``: the address that the server listens on; None inside of another
+    server, which tells it with each request.
+    """
+
+    def __init__(self, settings: ServerSettings, metrics: Metrics, bodies: BodyBudget) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.bodies = bodies
+        self.bound_to: str | None = None
+        self.n_requests = 0
+        self.draining = False
+        self._trims = False  # soon
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} n_requests={self.n_requests}{' draining' if self.draining else ''}>"
+
+    def check(self, exchange: Exchange) -> bytes | None:
+        """Checks a request before its body is read. Returns the digest of its key, None without keys."""
+        key = self._check_key(exchange)
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        self._check_room()
+        return key
+
+    def _check_room(self) -> None:
+        if self.n_requests >= self.settings.max_requests:
+            raise ApiError(
+                429,
+                f"{self.n_requests} requests are being served, which is the limit of this server; try again later",
+                code="too_many_requests",
+            )
+
+    @contextmanager
+    def admitted(self, exchange: Exchange, counted: bool) -> Iterator[None]:
+        """Counts a request, whose body has arrived, while it is served. Raises ApiError if there are too many.
+
+        Whatever is asked of the engine meanwhile is asked for this client: see ``Tenant``.
+        """
+        if counted:
+            self._check_room()
+        self.n_requests += counted
+        token = tenant.set(self.tenant_of(exchange))
+        try:
+            yield
+        finally:
+            tenant.reset(token)
+            self.n_requests -= counted
+
+    def tenant_of(self, exchange: Exchange) -> Tenant:
+        """The client: its key if there are several, with a prefix cache for each; else its address."""
+        key = exchange.key
+        if key is not None and len(self._keys) > 1:
+            return Tenant(key, key.hex(), self.settings.grammar_timeout_s)
+        address = exchange.client.host if exchange.client else "no address"
+        return Tenant(address, None, self.settings.grammar_timeout_s)
+
+    def _check_key(self, exchange: Exchange) -> bytes | None:
+        """The digest of the client's key; None if no key is needed. Raises ApiError."""
+        if not self._keys:
+            return None
+        given = exchange.headers.get("x-api-key", "")
+        scheme, _, token = exchange.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            given = token.strip()
+        # Digests have the same length and all keys are compared, so the time reveals nothing about the keys.
+        digest = hashlib.sha256(given.encode("latin-1")).digest()
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if not any(matches):
+            problem = (
+                "the API key is not one of this server's" if given else "this server asks for an API key"
+            )
+            raise ApiError(
+                401,
+                f"{problem}; send the key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+            )
+        return digest
+
+    def trim_later(self) -> None:
+        """Returns freed memory to the system soon, after a large body: the C library would keep it."""
+        if not self._trims:
+            self._trims = True
+            asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trims = False
+        asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
+
+    def finished(self, exchange: Exchange) -> None:
+        """Counts and logs an answered request. What programs ask for every second is logged at the level DEBUG."""
+        seconds = perf_counter() - exchange.started_at
+        self.metrics.answered(exchange, seconds)
+        is_polled = exchange.status < 400 and exchange.path in _POLLED
+        _log.log(
+            logging.DEBUG if is_polled else logging.INFO,
+            "%s %s %d %.0f ms n_prompt_tokens=%s n_completion_tokens=%s id=%s",
+            exchange.method,
+            quote(exchange.path, _PATH_CHARACTERS),
+            exchange.status,
+            seconds * 1e3,
+            "-" if exchange.n_prompt_tokens is None else exchange.n_prompt_tokens,
+            "-" if exchange.n_completion_tokens is None else exchange.n_completion_tokens,
+            exchange.id,
+        )

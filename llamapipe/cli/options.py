@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -56,6 +57,19 @@ def number_or_automatic(text: str) -> int | None:
         return None if text == "-1" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes, as ``6GiB`` or ``500M``. Raises ArgumentTypeError."""
+    found = _SIZE.fullmatch(text.strip())
+    n = 0 if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
+    if n < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 500MiB, or 6GiB")
+    return n
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -304,8 +318,16 @@ def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:
 _QUICK_LOAD_S = 1.0  # shorter loads show no progress
 
 
-def open_model(path: Path | None, options: dict[str, Any], show_progress: bool = True) -> lp.Model:
-    """Loads a model; None: the bundled one. Raises UsageError for wrong options, ModelLoadError."""
+def open_model(
+    path: Path | None,
+    options: dict[str, Any],
+    show_progress: bool = True,
+    report: Callable[[float], None] | None = None,
+) -> lp.Model:
+    """Loads a model; None: the bundled one. ``report``: called with the fraction that is loaded, instead of showing it.
+
+    Raises UsageError for wrong options, ModelLoadError.
+    """
     terminal = Terminal(sys.stderr)
     start = time.perf_counter()
     shown = ""
@@ -319,7 +341,8 @@ def open_model(path: Path | None, options: dict[str, Any], show_progress: bool =
 
     try:
         file = lp.demo_model_path() if path is None else path
-        return lp.Model(file, **options, progress=progress if show_progress and terminal.redraws else None)
+        shows = progress if show_progress and terminal.redraws else None
+        return lp.Model(file, **options, progress=report or shows)
     except lp.errors.LlamapipeError:
         raise
     except (ValueError, TypeError) as error:

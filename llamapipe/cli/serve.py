@@ -11,6 +11,8 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import gaierror
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from llamapipe.cli.options import (
     MODEL,
     MODEL_HELP,
     add_engine_options,
+    byte_count,
     given,
     model_path,
     open_engine,
@@ -32,6 +35,8 @@ from llamapipe.cli.options import (
 )
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.reader import parse_head
+from llamapipe.host.cores import core_shares
+from llamapipe.host.memory import free_memory
 from llamapipe.llama.fim import FIM_ORDERS
 from llamapipe.ollama_models import model_of, shown_name
 from llamapipe.structured.compile import prepare_vocabulary
@@ -40,7 +45,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from llamapipe.server import ServerSettings
-    from llamapipe.server.processes import WorkerOptions
+    from llamapipe.server.processes import ServedModel, WorkerOptions
 
 HELP = "serve a model over HTTP"
 USAGE = "llamapipe serve [options]"
@@ -54,11 +59,13 @@ examples:
   llamapipe serve -m model.gguf --n-seq-max 32 --n-ctx 8192
   llamapipe serve -m model.gguf --host 0.0.0.0 --api-key-file keys.txt
   llamapipe serve -m model.gguf --workers auto
+  llamapipe serve --models models.toml --memory 6GiB
 
 After SIGTERM or Ctrl-C the server finishes running requests and exits. A second signal cancels them.
 With --workers, SIGHUP replaces the workers one by one; the new ones read the model and the other files again.
 The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md shows."""
 _SAME_PORT = -1
+_OF_FREE_MEMORY = 0.9
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
 # several times a step; with Python's 5 ms, a long chat that is read meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
@@ -67,6 +74,20 @@ _SWITCH_S = 0.0005
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    parser.add_argument(
+        "--models",
+        type=path_of,
+        metavar="PATH",
+        help="serve several models: a folder of GGUF files, or a TOML file that lists models; each runs in a process "
+        "that is started when a request names it",
+    )
+    parser.add_argument(
+        "--memory",
+        type=byte_count,
+        metavar="SIZE",
+        help="with --models: end the least recently used idle models so that all take no more than this, such as 6GiB "
+        "(default: nine tenths of the free memory)",
+    )
     parser.add_argument(
         "--embeddings", type=model_path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
     )
@@ -245,6 +266,9 @@ def run(args: argparse.Namespace) -> int:
     from llamapipe.server import ServerSettings, run_server
 
     number = "" if args.worker is None else f"worker={args.worker.index} "
+    if args.worker is not None and args.worker.served is not None:
+        number = f"model={args.worker.served.names[0]} "
+        _take_served_model(args, args.worker.served)
     logging.basicConfig(format=f"%(asctime)s {number}%(message)s", stream=sys.stderr, level=logging.WARNING)
     logging.getLogger("llamapipe.server").setLevel(logging.INFO)
     try:
@@ -264,6 +288,10 @@ def run(args: argparse.Namespace) -> int:
             "--kv-events and --workers do not go together: start a server for each, with its own ports"
         )
     sys.setswitchinterval(_SWITCH_S)
+    if args.models is not None and args.worker is None:
+        return _serve_models(args, settings)
+    if args.memory is not None and args.models is None:
+        raise UsageError("--memory needs --models")
     if args.worker is not None:
         return _run_worker(args, settings)
     if args.workers is not None:
@@ -280,6 +308,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+class _Report:
+    """Tells the supervisor how much of the model is loaded, each percent once."""
+
+    def __init__(self, worker: WorkerOptions) -> None:
+        self._worker = worker
+        self._percent = 0
+
+    def __call__(self, fraction: float) -> None:
+        """Called while the model loads."""
+        if int(100 * fraction) > self._percent:
+            self._percent = int(100 * fraction)
+            self._worker.report_progress(fraction)
+
+
 @contextmanager
 def _served(
     args: argparse.Namespace, events: dict[str, Any] | None = None, **placement: Any
@@ -293,7 +335,8 @@ def _served(
     }
     engine_options = {"max_queue": args.max_queue or 1024, **(events or {}), **given(args, ENGINE)}
     with ExitStack() as stack:
-        model = open_model(args.model, model_options, show_progress=args.worker is None)
+        report = None if args.worker is None else _Report(args.worker)
+        model = open_model(args.model, model_options, show_progress=args.worker is None, report=report)
         stack.enter_context(model)
         check_template(model, args.chat_template, warns=args.worker is None or args.worker.index == 0)
         engine = stack.enter_context(open_engine(model, engine_options))
@@ -350,6 +393,59 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
     return 0
 
 
+def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
+    """Serves several models. They run in processes of their own: nothing of llama.cpp is loaded here."""
+    from llamapipe.cli._models_file import entries_of, look
+    from llamapipe.server.pool import Pool
+    from llamapipe.server.processes import Placement, command_with
+    from llamapipe.server.run import run_front
+
+    for option, value in (
+        ("-m", args.model),
+        ("--embeddings", args.embeddings),
+        ("--workers", args.workers),
+        ("--kv-events", args.kv_events),
+        ("--alias", args.alias or None),
+        ("--embeddings-alias", args.embeddings_alias or None),
+    ):
+        if value is not None:
+            raise UsageError(
+                f"{option} and --models do not go together; a TOML file gives each model what it needs"
+            )
+    entries = entries_of(args.models)
+    free = free_memory()
+    budget = args.memory or (None if free is None else int(free * _OF_FREE_MEMORY))
+    common = given(args, ENGINE)
+    try:
+        pool = Pool(
+            entries, command_with(args.argv), Placement(core_shares(1)[0]), partial(look, common), budget
+        )
+    except ValueError as error:
+        raise UsageError(f"--models: {error}") from error
+    with ExitStack() as stack:
+        sock = stack.enter_context(listening_socket(args.host, args.port))
+        more = []
+        if args.ollama not in (None, _SAME_PORT):
+            more.append(stack.enter_context(listening_socket(args.host, args.ollama, "--ollama")))
+        announce(
+            replace(settings, page=False), sock, entries[0].name, True, 0, None, *more, n_models=len(entries)
+        )
+        run_front(pool, sock, settings, more)
+    return 0
+
+
+def _take_served_model(args: argparse.Namespace, served: ServedModel) -> None:
+    """Sets the options of one model of several, in the process that runs it."""
+    for name, value in served.options.items():
+        setattr(args, name, value)
+    if served.embeds:
+        args.embeddings, args.embeddings_alias = Path(served.file), [*served.names]
+        args.n_ctx, args.n_seq_max = 256, 1  # of the bundled model, which nobody asks here
+    else:
+        args.model, args.alias = Path(served.file), [*served.names]
+    args.api_key_file = None  # the front process has checked the key
+
+
 def _workers(text: str) -> int:
     """The number of workers; 0 for 'auto'."""
     if text == "auto":
@@ -399,10 +495,11 @@ _OPTIONS = {  # fields whose option has another name
 
 def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``ServerSettings`` that were given."""
+    is_model = args.worker is not None and args.worker.served is not None
     values: dict[str, Any] = {
         "model_names": tuple(args.alias),
         "embedding_names": tuple(args.embeddings_alias),
-        "api_keys": _keys(args.api_key_file),
+        "api_keys": () if is_model else _keys(args.api_key_file),
         "cors_origins": tuple(args.cors),
         "allow_hosts": tuple(args.allow_host),
         "timeout_s": args.timeout,
@@ -465,7 +562,7 @@ def _keys(path: Path | None) -> tuple[str, ...]:
 
 # ---- the start
 _ANNOUNCEMENT = """\
-llamapipe serves {model} at {url}{workers}
+llamapipe serves {what} at {url}{workers}
 
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="{key}")
@@ -532,6 +629,7 @@ def announce(
     n_workers: int = 0,
     events: lp.KvEvents | None = None,
     *more: socket,
+    n_models: int = 1,
 ) -> None:
     """Tells where the server is, and shows a request that it answers. ``more``: where Ollama's clients find it."""
     host = sock.getsockname()[0]
@@ -543,6 +641,7 @@ def announce(
             url=url,
             key="YOUR KEY" if settings.api_keys else "none",
             call=(_CHAT if can_chat else _COMPLETION).format(model=model),
+            what=f"{n_models} models" if n_models > 1 else model,
             workers=f" with {n_workers} worker{'s' * (n_workers > 1)}" if n_workers else "",
             page=f"In a browser: {url}    " if settings.page else "",
             ollama=f"For Ollama's clients: OLLAMA_HOST={_url([*more, sock][0])}\n" if settings.ollama else "",

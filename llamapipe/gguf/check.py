@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from llamapipe.errors import ModelLoadError
-from llamapipe.gguf.reader import U16, Damage, Head, Tensor, parse_head
+from llamapipe.gguf.reader import U16, Array, Damage, Head, Tensor, parse_head
 from llamapipe.gguf.shapes import check_shapes
 from llamapipe.gguf.vocab import check_vocabulary
 
@@ -342,3 +342,16 @@ def _split_value(head: Head, key: str) -> int | None:
     if entry.kind != U16 or not isinstance(entry.value, int):
         raise Damage(f"{key} must be a u16")
     return entry.value
+
+
+def head_texts(path: Path) -> dict[str, str]:
+    """The single values of a checked file's metadata as texts, as ``Model.metadata`` has them.
+
+    Raises ModelLoadError.
+    """
+    entries = _open(path).head.entries
+    return {
+        key: entry.value.decode(errors="replace") if isinstance(entry.value, bytes) else str(entry.value)
+        for key, entry in entries.items()
+        if not isinstance(entry.value, Array)
+    }

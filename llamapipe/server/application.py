@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -169,23 +169,29 @@ def app(
     if settings is not None and not isinstance(settings, ServerSettings):
         raise TypeError(f"settings must be ServerSettings, not {type(settings).__name__}")
     state = ServerState(engine, settings or ServerSettings(), embedder)
+    endpoints = (
+        *ROUTES,
+        *(OLLAMA_ROUTES if state.settings.ollama else ()),
+        *(PAGE_ROUTES if state.settings.page else ()),
+    )
+    return application_of(state, endpoints)
+
+
+def application_of(gate: Gate, endpoints: Iterable[Endpoint]) -> Starlette:
+    """The application of these routes. Requests pass the gate first."""
     application = Starlette(
         routes=[
             Route(path, endpoint, methods=[endpoint.method])
-            for endpoint in (
-                *ROUTES,
-                *(OLLAMA_ROUTES if state.settings.ollama else ()),
-                *(PAGE_ROUTES if state.settings.page else ()),
-            )
+            for endpoint in endpoints
             for path in (endpoint.path, *endpoint.aliases)
         ],
-        middleware=[Middleware(_WithoutSlash), Middleware(Guard, state=state)],
+        middleware=[Middleware(_WithoutSlash), Middleware(Guard, state=gate)],
         exception_handlers={ApiError: _answer_error, HTTPException: _answer_error},
-        lifespan=_lifespan(state),
+        lifespan=_lifespan(gate),
     )
     # A redirect would lose the scheme behind a proxy, and clients the body.
     application.router.redirect_slashes = False
-    application.state.llamapipe = state
+    application.state.llamapipe = gate
     return application
 
 
@@ -359,7 +365,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return exchange.prepare(exchange.error_response(error, headers))
 
 
-def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+def _lifespan(state: Gate) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(application: Starlette) -> AsyncIterator[None]:
         yield

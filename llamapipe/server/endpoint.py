@@ -19,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from copy import copy
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -167,18 +168,7 @@ class Exchange(Request):
         Raises ApiError 400, which names the field.
         """
         raw, self.raw = self.raw, b""
-        most = self.gate.settings.max_messages
-        # A decoded conversation takes ten times its bytes.
-        if len(raw) > _LARGE_BODY and (n := raw.count(b'"role"')) > most:
-            raise ApiError(
-                400,
-                f"the body has {n} messages, by their roles; the limit of this server is {most} (--max-messages): send "
-                "the last ones",
-            )
-        if is_too_deep(raw):
-            raise ApiError(
-                400, f"the body is nested too deeply: more than {MAX_DEPTH} levels, the limit of this server"
-            )
+        self._check_size(raw)
         try:
             try:
                 body = decoder.decode(raw)
@@ -191,6 +181,31 @@ class Exchange(Request):
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
         self.note_unused(unused(body))
         return body
+
+    def peek(self, decoder: msgspec.json.Decoder[Body]) -> Body:
+        """Some fields of the body, which stays as it is. Raises ApiError 400."""
+        self._check_size(self.raw)
+        try:
+            return decoder.decode(self.raw)
+        except msgspec.ValidationError:
+            raise ApiError(400, "the body must be a JSON object") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise ApiError(400, f"the body is not valid JSON: {e}") from None
+
+    def _check_size(self, raw: bytes) -> None:
+        """Raises ApiError 400 for a body that takes too much to decode."""
+        most = self.gate.settings.max_messages
+        # A decoded conversation takes ten times its bytes.
+        if len(raw) > _LARGE_BODY and (n := raw.count(b'"role"')) > most:
+            raise ApiError(
+                400,
+                f"the body has {n} messages, by their roles; the limit of this server is {most} (--max-messages): send "
+                "the last ones",
+            )
+        if is_too_deep(raw):
+            raise ApiError(
+                400, f"the body is nested too deeply: more than {MAX_DEPTH} levels, the limit of this server"
+            )
 
     async def hung_up(self) -> None:
         """Returns when the client closes the connection. Call it after the body has been read."""
@@ -239,7 +254,7 @@ class Exchange(Request):
         response.raw_headers += self.answer_headers
         if self._unused:
             response.raw_headers.append((b"x-llamapipe-unused", ", ".join(self._unused).encode()))
-        if not isinstance(response, EventStream):  # its status is sent with its first event
+        if not isinstance(response, (EventStream, LateResponse)):  # their status is sent with the first byte
             self.status = response.status_code
         return response
 
@@ -257,6 +272,10 @@ class Exchange(Request):
     async def send(self, response: Response) -> None:
         """Sends a response."""
         await self.prepare(response)(self.scope, self._receive, self._send)
+
+
+class LateResponse(Response):
+    """A response whose status is known when its first byte is sent; it sets that of the exchange."""
 
 
 class JsonResponse(Response):
@@ -473,6 +492,12 @@ class Endpoint:
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.method} {self.path}>"
+
+    def answered_by(self, handler: Handler) -> Endpoint:
+        """The same route with another handler."""
+        made = copy(self)
+        made.handler = handler
+        return made
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. Raises ApiError for every error before the answer has begun."""

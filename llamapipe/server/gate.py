@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
 _POLLED = ("/timeline", "/ping", "/health", "/v1/health", "/metrics")
 _TRIM_AFTER_S = 1.0
+# From the front process to that of a model: what ``Tenant`` has, and how long the request waited for the model.
+CLIENT, CACHE, LOADED_NS = "x-llamapipe-client", "x-llamapipe-cache", "x-llamapipe-loaded-ns"
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -36,7 +38,8 @@ class Gate:
     """One server's keys, limits and counts.
 
     ``n_requests``: requests being served. ``bound_to``: the address that the server listens on; None inside of another
-    server, which tells it with each request.
+    server, which tells it with each request. ``is_behind_front``: only the front process of several models reaches this
+    server; it has checked the client, and says who it is.
     """
 
     def __init__(self, settings: ServerSettings, metrics: Metrics, bodies: BodyBudget) -> None:
@@ -44,6 +47,7 @@ class Gate:
         self.metrics = metrics
         self.bodies = bodies
         self.bound_to: str | None = None
+        self.is_behind_front = False
         self.n_requests = 0
         self.draining = False
         self._trims = False  # soon
@@ -86,6 +90,9 @@ class Gate:
 
     def tenant_of(self, exchange: Exchange) -> Tenant:
         """The client: its key if there are several, with a prefix cache for each; else its address."""
+        if self.is_behind_front:
+            cache = exchange.headers.get(CACHE) or None
+            return Tenant(exchange.headers.get(CLIENT, ""), cache, self.settings.grammar_timeout_s)
         key = exchange.key
         if key is not None and len(self._keys) > 1:
             return Tenant(key, key.hex(), self.settings.grammar_timeout_s)

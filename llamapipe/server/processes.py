@@ -44,12 +44,26 @@ _LINE_LIMIT = 2**24
 
 
 @dataclass(frozen=True)
+class ServedModel:
+    """The model of one process of several that have different ones; see ``server.pool``.
+
+    ``file``: as ``--model`` takes it. ``names``: for clients, the first in answers. ``embeds``: it embeds or ranks
+    texts instead of generating them. ``options``: of the command line, by the names of their arguments.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    embeds: bool
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class WorkerOptions:
     """What a worker is told on its command line.
 
     ``connections``, ``messages``: descriptors of its ends of the socket pairs. ``devices``: names of the devices that
     its model may use; None: all. ``own_weights``: it reads the model into memory of its NUMA node, instead of mapping a
-    file whose pages are on the node that read them first.
+    file whose pages are on the node that read them first. ``served``: its model, if the command line names several.
     """
 
     index: int
@@ -58,6 +72,7 @@ class WorkerOptions:
     n_threads: int
     devices: tuple[str, ...] | None = None
     own_weights: bool = False
+    served: ServedModel | None = None
 
     def text(self) -> str:
         """The options as JSON."""
@@ -68,10 +83,17 @@ class WorkerOptions:
         """The options from JSON. Raises ValueError."""
         try:
             fields = json.loads(text)
-            devices = fields.pop("devices")
-            return cls(**fields, devices=None if devices is None else tuple(devices))
+            devices, served = fields.pop("devices"), fields.pop("served")
+            if served is not None:
+                served = ServedModel(**{**served, "names": tuple(served["names"])})
+            return cls(**fields, devices=None if devices is None else tuple(devices), served=served)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"no options of a worker: {text}") from error
+
+    def report_progress(self, fraction: float) -> None:
+        """Tells the supervisor how much of the model is loaded; before ``Worker.start``."""
+        with socket.socket(fileno=os.dup(self.messages)) as sock, suppress(OSError):
+            sock.sendall(_encoded("progress", {"fraction": fraction}))
 
     def report_failure(self, message: str, is_usage: bool) -> None:
         """Tells the supervisor why this worker cannot serve. Raises OSError if there is none."""
@@ -239,8 +261,10 @@ class WorkerProcess:
         placement: Placement,
         changed: Callable[[], None],
         asked: Callable[[WorkerProcess, int], None],
+        served: ServedModel | None = None,
     ) -> None:
         self.index = index
+        self.progress = 0.0  # how much of its model is loaded
         self.state = State.STARTING
         self.failure: tuple[str, bool] | None = None  # a message, and whether it is about the command line
         self.untaken: deque[socket.socket] = deque()
@@ -266,6 +290,7 @@ class WorkerProcess:
                 placement.share.n_threads,
                 placement.devices,
                 placement.own_weights,
+                served,
             )
             try:
                 with started_on(placement.share.cores):
@@ -327,6 +352,16 @@ class WorkerProcess:
         self.untaken.append(connection)
         self.n_given += 1
         return True
+
+    def connect(self) -> socket.socket:
+        """A new connection to it, for requests of this process. Raises ConnectionError if it has ended."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        if self.state is not State.READY or not self.give(theirs):
+            ours.close()
+            theirs.close()
+            raise ConnectionError(f"process {self.pid} serves no longer")
+        return ours
 
     def retire(self) -> None:
         """Lets it answer what it has, close its connections as they become idle, and end."""
@@ -454,6 +489,8 @@ class WorkerProcess:
         if kind == "ready" and self.state is State.STARTING:
             self._ready_at = monotonic()
             self._set(State.READY)
+        elif kind == "progress":
+            self.progress = message["fraction"]
         elif kind == "failed":
             self.failure = message["message"], message["is_usage"]
         elif kind == "leaving":  # a signal told it to
@@ -849,9 +886,14 @@ def supervise(
 
     For the main thread. Raises WorkerFailedError, OSError.
     """
+    Supervisor(command_with(arguments), listener, where, announce).run()
+
+
+def command_with(arguments: Sequence[str]) -> list[str]:
+    """The command ``llamapipe`` with these arguments, for a process of this interpreter."""
     script = _ROOT / "llamapipe_command.py"
     program = [str(script)] if script.exists() else ["-m", "llamapipe"]
-    Supervisor([*_interpreter(), *program, *arguments], listener, where, announce).run()
+    return [*_interpreter(), *program, *arguments]
 
 
 def _interpreter() -> list[str]:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from llamapipe.embedding import Embedder
@@ -23,6 +24,9 @@ from llamapipe.engine import Engine
 from llamapipe.host.at_exit import is_exiting
 from llamapipe.server.application import ServerState, app
 from llamapipe.server.connections import Connection, Connections
+from llamapipe.server.front import front_app
+from llamapipe.server.gate import Gate
+from llamapipe.server.pool import Pool
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.worker import Worker
 from llamapipe.structured.compile import prepare_vocabulary
@@ -35,7 +39,7 @@ _RETIRE_IDLE_S = 5  # a retiring worker waits this long for a request on a conne
 class _Uvicorn(uvicorn.Server):
     """Tells the application about a signal at once: uvicorn itself does so only after the last answer."""
 
-    state: ServerState
+    state: Gate
     limits: Connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -137,6 +141,37 @@ class _WorkerUvicorn(_Uvicorn):
             self.force_exit = True
 
 
+class _FrontUvicorn(_Uvicorn):
+    """Serves the models of a pool, and ends their processes at its end."""
+
+    pool: Pool
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._n_signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """The first signal starts draining, the second cancels what runs, the third kills the processes."""
+        super().handle_exit(sig, frame)
+        self._n_signals += 1
+        if self._n_signals > 1 and self._loop is not None:
+            self._loop.call_soon_threadsafe(self.pool.cancel, self._n_signals > 2)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Loads what is wanted at the start."""
+        await super().startup(sockets=sockets)
+        self._loop = asyncio.get_running_loop()
+        self.pool.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers the running requests, then ends the processes."""
+        await super().shutdown(sockets=sockets)
+        if self.force_exit:
+            self.pool.cancel()
+        await self.pool.close()
+
+
 def _keep_until_done(coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
     """Starts a task; a loop alone would let it be collected."""
     task = asyncio.ensure_future(coroutine)
@@ -174,15 +209,8 @@ def _host_of(sock: socket.socket) -> str:
 S = TypeVar("S", bound=_Uvicorn)
 
 
-def _server(
-    kind: type[S],
-    engine: Engine,
-    settings: ServerSettings | None,
-    embedder: Embedder | None,
-    headers: list[tuple[str, str]] | None = None,
-) -> S:
-    application = app(engine, settings, embedder)
-    state: ServerState = application.state.llamapipe
+def _server(kind: type[S], application: Starlette, headers: list[tuple[str, str]] | None = None) -> S:
+    state: Gate = application.state.llamapipe
     limits = Connections(state.settings.max_connections_per_address, state.settings.head_timeout_s)
     config = uvicorn.Config(
         application,
@@ -220,7 +248,7 @@ def run_server(
     ``more_sockets``: serve these, too; they listen on the same address.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    server = _server(_Uvicorn, engine, settings, embedder)
+    server = _server(_Uvicorn, app(engine, settings, embedder))
     server.state.bound_to = _host_of(sock)
     server.run(sockets=[sock, *more_sockets])
 
@@ -238,10 +266,24 @@ def run_worker(
     """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     headers = [("x-llamapipe-worker", str(worker.options.index))]
-    server = _server(_WorkerUvicorn, engine, settings, embedder, headers)
-    server.worker = server.state.worker = worker
+    application = app(engine, settings, embedder)
+    state: ServerState = application.state.llamapipe
+    state.is_behind_front = worker.options.served is not None
+    server = _server(_WorkerUvicorn, application, headers)
+    server.worker = state.worker = worker
     server.state.bound_to = host
     server.run(sockets=[])
+
+
+def run_front(
+    pool: Pool, sock: socket.socket, settings: ServerSettings, more_sockets: Sequence[socket.socket] = ()
+) -> None:
+    """Serves several models on a socket until SIGTERM or Ctrl-C. For the main thread."""
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    server = _server(_FrontUvicorn, front_app(settings, pool))
+    server.pool = pool
+    server.state.bound_to = _host_of(sock)
+    server.run(sockets=[sock, *more_sockets])
 
 
 class serve:  # noqa: N801  (used like a function: ``with serve(engine) as server``)
@@ -268,7 +310,7 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
             engine.model.vocab
         )  # here, not while the first request with a schema holds up the others
         self._socket = bound_socket(host, port)
-        self._server = _server(_Uvicorn, engine, settings, embedder)
+        self._server = _server(_Uvicorn, app(engine, settings, embedder))
         self.host, self.port = self._socket.getsockname()[:2]
         self._server.state.bound_to = self.host
         self._thread = threading.Thread(target=self._run, name="llamapipe-server", daemon=True)

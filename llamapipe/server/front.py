@@ -1,0 +1,361 @@
+"""The front process of several models: it checks clients, finds the process of a request's model, and forwards bytes.
+
+Open it for what a server with ``--models`` does that one with a single model does not. It has the same routes. Of a
+body only the name of the model is read, and a few fields beside it; the bytes of bodies and answers pass as they are. A
+request whose model has to be loaded waits for it; a stream says so meanwhile.
+
+Keys, limits, the guard and the log are here; the processes of models trust what this one tells about a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import msgspec
+from starlette.responses import Response
+
+from llamapipe._messages import listed, quoted
+from llamapipe.server import system
+from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, application_of
+from llamapipe.server.endpoint import (
+    Endpoint,
+    Exchange,
+    JsonResponse,
+    LateResponse,
+    error_event,
+    get,
+    post,
+)
+from llamapipe.server.errors import ApiError, Dialect
+from llamapipe.server.gate import CACHE, CLIENT, LOADED_NS, Gate
+from llamapipe.server.guard import BodyBudget
+from llamapipe.server.metrics import CONTENT_TYPE, Metrics, rendered
+from llamapipe.server.pool import ModelState, Pool, PooledModel
+from llamapipe.server.upstream import Upstream, UpstreamLostError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.types import Receive, Scope, Send
+
+    from llamapipe.server.settings import ServerSettings
+
+# What the process of a model reads; it trusts our own headers, so those of clients do not pass.
+_FORWARDED = (b"content-type", b"accept", b"anthropic-version", b"anthropic-beta", b"user-agent")
+# Of this process, or of the connection.
+_NOT_RETURNED = (
+    b"connection",
+    b"keep-alive",
+    b"transfer-encoding",
+    b"date",
+    b"server",
+    b"x-request-id",
+    b"x-llamapipe-worker",
+)
+_EMBEDS = frozenset(("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings"))
+# These are about the server, not about one of its models.
+_OWN = frozenset(
+    ("/v1/models", "/v1/models/{id:path}", "/health", "/ping", "/version", "/metrics", "/openapi.json", "/")
+)  # fmt: skip
+_NOT_HERE = frozenset(("/api/pull", "/api/copy", "/api/delete", "/api/tags", "/api/ps", "/api/version"))
+
+
+class Peeked(msgspec.Struct):
+    """What is read of a request's body. ``name``: the older name of ``model`` in Ollama's API."""
+
+    model: Any = None
+    name: Any = None
+    stream: Any = None
+
+
+class ModelRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """``POST /models/load`` and ``/models/unload``."""
+
+    model: str
+
+
+_PEEK = msgspec.json.Decoder(Peeked)
+
+
+class Front(Gate):
+    """What all requests share in the front process."""
+
+    def __init__(self, settings: ServerSettings, pool: Pool) -> None:
+        super().__init__(settings, Metrics(None), BodyBudget(settings.max_bodies_bytes))
+        self.pool = pool
+        self.created = int(time.time())
+
+    # ---- which model
+    async def model_of(self, name: str | None, route: str) -> PooledModel:
+        """The model that answers at a route. Raises ApiError 400, 404."""
+        if name is not None:
+            return self.pool.find(name)
+        await self.pool.identify()
+        embeds = route in _EMBEDS
+        able = [model for model in self.pool.models if _embeds(model) is embeds]
+        if len(able) == 1:
+            return able[0]
+        names = [model.name for model in able]
+        what = f"model is missing; there is {listed(names)}" if names else "no model here does this"
+        raise ApiError(400, what, "model")
+
+    async def forward(self, exchange: Exchange) -> Response:
+        """Any request about one model, which its body or its query names."""
+        name: object = exchange.query_params.get("model")
+        is_stream = False
+        if exchange.raw:
+            peeked = exchange.peek(_PEEK)
+            name = peeked.name if peeked.model is None else peeked.model
+            is_stream = exchange.dialect == "ollama" if peeked.stream is None else peeked.stream is True
+        if not isinstance(name, str | None):
+            raise ApiError(400, "model must be a string", "model")
+        model = await self.model_of(name or None, exchange.route)
+        exchange.n_prompt_tokens = exchange.n_completion_tokens = None  # the process of the model counts them
+        return Forwarded(self, exchange, model, is_stream)
+
+    # ---- about the models
+    async def list_models(self, exchange: Exchange) -> Response:
+        """``GET /v1/models``: every model, with its state."""
+        data = [self._entry(model) for model in self.pool.models]
+        return JsonResponse({"object": "list", "data": data, "has_more": False})
+
+    async def get_model(self, exchange: Exchange) -> Response:
+        """``GET /v1/models/{id}``."""
+        return JsonResponse(self._entry(self.pool.find(exchange.path_params["id"])))
+
+    def _entry(self, model: PooledModel) -> dict[str, Any]:
+        status: dict[str, Any] = {"value": model.state.value}
+        if model.state is ModelState.LOADING:
+            status["progress"] = model.progress
+        elif model.state is ModelState.UNLOADED and model.failure is not None:
+            status |= {"failed": True, "error": model.failure}
+        found = model.found
+        return {
+            "id": model.name,
+            "aliases": list(model.entry.aliases),
+            "object": "model",
+            "type": "model",
+            "display_name": model.name,
+            "created": self.created,
+            "owned_by": "llamapipe",
+            "status": status,
+            "pinned": model.entry.keep,
+            "n_requests": model.n_users,
+            **({} if found is None else {"memory_bytes": model.n_bytes or found.n_bytes}),
+        }
+
+    async def load(self, exchange: Exchange, request: ModelRequest) -> Response:
+        """``POST /models/load``: begins a load."""
+        model = self.pool.find(request.model)
+        if model.state in (ModelState.LOADED, ModelState.LOADING):
+            raise ApiError(400, f"the model {quoted(model.name)} is {model.state.value} already", "model")
+        self.pool.load(model)
+        return JsonResponse({"success": True})
+
+    async def unload(self, exchange: Exchange, request: ModelRequest) -> Response:
+        """``POST /models/unload``: ends a model when its requests are answered."""
+        model = self.pool.find(request.model)
+        if model.state not in (ModelState.LOADED, ModelState.LOADING):
+            raise ApiError(400, f"the model {quoted(model.name)} is {model.state.value} already", "model")
+        self.pool.unload(model)
+        return JsonResponse({"success": True})
+
+    # ---- about the server
+    async def health(self, exchange: Exchange) -> Response:
+        """``GET /health``: 200, or 503 while the server drains. Loads nothing."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        n_loaded = sum(model.state is ModelState.LOADED for model in self.pool.models)
+        return JsonResponse({"status": "ok", "models_loaded": n_loaded, "models": len(self.pool.models)})
+
+    async def ping(self, exchange: Exchange) -> Response:
+        """``GET /ping``."""
+        await self.health(exchange)
+        return JsonResponse({})
+
+    async def metrics_text(self, exchange: Exchange) -> Response:
+        """``GET /metrics``: of this process, and of all models with a label for each."""
+        own = self.metrics.families()
+        known = {name for name, *_ in own}
+        more = [family for family in await self.pool.families() if family[0] not in known]
+        counted = {name for name, *_ in more}
+        gauges: list[Any] = [
+            (
+                "llamapipe_model_loaded",
+                "Whether a model is loaded.",
+                "gauge",
+                [
+                    ("llamapipe_model_loaded", {"model": m.name}, float(m.state is ModelState.LOADED))
+                    for m in self.pool.models
+                ],
+            ),
+            (
+                "llamapipe_model_memory_bytes",
+                "Memory that a model takes.",
+                "gauge",
+                [
+                    ("llamapipe_model_memory_bytes", {"model": m.name}, float(m.n_bytes))
+                    for m in self.pool.models
+                ],
+            ),
+        ]
+        text = rendered([*(one for one in own if one[0] not in counted), *more, *gauges])
+        return Response(text, media_type=CONTENT_TYPE)
+
+    def routes(self) -> list[Endpoint]:
+        """The routes of a server with one model, and those about several."""
+        made = [
+            get("/v1/models", self.list_models, "All models, with their states.", aliases=("/models",)),
+            get("/v1/models/{id:path}", self.get_model, "One model.", ("404",)),
+            post("/models/load", self.load, ModelRequest, "Load a model."),
+            post("/models/unload", self.unload, ModelRequest, "Unload a model."),
+            get("/health", self.health, "Whether the server accepts requests.", ("503",), has_key=False,
+                aliases=("/v1/health",)),
+            get("/ping", self.ping, "Whether the server accepts requests.", ("503",), has_key=False),
+            get("/version", system.version, "The version of llamapipe."),
+            get("/metrics", self.metrics_text, "Metrics for Prometheus.", media="text/plain"),
+            get("/openapi.json", system.openapi),
+        ]  # fmt: skip
+        forwarded = [
+            one.answered_by(self.forward)
+            for one in (*ROUTES, *(OLLAMA_ROUTES if self.settings.ollama else ()))
+            if one.path not in _OWN | _NOT_HERE
+        ]
+        return [*made, *forwarded]
+
+
+def front_app(settings: ServerSettings, pool: Pool) -> Starlette:
+    """The application of the front process."""
+    front = Front(settings, pool)
+    return application_of(front, front.routes())
+
+
+def _embeds(model: PooledModel) -> bool | None:
+    """Whether a model embeds texts; None: not known."""
+    return model.entry.embeds if model.found is None else model.found.embeds
+
+
+class Forwarded(LateResponse):
+    """The answer of a model's process, passed on as it comes."""
+
+    def __init__(self, front: Front, exchange: Exchange, model: PooledModel, is_stream: bool) -> None:
+        super().__init__()
+        self.raw_headers = []  # no length
+        self._front = front
+        self._exchange = exchange
+        self._model = model
+        self._is_stream = is_stream
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Asks the process and sends its answer. Raises ApiError before the answer has begun."""
+        exchange = self._exchange
+        began = monotonic()
+        try:
+            async with self._front.pool.lease(self._model) as loading:
+                await self._until_loaded(loading, send)
+                self._check_role()
+                async with self._asked(monotonic() - began) as upstream:
+                    if self._has_begun and upstream.status != 200:
+                        await self._part(send, await _error_part(upstream, exchange.dialect))
+                    else:
+                        if not self._has_begun:
+                            await self._begin(send, upstream.status, upstream.headers)
+                        async for part in upstream.parts():
+                            exchange.release_body()
+                            await self._part(send, part)
+        except (UpstreamLostError, ConnectionError):
+            error = ApiError(
+                503,
+                f"the process of the model {quoted(self._model.name)} ended; the next request starts it again",
+                code="model_ended",
+            )
+            await self._fail(send, error)
+        except ApiError as error:
+            await self._fail(send, error)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _until_loaded(self, loading: asyncio.Task[None], send: Send) -> None:
+        """Waits. A stream gets its head and signs of life meanwhile, so that no client gives up."""
+        ping_s = self._front.settings.ping_s
+        while self._is_stream and ping_s and not loading.done():
+            await asyncio.wait([loading], timeout=ping_s)
+            if not loading.done() and self._exchange.dialect != "ollama":
+                if not self._has_begun:
+                    await self._begin(send, 200, _STREAM_HEAD)
+                percent = 100 * self._model.progress
+                await self._part(send, f": loading {self._model.name} {percent:.0f} %\n\n".encode())
+        await loading
+
+    def _check_role(self) -> None:
+        model = self._model
+        embeds = model.found is not None and model.found.embeds
+        if embeds == (self._exchange.route in _EMBEDS):
+            return
+        what = (
+            "embeds texts; it does not generate any" if embeds else "generates texts; it does not embed any"
+        )
+        raise ApiError(400, f"the model {quoted(model.name)} {what}", "model", "model_kind")
+
+    @asynccontextmanager
+    async def _asked(self, waited_s: float) -> AsyncIterator[Upstream]:
+        """The connection over which the request was sent, and the answer's head has come."""
+        async with self._front.pool.connection(self._model) as upstream:
+            await upstream.send(self._head(waited_s), self._exchange.raw)
+            yield upstream
+
+    def _head(self, waited_s: float) -> Iterable[bytes]:
+        exchange = self._exchange
+        scope = exchange.scope
+        query: bytes = scope["query_string"]
+        path = quote(exchange.path, "/:@!$&'()*+,;=-._~").encode()
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        yield b"%b %b%b HTTP/1.1" % (method.encode(), path, b"?" + query if query else b"")
+        yield b"host: localhost"
+        for name, value in scope["headers"]:
+            if name in _FORWARDED:
+                yield b"%b: %b" % (name, value)
+        client = self._front.tenant_of(exchange)
+        share = client.share.hex() if isinstance(client.share, bytes) else str(client.share)
+        yield b"x-request-id: " + exchange.id.encode()
+        yield f"{CLIENT}: {share}".encode("latin-1", "replace")
+        if client.cache is not None:
+            yield f"{CACHE}: {client.cache}".encode()
+        yield f"{LOADED_NS}: {round(waited_s * 1e9)}".encode()
+
+    # ---- the answer
+    async def _begin(self, send: Send, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        kept = [one for one in headers if one[0] not in _NOT_RETURNED]
+        names = {name for name, _ in kept}
+        kept += [one for one in self.raw_headers if one[0] not in names]
+        self._has_begun = True
+        self._exchange.status = self.status_code = status
+        await send({"type": "http.response.start", "status": status, "headers": kept})
+
+    async def _part(self, send: Send, data: bytes) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        """Tells an error: with its status, or in the stream that has begun."""
+        if not self._has_begun:
+            raise error
+        if not self._is_stream:
+            raise ConnectionError(error.message)  # the connection ends, so that the client sees it
+        await self._part(send, error_event(error, self._exchange.dialect))
+
+
+_STREAM_HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"))  # fmt: skip
+
+
+async def _error_part(upstream: Upstream, dialect: Dialect) -> bytes:
+    """The body of an error, as an event."""
+    body = b"".join([part async for part in upstream.parts()])
+    if dialect == "ollama":
+        return body + b"\n"
+    return (b"event: error\n" if dialect == "anthropic" else b"") + b"data: " + body + b"\n\n"

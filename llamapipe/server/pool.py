@@ -1,0 +1,542 @@
+"""Several models, each in a process that is started when a request needs it, within a budget of memory.
+
+The process of a model is a worker: see ``processes``. It has one model and ends with it, so a crash costs only the
+requests of this model, and all memory returns to the system.
+
+A model is *unloaded*, *loading*, *loaded* or *unloading*. The first request for it starts the load, and all further
+ones wait for the same. A failed load is remembered with its reason for a few seconds, so that a client that tries again
+and again does not load in a loop.
+
+Before a load there must be room for it. Idle models are ended, the least recently used first, never one that has a
+request or is pinned; the load begins when their processes are gone. Where none can end, it waits until one becomes
+idle. ``choose`` is this policy, and knows no processes.
+
+On the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from llamapipe._messages import did_you_mean, listed, quoted
+from llamapipe.server.errors import ApiError
+from llamapipe.server.processes import Family, Placement, ServedModel, State, WorkerProcess, add_families
+from llamapipe.server.upstream import Upstream
+
+if TYPE_CHECKING:
+    from types import EllipsisType
+
+_RETRY_S = 10.0  # a failed load is not tried again before
+_STOP_S = 30.0  # a process that was asked to end is killed after this time
+_IDLE_CONNECTION_S = 30.0  # the process closes its idle connections after 75 s
+_SCRAPE_S = 2.0
+_LATEST = ":latest"
+_log = logging.getLogger("llamapipe.server")
+
+
+class ModelState(enum.Enum):
+    """Of a model in a pool."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+
+
+class Found(NamedTuple):
+    """What a model's file tells before it is loaded. ``n_bytes``: the memory that its process will take."""
+
+    file: str
+    embeds: bool
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model that a pool may load.
+
+    ``file``: as ``--model`` takes it. ``options``: of the command line, by the names of their arguments. ``embeds``: it
+    embeds or ranks texts; None: the file tells. ``keep``: it is never ended for another model. ``preload``: it is
+    loaded at the start. ``ttl_s``: seconds without a request after which it is ended; None: never.
+    """
+
+    name: str
+    file: str
+    aliases: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    embeds: bool | None = None
+    keep: bool = False
+    preload: bool = False
+    ttl_s: float | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its file is on this machine, so that to look at it downloads nothing."""
+        return not self.file.startswith("hf:")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that clients may use."""
+        return (self.name, *self.aliases)
+
+
+class Tenure(NamedTuple):
+    """A model that has memory, for ``choose``. ``is_idle``: loaded, without a request, and not pinned."""
+
+    n_bytes: int
+    used_at: float
+    is_idle: bool
+
+
+def choose(needed: int, budget: int | None, there: Sequence[Tenure]) -> list[int] | None:
+    """The places of the models to end, so that ``needed`` bytes fit beside the rest; None: they cannot all be idle.
+
+    The least recently used first, no more than needed. Pure.
+    """
+    if budget is None:
+        return []
+    missing = sum(one.n_bytes for one in there) + needed - budget
+    chosen = []
+    for i in sorted(range(len(there)), key=lambda i: there[i].used_at):
+        if missing <= 0:
+            break
+        if there[i].is_idle:
+            chosen.append(i)
+            missing -= there[i].n_bytes
+    return chosen if missing <= 0 else None
+
+
+class PooledModel:
+    """One model of a pool. Only the pool changes it.
+
+    ``n_users``: requests that it has, or that wait for it. ``ttl_s``: seconds until it ends without a request; None:
+    never. ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last load or process ended.
+    ``load_s``: how long the last load took. ``n_bytes``: memory that it takes; 0 while it is unloaded.
+    """
+
+    def __init__(self, entry: ModelEntry) -> None:
+        self.entry = entry
+        self.state = ModelState.UNLOADED
+        self.found: Found | None = None
+        self.process: WorkerProcess | None = None
+        self.n_users = 0
+        self.n_bytes = 0
+        self.used_at = 0.0
+        self.ttl_s = entry.ttl_s
+        self.expires_at: float | None = None
+        self.failure: str | None = None
+        self.failed_at = 0.0
+        self.load_s = 0.0
+        self.families: list[Family] = []  # the metrics of its processes that have ended
+        self._loading: asyncio.Task[None] | None = None
+        self._unloading: asyncio.Task[None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._free: deque[tuple[float, Upstream]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<PooledModel {self.entry.name} {self.state.value} n_users={self.n_users}>"
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.entry.name
+
+    @property
+    def progress(self) -> float:
+        """How much of it is loaded, from 0 to 1."""
+        return 0.0 if self.process is None else self.process.progress
+
+    @property
+    def tenure(self) -> Tenure:
+        """What it holds."""
+        is_idle = self.state is ModelState.LOADED and not self.n_users and not self.entry.keep
+        return Tenure(self.n_bytes, self.used_at, is_idle)
+
+
+Look = Callable[[ModelEntry], Coroutine[Any, Any, Found]]
+
+
+class Pool:
+    """The models of one server.
+
+    ``entries``: what may be loaded. ``command``: starts a process, with ``--worker OPTIONS`` after it. ``look``: finds
+    out what a load needs, downloads the file if need be, and raises OSError or ValueError if there is none.
+    ``budget_bytes``: memory that all processes together may take; None: any. Raises ValueError for a name that two
+    models have.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[ModelEntry],
+        command: Sequence[str],
+        placement: Placement,
+        look: Look,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.models = [PooledModel(entry) for entry in entries]
+        self.budget_bytes = budget_bytes
+        self._command = command
+        self._placement = placement
+        self._look = look
+        self._by_name: dict[str, PooledModel] = {}
+        self._n_started = 0
+        self._is_closed = False
+        self._turn = asyncio.Lock()  # to make room, in the order of the requests
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        for model in self.models:
+            for name in model.entry.names:
+                other = self._by_name.setdefault(name, model)
+                if other is not model:
+                    raise ValueError(
+                        f"two models have the name {quoted(name)}: {other.name} and {model.name}"
+                    )
+
+    def __repr__(self) -> str:
+        n_loaded = sum(model.state is ModelState.LOADED for model in self.models)
+        return f"<Pool n_models={len(self.models)} n_loaded={n_loaded}>"
+
+    def find(self, name: str) -> PooledModel:
+        """The model of a name, with or without ``:latest``. Raises ApiError 404."""
+        for known in (name, name.removesuffix(_LATEST), name + _LATEST):
+            if (model := self._by_name.get(known)) is not None:
+                return model
+        names = list(self._by_name)
+        raise ApiError(
+            404,
+            f"the model {quoted(name)} is not served here; there is {listed(names)}{did_you_mean(name, names)}",
+            "model",
+            "model_not_found",
+        )
+
+    async def identify(self) -> None:
+        """Looks at the files of this machine that nobody has looked at; what is wrong with one, its load will tell."""
+        for model in self.models:
+            if model.found is None and model.entry.is_local:
+                with suppress(OSError, ValueError):
+                    model.found = await self._look(model.entry)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of all processes that there are."""
+        return sum(model.n_bytes for model in self.models)
+
+    # ---- requests
+    @asynccontextmanager
+    async def lease(
+        self, model: PooledModel, ttl_s: float | EllipsisType | None = ...
+    ) -> AsyncIterator[asyncio.Task[None]]:
+        """Keeps a model from being ended. Await the task, which is done when the model is loaded.
+
+        ``ttl_s``: how long the model stays after this request, instead of what its entry says. The task raises ApiError
+        if the model cannot be loaded.
+        """
+        model.n_users += 1
+        model.ttl_s = model.entry.ttl_s if ttl_s is ... else ttl_s
+        if model._expiry is not None:
+            model._expiry.cancel()
+            model._expiry = None
+        waiting = asyncio.ensure_future(self._ready(model))
+        try:
+            yield waiting
+        finally:
+            waiting.cancel()
+            model.n_users -= 1
+            model.used_at = monotonic()
+            if not model.n_users:
+                self._expire_later(model)
+            self._signal()
+
+    async def _ready(self, model: PooledModel) -> None:
+        while model.state is not ModelState.LOADED:
+            if model._loading is None:
+                self._check_failure(model)
+                model._loading = self._spawn(self._load(model))
+            loading = model._loading
+            await asyncio.wait([loading])
+            if loading.cancelled():
+                raise ApiError(503, f"the model {quoted(model.name)} was unloaded", "model", "model_unloaded")
+            if (error := loading.exception()) is not None:
+                raise error
+
+    def _check_failure(self, model: PooledModel) -> None:
+        if model.failure is not None and monotonic() - model.failed_at < _RETRY_S:
+            raise _cannot_load(model, model.failure)
+
+    @asynccontextmanager
+    async def connection(self, model: PooledModel) -> AsyncIterator[Upstream]:
+        """A connection to a loaded model's process. Raises ConnectionError if it has ended."""
+        upstream: Upstream | None = None
+        while model._free and upstream is None:
+            since, upstream = model._free.pop()
+            if not upstream.is_free or monotonic() - since > _IDLE_CONNECTION_S:
+                upstream.close()
+                upstream = None
+        if upstream is None:
+            if model.process is None:
+                raise ConnectionError(f"the process of {model.name} has ended")
+            upstream = await Upstream.over(model.process.connect())
+        try:
+            yield upstream
+        finally:
+            if upstream.is_free:
+                model._free.append((monotonic(), upstream))
+            else:
+                upstream.close()
+
+    # ---- loads
+    def load(self, model: PooledModel) -> asyncio.Task[None]:
+        """Loads a model, also after a failure. The task raises ApiError."""
+        if model._loading is None and model.state is not ModelState.LOADED:
+            model.failure = None
+        return self._spawn(self._load_once(model))
+
+    async def _load_once(self, model: PooledModel) -> None:
+        async with self.lease(model) as ready:
+            await ready
+
+    async def _load(self, model: PooledModel) -> None:
+        began = monotonic()
+        try:
+            if model._unloading is not None:
+                await asyncio.wait([model._unloading])
+            while model.process is not None:
+                await self._next_change()
+            model.state = ModelState.LOADING
+            model.failure = None
+            try:
+                model.found = found = await self._look(model.entry)
+            except (OSError, ValueError) as e:
+                raise _cannot_load(model, str(e)) from None
+            await self._make_room(model, found)
+            await self._start(model, found)
+            model.load_s = monotonic() - began
+            model.state = ModelState.LOADED
+            _log.info("%s is loaded after %.1f s", model.name, model.load_s)
+        except ApiError as e:
+            if e.code == _LOAD_FAILED:
+                _log.error("%s", e.message)
+            raise
+        finally:
+            model._loading = None
+            if model.state is ModelState.LOADING:
+                model.state = ModelState.UNLOADED
+                if model.process is None:  # else `_bury` does it, when the memory is free
+                    model.n_bytes = 0
+            self._signal()
+
+    async def _start(self, model: PooledModel, found: Found) -> None:
+        entry = model.entry
+        self._n_started += 1
+        served = ServedModel(found.file, entry.names, found.embeds, dict(entry.options))
+        process = model.process = WorkerProcess(
+            self._n_started, self._command, self._placement, self._signal, _nobody_asks, served
+        )
+        _log.info("%s loads in process %d", model.name, process.pid)
+        self._spawn(self._bury(model, process))
+        try:
+            await process.settled.wait()
+        except asyncio.CancelledError:
+            process.cancel()
+            raise
+        if process.state is not State.READY:
+            await process.ended.wait()
+            why = process.failure[0] if process.failure is not None else f"its process {process.exit_text}"
+            raise _cannot_load(model, why)
+
+    async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
+        """Waits for the end of a process, and keeps its counters."""
+        await process.ended.wait()
+        model.families = add_families([], [model.families, process.families])
+        was_loaded = model.state is ModelState.LOADED
+        model.process = None
+        for _, upstream in model._free:
+            upstream.close()
+        model._free.clear()
+        if was_loaded:  # by itself; while it loads, `_load` does the rest
+            model.failure = f"process {process.pid} {process.exit_text}"
+            model.failed_at = 0.0  # the next request loads it again
+            _log.warning("%s: %s", model.name, model.failure)
+        if model.state is not ModelState.LOADING:
+            model.state, model.n_bytes = ModelState.UNLOADED, 0
+        self._signal()
+
+    # ---- room
+    async def _make_room(self, model: PooledModel, found: Found) -> None:
+        if self._fits(found.n_bytes):  # nobody waits for the load of another one without need
+            model.n_bytes = found.n_bytes
+            return
+        pinned = sum(one.n_bytes for one in self.models if one.entry.keep and one is not model)
+        if self.budget_bytes is not None and found.n_bytes + pinned > self.budget_bytes:
+            raise _cannot_load(
+                model,
+                f"it needs {size(found.n_bytes)}, and {size(self.budget_bytes)} are allowed"
+                f"{f', of which pinned models have {size(pinned)}' if pinned else ''}; raise --memory, or give it a "
+                "smaller n_ctx or n_seq_max",
+            )
+        async with self._turn:
+            while not self._fits(found.n_bytes):
+                there = [one for one in self.models if one.n_bytes]
+                victims = choose(found.n_bytes, self.budget_bytes, [one.tenure for one in there])
+                if victims is not None and not any(one._unloading for one in there):
+                    _log.info(
+                        "%s takes the place of %s", model.name, listed([there[i].name for i in victims])
+                    )
+                    await asyncio.wait([self.unload(there[i]) for i in victims])
+                else:
+                    await self._next_change()
+            model.n_bytes = found.n_bytes
+
+    def _fits(self, n_bytes: int) -> bool:
+        return self.budget_bytes is None or self.used_bytes + n_bytes <= self.budget_bytes
+
+    def unload(self, model: PooledModel) -> asyncio.Task[None]:
+        """Ends a model's process when its requests are answered. The task is done when the process is gone."""
+        if model._unloading is None:
+            if model.state is ModelState.LOADED:
+                model.state = ModelState.UNLOADING
+            model._unloading = self._spawn(self._unload(model))
+        return model._unloading
+
+    async def _unload(self, model: PooledModel) -> None:
+        try:
+            if model._loading is not None and model.state is ModelState.LOADING:
+                model._loading.cancel()
+                await asyncio.wait([model._loading])
+            process = model.process
+            if process is None:
+                return
+            await process.refresh(_SCRAPE_S)  # its last counters
+            process.stop()
+            try:
+                await asyncio.wait_for(process.ended.wait(), None if model.n_users else _STOP_S)
+            except asyncio.TimeoutError:
+                process.kill()
+                await process.ended.wait()
+            while model.process is process:
+                await self._next_change()
+            _log.info("%s is unloaded", model.name)
+        finally:
+            model._unloading = None
+            self._signal()
+
+    def expire_after(self, model: PooledModel, ttl_s: float | None) -> None:
+        """Sets how long a model stays without a request; None: for ever."""
+        model.ttl_s = ttl_s
+        if not model.n_users:
+            self._expire_later(model)
+
+    def _expire_later(self, model: PooledModel) -> None:
+        if model._expiry is not None:
+            model._expiry.cancel()
+        model._expiry = model.expires_at = None
+        if model.ttl_s is not None:
+            model.expires_at = monotonic() + model.ttl_s
+            model._expiry = asyncio.get_running_loop().call_later(model.ttl_s, self._expire, model)
+
+    def _expire(self, model: PooledModel) -> None:
+        model._expiry = None
+        if not model.n_users and model.state is ModelState.LOADED:
+            self.unload(model)
+
+    # ---- the whole
+    def start(self) -> None:
+        """Loads the models that are wanted at the start."""
+        for model in self.models:
+            if model.entry.preload:
+                self.load(model).add_done_callback(_log_failure)
+
+    async def close(self) -> None:
+        """Ends all processes when their requests are answered."""
+        self._is_closed = True
+        for model in self.models:
+            if model._loading is not None:
+                model._loading.cancel()
+            if model.process is not None:
+                model.process.stop()
+        while any(model.process is not None for model in self.models):
+            await self._next_change()
+
+    def cancel(self, kill: bool = False) -> None:
+        """Ends all processes without waiting for answers."""
+        for model in self.models:
+            if model.process is not None:
+                if kill:
+                    model.process.kill()
+                else:
+                    model.process.cancel()
+
+    async def families(self) -> list[Family]:
+        """The metrics of all models, with a label for each."""
+        there = [model.process for model in self.models if model.process is not None]
+        await asyncio.gather(*(process.refresh(_SCRAPE_S) for process in there))
+        live = [_labelled(m.process.families, m.name) for m in self.models if m.process is not None]
+        return add_families(live, [_labelled(m.families, m.name) for m in self.models if m.families])
+
+    def _signal(self) -> None:
+        self._changed.set()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned_has_ended)
+        return task
+
+    def _spawned_has_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None and not isinstance(error, ApiError):
+                _log.error("a task of the pool failed", exc_info=error)
+
+
+_LOAD_FAILED = "model_load_failed"
+
+
+def _cannot_load(model: PooledModel, why: str) -> ApiError:
+    """The answer to a request whose model cannot be loaded; remembers why."""
+    if model.failure != why:
+        model.failure, model.failed_at = why, monotonic()
+    return ApiError(503, f"the model {quoted(model.name)} cannot be loaded: {why}", "model", _LOAD_FAILED)
+
+
+def _nobody_asks(process: WorkerProcess, number: int) -> None:
+    """Models do not serve ``/metrics``."""
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """The reason is in the log already."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _labelled(families: Sequence[Family], name: str) -> list[Family]:
+    return [
+        (
+            family,
+            text,
+            kind,
+            [(sample, {**labels, "model": name}, value) for sample, labels, value in samples],
+        )
+        for family, text, kind, samples in families
+    ]
+
+
+def size(n_bytes: float) -> str:
+    """A number of bytes for people."""
+    for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= one:
+            return f"{n_bytes / one:,.1f} {unit}"
+    return f"{n_bytes:.0f} bytes"

@@ -1,0 +1,128 @@
+"""The HTTP client with which the front process of several models asks the process of one.
+
+Open it for how bytes get from one to the other. Answers are read in the pieces in which they arrive; nobody looks into
+them. A slow reader stops the sender: what is not read stays in the socket. On the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+
+import httptools
+
+_MOST_UNREAD = 2**18  # bytes that are read ahead
+
+
+class UpstreamLostError(Exception):
+    """The process ended before its answer did."""
+
+
+class Upstream(asyncio.Protocol):
+    """One connection to a model's process: a request, then its answer, then the next request.
+
+    ``status``, ``headers``: of the answer, after ``send``. ``is_free``: it can take a request.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.is_free = True
+        self._parts: deque[bytes] = deque()
+        self._n_unread = 0
+        self._is_complete = self._is_lost = self._is_paused = False
+        self._arrived = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+
+    @classmethod
+    async def over(cls, sock: socket.socket) -> Upstream:
+        """The connection over a connected socket, which it closes."""
+        _, made = await asyncio.get_running_loop().create_connection(cls, sock=sock)
+        return made
+
+    def __repr__(self) -> str:
+        return f"<Upstream {'free' if self.is_free else 'busy'}>"
+
+    async def send(self, head: Iterable[bytes], body: bytes) -> None:
+        """Sends a request, and waits for the head of its answer. Raises UpstreamLostError."""
+        assert self.is_free
+        assert self._transport is not None
+        self.is_free = self._is_complete = False
+        self.status, self.headers = 0, []
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport.write(b"\r\n".join([*head, b"content-length: %d" % len(body), b"", b""]))
+        if body:
+            self._transport.write(body)
+        while not self.status:
+            await self._wait()
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The answer's body. Raises UpstreamLostError if it has no end."""
+        while True:
+            while self._parts:
+                part = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
+                self._parts.clear()
+                self._n_unread = 0
+                if self._is_paused and self._transport is not None:
+                    self._is_paused = False
+                    self._transport.resume_reading()
+                yield part
+            if self._is_complete:
+                return
+            await self._wait()
+
+    def close(self) -> None:
+        """Ends the connection; the process cancels a request that is not answered."""
+        self.is_free = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        if self._is_lost:
+            raise UpstreamLostError
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    # ---- called by the event loop
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called once."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Called with the next bytes."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+        if self._n_unread > _MOST_UNREAD and not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._arrived.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called once."""
+        self._is_lost, self.is_free = True, False
+        self._arrived.set()
+
+    # ---- called by the parser
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header of the answer."""
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The end of the answer's head."""
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._parts.append(body)
+        self._n_unread += len(body)
+
+    def on_message_complete(self) -> None:
+        """The end of the answer."""
+        self._is_complete = True
+        self.is_free = not self._is_lost and self._parser.should_keep_alive()

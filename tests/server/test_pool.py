@@ -1,0 +1,237 @@
+"""``llamapipe serve --models`` with real processes: loads, forwarding, failures, the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support.bert_model import bert_model
+from support.control import Worker as Thread
+from support.control import all_results, wait_until
+from support.pool_server import LONG, SHORT, PoolServer, pool_server
+from support.worker_server import wait_for_end
+
+import llamapipe as lp
+
+OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "4")
+TOML = """\
+[models.small]
+file = "small.gguf"
+aliases = ["gpt-4o-mini", "second name"]
+n_ctx = 512
+
+[models."other:1b"]
+file = "other.gguf"
+
+[models.crashing]
+file = "other.gguf"
+
+[models.damaged]
+file = "damaged.gguf"
+
+[models.bert]
+file = "bert.gguf"
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("small", "other"):
+        shutil.copy(lp.demo_model_path(), folder / f"{name}.gguf")
+    (folder / "damaged.gguf").write_bytes(lp.demo_model_path().read_bytes()[:100_000])
+    bert_model(folder / "bert.gguf")
+    (folder / "models.toml").write_text(TOML)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolServer]:
+    log = tmp_path_factory.mktemp("log") / "log"
+    with pool_server(models / "models.toml", *OPTIONS, "--ollama", log=log) as server:
+        yield server
+
+
+class TestForwarding:
+    def test_requests_for_an_unloaded_model_share_one_load(self, server: PoolServer) -> None:
+        assert server.states()["small"] == "unloaded"
+        answers = all_results([Thread(lambda: server.ask("small")) for _ in range(6)])
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+        assert len(server.pids("small")) == 1
+        assert server.states()["small"] == "loaded"
+
+    def test_all_names_of_a_model_are_one_process(self, server: PoolServer) -> None:
+        for name in ("gpt-4o-mini", "second name", "small"):
+            assert server.ask(name).json()["model"] == name
+        assert len(server.pids("small")) == 1
+        there = server.client.get("/v1/models/gpt-4o-mini").json()
+        assert there["id"] == "small"
+        assert there["aliases"] == ["gpt-4o-mini", "second name"]
+
+    def test_options_of_the_file_come_before_those_of_the_command_line(self, server: PoolServer) -> None:
+        for model, n_ctx in (("small", 512), ("other:1b", 8192)):
+            info = server.client.get("/model_info", params={"model": model}).json()
+            assert info["max_model_len"] == n_ctx
+            assert info["n_seq_max"] == 4
+
+    def test_a_stream_is_the_answer_in_parts(self, server: PoolServer) -> None:
+        whole = server.ask("small").json()["choices"][0]["text"]
+        answer = server.ask("small", stream=True)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert events[-1] == "[DONE]"
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
+
+    def test_ollamas_routes(self, server: PoolServer) -> None:
+        asked = {"messages": [{"role": "user", "content": "Hello"}], "options": {"num_predict": 3}}
+        answer = server.client.post("/api/chat", json={"model": "other:1b", **asked})
+        lines = [json.loads(line) for line in answer.text.splitlines()]
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        assert lines[-1]["eval_count"] == 3
+        assert server.client.post("/api/chat", json={"model": "small:latest", **asked}).status_code == 200
+        missing = server.client.post("/api/chat", json={"model": "nothing", **asked})
+        assert missing.status_code == 404
+        assert "nothing" in missing.json()["error"]
+
+    def test_the_only_model_of_its_kind_needs_no_name(self, server: PoolServer) -> None:
+        answer = server.client.post("/v1/embeddings", json={"input": "Hello", "model": "bert"})
+        assert len(answer.json()["data"][0]["embedding"]) > 1
+        assert server.client.post("/v1/embeddings", json={"input": "Hello"}).json() == answer.json()
+        missing = server.client.post("/v1/completions", json=SHORT)
+        assert missing.status_code == 400
+        assert "small" in missing.json()["error"]["message"]
+
+    def test_a_model_does_what_it_can(self, server: PoolServer) -> None:
+        wrong = server.ask("bert")
+        assert wrong.status_code == 400
+        assert "embeds" in wrong.json()["error"]["message"]
+        wrong = server.client.post("/v1/embeddings", json={"input": "Hello", "model": "small"})
+        assert wrong.status_code == 400
+
+    @pytest.mark.parametrize(
+        ("body", "status"),
+        [
+            (b"{", 400), (b"[]", 400), (b'{"model": 5}', 400), (b'{"model": "nothing"}', 404),
+            (b'{"model": "small", "max_tokens": "x", "prompt": "a"}', 400), (b"[" * 2000, 400),
+        ],
+    )  # fmt: skip
+    def test_wrong_bodies(self, server: PoolServer, body: bytes, status: int) -> None:
+        answer = server.client.post("/v1/completions", content=body)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+
+    def test_ids_are_those_of_the_client(self, server: PoolServer) -> None:
+        answer = server.client.post(
+            "/v1/completions", json={"model": "small", **SHORT}, headers={"x-request-id": "mine"}
+        )
+        assert answer.headers.get_list("x-request-id") == ["mine"]
+        assert len(answer.headers.get_list("date")) == 1
+
+    def test_a_client_that_hangs_up_frees_its_slot(self, server: PoolServer) -> None:
+        generated = 'llamapipe_generated_tokens_total{model="other:1b"}'
+        before = server.metric(generated)
+        asked = {"model": "other:1b", **LONG, "max_tokens": 8000}
+        with server.client.stream("POST", "/v1/completions", json=asked) as answer:
+            next(answer.iter_lines())
+        wait_until(lambda: server.metric('llamapipe_requests_running{model="other:1b"}') == 0)
+        assert 0 < server.metric(generated) - before < 8000
+
+    def test_metrics_tell_models_apart(self, server: PoolServer) -> None:
+        names = [f'llamapipe_generated_tokens_total{{model="{name}"}}' for name in ("small", "other:1b")]
+        before = [server.metric(name) for name in names]
+        server.ask("small")
+        assert [server.metric(name) for name in names] == [before[0] + 4, before[1]]
+        assert server.metric('llamapipe_model_loaded{model="small"}') == 1
+
+
+class TestFailures:
+    def test_a_failed_load_is_remembered_with_its_reason(self, server: PoolServer) -> None:
+        answers = [server.ask("damaged") for _ in range(3)]
+        assert {answer.status_code for answer in answers} == {503}
+        assert len({answer.json()["error"]["message"] for answer in answers}) == 1
+        assert "truncated" in answers[0].json()["error"]["message"]
+        there = server.client.get("/v1/models/damaged").json()["status"]
+        assert there["value"] == "unloaded"
+        assert there["failed"]
+        assert "truncated" in there["error"]
+
+    def test_a_killed_process_costs_its_own_requests_and_comes_back(self, server: PoolServer) -> None:
+        server.ask("small")
+        server.ask("crashing")
+        with (
+            httpx.Client(base_url=server.url, timeout=120) as mine,
+            httpx.Client(base_url=server.url, timeout=120) as others,
+            mine.stream("POST", "/v1/completions", json={"model": "crashing", **LONG}) as lost,
+            others.stream(
+                "POST", "/v1/completions", json={"model": "small", **LONG, "max_tokens": 200}
+            ) as kept,
+        ):
+            lost_lines, kept_lines = lost.iter_lines(), kept.iter_lines()
+            next(lost_lines)
+            next(kept_lines)
+            os.kill(server.pids("crashing")[-1], signal.SIGKILL)
+            last = [line for line in lost_lines if line][-1]
+            assert "ended" in json.loads(last.removeprefix("data: "))["error"]["message"]
+            assert [line for line in kept_lines if line][-1] == "data: [DONE]"
+        assert server.ask("crashing").status_code == 200
+        assert len(server.pids("crashing")) == 2
+        assert len(server.pids("small")) == 1
+
+
+class TestLimits:
+    def test_keys_are_checked_by_the_front_process(self, models: Path, tmp_path: Path) -> None:
+        (tmp_path / "keys").write_text("first\nsecond\n")
+        options = (*OPTIONS, "--api-key-file", str(tmp_path / "keys"), "--max-body-bytes", "1000")
+        with pool_server(models / "models.toml", *options, log=tmp_path / "log") as server:
+            assert server.ask("small").status_code == 401
+            assert server.client.get("/v1/models").status_code == 401
+            assert server.pids("small") == []
+            server.client.headers["authorization"] = "Bearer first"
+            assert server.ask("small", prompt="x" * 1000).status_code == 413
+            asked = {"prompt": "Once upon a time, there was a child. " * 12, "max_tokens": 1}
+            cached = [self._n_cached(server, key, asked) for key in ("first", "first", "second")]
+            assert cached[0] == cached[2] == 0  # each key has a cache
+            assert cached[1] > 0
+
+    @staticmethod
+    def _n_cached(server: PoolServer, key: str, asked: dict[str, object]) -> int:
+        answer = server.client.post(
+            "/v1/completions", json={"model": "small", **asked}, headers={"authorization": f"Bearer {key}"}
+        )
+        n: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return n
+
+    def test_foreign_pages_and_hosts_are_refused(self, server: PoolServer) -> None:
+        body = {"model": "small", **SHORT}
+        for headers in ({"origin": "https://example.com"}, {"host": "example.com"}):
+            assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 403
+        near = server.client.post("/v1/completions", json=body, headers={"origin": "http://localhost:3000"})
+        assert near.status_code == 200
+        assert near.headers.get_list("access-control-allow-origin") == ["http://localhost:3000"]
+
+
+def test_the_end_drains_and_leaves_no_process(models: Path, tmp_path: Path) -> None:
+    with pool_server(models / "models.toml", *OPTIONS, log=tmp_path / "log") as server:
+        server.ask("small")
+        asked = {"model": "small", **LONG, "max_tokens": 300}
+        with server.client.stream("POST", "/v1/completions", json=asked) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.terminate()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.process.wait(60) == 0
+        wait_for_end(server.pids("small"))
+
+
+def test_processes_end_with_a_front_process_that_is_killed(models: Path, tmp_path: Path) -> None:
+    with pool_server(models / "models.toml", *OPTIONS, log=tmp_path / "log") as server:
+        server.ask("small")
+        server.process.kill()
+        wait_for_end(server.pids("small"))

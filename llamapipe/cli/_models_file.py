@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import re
 import sys
 from collections.abc import Mapping
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import llamapipe as lp
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.cli.options import ENGINE, MODEL, Option, model_path
 from llamapipe.cli.parser import UsageError
-from llamapipe.gguf.check import check_gguf, head_texts
+from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
+from llamapipe.gguf.reader import fingerprint
 from llamapipe.llama.kv_memory import TYPE_BYTES, cell_bytes
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.ollama_models import model_of
+from llamapipe.ollama_models import find_stored, model_of
+from llamapipe.server.ollama import QUANTIZATIONS, parameter_size
 from llamapipe.server.pool import Found, ModelEntry
 
 if sys.version_info >= (3, 11):
@@ -34,8 +38,10 @@ _PART = re.compile(r"(.+)-(\d{5})-of-\d{5}")
 _OF_LIST = ("file", "aliases", "embeddings", "keep", "preload", "ttl")
 _OF_MODEL: dict[str, Option] = {option.name: option for option in (*ENGINE, *MODEL)}
 _TEXTS = ("chat_template", "tool_calls", "fim_order")
-# Beside weights and cells: the interpreter and its libraries, what a step computes with, and a request's texts.
-_PROCESS_BYTES = 160 * 2**20
+# Beside weights and cells: the interpreter and its libraries, and what a step computes with, which grows with the
+# vocabulary. Measured with SmolLM2 135M and Qwen2.5 0.5B: 140 and 238 MiB; this gives 158 and 258.
+_PROCESS_BYTES = 110 * 2**20
+_STEP_ROWS = 256
 _CACHE_SHARE = 0.1  # of weights and cells, for cached prefixes that have lost their slot
 _USUAL_CONTEXT, _USUAL_SLOTS = 4096, 8
 
@@ -148,28 +154,50 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
     if embeds is None:
         embeds = not info.is_causal or info.has_rank_head
     options = {**common, **entry.options}
-    cells = _cells_bytes(head_texts(info.path), info.n_layer, info.n_embd, info.n_ctx_train, options, embeds)
-    held = info.size_bytes + cells
-    cached = options.get("cache_bytes", held * _CACHE_SHARE)
-    return Found(str(path), embeds, int(held + cached + _PROCESS_BYTES))
-
-
-def _cells_bytes(
-    sizes: dict[str, str],
-    n_layer: int,
-    n_embd: int,
-    n_ctx_train: int,
-    options: Mapping[str, Any],
-    embeds: bool,
-) -> float:
-    """Bytes of the KV cells. At most: layers with a sliding window hold fewer."""
-    if embeds:
-        return 0.0
-    sizes.pop(f"{sizes.get('general.architecture', '')}.attention.sliding_window", None)
-    types = options.get("type_k", "f16"), options.get("type_v", "f16")
-    known = [kind if kind in TYPE_BYTES else "f16" for kind in types]
-    n_ctx = options.get("n_ctx") or (
-        min(n_ctx_train, _USUAL_CONTEXT) if "n_ctx" not in options else n_ctx_train
+    texts = head_texts(info.path)
+    n_ctx = info.n_ctx_train if embeds else _n_ctx(info.n_ctx_train, options)
+    held = info.size_bytes + (0.0 if embeds else _cells_bytes(texts, info, n_ctx, options))
+    n_cache_bytes = options.get("cache_bytes", int(held * _CACHE_SHARE))
+    steps = 4 * info.n_vocab * _STEP_ROWS
+    return Found(
+        str(path),
+        embeds,
+        int(held + n_cache_bytes + steps + _PROCESS_BYTES),
+        {"cache_bytes": n_cache_bytes},
+        n_ctx,
+        _details(texts, info),
+        info.size_bytes,
+        info.stamps[0].modified_ns / 1e9,
+        sha256(fingerprint(info.path)).hexdigest() if stored is None else find_stored(stored[1]).digest,
     )
+
+
+def _details(texts: dict[str, str], info: GgufInfo) -> dict[str, Any]:
+    """What Ollama's lists say about a model."""
+    family = info.architecture
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": parameter_size(sum(math.prod(tensor.dims) for tensor in info.tensors)),
+        "quantization_level": QUANTIZATIONS.get(texts.get("general.file_type", ""), "unknown"),
+        "context_length": info.n_ctx_train,
+        "embedding_length": info.n_embd,
+    }
+
+
+def _n_ctx(n_ctx_train: int, options: Mapping[str, Any]) -> int:
+    """The context of each request, as ``Engine`` and ``open_engine`` have it."""
+    given = options.get("n_ctx")
+    return min(n_ctx_train, _USUAL_CONTEXT) if given is None else given or n_ctx_train
+
+
+def _cells_bytes(texts: Mapping[str, str], info: GgufInfo, n_ctx: int, options: Mapping[str, Any]) -> float:
+    """Bytes of the KV cells. At most: layers with a sliding window hold fewer."""
+    window = f"{info.architecture}.attention.sliding_window"
+    sizes = {key: value for key, value in texts.items() if key != window}
+    types = (str(options.get(name, "f16")) for name in ("type_k", "type_v"))
+    k, v = (kind if kind in TYPE_BYTES else "f16" for kind in types)  # the engine refuses others
     n_cells = options.get("n_cells") or n_ctx * (options.get("n_seq_max") or _USUAL_SLOTS)
-    return n_cells * (cell_bytes(sizes, n_layer, n_embd, known[0], known[1]) or 0.0)
+    return n_cells * (cell_bytes(sizes, info.n_layer, info.n_embd, k, v) or 0.0)

@@ -36,7 +36,7 @@ from llamapipe.cli.options import (
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.reader import parse_head
 from llamapipe.host.cores import core_shares
-from llamapipe.host.memory import free_memory
+from llamapipe.host.memory import free_memory, memory_limit
 from llamapipe.llama.fim import FIM_ORDERS
 from llamapipe.ollama_models import model_of, shown_name
 from llamapipe.structured.compile import prepare_vocabulary
@@ -413,7 +413,11 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
                 f"{option} and --models do not go together; a TOML file gives each model what it needs"
             )
     entries = entries_of(args.models)
-    free = free_memory()
+    free, most = free_memory(), memory_limit()
+    if args.memory is not None and most is not None and args.memory > most:
+        raise UsageError(
+            f"--memory is {args.memory / 2**30:.1f} GiB; this machine gives processes at most {most / 2**30:.1f} GiB"
+        )
     budget = args.memory or (None if free is None else int(free * _OF_FREE_MEMORY))
     common = given(args, ENGINE)
     try:

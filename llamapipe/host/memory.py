@@ -6,6 +6,7 @@ them; elsewhere the functions return None.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from llamapipe.host.control_group import limit_files
@@ -43,6 +44,14 @@ def free_memory(meminfo: Path = _MEMINFO, limits: list[Path] | None = None) -> i
             cached = _inactive_file(file.with_name("memory.stat"), first_version)
             free.append(max(limit - max(usage - cached, 0), 0))
     return min(free)
+
+
+def resident_bytes(pid: int) -> int:
+    """Bytes of a process that are in memory; 0 where that is not known. Any thread."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def return_freed_memory() -> None:

@@ -30,6 +30,7 @@ from starlette.responses import Response, StreamingResponse
 
 from llamapipe.server.errors import BUSY, ApiError, Dialect, api_error, dialect_of, log_unexpected
 from llamapipe.server.fields import mismatch, unused, without_nulls
+from llamapipe.server.gate import LOADED_NS
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -212,9 +213,17 @@ class Exchange(Request):
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
+    @property
+    def loaded_ns(self) -> int:
+        """Nanoseconds that it waited for its model, as the front process of several models says; else 0."""
+        given = self.headers.get(LOADED_NS, "0") if self.gate.is_behind_front else "0"
+        return int(given)
+
     # ---- what is counted
     def note_unused(self, names: tuple[str, ...]) -> None:
         """Records options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
+        if self.gate.is_behind_front:  # there it has an effect
+            names = tuple(name for name in names if name != "keep_alive")
         if names and self.gate.settings.strict:
             raise ApiError(
                 400,

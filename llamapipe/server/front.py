@@ -13,15 +13,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from datetime import datetime, timezone
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from llamapipe._messages import listed, quoted
-from llamapipe.server import system
+from llamapipe.server import ollama, system
 from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, application_of
 from llamapipe.server.endpoint import (
     Endpoint,
@@ -36,10 +37,13 @@ from llamapipe.server.errors import ApiError, Dialect
 from llamapipe.server.gate import CACHE, CLIENT, LOADED_NS, Gate
 from llamapipe.server.guard import BodyBudget
 from llamapipe.server.metrics import CONTENT_TYPE, Metrics, rendered
+from llamapipe.server.ollama import full_name, kept_s
 from llamapipe.server.pool import ModelState, Pool, PooledModel
 from llamapipe.server.upstream import Upstream, UpstreamLostError
 
 if TYPE_CHECKING:
+    from types import EllipsisType
+
     from starlette.applications import Starlette
     from starlette.types import Receive, Scope, Send
 
@@ -71,6 +75,7 @@ class Peeked(msgspec.Struct):
     model: Any = None
     name: Any = None
     stream: Any = None
+    keep_alive: Any = None
 
 
 class ModelRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -79,6 +84,7 @@ class ModelRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str
 
 
+_FOR_EVER_S = 100 * 365 * 86_400.0
 _PEEK = msgspec.json.Decoder(Peeked)
 
 
@@ -108,15 +114,18 @@ class Front(Gate):
         """Any request about one model, which its body or its query names."""
         name: object = exchange.query_params.get("model")
         is_stream = False
+        ttl_s: float | EllipsisType | None = ...
         if exchange.raw:
             peeked = exchange.peek(_PEEK)
             name = peeked.name if peeked.model is None else peeked.model
+            if exchange.dialect == "ollama" and peeked.keep_alive is not None:
+                ttl_s = kept_s(peeked.keep_alive)
             is_stream = exchange.dialect == "ollama" if peeked.stream is None else peeked.stream is True
         if not isinstance(name, str | None):
             raise ApiError(400, "model must be a string", "model")
         model = await self.model_of(name or None, exchange.route)
         exchange.n_prompt_tokens = exchange.n_completion_tokens = None  # the process of the model counts them
-        return Forwarded(self, exchange, model, is_stream)
+        return Forwarded(self, exchange, model, is_stream, ttl_s)
 
     # ---- about the models
     async def list_models(self, exchange: Exchange) -> Response:
@@ -164,6 +173,29 @@ class Front(Gate):
             raise ApiError(400, f"the model {quoted(model.name)} is {model.state.value} already", "model")
         self.pool.unload(model)
         return JsonResponse({"success": True})
+
+    # ---- as Ollama
+    async def root(self, exchange: Exchange) -> Response:
+        """``GET /``: the text by which Ollama's clients know the server."""
+        return PlainTextResponse("Ollama is running")
+
+    async def tags(self, exchange: Exchange) -> Response:
+        """``GET /api/tags``: the models whose files are here."""
+        await self.pool.identify()
+        return JsonResponse({"models": [one for model in self.pool.models if (one := _listed(model))]})
+
+    async def running(self, exchange: Exchange) -> Response:
+        """``GET /api/ps``: the models that are loaded."""
+        found = []
+        for model in self.pool.models:
+            if model.state is ModelState.LOADED and model.found is not None and (one := _listed(model)):
+                left_s = _FOR_EVER_S if model.expires_at is None else model.expires_at - monotonic()
+                kept = {key: one[key] for key in ("name", "model", "digest", "details")}
+                found.append(
+                    {**kept, "size": model.n_bytes, "size_vram": 0, "expires_at": _date(time.time() + left_s),
+                     "context_length": model.found.n_ctx}
+                )  # fmt: skip
+        return JsonResponse({"models": found})
 
     # ---- about the server
     async def health(self, exchange: Exchange) -> Response:
@@ -221,6 +253,13 @@ class Front(Gate):
             get("/metrics", self.metrics_text, "Metrics for Prometheus.", media="text/plain"),
             get("/openapi.json", system.openapi),
         ]  # fmt: skip
+        if self.settings.ollama:
+            made += [
+                get("/", self.root, has_key=False),
+                get("/api/version", ollama.version, "The version of this API."),
+                get("/api/tags", self.tags, "The models."),
+                get("/api/ps", self.running, "The models that are loaded."),
+            ]
         forwarded = [
             one.answered_by(self.forward)
             for one in (*ROUTES, *(OLLAMA_ROUTES if self.settings.ollama else ()))
@@ -235,6 +274,26 @@ def front_app(settings: ServerSettings, pool: Pool) -> Starlette:
     return application_of(front, front.routes())
 
 
+def _listed(model: PooledModel) -> dict[str, Any] | None:
+    """A model in Ollama's lists; None: its file is not known."""
+    found = model.found
+    if found is None:
+        return None
+    return {
+        "name": full_name(model.name),
+        "model": full_name(model.name),
+        "modified_at": _date(found.modified_s),
+        "size": found.size_bytes,
+        "digest": found.digest,
+        "details": dict(found.details),
+        "capabilities": ["embedding" if found.embeds else "completion"],
+    }
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")
+
+
 def _embeds(model: PooledModel) -> bool | None:
     """Whether a model embeds texts; None: not known."""
     return model.entry.embeds if model.found is None else model.found.embeds
@@ -243,13 +302,21 @@ def _embeds(model: PooledModel) -> bool | None:
 class Forwarded(LateResponse):
     """The answer of a model's process, passed on as it comes."""
 
-    def __init__(self, front: Front, exchange: Exchange, model: PooledModel, is_stream: bool) -> None:
+    def __init__(
+        self,
+        front: Front,
+        exchange: Exchange,
+        model: PooledModel,
+        is_stream: bool,
+        ttl_s: float | EllipsisType | None,
+    ) -> None:
         super().__init__()
         self.raw_headers = []  # no length
         self._front = front
         self._exchange = exchange
         self._model = model
         self._is_stream = is_stream
+        self._ttl_s = ttl_s
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -257,7 +324,7 @@ class Forwarded(LateResponse):
         exchange = self._exchange
         began = monotonic()
         try:
-            async with self._front.pool.lease(self._model) as loading:
+            async with self._front.pool.lease(self._model, self._ttl_s) as loading:
                 await self._until_loaded(loading, send)
                 self._check_role()
                 async with self._asked(monotonic() - began) as upstream:

@@ -63,6 +63,7 @@ _MAX_TOP = 20  # the API's limit
 _MOST_TOKENS = 2**31 - 1
 _NO_IMAGES = "this server reads text only"
 _DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
+_MOST_KEPT_S = 1e8
 _YEARS_LOADED = 100  # until a model that stays loaded "expires"
 _Format = Literal["", "json"] | dict[str, Any]
 _Think = bool | Literal["", "low", "medium", "high", "max"]
@@ -277,6 +278,23 @@ def _check_duration(given: _KeepAlive | None) -> None:
         )
 
 
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
+
+
+def kept_s(given: object) -> float | None:
+    """Seconds of ``keep_alive``; None: for ever. Raises ApiError 400."""
+    if isinstance(given, bool) or not isinstance(given, int | float | str):
+        raise ApiError(400, "keep_alive must be seconds or a duration", "keep_alive")
+    if isinstance(given, str):
+        _check_duration(given)
+        seconds = sum(float(n) * _UNITS_S[unit] for n, unit in _PART.findall(given))
+        seconds = -seconds if given.startswith("-") else seconds
+    else:
+        seconds = float(given)
+    return seconds if 0 <= seconds < _MOST_KEPT_S else None
+
+
 # ---- names
 def is_named(name: str, known: str) -> bool:
     """Whether a client means this name: ``:latest`` may be left out."""
@@ -424,8 +442,8 @@ class _Answer:
             made["context"] = [*await self.job.prompt_tokens(), *self._token_ids]
         first = self._first_at if self._token_ids else ended
         return made | {
-            "total_duration": _ns(ended - self._exchange.started_at),
-            "load_duration": 0,
+            "total_duration": _ns(ended - self._exchange.started_at) + self._exchange.loaded_ns,
+            "load_duration": self._exchange.loaded_ns,
             "prompt_eval_count": self._n_prompt,
             "prompt_eval_duration": _ns(first - self._submitted_at),
             "eval_count": 0 if self._is_empty else len(self._token_ids),
@@ -690,8 +708,8 @@ async def embed(exchange: Exchange, request: EmbedRequest) -> Response:
         {
             "model": request.model,
             "embeddings": rows,
-            "total_duration": _ns(perf_counter() - exchange.started_at),
-            "load_duration": 0,
+            "total_duration": _ns(perf_counter() - exchange.started_at) + exchange.loaded_ns,
+            "load_duration": exchange.loaded_ns,
             "prompt_eval_count": n_tokens,
         }
     )
@@ -795,8 +813,8 @@ def _details(model: Model) -> dict[str, Any]:
         "format": "gguf",
         "family": family,
         "families": [family],
-        "parameter_size": _count(model.n_params),
-        "quantization_level": _QUANTIZATIONS.get(kind, "unknown"),
+        "parameter_size": parameter_size(model.n_params),
+        "quantization_level": QUANTIZATIONS.get(kind, "unknown"),
         "context_length": model.n_ctx_train,
         "embedding_length": model.n_embd,
     }
@@ -818,7 +836,8 @@ def _capabilities(model: Model, kind: str) -> list[str]:
     return found + ["tools"] * form.supports_tools + ["thinking"] * (form.reasoning is not None)
 
 
-def _count(n: int) -> str:
+def parameter_size(n: int) -> str:
+    """A number of parameters, as Ollama writes it."""
     for unit, size, digits in (("B", 1e9, 1), ("M", 1e6, 2), ("K", 1e3, 2)):
         if n >= size:
             return f"{n / size:.{digits}f}{unit}"
@@ -879,7 +898,7 @@ def _value(text: str) -> Any:
 
 
 # Names of ``general.file_type``, the numbers of llama.h.
-_QUANTIZATIONS = {
+QUANTIZATIONS = {
     "0": "F32", "1": "F16", "2": "Q4_0", "3": "Q4_1", "7": "Q8_0", "8": "Q5_0", "9": "Q5_1", "10": "Q2_K",
     "11": "Q3_K_S", "12": "Q3_K_M", "13": "Q3_K_L", "14": "Q4_K_S", "15": "Q4_K_M", "16": "Q5_K_S", "17": "Q5_K_M",
     "18": "Q6_K", "19": "IQ2_XXS", "20": "IQ2_XS", "21": "Q2_K_S", "22": "IQ3_XS", "23": "IQ3_XXS", "24": "IQ1_S",

@@ -27,6 +27,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llamapipe._messages import did_you_mean, listed, quoted
+from llamapipe.host.memory import resident_bytes
 from llamapipe.server.errors import ApiError
 from llamapipe.server.processes import Family, Placement, ServedModel, State, WorkerProcess, add_families
 from llamapipe.server.upstream import Upstream
@@ -52,11 +53,21 @@ class ModelState(enum.Enum):
 
 
 class Found(NamedTuple):
-    """What a model's file tells before it is loaded. ``n_bytes``: the memory that its process will take."""
+    """What a model's file tells before it is loaded.
+
+    ``n_bytes``: the memory that its process will take. ``options``: with which it takes no more. ``n_ctx``: tokens of a
+    request. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
+    """
 
     file: str
     embeds: bool
     n_bytes: int
+    options: Mapping[str, Any]
+    n_ctx: int
+    details: Mapping[str, Any]
+    size_bytes: int
+    modified_s: float
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,7 @@ class PooledModel:
     ``n_users``: requests that it has, or that wait for it. ``ttl_s``: seconds until it ends without a request; None:
     never. ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last load or process ended.
     ``load_s``: how long the last load took. ``n_bytes``: memory that it takes; 0 while it is unloaded.
+    ``measured_bytes``: the most that its processes took.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -128,7 +140,7 @@ class PooledModel:
         self.found: Found | None = None
         self.process: WorkerProcess | None = None
         self.n_users = 0
-        self.n_bytes = 0
+        self.n_bytes = self.measured_bytes = 0
         self.used_at = 0.0
         self.ttl_s = entry.ttl_s
         self.expires_at: float | None = None
@@ -252,6 +264,7 @@ class Pool:
             model.n_users -= 1
             model.used_at = monotonic()
             if not model.n_users:
+                self._measure(model)
                 self._expire_later(model)
             self._signal()
 
@@ -316,8 +329,9 @@ class Pool:
                 model.found = found = await self._look(model.entry)
             except (OSError, ValueError) as e:
                 raise _cannot_load(model, str(e)) from None
-            await self._make_room(model, found)
+            await self._make_room(model, max(found.n_bytes, model.measured_bytes))
             await self._start(model, found)
+            self._measure(model)
             model.load_s = monotonic() - began
             model.state = ModelState.LOADED
             _log.info("%s is loaded after %.1f s", model.name, model.load_s)
@@ -333,10 +347,17 @@ class Pool:
                     model.n_bytes = 0
             self._signal()
 
+    def _measure(self, model: PooledModel) -> None:
+        """Counts what the process has taken, where that is more than its file told."""
+        if model.process is not None and model.state is not ModelState.UNLOADED:
+            model.n_bytes = max(model.n_bytes, resident_bytes(model.process.pid))
+            model.measured_bytes = max(model.measured_bytes, model.n_bytes)
+
     async def _start(self, model: PooledModel, found: Found) -> None:
         entry = model.entry
         self._n_started += 1
-        served = ServedModel(found.file, entry.names, found.embeds, dict(entry.options))
+        options = {**found.options, **entry.options}
+        served = ServedModel(found.file, entry.names, found.embeds, options)
         process = model.process = WorkerProcess(
             self._n_started, self._command, self._placement, self._signal, _nobody_asks, served
         )
@@ -370,22 +391,22 @@ class Pool:
         self._signal()
 
     # ---- room
-    async def _make_room(self, model: PooledModel, found: Found) -> None:
-        if self._fits(found.n_bytes):  # nobody waits for the load of another one without need
-            model.n_bytes = found.n_bytes
+    async def _make_room(self, model: PooledModel, n_bytes: int) -> None:
+        if self._fits(n_bytes):  # nobody waits for the load of another one without need
+            model.n_bytes = n_bytes
             return
         pinned = sum(one.n_bytes for one in self.models if one.entry.keep and one is not model)
-        if self.budget_bytes is not None and found.n_bytes + pinned > self.budget_bytes:
+        if self.budget_bytes is not None and n_bytes + pinned > self.budget_bytes:
             raise _cannot_load(
                 model,
-                f"it needs {size(found.n_bytes)}, and {size(self.budget_bytes)} are allowed"
+                f"it needs {size(n_bytes)}, and {size(self.budget_bytes)} are allowed"
                 f"{f', of which pinned models have {size(pinned)}' if pinned else ''}; raise --memory, or give it a "
                 "smaller n_ctx or n_seq_max",
             )
         async with self._turn:
-            while not self._fits(found.n_bytes):
+            while not self._fits(n_bytes):
                 there = [one for one in self.models if one.n_bytes]
-                victims = choose(found.n_bytes, self.budget_bytes, [one.tenure for one in there])
+                victims = choose(n_bytes, self.budget_bytes, [one.tenure for one in there])
                 if victims is not None and not any(one._unloading for one in there):
                     _log.info(
                         "%s takes the place of %s", model.name, listed([there[i].name for i in victims])
@@ -393,7 +414,7 @@ class Pool:
                     await asyncio.wait([self.unload(there[i]) for i in victims])
                 else:
                     await self._next_change()
-            model.n_bytes = found.n_bytes
+            model.n_bytes = n_bytes
 
     def _fits(self, n_bytes: int) -> bool:
         return self.budget_bytes is None or self.used_bytes + n_bytes <= self.budget_bytes
@@ -462,6 +483,8 @@ class Pool:
                 model._loading.cancel()
             if model.process is not None:
                 model.process.stop()
+            if model.state is ModelState.LOADED:
+                model.state = ModelState.UNLOADING
         while any(model.process is not None for model in self.models):
             await self._next_change()
 

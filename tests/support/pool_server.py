@@ -44,9 +44,13 @@ class PoolServer:
         """Returns when the models have these states."""
         wait_until(lambda: {name: self.states()[name] for name in states} == states)
 
+    def log(self) -> str:
+        """What it has said."""
+        return self._log.read_text()
+
     def pids(self, model: str) -> list[int]:
         """The processes that were started for a model."""
-        return [int(n) for n in re.findall(rf"\b{model} loads in process (\d+)", self._log.read_text())]
+        return [int(n) for n in re.findall(rf"\b{model} loads in process (\d+)", self.log())]
 
     def metric(self, name: str) -> float:
         """One value of the metrics; 0 if there is none."""

@@ -1,0 +1,317 @@
+"""A pool's budget of memory: who makes room for whom, and when a model is ended."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from support.control import wait_until
+from support.pool_server import LONG, PoolServer, pool_server
+from support.worker_server import has_ended
+
+import llamapipe as lp
+from llamapipe.cli._models_file import entries_of, found_of
+from llamapipe.cli.options import byte_count
+from llamapipe.cli.parser import UsageError
+from llamapipe.host.cores import CoreShare
+from llamapipe.host.memory import resident_bytes
+from llamapipe.server.errors import ApiError
+from llamapipe.server.ollama import kept_s
+from llamapipe.server.pool import ModelEntry, Pool, Tenure, choose
+from llamapipe.server.processes import Placement
+
+OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "2")
+COMMON = {"n_ctx": 8192, "n_seq_max": 2}
+
+
+class TestWhoGoes:
+    @pytest.mark.parametrize(
+        ("needed", "budget", "there", "expected"),
+        [
+            (10, None, [Tenure(100, 0, True)], []),
+            (10, 20, [], []),
+            (10, 20, [Tenure(10, 0, False)], []),
+            (10, 20, [Tenure(10, 2, True), Tenure(10, 1, True)], [1]),  # the least recently used
+            (20, 20, [Tenure(10, 2, True), Tenure(10, 1, True)], [1, 0]),
+            (5, 20, [Tenure(10, 2, True), Tenure(8, 1, True)], [1]),  # no more than needed
+            (10, 20, [Tenure(10, 1, False), Tenure(10, 2, True)], [1]),  # never a busy one
+            (10, 20, [Tenure(15, 1, False), Tenure(5, 2, True)], None),
+        ],
+    )
+    def test_choose(
+        self, needed: int, budget: int | None, there: list[Tenure], expected: list[int] | None
+    ) -> None:
+        assert choose(needed, budget, there) == expected
+
+
+class TestTheList:
+    def written(self, folder: Path, text: str) -> Path:
+        (folder / "models.toml").write_text(text)
+        return folder / "models.toml"
+
+    def test_a_folder_has_a_model_for_each_file(self, tmp_path: Path) -> None:
+        (tmp_path / "split").mkdir()
+        for name in (
+            "a.gguf",
+            "mmproj-a.gguf",
+            "notes.txt",
+            "split/b-00001-of-00002.gguf",
+            "split/b-00002-of-00002.gguf",
+        ):
+            (tmp_path / name).touch()
+        assert {one.name: Path(one.file).name for one in entries_of(tmp_path)} == {
+            "a": "a.gguf",
+            "b": "b-00001-of-00002.gguf",
+        }
+        (tmp_path / "split" / "a.gguf").touch()
+        with pytest.raises(UsageError, match="one name"):
+            entries_of(tmp_path)
+
+    def test_a_table_says_all(self, tmp_path: Path) -> None:
+        text = """
+            [models."qwen2.5:7b"]
+            file = "hf:a/b/c.gguf"
+            aliases = ["gpt"]
+            n-ctx = 100
+            type_k = "q8_0"
+            max_itl_ms = 20
+            use_mmap = false
+            keep = true
+            preload = true
+            ttl = 60
+            embeddings = false
+        """
+        assert entries_of(self.written(tmp_path, text)) == [
+            ModelEntry(
+                "qwen2.5:7b", "hf:a/b/c.gguf", ("gpt",),
+                {"n_ctx": 100, "type_k": "q8_0", "max_itl_ms": 20.0, "use_mmap": False},
+                False, True, True, 60.0,
+            )
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("", "table"),
+            ("x", "no TOML"),
+            ("y = 1\n[models.a]\nfile = 'a'", "'y'"),
+            ("models = 1", "table"),
+            ("[models.a]", "file is missing"),
+            ("[models.a]\nfile = 'a'\nn_ctxx = 1", "did you mean n_ctx"),
+            ("[models.a]\nfile = 'a'\nn_ctx = 'x'", "must be a number"),
+            ("[models.a]\nfile = 'a'\nn_ctx = 1.5", "n_ctx"),
+            ("[models.a]\nfile = 'a'\naliases = 'b'", "list of names"),
+            ("[models.a]\nfile = 'a'\nttl = -1", "ttl"),
+            ("[models.a]\nfile = 'a'\nkeep = 1", "true or false"),
+            ("[models.a]\nfile = 'a'\ntype_k = 1", "text"),
+        ],
+    )
+    def test_mistakes_are_named(self, tmp_path: Path, text: str, expected: str) -> None:
+        with pytest.raises(UsageError, match=expected):
+            entries_of(self.written(tmp_path, text))
+
+    def test_two_models_have_no_common_name(self) -> None:
+        entries = [ModelEntry("a", "x"), ModelEntry("b", "y", ("a",))]
+        with pytest.raises(ValueError, match="'a'"):
+            Pool(entries, [], Placement(CoreShare((), 1)), None)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [("1000", 1000), ("1k", 1024), ("1.5 GiB", 3 * 2**29), ("2GB", 2**31), ("3M", 3 * 2**20)],
+    )
+    def test_sizes(self, text: str, expected: int) -> None:
+        assert byte_count(text) == expected
+
+    @pytest.mark.parametrize("text", ["", "0", "-1", "1X", "GiB", "1e9"])
+    def test_what_is_no_size(self, text: str) -> None:
+        with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+            byte_count(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (0, 0),
+        (5, 5),
+        (-1, None),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("0", 0),
+        ("-1s", None),
+        ("1.5s", 1.5),
+        ("250ms", 0.25),
+    ],
+)
+def test_how_long_a_client_keeps_a_model(given: object, expected: float | None) -> None:
+    assert kept_s(given) == expected
+
+
+@pytest.mark.parametrize("given", ["x", "5 minutes", [], True, None])
+def test_what_is_no_duration(given: object) -> None:
+    with pytest.raises(ApiError, match="keep_alive"):
+        kept_s(given)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("a", "b", "c"):
+        shutil.copy(lp.demo_model_path(), folder / f"{name}.gguf")
+    table = "[models.{0}]\nfile = '{0}.gguf'\n{1}\n"
+    extra = {
+        "a": "",
+        "b": "ttl = 3600",
+        "c": "",
+        "pinned": "keep = true",
+        "large": "n_ctx = 8192\nn_seq_max = 64",
+    }
+    shutil.copy(lp.demo_model_path(), folder / "pinned.gguf")
+    shutil.copy(lp.demo_model_path(), folder / "large.gguf")
+    (folder / "models.toml").write_text("".join(table.format(*one) for one in extra.items()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_bytes(models: Path) -> int:
+    return found_of(COMMON, ModelEntry("a", str(models / "a.gguf"))).n_bytes
+
+
+@pytest.fixture
+def server(models: Path, one_bytes: int, tmp_path: Path) -> Iterator[PoolServer]:
+    """With room for two models."""
+    budget = str(int(2.5 * one_bytes))
+    with pool_server(
+        models / "models.toml", *OPTIONS, "--memory", budget, "--ollama", log=tmp_path / "log"
+    ) as server:
+        yield server
+
+
+class TestRoom:
+    def test_the_estimate_is_about_what_a_process_takes(self, server: PoolServer, one_bytes: int) -> None:
+        server.ask("a", max_tokens=100)
+        there = resident_bytes(server.pids("a")[0])
+        assert 0.5 * one_bytes < there < 1.2 * one_bytes
+        assert server.metric('llamapipe_model_memory_bytes{model="a"}') >= 0.9 * there
+
+    def test_the_least_recently_used_model_goes(self, server: PoolServer) -> None:
+        for name in ("a", "b", "a"):
+            assert server.ask(name).status_code == 200
+        assert server.loaded() == ["a", "b"]
+        assert server.ask("c").status_code == 200
+        assert server.loaded() == ["a", "c"]
+        assert has_ended(server.pids("b")[0])
+        log = server.log()
+        assert log.index("b is unloaded") < log.index("c loads")  # never both
+        generated = 'llamapipe_generated_tokens_total{model="b"}'
+        assert server.metric(generated) == 4  # its counters remain
+        assert server.ask("b").status_code == 200
+        assert server.metric(generated) == 8
+
+    def test_a_busy_model_stays_and_the_next_one_waits(self, server: PoolServer) -> None:
+        clients = [httpx.Client(base_url=server.url, timeout=120) for _ in range(2)]
+        streams = [
+            client.stream("POST", "/v1/completions", json={"model": name, **LONG, "max_tokens": 8000})
+            for client, name in zip(clients, "ab", strict=True)
+        ]
+        with ThreadPoolExecutor() as threads, clients[0], clients[1]:
+            lines = [stream.__enter__().iter_lines() for stream in streams]
+            for one in lines:
+                next(one)
+            waiting = threads.submit(server.ask, "c")
+            server.wait_for(c="loading")
+            assert server.loaded() == ["a", "b"]
+            assert not waiting.done()
+            streams[1].__exit__(None, None, None)  # b becomes idle
+            assert waiting.result().status_code == 200
+            assert server.loaded() == ["a", "c"]
+            streams[0].__exit__(None, None, None)
+
+    def test_a_model_that_can_never_fit_is_refused_at_once(self, server: PoolServer) -> None:
+        server.ask("a")
+        answer = server.ask("large")
+        assert answer.status_code == 503
+        assert "--memory" in answer.json()["error"]["message"]
+        assert server.loaded() == ["a"]
+
+    def test_a_pinned_model_stays(self, server: PoolServer) -> None:
+        for name in ("pinned", "a", "b", "c"):
+            assert server.ask(name).status_code == 200
+        assert server.loaded() == ["c", "pinned"]
+
+
+class TestHowLong:
+    def test_ollamas_clients_say_how_long(self, server: PoolServer) -> None:
+        asked = {"model": "a", "prompt": "Once", "stream": False, "options": {"num_predict": 2}}
+        answer = server.client.post("/api/generate", json={**asked, "keep_alive": "1h"})
+        assert "x-llamapipe-unused" not in answer.headers
+        body = answer.json()
+        assert body["load_duration"] > 50_000_000
+        assert body["total_duration"] > body["load_duration"]
+        again = server.client.post("/api/generate", json=asked).json()
+        assert again["load_duration"] < 50_000_000
+        (there,) = server.client.get("/api/ps").json()["models"]
+        assert there["name"] == "a:latest"
+        assert there["context_length"] == 8192
+        unloaded = server.client.post("/api/generate", json={"model": "a", "keep_alive": 0})
+        assert unloaded.json()["done_reason"] == "unload"
+        server.wait_for(a="unloaded")
+        assert server.client.get("/api/ps").json() == {"models": []}
+        wrong = server.client.post("/api/generate", json={**asked, "keep_alive": "long"})
+        assert wrong.status_code == 400
+
+    def test_an_empty_chat_loads(self, server: PoolServer) -> None:
+        answer = server.client.post("/api/chat", json={"model": "a", "messages": []})
+        assert answer.json()["done_reason"] == "load"
+        assert server.loaded() == ["a"]
+        assert {one["name"] for one in server.client.get("/api/tags").json()["models"]} >= {
+            "a:latest",
+            "b:latest",
+        }
+
+    def test_clients_load_and_unload(self, server: PoolServer) -> None:
+        assert server.client.post("/models/load", json={"model": "b"}).json() == {"success": True}
+        server.wait_for(b="loaded")
+        assert server.client.post("/models/load", json={"model": "b"}).status_code == 400
+        assert server.client.post("/models/unload", json={"model": "b"}).json() == {"success": True}
+        server.wait_for(b="unloaded")
+        assert server.client.post("/models/unload", json={"model": "b"}).status_code == 400
+        assert server.client.post("/models/unload", json={"model": "nothing"}).status_code == 404
+
+
+def test_a_stream_has_signs_of_life_while_its_model_loads(
+    models: Path, one_bytes: int, tmp_path: Path
+) -> None:
+    budget = str(int(1.5 * one_bytes))
+    options = (*OPTIONS, "--memory", budget, "--ping", "0.05")
+    with (
+        pool_server(models / "models.toml", *options, log=tmp_path / "log") as server,
+        httpx.Client(base_url=server.url, timeout=120) as other,
+    ):
+        asked = {"prompt": "Once", "max_tokens": 4, "stream": True}
+        lines = server.ask("a", **asked).text.splitlines()
+        assert any(line.startswith(": loading a ") for line in lines)
+        assert lines[-2] == "data: [DONE]" or lines[-1] == "data: [DONE]"
+        # An error that comes when the stream has begun is an event of it.
+        with server.client.stream(
+            "POST", "/v1/completions", json={"model": "b", **asked, "max_tokens": -7}
+        ) as late:
+            text = "".join(late.iter_text())
+        events = [line for line in text.splitlines() if line.startswith("data: ")]
+        assert "max_tokens" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        assert other.get("/health").status_code == 200
+
+
+def test_models_end_by_themselves_and_start_early(models: Path, tmp_path: Path) -> None:
+    (models / "short.toml").write_text("[models.a]\nfile = 'a.gguf'\nttl = 0.2\npreload = true\n")
+    with pool_server(models / "short.toml", *OPTIONS, log=tmp_path / "log") as server:
+        wait_until(lambda: len(server.pids("a")) == 1)
+        server.wait_for(a="unloaded")
+        assert server.ask("a").status_code == 200
+        server.wait_for(a="unloaded")
+        assert len(server.pids("a")) == 2

@@ -373,7 +373,8 @@ class Forwarded(LateResponse):
     async def _asked(self, waited_s: float) -> AsyncIterator[Upstream]:
         """The connection over which the request was sent, and the answer's head has come."""
         async with self._front.pool.connection(self._model) as upstream:
-            await upstream.send(self._head(waited_s), self._exchange.raw)
+            body, self._exchange.raw = self._exchange.raw, b""
+            await upstream.send(self._head(waited_s), body)
             yield upstream
 
     def _head(self, waited_s: float) -> Iterable[bytes]:

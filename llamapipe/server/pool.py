@@ -9,7 +9,8 @@ and again does not load in a loop.
 
 Before a load there must be room for it. Idle models are ended, the least recently used first, never one that has a
 request or is pinned; the load begins when their processes are gone. Where none can end, it waits until one becomes
-idle. ``choose`` is this policy, and knows no processes.
+idle. A model that always has a request would never be: after some seconds it gets no further ones, answers those that
+it has, and ends. ``choose`` is this policy, and knows no processes.
 
 On the event loop's thread.
 """
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from types import EllipsisType
 
 _RETRY_S = 10.0  # a failed load is not tried again before
+_PATIENCE_S = 3.0  # after this time a load may end models that are never idle
 _STOP_S = 30.0  # a process that was asked to end is killed after this time
 _IDLE_CONNECTION_S = 30.0  # the process closes its idle connections after 75 s
 _SCRAPE_S = 2.0
@@ -100,11 +102,11 @@ class ModelEntry:
 
 
 class Tenure(NamedTuple):
-    """A model that has memory, for ``choose``. ``is_idle``: loaded, without a request, and not pinned."""
+    """A model that has memory, for ``choose``. ``may_end``: it is loaded and not pinned, and idle if that matters."""
 
     n_bytes: int
     used_at: float
-    is_idle: bool
+    may_end: bool
 
 
 def choose(needed: int, budget: int | None, there: Sequence[Tenure]) -> list[int] | None:
@@ -119,7 +121,7 @@ def choose(needed: int, budget: int | None, there: Sequence[Tenure]) -> list[int
     for i in sorted(range(len(there)), key=lambda i: there[i].used_at):
         if missing <= 0:
             break
-        if there[i].is_idle:
+        if there[i].may_end:
             chosen.append(i)
             missing -= there[i].n_bytes
     return chosen if missing <= 0 else None
@@ -128,10 +130,10 @@ def choose(needed: int, budget: int | None, there: Sequence[Tenure]) -> list[int
 class PooledModel:
     """One model of a pool. Only the pool changes it.
 
-    ``n_users``: requests that it has, or that wait for it. ``ttl_s``: seconds until it ends without a request; None:
-    never. ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last load or process ended.
-    ``load_s``: how long the last load took. ``n_bytes``: memory that it takes; 0 while it is unloaded.
-    ``measured_bytes``: the most that its processes took.
+    ``n_users``: requests that it has, or that wait for it. ``n_running``: those that it has. ``ttl_s``: seconds until
+    it ends without a request; None: never. ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last
+    load or process ended. ``load_s``: how long the last load took. ``n_bytes``: memory that it takes; 0 while it is
+    unloaded. ``measured_bytes``: the most that its processes took.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -139,7 +141,7 @@ class PooledModel:
         self.state = ModelState.UNLOADED
         self.found: Found | None = None
         self.process: WorkerProcess | None = None
-        self.n_users = 0
+        self.n_users = self.n_running = 0
         self.n_bytes = self.measured_bytes = 0
         self.used_at = 0.0
         self.ttl_s = entry.ttl_s
@@ -166,11 +168,10 @@ class PooledModel:
         """How much of it is loaded, from 0 to 1."""
         return 0.0 if self.process is None else self.process.progress
 
-    @property
-    def tenure(self) -> Tenure:
-        """What it holds."""
-        is_idle = self.state is ModelState.LOADED and not self.n_users and not self.entry.keep
-        return Tenure(self.n_bytes, self.used_at, is_idle)
+    def tenure(self, only_idle: bool) -> Tenure:
+        """What it holds, and whether it may end for another model."""
+        may_end = self.state is ModelState.LOADED and not self.entry.keep and not (only_idle and self.n_users)
+        return Tenure(self.n_bytes, self.used_at, may_end)
 
 
 Look = Callable[[ModelEntry], Coroutine[Any, Any, Found]]
@@ -260,6 +261,8 @@ class Pool:
         try:
             yield waiting
         finally:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                model.n_running -= 1
             waiting.cancel()
             model.n_users -= 1
             model.used_at = monotonic()
@@ -279,6 +282,7 @@ class Pool:
                 raise ApiError(503, f"the model {quoted(model.name)} was unloaded", "model", "model_unloaded")
             if (error := loading.exception()) is not None:
                 raise error
+        model.n_running += 1
 
     def _check_failure(self, model: PooledModel) -> None:
         if model.failure is not None and monotonic() - model.failed_at < _RETRY_S:
@@ -403,17 +407,20 @@ class Pool:
                 f"{f', of which pinned models have {size(pinned)}' if pinned else ''}; raise --memory, or give it a "
                 "smaller n_ctx or n_seq_max",
             )
+        began = monotonic()
         async with self._turn:
             while not self._fits(n_bytes):
                 there = [one for one in self.models if one.n_bytes]
-                victims = choose(n_bytes, self.budget_bytes, [one.tenure for one in there])
+                waited_s = monotonic() - began
+                held = [one.tenure(only_idle=waited_s < _PATIENCE_S) for one in there]
+                victims = choose(n_bytes, self.budget_bytes, held)
                 if victims is not None and not any(one._unloading for one in there):
                     _log.info(
                         "%s takes the place of %s", model.name, listed([there[i].name for i in victims])
                     )
                     await asyncio.wait([self.unload(there[i]) for i in victims])
                 else:
-                    await self._next_change()
+                    await self._next_change(max(_PATIENCE_S - waited_s, 0.0) or None)
             model.n_bytes = n_bytes
 
     def _fits(self, n_bytes: int) -> bool:
@@ -435,10 +442,12 @@ class Pool:
             process = model.process
             if process is None:
                 return
+            while model.n_running and process.state is not State.ENDED:  # it gets no further ones
+                await self._next_change()
             await process.refresh(_SCRAPE_S)  # its last counters
             process.stop()
             try:
-                await asyncio.wait_for(process.ended.wait(), None if model.n_users else _STOP_S)
+                await asyncio.wait_for(process.ended.wait(), _STOP_S)
             except asyncio.TimeoutError:
                 process.kill()
                 await process.ended.wait()
@@ -507,9 +516,10 @@ class Pool:
     def _signal(self) -> None:
         self._changed.set()
 
-    async def _next_change(self) -> None:
+    async def _next_change(self, timeout_s: float | None = None) -> None:
         self._changed.clear()
-        await self._changed.wait()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(coroutine)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import httpx
 import pytest
@@ -231,6 +232,28 @@ class TestRoom:
             assert waiting.result().status_code == 200
             assert server.loaded() == ["a", "c"]
             streams[0].__exit__(None, None, None)
+
+    def test_models_that_are_never_idle_make_room_in_the_end(self, server: PoolServer) -> None:
+        asked = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True}
+        ended = Event()
+
+        def always(name: str) -> set[int]:
+            """Asks again and again; three of these leave a model no idle moment, or few."""
+            statuses = set()
+            with httpx.Client(base_url=server.url, timeout=120) as client:
+                while not ended.is_set():
+                    statuses.add(client.post("/v1/completions", json={"model": name, **asked}).status_code)
+            return statuses
+
+        server.ask("a")
+        server.ask("b")
+        with ThreadPoolExecutor(8) as threads:
+            others = [threads.submit(always, name) for name in "aaabbb"]
+            try:
+                assert server.ask("c").status_code == 200
+            finally:
+                ended.set()
+            assert [one.result() for one in others] == [{200}] * 6  # none was cut, all were answered
 
     def test_a_model_that_can_never_fit_is_refused_at_once(self, server: PoolServer) -> None:
         server.ask("a")

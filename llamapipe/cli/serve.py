@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from llamapipe.server import ServerSettings
+    from llamapipe.server.pool import ModelEntry
     from llamapipe.server.processes import ServedModel, WorkerOptions
 
 HELP = "serve a model over HTTP"
@@ -62,6 +63,7 @@ examples:
   llamapipe serve --models models.toml --memory 6GiB
 
 After SIGTERM or Ctrl-C the server finishes running requests and exits. A second signal cancels them.
+With --models, SIGHUP reads the list of models again.
 With --workers, SIGHUP replaces the workers one by one; the new ones read the model and the other files again.
 The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md shows."""
 _SAME_PORT = -1
@@ -420,6 +422,13 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         )
     budget = args.memory or (None if free is None else int(free * _OF_FREE_MEMORY))
     common = given(args, ENGINE)
+
+    def again() -> list[ModelEntry]:
+        try:
+            return entries_of(args.models)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
     try:
         pool = Pool(
             entries, command_with(args.argv), Placement(core_shares(1)[0]), partial(look, common), budget
@@ -434,7 +443,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         announce(
             replace(settings, page=False), sock, entries[0].name, True, 0, None, *more, n_models=len(entries)
         )
-        run_front(pool, sock, settings, more)
+        run_front(pool, sock, settings, again, more)
     return 0
 
 

@@ -195,23 +195,17 @@ class Pool:
         budget_bytes: int | None = None,
     ) -> None:
         self.models = [PooledModel(entry) for entry in entries]
+        self._by_name = _by_name(self.models)
+        self._leaving: list[PooledModel] = []  # no longer served, and their processes have not ended
         self.budget_bytes = budget_bytes
         self._command = command
         self._placement = placement
         self._look = look
-        self._by_name: dict[str, PooledModel] = {}
         self._n_started = 0
-        self._is_closed = False
+        self._ended: list[Family] = []  # the metrics of models that are served no longer
         self._turn = asyncio.Lock()  # to make room, in the order of the requests
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        for model in self.models:
-            for name in model.entry.names:
-                other = self._by_name.setdefault(name, model)
-                if other is not model:
-                    raise ValueError(
-                        f"two models have the name {quoted(name)}: {other.name} and {model.name}"
-                    )
 
     def __repr__(self) -> str:
         n_loaded = sum(model.state is ModelState.LOADED for model in self.models)
@@ -240,7 +234,11 @@ class Pool:
     @property
     def used_bytes(self) -> int:
         """Memory of all processes that there are."""
-        return sum(model.n_bytes for model in self.models)
+        return sum(model.n_bytes for model in self._all)
+
+    @property
+    def _all(self) -> list[PooledModel]:
+        return [*self.models, *self._leaving]
 
     # ---- requests
     @asynccontextmanager
@@ -298,6 +296,13 @@ class Pool:
                 upstream.close()
                 upstream = None
         if upstream is None:
+            # Those that it has not taken are kept in its socket, which holds few.
+            while (
+                model.process is not None
+                and model.process.state is State.READY
+                and not model.process.can_take
+            ):
+                await self._next_change()
             if model.process is None:
                 raise ConnectionError(f"the process of {model.name} has ended")
             upstream = await Upstream.over(model.process.connect())
@@ -363,7 +368,7 @@ class Pool:
         options = {**found.options, **entry.options}
         served = ServedModel(found.file, entry.names, found.embeds, options)
         process = model.process = WorkerProcess(
-            self._n_started, self._command, self._placement, self._signal, _nobody_asks, served
+            self._n_started, self._command, self._placement, self._process_changed, _nobody_asks, served
         )
         _log.info("%s loads in process %d", model.name, process.pid)
         self._spawn(self._bury(model, process))
@@ -410,7 +415,7 @@ class Pool:
         began = monotonic()
         async with self._turn:
             while not self._fits(n_bytes):
-                there = [one for one in self.models if one.n_bytes]
+                there = [one for one in self._all if one.n_bytes]
                 waited_s = monotonic() - began
                 held = [one.tenure(only_idle=waited_s < _PATIENCE_S) for one in there]
                 victims = choose(n_bytes, self.budget_bytes, held)
@@ -481,25 +486,54 @@ class Pool:
     def start(self) -> None:
         """Loads the models that are wanted at the start."""
         for model in self.models:
-            if model.entry.preload:
+            if model.entry.preload and model.state is ModelState.UNLOADED:
                 self.load(model).add_done_callback(_log_failure)
+
+    def replace(self, entries: Sequence[ModelEntry]) -> None:
+        """Serves these models from now on. Those whose entry is the same stay as they are.
+
+        The others answer the requests that they have, and end. Raises ValueError for a name that two models have.
+        """
+        before = {model.entry.name: model for model in self.models}
+        models: list[PooledModel] = []
+        for entry in entries:
+            old = before.get(entry.name)
+            models.append(old if old is not None and old.entry == entry else PooledModel(entry))
+        self._by_name = _by_name(models)
+        gone = [model for model in self.models if model not in models]
+        self.models = models
+        for model in gone:
+            _log.info("%s is served no longer, or otherwise", model.name)
+            self._leaving.append(model)
+            self._spawn(self._leave(model))
+        self.start()
+
+    async def _leave(self, model: PooledModel) -> None:
+        while model.n_users:  # one that waits for its load gets its answer, too
+            await self._next_change()
+        if model._loading is not None:
+            model._loading.cancel()
+            await asyncio.wait([model._loading])
+        while model.process is not None:
+            await asyncio.wait([self.unload(model)])
+        self._ended = add_families([], [self._ended, _labelled(model.families, model.name)])
+        self._leaving.remove(model)
 
     async def close(self) -> None:
         """Ends all processes when their requests are answered."""
-        self._is_closed = True
-        for model in self.models:
+        for model in self._all:
             if model._loading is not None:
                 model._loading.cancel()
             if model.process is not None:
                 model.process.stop()
             if model.state is ModelState.LOADED:
                 model.state = ModelState.UNLOADING
-        while any(model.process is not None for model in self.models):
+        while any(model.process is not None for model in self._all):
             await self._next_change()
 
     def cancel(self, kill: bool = False) -> None:
         """Ends all processes without waiting for answers."""
-        for model in self.models:
+        for model in self._all:
             if model.process is not None:
                 if kill:
                     model.process.kill()
@@ -508,10 +542,26 @@ class Pool:
 
     async def families(self) -> list[Family]:
         """The metrics of all models, with a label for each."""
-        there = [model.process for model in self.models if model.process is not None]
-        await asyncio.gather(*(process.refresh(_SCRAPE_S) for process in there))
-        live = [_labelled(m.process.families, m.name) for m in self.models if m.process is not None]
-        return add_families(live, [_labelled(m.families, m.name) for m in self.models if m.families])
+        there = [model for model in self._all if model.process is not None]
+        await asyncio.gather(
+            *(model.process.refresh(_SCRAPE_S) for model in there if model.process is not None)
+        )
+        live = [_labelled(m.process.families, m.name) for m in self._all if m.process is not None]
+        return add_families(live, [self._ended, *(_labelled(m.families, m.name) for m in self._all)])
+
+    def _process_changed(self) -> None:
+        """Closes connections that a process without free descriptors could not take; their requests are answered 503.
+
+        Those that it had not taken when it ended are closed, too.
+        """
+        for model in self._all:
+            process = model.process
+            if process is not None:
+                refused = [*process.refused, *(process.untaken if process.state is State.ENDED else ())]
+                for sock in refused:
+                    sock.close()
+                process.refused.clear()
+        self._signal()
 
     def _signal(self) -> None:
         self._changed.set()
@@ -533,6 +583,16 @@ class Pool:
             error = task.exception()
             if error is not None and not isinstance(error, ApiError):
                 _log.error("a task of the pool failed", exc_info=error)
+
+
+def _by_name(models: Sequence[PooledModel]) -> dict[str, PooledModel]:
+    found: dict[str, PooledModel] = {}
+    for model in models:
+        for name in model.entry.names:
+            other = found.setdefault(name, model)
+            if other is not model:
+                raise ValueError(f"two models have the name {quoted(name)}: {other.name} and {model.name}")
+    return found
 
 
 _LOAD_FAILED = "model_load_failed"

@@ -573,7 +573,7 @@ class Supervisor:
         self._restart = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop_signal)
-        self._had_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
+        self._had_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         stop = asyncio.ensure_future(self._stop.wait())
         work = [asyncio.ensure_future(self._keep(slot)) for slot in self._slots]
@@ -677,7 +677,7 @@ class Supervisor:
 
     def _hang_up(self) -> None:
         """Replaces the workers. Where the terminal was closed, stops, as programs without a handler do."""
-        if self._had_terminal and not _has_terminal():
+        if self._had_terminal and not has_terminal():
             self._stop_signal()
         else:
             self._restart.set()
@@ -809,7 +809,8 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
+    """Whether the process has a terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -26,11 +27,13 @@ from llamapipe.server.application import ServerState, app
 from llamapipe.server.connections import Connection, Connections
 from llamapipe.server.front import front_app
 from llamapipe.server.gate import Gate
-from llamapipe.server.pool import Pool
+from llamapipe.server.pool import ModelEntry, Pool
+from llamapipe.server.processes import has_terminal
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.worker import Worker
 from llamapipe.structured.compile import prepare_vocabulary
 
+_log = logging.getLogger("llamapipe.server")
 BACKLOG = 2048  # connections that the system holds until they are accepted
 _ACCEPT_AT_ONCE = 64  # connections that are accepted before the first of them is looked at
 _RETIRE_IDLE_S = 5  # a retiring worker waits this long for a request on a connection
@@ -145,11 +148,23 @@ class _FrontUvicorn(_Uvicorn):
     """Serves the models of a pool, and ends their processes at its end."""
 
     pool: Pool
+    entries: Callable[[], Sequence[ModelEntry]]
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._n_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._had_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()
+
+    def _hang_up(self) -> None:
+        """Reads the list of models again. Where the terminal was closed, stops, as programs without a handler do."""
+        if self._had_terminal and not has_terminal():
+            self.handle_exit(signal.SIGHUP, None)
+            return
+        try:
+            self.pool.replace(self.entries())
+        except (OSError, ValueError) as e:
+            _log.error("the models stay as they are: %s", e)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """The first signal starts draining, the second cancels what runs, the third kills the processes."""
@@ -162,6 +177,7 @@ class _FrontUvicorn(_Uvicorn):
         """Loads what is wanted at the start."""
         await super().startup(sockets=sockets)
         self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         self.pool.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -276,12 +292,19 @@ def run_worker(
 
 
 def run_front(
-    pool: Pool, sock: socket.socket, settings: ServerSettings, more_sockets: Sequence[socket.socket] = ()
+    pool: Pool,
+    sock: socket.socket,
+    settings: ServerSettings,
+    entries: Callable[[], Sequence[ModelEntry]],
+    more_sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serves several models on a socket until SIGTERM or Ctrl-C. For the main thread."""
+    """Serves several models on a socket until SIGTERM or Ctrl-C. For the main thread.
+
+    ``entries``: the models after SIGHUP; raises OSError or ValueError to leave them as they are.
+    """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server = _server(_FrontUvicorn, front_app(settings, pool))
-    server.pool = pool
+    server.pool, server.entries = pool, entries
     server.state.bound_to = _host_of(sock)
     server.run(sockets=[sock, *more_sockets])
 

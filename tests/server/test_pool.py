@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -143,6 +144,26 @@ class TestForwarding:
         wait_until(lambda: server.metric('llamapipe_requests_running{model="other:1b"}') == 0)
         assert 0 < server.metric(generated) - before < 8000
 
+    def test_many_requests_at_once(self, server: PoolServer) -> None:
+        async def ask_all() -> list[int]:
+            limits = httpx.Limits(max_connections=200)
+            async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+                asked = [
+                    client.post("/v1/completions", json={"model": "other:1b", **SHORT}) for _ in range(200)
+                ]
+                return [answer.status_code for answer in await asyncio.gather(*asked)]
+
+        assert asyncio.run(ask_all()) == [200] * 200
+
+    def test_a_client_that_does_not_read_slows_only_itself(self, server: PoolServer) -> None:
+        asked = {"model": "other:1b", **LONG, "max_tokens": 8000, "logprobs": 5}
+        with server.client.stream("POST", "/v1/completions", json=asked) as answer:
+            next(answer.iter_lines())
+            with httpx.Client(base_url=server.url, timeout=120) as other:
+                for name in ("small", "other:1b"):
+                    body = {"model": name, **SHORT}
+                    assert other.post("/v1/completions", json=body).status_code == 200
+
     def test_metrics_tell_models_apart(self, server: PoolServer) -> None:
         names = [f'llamapipe_generated_tokens_total{{model="{name}"}}' for name in ("small", "other:1b")]
         before = [server.metric(name) for name in names]
@@ -235,3 +256,28 @@ def test_processes_end_with_a_front_process_that_is_killed(models: Path, tmp_pat
         server.ask("small")
         server.process.kill()
         wait_for_end(server.pids("small"))
+
+
+def test_sighup_reads_the_list_again(models: Path, tmp_path: Path) -> None:
+    listed = models / "changing.toml"
+    listed.write_text("[models.kept]\nfile = 'small.gguf'\n[models.gone]\nfile = 'other.gguf'\n")
+    with pool_server(listed, *OPTIONS, log=tmp_path / "log") as server:
+        server.ask("kept")
+        asked = {"model": "gone", **LONG, "max_tokens": 300}
+        with server.client.stream("POST", "/v1/completions", json=asked) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            listed.write_text("[models.kept]\nfile = 'small.gguf'\n[models.new]\nfile = 'other.gguf'\n")
+            server.process.send_signal(signal.SIGHUP)
+            with httpx.Client(base_url=server.url, timeout=120) as other:
+                wait_until(lambda: other.get("/v1/models/new").status_code == 200)
+                assert other.post("/v1/completions", json={**SHORT, "model": "gone"}).status_code == 404
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.states() == {"kept": "loaded", "new": "unloaded"}
+        assert server.ask("new").status_code == 200
+        wait_for_end(server.pids("gone"))
+        listed.write_text("nonsense")
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "stay as they are" in server.log())
+        assert server.ask("kept").status_code == 200
+        assert len(server.pids("kept")) == 1

@@ -409,6 +409,8 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         ("--kv-events", args.kv_events),
         ("--alias", args.alias or None),
         ("--embeddings-alias", args.embeddings_alias or None),
+        ("--allow-pull", args.allow_pull or None),
+        ("--allow-delete", args.allow_delete or None),
     ):
         if value is not None:
             raise UsageError(

@@ -349,10 +349,22 @@ class Forwarded(LateResponse):
 
     async def _until_loaded(self, loading: asyncio.Task[None], send: Send) -> None:
         """Waits. A stream gets its head and signs of life meanwhile, so that no client gives up."""
-        ping_s = self._front.settings.ping_s
-        while self._is_stream and ping_s and not loading.done():
-            await asyncio.wait([loading], timeout=ping_s)
-            if not loading.done() and self._exchange.dialect != "ollama":
+        settings = self._front.settings
+        began = monotonic()
+        signs = self._is_stream and settings.ping_s > 0 and self._exchange.dialect != "ollama"
+        while not loading.done():
+            waited_s = monotonic() - began
+            left_s = None if settings.timeout_s is None else settings.timeout_s - waited_s
+            if left_s is not None and left_s <= 0:
+                raise ApiError(
+                    504,
+                    f"the model {quoted(self._model.name)} was not loaded within {settings.timeout_s:g} seconds, the "
+                    "limit of this server for a request",
+                    code="timeout",
+                )
+            limits = [one for one in (left_s, settings.ping_s if signs else None) if one is not None]
+            await asyncio.wait([loading], timeout=min(limits, default=None))
+            if signs and not loading.done():
                 if not self._has_begun:
                     await self._begin(send, 200, _STREAM_HEAD)
                 percent = 100 * self._model.progress

@@ -17,6 +17,7 @@ from support.pool_server import LONG, PoolServer, pool_server
 from support.worker_server import has_ended
 
 import llamapipe as lp
+from llamapipe.cli import main
 from llamapipe.cli._models_file import entries_of, found_of
 from llamapipe.cli.options import byte_count
 from llamapipe.cli.parser import UsageError
@@ -121,6 +122,23 @@ class TestTheList:
         entries = [ModelEntry("a", "x"), ModelEntry("b", "y", ("a",))]
         with pytest.raises(ValueError, match="'a'"):
             Pool(entries, [], Placement(CoreShare((), 1)), None)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            (["-m", "demo"], "-m and --models"),
+            (["--workers", "2"], "--workers and --models"),
+            (["--ollama", "--allow-pull"], "--allow-pull and --models"),
+            (["--memory", "900TiB"], "at most"),
+            (["--memory", "x"], "no size"),
+        ],
+    )
+    def test_options_that_do_not_go_together(
+        self, tmp_path: Path, options: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = self.written(tmp_path, "[models.a]\nfile = 'a.gguf'")
+        assert main(["serve", "--models", str(path), *options]) == 2
+        assert expected in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("text", "expected"),
@@ -338,3 +356,11 @@ def test_models_end_by_themselves_and_start_early(models: Path, tmp_path: Path) 
         assert server.ask("a").status_code == 200
         server.wait_for(a="unloaded")
         assert len(server.pids("a")) == 2
+
+
+def test_a_request_waits_for_its_model_as_long_as_it_may(models: Path, tmp_path: Path) -> None:
+    with pool_server(models / "models.toml", *OPTIONS, "--timeout", "0.2", log=tmp_path / "log") as server:
+        answer = server.ask("a")
+        assert answer.status_code == 504
+        assert "not loaded within 0.2 s" in answer.json()["error"]["message"]
+        server.wait_for(a="loaded")  # for the next one

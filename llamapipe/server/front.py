@@ -31,6 +31,7 @@ from llamapipe.server.endpoint import (
     LateResponse,
     error_event,
     get,
+    line,
     post,
 )
 from llamapipe.server.errors import ApiError, Dialect
@@ -62,6 +63,10 @@ _NOT_RETURNED = (
     b"x-llamapipe-worker",
 )
 _EMBEDS = frozenset(("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings"))
+_STREAMS = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fim/completions",
+     "/completion", "/infill", "/api/chat", "/api/generate")
+)  # fmt: skip
 # These are about the server, not about one of its models.
 _OWN = frozenset(
     ("/v1/models", "/v1/models/{id:path}", "/health", "/ping", "/version", "/metrics", "/openapi.json", "/")
@@ -101,7 +106,7 @@ class Front(Gate):
         """The model that answers at a route. Raises ApiError 400, 404."""
         if name is not None:
             return self.pool.find(name)
-        await self.pool.identify()
+        await self.pool.identify(self.pool.models)
         embeds = route in _EMBEDS
         able = [model for model in self.pool.models if _embeds(model) is embeds]
         if len(able) == 1:
@@ -120,10 +125,13 @@ class Front(Gate):
             name = peeked.name if peeked.model is None else peeked.model
             if exchange.dialect == "ollama" and peeked.keep_alive is not None:
                 ttl_s = kept_s(peeked.keep_alive)
-            is_stream = exchange.dialect == "ollama" if peeked.stream is None else peeked.stream is True
+            if exchange.route in _STREAMS:
+                is_stream = exchange.dialect == "ollama" if peeked.stream is None else peeked.stream is True
         if not isinstance(name, str | None):
             raise ApiError(400, "model must be a string", "model")
         model = await self.model_of(name or None, exchange.route)
+        await self.pool.identify([model])
+        check_kind(model, exchange.route)
         exchange.n_prompt_tokens = exchange.n_completion_tokens = None  # the process of the model counts them
         return Forwarded(self, exchange, model, is_stream, ttl_s)
 
@@ -181,7 +189,7 @@ class Front(Gate):
 
     async def tags(self, exchange: Exchange) -> Response:
         """``GET /api/tags``: the models whose files are here."""
-        await self.pool.identify()
+        await self.pool.identify(self.pool.models)
         return JsonResponse({"models": [one for model in self.pool.models if (one := _listed(model))]})
 
     async def running(self, exchange: Exchange) -> Response:
@@ -299,6 +307,15 @@ def _embeds(model: PooledModel) -> bool | None:
     return model.entry.embeds if model.found is None else model.found.embeds
 
 
+def check_kind(model: PooledModel, route: str) -> None:
+    """Raises ApiError 400 for a model that does not do what a route is for, if that is known."""
+    embeds = _embeds(model)
+    if embeds is None or embeds == (route in _EMBEDS):
+        return
+    what = "embeds texts; it does not generate any" if embeds else "generates texts; it does not embed any"
+    raise ApiError(400, f"the model {quoted(model.name)} {what}", "model", "model_kind")
+
+
 class Forwarded(LateResponse):
     """The answer of a model's process, passed on as it comes."""
 
@@ -326,7 +343,7 @@ class Forwarded(LateResponse):
         try:
             async with self._front.pool.lease(self._model, self._ttl_s) as loading:
                 await self._until_loaded(loading, send)
-                self._check_role()
+                check_kind(self._model, exchange.route)
                 async with self._asked(monotonic() - began) as upstream:
                     if self._has_begun and upstream.status != 200:
                         await self._part(send, await _error_part(upstream, exchange.dialect))
@@ -351,7 +368,7 @@ class Forwarded(LateResponse):
         """Waits. A stream gets its head and signs of life meanwhile, so that no client gives up."""
         settings = self._front.settings
         began = monotonic()
-        signs = self._is_stream and settings.ping_s > 0 and self._exchange.dialect != "ollama"
+        signs = self._is_stream and settings.ping_s > 0
         while not loading.done():
             waited_s = monotonic() - began
             left_s = None if settings.timeout_s is None else settings.timeout_s - waited_s
@@ -366,20 +383,17 @@ class Forwarded(LateResponse):
             await asyncio.wait([loading], timeout=min(limits, default=None))
             if signs and not loading.done():
                 if not self._has_begun:
-                    await self._begin(send, 200, _STREAM_HEAD)
-                percent = 100 * self._model.progress
-                await self._part(send, f": loading {self._model.name} {percent:.0f} %\n\n".encode())
+                    await self._begin(
+                        send, 200, _LINES_HEAD if self._exchange.dialect == "ollama" else _STREAM_HEAD
+                    )
+                await self._part(send, self._sign())
         await loading
 
-    def _check_role(self) -> None:
-        model = self._model
-        embeds = model.found is not None and model.found.embeds
-        if embeds == (self._exchange.route in _EMBEDS):
-            return
-        what = (
-            "embeds texts; it does not generate any" if embeds else "generates texts; it does not embed any"
-        )
-        raise ApiError(400, f"the model {quoted(model.name)} {what}", "model", "model_kind")
+    def _sign(self) -> bytes:
+        """A sign of life: a comment with the progress, or Ollama's line without text, which changes nothing."""
+        if self._exchange.dialect != "ollama":
+            return f": loading {self._model.name} {100 * self._model.progress:.0f} %\n\n".encode()
+        return line(ollama.empty_part(self._model.name, self._exchange.route == "/api/chat"))
 
     @asynccontextmanager
     async def _asked(self, waited_s: float) -> AsyncIterator[Upstream]:
@@ -429,8 +443,9 @@ class Forwarded(LateResponse):
         await self._part(send, error_event(error, self._exchange.dialect))
 
 
-_STREAM_HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no"))  # fmt: skip
+_UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_STREAM_HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"), *_UNBUFFERED)
+_LINES_HEAD = ((b"content-type", b"application/x-ndjson"), *_UNBUFFERED)
 
 
 async def _error_part(upstream: Upstream, dialect: Dialect) -> bytes:

@@ -342,6 +342,12 @@ def _date(moment: datetime) -> str:
     return moment.astimezone(timezone.utc).isoformat().replace("+00:00", "Z")
 
 
+def empty_part(model: str, is_chat: bool) -> dict[str, Any]:
+    """A part of an answer without text, to which clients add nothing."""
+    empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    return {"model": model, "created_at": _now(), **empty, "done": False}
+
+
 def _ns(seconds: float) -> int:
     """Nanoseconds, at least one: clients divide by them."""
     return max(round(seconds * 1e9), 1)
@@ -620,11 +626,7 @@ def _name(call: Mapping[str, Any]) -> str:
 
 def _loaded(exchange: Exchange, request: OllamaChatRequest | GenerateRequest) -> Response:
     """The answer to a request without a prompt, which loads the model, or unloads it; it stays loaded here."""
-    made: dict[str, Any] = {"model": request.model, "created_at": _now()}
-    if isinstance(request, OllamaChatRequest):
-        made["message"] = {"role": "assistant", "content": ""}
-    else:
-        made["response"] = ""
+    made = empty_part(request.model, isinstance(request, OllamaChatRequest))
     unloads = request.keep_alive in (0, "0", "0s")
     return JsonResponse({**made, "done": True, "done_reason": "unload" if unloads else "load"})
 

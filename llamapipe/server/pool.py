@@ -224,10 +224,10 @@ class Pool:
             "model_not_found",
         )
 
-    async def identify(self) -> None:
-        """Looks at the files of this machine that nobody has looked at; what is wrong with one, its load will tell."""
-        for model in self.models:
-            if model.found is None and model.entry.is_local:
+    async def identify(self, models: Sequence[PooledModel]) -> None:
+        """Looks at files of this machine that nobody has looked at; what is wrong with one, its load will tell."""
+        for model in models:
+            if model.found is None and model.failure is None and model.entry.is_local:
                 with suppress(OSError, ValueError):
                     model.found = await self._look(model.entry)
 

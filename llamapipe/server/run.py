@@ -177,7 +177,8 @@ class _FrontUvicorn(_Uvicorn):
         """Loads what is wanted at the start."""
         await super().startup(sockets=sockets)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        if threading.current_thread() is threading.main_thread():  # as uvicorn itself
+            self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         self.pool.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

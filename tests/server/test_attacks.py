@@ -12,30 +12,30 @@ from typing import Any
 import httpx
 import pytest
 from support.control import PATIENCE_S, wait_until
+from support.front_server import KINDS, Served, Starter, starter
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, serve
 from llamapipe.server.guard import BodyBudget
 
 KEY = "secret"
 BODY = json.dumps({"prompt": "Once", "max_tokens": 2, "temperature": 0}).encode()
 
 
-@pytest.fixture(scope="module")
-def engine(demo: lp.Model) -> Iterator[lp.Engine]:
-    with lp.Engine(demo, n_ctx=512, n_seq_max=4) as engine:
-        yield engine
+@pytest.fixture(scope="module", params=KINDS)
+def start(request: pytest.FixtureRequest, demo: lp.Model) -> Iterator[Starter]:
+    """A server with one model, and the front process of several."""
+    with starter(request.param, demo, n_ctx=512, n_seq_max=4) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")
-def server(engine: lp.Engine) -> Iterator[serve]:
+def server(start: Starter) -> Iterator[Served]:
     """With a key, which no attack has, and short times."""
-    settings = ServerSettings(api_keys=(KEY,), head_timeout_s=1.0, body_timeout_s=1.0, max_requests=4)
-    with serve(engine, settings=settings) as server:
+    with start(api_keys=(KEY,), head_timeout_s=1.0, body_timeout_s=1.0, max_requests=4) as server:
         yield server
 
 
-def connected(server: serve) -> socket.socket:
+def connected(server: Served) -> socket.socket:
     return socket.create_connection((server.host, server.port), PATIENCE_S)
 
 
@@ -48,7 +48,7 @@ def read(client: socket.socket) -> bytes:
     return said
 
 
-def answer(server: serve, data: bytes) -> bytes:
+def answer(server: Served, data: bytes) -> bytes:
     with connected(server) as client:
         with suppress(ConnectionError):
             client.sendall(data)
@@ -71,11 +71,11 @@ def post(version: str = "1.1", *fields: str, body: bytes = BODY, path: str = "/v
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def is_healthy(server: serve) -> bool:
+def is_healthy(server: Served) -> bool:
     return httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
 
 
-def test_a_head_without_end(server: serve) -> None:
+def test_a_head_without_end(server: Served) -> None:
     """It is refused at 64 KiB, before a key could be checked, and its client still reads why."""
     with connected(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: ")
@@ -96,13 +96,13 @@ def test_a_head_without_end(server: serve) -> None:
     ],
     ids=["fields", "a field", "a path", "line ends"],
 )
-def test_a_head_too_large(server: serve, head: bytes) -> None:
+def test_a_head_too_large(server: Served, head: bytes) -> None:
     said = answer(server, head)
     assert said.startswith(b"HTTP/1.1 431 ")
     assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-def test_a_head_just_small_enough(server: serve) -> None:
+def test_a_head_just_small_enough(server: Served) -> None:
     fields = b"".join(b"a%d: %b\r\n" % (i, b"b" * 300) for i in range(197))
     said = answer(
         server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + fields + b"\r\n"
@@ -113,7 +113,7 @@ def test_a_head_just_small_enough(server: serve) -> None:
 @pytest.mark.parametrize(
     "first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["new", "used"]
 )
-def test_unfinished_heads(server: serve, first: bytes) -> None:
+def test_unfinished_heads(server: Served, first: bytes) -> None:
     """Each one has its time, whatever the connection did before; /health answers meanwhile."""
     with ExitStack() as stack:
         clients = [stack.enter_context(connected(server)) for _ in range(100)]
@@ -124,12 +124,12 @@ def test_unfinished_heads(server: serve, first: bytes) -> None:
             assert b"HTTP/1.1 408 " in read(client)
 
 
-def test_a_connection_without_a_request_is_closed(server: serve) -> None:
+def test_a_connection_without_a_request_is_closed(server: Served) -> None:
     with connected(server) as client:
         assert read(client) == b""
 
 
-def test_a_head_that_comes_byte_by_byte(server: serve) -> None:
+def test_a_head_that_comes_byte_by_byte(server: Served) -> None:
     """Its time does not begin again with each byte."""
     with connected(server) as client:
         client.settimeout(0.05)
@@ -144,7 +144,7 @@ def test_a_head_that_comes_byte_by_byte(server: serve) -> None:
         assert said == b"" or said[:12] in (b"HTTP/1.1 408", b"HTTP/1.1 400")
 
 
-def test_slow_bodies(server: serve) -> None:
+def test_slow_bodies(server: Served) -> None:
     """Far more than requests may be served: others are served meanwhile."""
     head = post("1.1", "Content-Length: 100", body=b"{")
     with ExitStack() as stack:
@@ -157,10 +157,9 @@ def test_slow_bodies(server: serve) -> None:
             assert read(client).startswith(b"HTTP/1.1 408 ")
 
 
-def test_many_large_bodies(engine: lp.Engine) -> None:
+def test_many_large_bodies(start: Starter) -> None:
     """The largest one is refused, small ones pass, and the memory is free again."""
-    settings = ServerSettings(max_bodies_bytes=2**20, max_body_bytes=2**24)
-    with serve(engine, settings=settings) as server, ExitStack() as stack:
+    with start(max_bodies_bytes=2**20, max_body_bytes=2**24) as server, ExitStack() as stack:
         clients = [stack.enter_context(connected(server)) for _ in range(4)]
         for client in clients:
             client.sendall(post("1.1", f"Content-Length: {2**23}", body=b" " * 500_000))
@@ -172,23 +171,26 @@ def test_many_large_bodies(engine: lp.Engine) -> None:
         assert answer(server, post("1.1", "Connection: close")).startswith(b"HTTP/1.1 200 ")
         for client in clients:
             client.close()
-        wait_until(lambda: "0 of" in repr(server._server.state.bodies))
+        wait_until(lambda: "0 of" in repr(server.state.bodies))
 
 
-def test_bodies_count_until_they_are_answered(engine: lp.Engine) -> None:
+def test_bodies_count_until_they_are_answered(start: Starter) -> None:
     """One that waits for a long answer is refused for the sake of others, if all together are too large."""
-    settings = ServerSettings(max_bodies_bytes=2**20, max_body_bytes=2**24)
     body = json.dumps({"prompt": "Once", "max_tokens": 500, "n": 100, "ignore_eos": True}).encode()
-    with serve(engine, settings=settings) as server, connected(server) as first, connected(server) as second:
+    with (
+        start(max_bodies_bytes=2**20, max_body_bytes=2**24) as server,
+        connected(server) as first,
+        connected(server) as second,
+    ):
         first.sendall(post("1.1", "Connection: close", body=body + b" " * 900_000))
-        wait_until(lambda: engine.stats().n_active == 4)
+        wait_until(lambda: server.n_active() == 4)
         second.sendall(post("1.1", f"Content-Length: {2**23}", body=b" " * 500_000))
         said = read(first)
         assert said.startswith(b"HTTP/1.1 503 ")
         assert b"requests without an answer have more than 1048576 bytes" in said
         second.close()
-        wait_until(lambda: "0 of" in repr(server._server.state.bodies))
-        wait_until(lambda: engine.stats().n_active == 0)
+        wait_until(lambda: "0 of" in repr(server.state.bodies))
+        wait_until(lambda: server.n_active() == 0)
 
 
 def test_the_client_with_most_bytes_is_refused() -> None:
@@ -211,7 +213,7 @@ def test_the_client_with_most_bytes_is_refused() -> None:
     assert repr(budget) == "<BodyBudget 0 of 1000000 bytes>"
 
 
-def test_a_refused_client_reads_why(server: serve) -> None:
+def test_a_refused_client_reads_why(server: Served) -> None:
     """It goes on sending; a connection that is closed at once would lose the answer."""
     large = b" " * 2**23
     for fields, status in ((("Content-Length: 99999999",), b"413"), ((), b"401")):
@@ -225,7 +227,7 @@ def test_a_refused_client_reads_why(server: serve) -> None:
 
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.2"])
-def test_another_protocol_is_offered(server: serve, protocol: str, is_split: bool) -> None:
+def test_another_protocol_is_offered(server: Served, protocol: str, is_split: bool) -> None:
     """As Java's HttpClient and ``curl --http2`` do: the answer is in HTTP/1.1, and the body counts."""
     offer = (
         f"Upgrade: {protocol}",
@@ -247,7 +249,7 @@ def test_another_protocol_is_offered(server: serve, protocol: str, is_split: boo
     assert said.count(b'"text_completion"') == 2
 
 
-def test_a_client_of_http_1_0(server: serve) -> None:
+def test_a_client_of_http_1_0(server: Served) -> None:
     """No chunks, and the connection ends with the answer."""
     streamed = json.dumps({"prompt": "Once", "max_tokens": 2, "stream": True}).encode()
     for body in (BODY, streamed):
@@ -260,7 +262,7 @@ def test_a_client_of_http_1_0(server: serve) -> None:
         assert text.endswith(b"data: [DONE]\n\n" if body is streamed else b"}")
 
 
-def test_several_requests_at_once(server: serve) -> None:
+def test_several_requests_at_once(server: Served) -> None:
     get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     assert answer(server, get * 20 + last).count(b"HTTP/1.1 200 ") == 21
@@ -306,24 +308,23 @@ CHUNKED = "Transfer-Encoding: chunked"
     ],
     ids=range(22),
 )
-def test_what_is_no_request(server: serve, engine: lp.Engine, data: bytes) -> None:
+def test_what_is_no_request(server: Served, data: bytes) -> None:
     """One refusal, and nothing after it is taken for another request."""
-    n_before = engine.stats().n_prompt_tokens
+    n_before = server.n_prompt_tokens()
     said = answer(server, data)
     assert said.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
     assert said.count(b"\r\ncontent-length: ") == 1
-    assert engine.stats().n_prompt_tokens == n_before
+    assert server.n_prompt_tokens() == n_before
 
 
-def test_a_tunnel(server: serve) -> None:
+def test_a_tunnel(server: Served) -> None:
     said = answer(server, b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example:443\r\n\r\n")
     assert said[9:12] in (b"400", b"405")
 
 
-def test_connections_of_one_address(engine: lp.Engine) -> None:
+def test_connections_of_one_address(start: Starter) -> None:
     """The oldest one without a running request gives way, and one with a request does not."""
-    settings = ServerSettings(max_connections_per_address=4)
-    with serve(engine, settings=settings) as server, ExitStack() as stack:
+    with start(max_connections_per_address=4) as server, ExitStack() as stack:
         body = json.dumps({"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
         stream = stack.enter_context(connected(server))
         stream.sendall(post("1.1", "Connection: close", body=body))
@@ -332,12 +333,11 @@ def test_connections_of_one_address(engine: lp.Engine) -> None:
         assert is_healthy(server)
         assert read(idle[0]) == b""
         assert b"data: [DONE]" in read(stream)
-        assert len(server._server.limits) <= 4
+        assert len(server.limits) <= 4
 
 
-def test_connections_that_all_have_requests(engine: lp.Engine) -> None:
-    settings = ServerSettings(max_connections_per_address=2)
-    with serve(engine, settings=settings) as server, ExitStack() as stack:
+def test_connections_that_all_have_requests(start: Starter) -> None:
+    with start(max_connections_per_address=2) as server, ExitStack() as stack:
         body = json.dumps({"prompt": "Once", "max_tokens": 480, "ignore_eos": True, "stream": True}).encode()
         for _ in range(2):
             stream = stack.enter_context(connected(server))
@@ -357,19 +357,19 @@ def few_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("few_descriptors")
-def test_descriptors_are_spared(engine: lp.Engine) -> None:
+def test_descriptors_are_spared(start: Starter) -> None:
     """Connections give way before there are none left; this process has both ends of each."""
-    with serve(engine) as server, ExitStack() as stack:
-        assert server._server.limits.at_most < 300
-        server._server.limits.at_most = 20
+    with start() as server, ExitStack() as stack:
+        assert server.limits.at_most < 300
+        server.limits.at_most = 20
         for _ in range(100):
             stack.enter_context(connected(server))
         assert is_healthy(server)
         assert answer(server, post("1.1", "Connection: close")).startswith(b"HTTP/1.1 200 ")
-        assert len(server._server.limits) <= 20
+        assert len(server.limits) <= 20
 
 
-def test_a_hang_up_ends_the_request(server: serve, engine: lp.Engine) -> None:
+def test_a_hang_up_ends_the_request(server: Served) -> None:
     body = json.dumps({"prompt": "Once", "max_tokens": 480, "ignore_eos": True}).encode()
     ends: list[Callable[[socket.socket], None]] = [
         lambda client: client.close(),
@@ -378,6 +378,6 @@ def test_a_hang_up_ends_the_request(server: serve, engine: lp.Engine) -> None:
     for end in ends:
         with connected(server) as client:
             client.sendall(post("1.1", body=body))
-            wait_until(lambda: engine.stats().n_active == 1)
+            wait_until(lambda: server.n_active() == 1)
             end(client)
-            wait_until(lambda: engine.stats().n_active == 0)
+            wait_until(lambda: server.n_active() == 0)

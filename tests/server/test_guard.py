@@ -10,9 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from support.front_server import KINDS, Served, Starter, starter
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, app, serve
+from llamapipe.server import ServerSettings
 
 ASK = {"prompt": "Once", "max_tokens": 2}
 EVIL = "https://evil.example"
@@ -23,27 +24,33 @@ ROUTES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def engine(demo: lp.Model) -> Iterator[lp.Engine]:
-    with lp.Engine(demo, n_ctx=512, n_seq_max=4) as engine:
-        yield engine
+@pytest.fixture(scope="module", params=KINDS)
+def start(request: pytest.FixtureRequest, demo: lp.Model) -> Iterator[Starter]:
+    """A server with one model, and the front process of several."""
+    with starter(request.param, demo, n_ctx=512, n_seq_max=4) as start:
+        yield start
+
+
+def client_of(server: Served) -> httpx.Client:
+    return httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"}, timeout=60)
 
 
 @contextmanager
-def served(engine: lp.Engine, **settings: Any) -> Iterator[httpx.Client]:
+def served(start: Starter, **settings: Any) -> Iterator[httpx.Client]:
     """A client of a server with a key: a page is refused before the key is checked."""
-    settings = {"api_keys": ("k",), "model_names": ("demo",), **settings}
-    key = {"authorization": "Bearer k"}
-    with (
-        serve(engine, settings=ServerSettings(**settings)) as server,
-        httpx.Client(base_url=server.url, headers=key, timeout=60) as client,
-    ):
+    with start(**{"api_keys": ("k",), **settings}) as server, client_of(server) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def client(engine: lp.Engine) -> Iterator[httpx.Client]:
-    with served(engine) as client:
+def server(start: Starter) -> Iterator[Served]:
+    with start(api_keys=("k",)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[httpx.Client]:
+    with client_of(server) as client:
         yield client
 
 
@@ -66,20 +73,20 @@ def post(client: httpx.Client, **headers: str) -> httpx.Response:
     ids=str,
 )
 def test_a_foreign_page(
-    client: httpx.Client, engine: lp.Engine, method: str, path: str, headers: dict[str, str]
+    client: httpx.Client, server: Served, method: str, path: str, headers: dict[str, str]
 ) -> None:
     """On every route, known or not, with the right key and with none."""
-    n_before = engine.stats().n_prompt_tokens
+    n_before = server.n_prompt_tokens()
     for key in ({}, {"authorization": ""}):
         answer = client.request(method, path, headers={**headers, **key}, json=ASK)
         assert answer.status_code == 403
         assert "access-control-allow-origin" not in answer.headers
         assert answer.json()["error"]["type"] == "permission_error"
         assert answer.headers["x-request-id"]
-    assert engine.stats().n_prompt_tokens == n_before
+    assert server.n_prompt_tokens() == n_before
 
 
-def answered(engine: lp.Engine, headers: list[tuple[bytes, bytes]]) -> int:
+def answered(start: Starter, headers: list[tuple[bytes, bytes]]) -> int:
     """The status of a request with these headers, whose body may not be read."""
     sent: list[MutableMapping[str, Any]] = []
 
@@ -93,23 +100,23 @@ def answered(engine: lp.Engine, headers: list[tuple[bytes, bytes]]) -> int:
         "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1",
         "headers": headers, "server": ("127.0.0.1", 80), "root_path": "", "scheme": "http",
     }  # fmt: skip
-    asyncio.run(app(engine)(scope, receive, send))
+    asyncio.run(start.application()(scope, receive, send))
     status: int = sent[0]["status"]
     return status
 
 
-def test_the_body_is_not_read(engine: lp.Engine) -> None:
+def test_the_body_is_not_read(start: Starter) -> None:
     """The refusal comes before the body, not after."""
-    assert answered(engine, [(b"host", b"localhost"), (b"origin", EVIL.encode())]) == 403
-    assert answered(engine, [(b"host", b"localhost"), (b"origin", b"http://localhost")]) == 415
+    assert answered(start, [(b"host", b"localhost"), (b"origin", EVIL.encode())]) == 403
+    assert answered(start, [(b"host", b"localhost"), (b"origin", b"http://localhost")]) == 415
 
 
-def test_two_hosts_or_origins(engine: lp.Engine) -> None:
+def test_two_hosts_or_origins(start: Starter) -> None:
     """Programs between client and server may read another one than this server."""
     two = [(b"host", b"localhost"), (b"host", b"evil.example")]
-    assert answered(engine, two) == answered(engine, two[::-1]) == 400
+    assert answered(start, two) == answered(start, two[::-1]) == 400
     origins = [(b"host", b"localhost"), (b"origin", b"http://localhost"), (b"origin", EVIL.encode())]
-    assert answered(engine, origins) == 403
+    assert answered(start, origins) == 403
 
 
 @pytest.mark.parametrize(
@@ -212,40 +219,42 @@ def test_what_is_no_name(client: httpx.Client, host: str) -> None:
     assert client.get("/health", headers={"host": "localhost", "origin": origin}).status_code == 403
 
 
-def test_names_that_are_allowed(engine: lp.Engine) -> None:
-    with served(engine, allow_hosts=("llm.example.org",)) as client:
+def test_names_that_are_allowed(start: Starter) -> None:
+    with served(start, allow_hosts=("llm.example.org",)) as client:
         for host, status in (("llm.example.org:443", 200), ("evil.example", 403), ("localhost", 200)):
             assert client.get("/health", headers={"host": host}).status_code == status
-    with served(engine, allow_hosts=("*",)) as client:
+    with served(start, allow_hosts=("*",)) as client:
         assert client.get("/health", headers={"host": "evil.example"}).status_code == 200
 
 
-def test_a_server_for_other_machines(engine: lp.Engine) -> None:
+def test_a_server_for_other_machines(start: Starter) -> None:
     """Behind a proxy or in a cluster every name is allowed, until some are named. Its pages may use it, others not."""
 
-    def client(**settings: Any) -> tuple[serve, httpx.Client]:
-        server = serve(engine, "0.0.0.0", settings=ServerSettings(model_names=("demo",), **settings))
-        return server, httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60)
+    @contextmanager
+    def client(**settings: Any) -> Iterator[httpx.Client]:
+        with (
+            start("0.0.0.0", **settings) as server,
+            httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client,
+        ):
+            yield client
 
-    server, open_one = client()
-    with server, open_one:
+    with client() as open_one:
         assert open_one.get("/health", headers={"host": "llm.svc.cluster.local"}).status_code == 200
         assert post(open_one, host="llm.example", origin="http://llm.example").status_code == 200
         assert post(open_one, host="llm.example", origin=EVIL).status_code == 403
-    server, named = client(allow_hosts=("llm.example",))
-    with server, named:
+    with client(allow_hosts=("llm.example",)) as named:
         for host, status in (("llm.example", 200), ("10.0.0.7:80", 200), ("evil.example", 403)):
             assert named.get("/health", headers={"host": host}).status_code == status
 
 
-def test_origins_that_are_allowed(engine: lp.Engine) -> None:
-    with served(engine, cors_origins=("https://chat.example",)) as client:
+def test_origins_that_are_allowed(start: Starter) -> None:
+    with served(start, cors_origins=("https://chat.example",)) as client:
         answer = post(client, origin="https://chat.example", sec_fetch_site="cross-site")
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
         assert post(client, origin="https://chat.example.evil.example").status_code == 403
         assert post(client, origin="http://chat.example").status_code == 403
-    with served(engine, cors_origins=("*",)) as client:
+    with served(start, cors_origins=("*",)) as client:
         answer = post(client, origin=EVIL, sec_fetch_site="cross-site")
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
 

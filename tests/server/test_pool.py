@@ -33,6 +33,9 @@ file = "other.gguf"
 [models.crashing]
 file = "other.gguf"
 
+[models.unasked]
+file = "other.gguf"
+
 [models.damaged]
 file = "damaged.gguf"
 
@@ -110,11 +113,16 @@ class TestForwarding:
         assert "small" in missing.json()["error"]["message"]
 
     def test_a_model_does_what_it_can(self, server: PoolServer) -> None:
+        """And is not loaded for what it cannot."""
+        before = server.pids("bert"), server.pids("unasked")
         wrong = server.ask("bert")
         assert wrong.status_code == 400
         assert "embeds" in wrong.json()["error"]["message"]
-        wrong = server.client.post("/v1/embeddings", json={"input": "Hello", "model": "small"})
-        assert wrong.status_code == 400
+        for path in ("/v1/embeddings", "/api/embed"):
+            wrong = server.client.post(path, json={"input": "Hello", "model": "unasked"})
+            assert wrong.status_code == 400
+            assert "generates" in wrong.text
+        assert (server.pids("bert"), server.pids("unasked")) == before
 
     @pytest.mark.parametrize(
         ("body", "status"),

@@ -329,7 +329,7 @@ def test_a_stream_has_signs_of_life_while_its_model_loads(
     models: Path, one_bytes: int, tmp_path: Path
 ) -> None:
     budget = str(int(1.5 * one_bytes))
-    options = (*OPTIONS, "--memory", budget, "--ping", "0.05")
+    options = (*OPTIONS, "--memory", budget, "--ping", "0.05", "--ollama")
     with (
         pool_server(models / "models.toml", *options, log=tmp_path / "log") as server,
         httpx.Client(base_url=server.url, timeout=120) as other,
@@ -346,6 +346,25 @@ def test_a_stream_has_signs_of_life_while_its_model_loads(
         events = [line for line in text.splitlines() if line.startswith("data: ")]
         assert "max_tokens" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
         assert other.get("/health").status_code == 200
+        # Lines of JSON have no comments: there it is a part without text.
+        messages = [{"role": "user", "content": "Once"}]
+        for path, body in (
+            ("/api/chat", {"model": "a", "messages": messages}),
+            ("/api/generate", {"model": "b", "prompt": "Once"}),
+        ):
+            late = server.client.post(path, json={**body, "options": {"num_predict": 3}})
+            assert late.headers["content-type"] == "application/x-ndjson"
+            parts = [json.loads(line) for line in late.text.splitlines()]
+            texts = [(part.get("message") or {"content": part.get("response")})["content"] for part in parts]
+            assert texts[0] == ""
+            assert parts[0]["model"] == body["model"]
+            assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+            assert parts[-1]["eval_count"] == 3
+            assert parts[-1]["load_duration"] > 0
+        late = server.client.post(
+            "/api/generate", json={"model": "a", "prompt": "x", "raw": True, "system": "y"}
+        )
+        assert "raw" in json.loads(late.text.splitlines()[-1])["error"]
 
 
 def test_models_end_by_themselves_and_start_early(models: Path, tmp_path: Path) -> None:

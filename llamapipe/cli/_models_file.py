@@ -44,6 +44,7 @@ _PROCESS_BYTES = 110 * 2**20
 _STEP_ROWS = 256
 _CACHE_SHARE = 0.1  # of weights and cells, for cached prefixes that have lost their slot
 _USUAL_CONTEXT, _USUAL_SLOTS = 4096, 8
+_USUAL_TEXT = 2048  # tokens of a text to embed
 
 
 def entries_of(path: Path) -> list[ModelEntry]:
@@ -109,7 +110,7 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
         name,
         file if file.startswith(("hf:", OLLAMA)) else str(path.parent / file),
         tuple(aliases),
-        {key: _value(f"{where}.{key}", key, value) for key, value in given.items()},
+        {key: _value(f"{where}.{key}", key, value, path.parent) for key, value in given.items()},
         flags["embeddings"],
         bool(flags["keep"]),
         bool(flags["preload"]),
@@ -117,8 +118,10 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
     )
 
 
-def _value(where: str, name: str, value: Any) -> Any:
+def _value(where: str, name: str, value: Any, folder: Path) -> Any:
     """An option's value, as the command line would have it."""
+    if name == "chat_template" and isinstance(value, str) and "{" not in value:
+        return str(folder / value)
     option = _OF_MODEL.get(name)
     if option is None or option.read is str:
         if not isinstance(value, str) and not (option is not None and option.repeats):
@@ -155,15 +158,18 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
         embeds = not info.is_causal or info.has_rank_head
     options = {**common, **entry.options}
     texts = head_texts(info.path)
-    n_ctx = info.n_ctx_train if embeds else _n_ctx(info.n_ctx_train, options)
+    if embeds:
+        n_ctx = entry.options.get("n_ctx") or min(info.n_ctx_train, _USUAL_TEXT)
+    else:
+        n_ctx = _n_ctx(info.n_ctx_train, options)
     held = info.size_bytes + (0.0 if embeds else _cells_bytes(texts, info, n_ctx, options))
-    n_cache_bytes = options.get("cache_bytes", int(held * _CACHE_SHARE))
+    n_cache_bytes = 0 if embeds else options.get("cache_bytes", int(held * _CACHE_SHARE))
     steps = 4 * info.n_vocab * _STEP_ROWS
     return Found(
         str(path),
         embeds,
         int(held + n_cache_bytes + steps + _PROCESS_BYTES),
-        {"cache_bytes": n_cache_bytes},
+        {} if embeds else {"cache_bytes": n_cache_bytes},
         n_ctx,
         _details(texts, info),
         info.size_bytes,

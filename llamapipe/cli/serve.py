@@ -304,6 +304,7 @@ def run(args: argparse.Namespace) -> int:
         if has_second_port:
             more.append(stack.enter_context(listening_socket(args.host, args.ollama, "--ollama")))
         engine, embedder = stack.enter_context(_served(args, events))
+        assert engine is not None
         model = engine.model
         announce(settings, sock, model.name, template_problem(model) is None, 0, engine.kv_events, *more)
         run_server(engine, sock, settings, embedder, more)
@@ -327,8 +328,11 @@ class _Report:
 @contextmanager
 def _served(
     args: argparse.Namespace, events: dict[str, Any] | None = None, **placement: Any
-) -> Iterator[tuple[lp.Engine, lp.Embedder | None]]:
-    """The engine and the embedder. ``events``: as from ``_kv_events``; ``placement``: options of both models."""
+) -> Iterator[tuple[lp.Engine | None, lp.Embedder | None]]:
+    """The engine and the embedder; of several models each process has one of them.
+
+    ``events``: as from ``_kv_events``; ``placement``: options of both models.
+    """
     model_options = {
         "chat_template": args.chat_template,
         "tool_calls": args.tool_calls,
@@ -336,14 +340,23 @@ def _served(
         **placement,
     }
     engine_options = {"max_queue": args.max_queue or 1024, **(events or {}), **given(args, ENGINE)}
+    served = None if args.worker is None else args.worker.served
+    report = None if args.worker is None else _Report(args.worker)
+    engine = embedder = None
     with ExitStack() as stack:
-        report = None if args.worker is None else _Report(args.worker)
+        if served is not None and served.embeds:
+            options = {**given(args, MODEL), **placement}
+            model = stack.enter_context(
+                open_model(args.embeddings, options, show_progress=False, report=report)
+            )
+            embedder = stack.enter_context(lp.Embedder(model, n_ctx=served.options.get("n_ctx")))
+            yield engine, embedder
+            return
         model = open_model(args.model, model_options, show_progress=args.worker is None, report=report)
         stack.enter_context(model)
         check_template(model, args.chat_template, warns=args.worker is None or args.worker.index == 0)
         engine = stack.enter_context(open_engine(model, engine_options))
         prepare_vocabulary(model.vocab)
-        embedder = None
         if args.embeddings is not None:
             encoder = stack.enter_context(lp.Model(args.embeddings, **placement))
             embedder = stack.enter_context(lp.Embedder(encoder))
@@ -409,6 +422,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         ("--kv-events", args.kv_events),
         ("--alias", args.alias or None),
         ("--embeddings-alias", args.embeddings_alias or None),
+        ("--chat-template", args.chat_template),
         ("--allow-pull", args.allow_pull or None),
         ("--allow-delete", args.allow_delete or None),
     ):
@@ -455,7 +469,6 @@ def _take_served_model(args: argparse.Namespace, served: ServedModel) -> None:
         setattr(args, name, value)
     if served.embeds:
         args.embeddings, args.embeddings_alias = Path(served.file), [*served.names]
-        args.n_ctx, args.n_seq_max = 256, 1  # of the bundled model, which nobody asks here
     else:
         args.model, args.alias = Path(served.file), [*served.names]
     args.api_key_file = None  # the front process has checked the key

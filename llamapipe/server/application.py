@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -54,34 +54,63 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class ServerState(Gate):
-    """One server's engine and settings. Use it on the event loop's thread.
+    """One server's engine, embedder or both, and settings. Use it on the event loop's thread.
 
     ``model_names``: the names clients may use for the model; answers contain the first. ``worker``: the link to the
     other processes, if this is one of several.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings, embedder: Embedder | None = None) -> None:
-        self.model_names = settings.model_names or (engine.model.name,)
-        super().__init__(
-            settings, Metrics(engine, self.model_names[0]), BodyBudget(settings.max_bodies_bytes)
+    def __init__(
+        self, engine: Engine | None, settings: ServerSettings, embedder: Embedder | None = None
+    ) -> None:
+        owner = embedder if engine is None else engine
+        assert owner is not None
+        self.model_names = (
+            settings.model_names if engine is None else settings.model_names or (engine.model.name,)
         )
-        self.engine = engine
+        metrics = Metrics(engine, *self.model_names[:1])
+        super().__init__(settings, metrics, BodyBudget(settings.max_bodies_bytes))
+        self._engine = engine
         self.embedder = embedder
-        self.in_thread = engine._long_work.run  # for what would hold up the event loop; fair to clients
+        self.in_thread = owner._long_work.run  # for what would hold up the event loop; fair to clients
         self.worker: Worker | None = None
-        self.timeline = page.Timeline(engine)
         self.embedding_names = settings.embedding_names
         if embedder is not None and not self.embedding_names:
             self.embedding_names = (embedder.model.name,)
-        self.modelfiles = ollama.modelfiles(engine.model.path) if settings.ollama else {}
+        self.modelfiles = (
+            ollama.modelfiles(engine.model.path) if engine is not None and settings.ollama else {}
+        )
         self.created = int(time.time())
         self.copies: list[str] = []  # further names of the model, that clients made
         self.n_pulls = 0
-        if engine.kv_events is not None and len(settings.api_keys) > 1:
+        if engine is not None and engine.kv_events is not None and len(settings.api_keys) > 1:
             _log.warning(
                 "no KV events are published: each of the %d API keys has a prefix cache",
                 len(settings.api_keys),
             )
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises ApiError 404 for a server that only embeds."""
+        if self._engine is None:
+            raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
+        return self._engine
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether it generates."""
+        return self._engine is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its engine, or the embedder of a server that only embeds, is closed."""
+        owner = self.embedder if self._engine is None else self._engine
+        return owner is None or owner.closed
+
+    @cached_property
+    def timeline(self) -> page.Timeline:
+        """Its engine's last steps. Raises as ``engine``."""
+        return page.Timeline(self.engine)
 
     @property
     def chat_names(self) -> tuple[str, ...]:
@@ -96,7 +125,7 @@ class ServerState(Gate):
     @property
     def models(self) -> list[Model]:
         """The models that are served."""
-        return [self.engine.model, *(() if self.embedder is None else (self.embedder.model,))]
+        return [owner.model for owner in (self._engine, self.embedder) if owner is not None]
 
     async def tokenize_chat(
         self,
@@ -124,6 +153,8 @@ class ServerState(Gate):
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer. Raises ApiError 404 for a model that is not served."""
+        if self._engine is None:
+            raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
         return _served(name, self.chat_names)
 
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
@@ -153,16 +184,16 @@ def _served(name: str | None, names: tuple[str, ...]) -> str:
 
 
 def app(
-    engine: Engine, settings: ServerSettings | None = None, embedder: Embedder | None = None
+    engine: Engine | None, settings: ServerSettings | None = None, embedder: Embedder | None = None
 ) -> Starlette:
     """An ASGI application that serves an engine, for uvicorn or inside another application.
 
-    ``embedder``: for embeddings and reranking. The caller owns and closes the engine and the embedder. Use one
-    application and one event loop for each engine.
+    ``embedder``: for embeddings and reranking; with it, ``engine`` may be None. The caller owns and closes the engine
+    and the embedder. Use one application and one event loop for each engine.
 
     Raises TypeError if an argument has another type, ImportError without the extra ``server``.
     """
-    if not isinstance(engine, Engine):
+    if not isinstance(engine, Engine) if embedder is None else not isinstance(engine, Engine | None):
         raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
     if embedder is not None and not isinstance(embedder, Embedder):
         raise TypeError(f"embedder must be an Embedder, not {type(embedder).__name__}")

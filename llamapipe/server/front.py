@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timezone
 from time import monotonic
@@ -24,6 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 from llamapipe._messages import listed, quoted
 from llamapipe.server import ollama, system
 from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, application_of
+from llamapipe.server.describe import Asked, describe
 from llamapipe.server.endpoint import (
     Endpoint,
     Exchange,
@@ -67,11 +68,14 @@ _STREAMS = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fim/completions",
      "/completion", "/infill", "/api/chat", "/api/generate")
 )  # fmt: skip
+_OF_ANY_MODEL = frozenset(("/model_info",))
 # These are about the server, not about one of its models.
 _OWN = frozenset(
     ("/v1/models", "/v1/models/{id:path}", "/health", "/ping", "/version", "/metrics", "/openapi.json", "/")
 )  # fmt: skip
-_NOT_HERE = frozenset(("/api/pull", "/api/copy", "/api/delete", "/api/tags", "/api/ps", "/api/version"))
+_NOT_HERE = frozenset(
+    ("/api/pull", "/api/copy", "/api/delete", "/api/tags", "/api/show", "/api/ps", "/api/version")
+)
 
 
 class Peeked(msgspec.Struct):
@@ -100,6 +104,8 @@ class Front(Gate):
         super().__init__(settings, Metrics(None), BodyBudget(settings.max_bodies_bytes))
         self.pool = pool
         self.created = int(time.time())
+        self._described: dict[tuple[str, Asked], dict[str, Any] | None] = {}  # by the file's digest
+        self._describing = asyncio.Lock()
 
     # ---- which model
     async def model_of(self, name: str | None, route: str) -> PooledModel:
@@ -190,7 +196,51 @@ class Front(Gate):
     async def tags(self, exchange: Exchange) -> Response:
         """``GET /api/tags``: the models whose files are here."""
         await self.pool.identify(self.pool.models)
-        return JsonResponse({"models": [one for model in self.pool.models if (one := _listed(model))]})
+        there = [model for model in self.pool.models if model.found is not None]
+        described = await self._describe(there)
+        found = []
+        for model, shown in zip(there, described, strict=True):
+            one = _listed(model)
+            if one is not None:
+                found.append(one if shown is None else {**one, "capabilities": shown["capabilities"]})
+        return JsonResponse({"models": found})
+
+    async def show(self, exchange: Exchange, request: ollama.ShowRequest) -> Response:
+        """``POST /api/show``: what the file says about a model. Loads nothing that is on this machine."""
+        name = request.model or request.name
+        if not name:
+            raise ApiError(400, "model is missing; give a name of /api/tags", "model")
+        model = self.pool.find(name)
+        await self.pool.identify([model])
+        if model.found is None:
+            what = (
+                "cannot be read"
+                if model.entry.is_local
+                else "is not downloaded yet: the first request does it"
+            )
+            raise ApiError(
+                404, f"the file of the model {quoted(model.name)} {what}", "model", "model_not_found"
+            )
+        (shown,) = await self._describe([model])
+        if shown is None:
+            raise ApiError(503, f"the vocabulary of the model {quoted(model.name)} cannot be loaded", "model")
+        details = dict(model.found.details)  # sizes are known without the weights
+        return JsonResponse({**shown, "details": details, "modified_at": _date(model.found.modified_s)})
+
+    async def _describe(self, models: Sequence[PooledModel]) -> list[dict[str, Any] | None]:
+        """What ``describe`` says about models whose files are known; each file is looked at once."""
+        keys = []
+        for model in models:
+            found = model.found
+            assert found is not None
+            template = model.entry.options.get("chat_template")
+            keys.append((found.digest, Asked(found.file, found.embeds, template)))
+        async with self._describing:
+            new = [key for key in dict.fromkeys(keys) if key not in self._described]
+            if new:
+                made = await asyncio.to_thread(describe, [asked for _, asked in new])
+                self._described |= dict(zip(new, made, strict=True))
+        return [self._described[key] for key in keys]
 
     async def running(self, exchange: Exchange) -> Response:
         """``GET /api/ps``: the models that are loaded."""
@@ -266,6 +316,7 @@ class Front(Gate):
                 get("/", self.root, has_key=False),
                 get("/api/version", ollama.version, "The version of this API."),
                 get("/api/tags", self.tags, "The models."),
+                post("/api/show", self.show, ollama.ShowRequest, "What a model is and can do."),
                 get("/api/ps", self.running, "The models that are loaded."),
             ]
         forwarded = [
@@ -310,7 +361,7 @@ def _embeds(model: PooledModel) -> bool | None:
 def check_kind(model: PooledModel, route: str) -> None:
     """Raises ApiError 400 for a model that does not do what a route is for, if that is known."""
     embeds = _embeds(model)
-    if embeds is None or embeds == (route in _EMBEDS):
+    if embeds is None or embeds == (route in _EMBEDS) or route in _OF_ANY_MODEL:
         return
     what = "embeds texts; it does not generate any" if embeds else "generates texts; it does not embed any"
     raise ApiError(400, f"the model {quoted(model.name)} {what}", "model", "model_kind")

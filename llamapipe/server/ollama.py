@@ -167,13 +167,18 @@ def _modelfile(stored: StoredModel) -> Modelfile:
     return Modelfile(options, stored.text("system"), stored.text("license"), parameters, stored.digest)
 
 
-def _modelfile_of(state: ServerState, name: str) -> Modelfile:
-    """That of a name; for another name of the same model, that of the model as it was loaded."""
-    for wanted in (name, state.engine.model.name):
-        for known, found in state.modelfiles.items():
+def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
+    """The first of these names that there is; an empty one if there is none."""
+    for wanted in names:
+        for known, found in files.items():
             if is_named(wanted, known):
                 return found
     return _NO_MODELFILE
+
+
+def _modelfile_of(state: ServerState, name: str) -> Modelfile:
+    """That of a name; for another name of the same model, that of the model as it was loaded."""
+    return modelfile_of(state.modelfiles, name, state.engine.model.name)
 
 
 class Generates(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -756,8 +761,8 @@ async def loaded_models(exchange: Exchange) -> Response:
     for one in await state.in_thread(_listed, state):
         embedder = state.embedder
         is_chat = any(full_name(name) == one["name"] for name in state.chat_names)
-        model = state.engine.model if is_chat or embedder is None else embedder.model
-        n_ctx = state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx
+        owner = state.engine if is_chat or embedder is None else embedder
+        model, n_ctx = owner.model, owner.n_ctx
         on_gpu = any(device.type in ("gpu", "igpu") for device in model.devices)
         kept = {key: one[key] for key in ("name", "model", "size", "digest", "details")}
         size_vram = one["size"] if on_gpu else 0
@@ -854,14 +859,15 @@ async def show(exchange: Exchange, request: ShowRequest) -> Response:
         raise ApiError(400, "model is missing; give a name of /api/tags", "model")
     embedder = state.embedder
     if embedder is not None and any(is_named(name, known) for known in state.embedding_names):
-        return JsonResponse(await state.in_thread(_shown, embedder.model, "embedding"))
+        return JsonResponse(await state.in_thread(shown_model, embedder.model, "embedding"))
     check_chat_model(state, name)
     return JsonResponse(
-        await state.in_thread(_shown, state.engine.model, "completion", _modelfile_of(state, name))
+        await state.in_thread(shown_model, state.engine.model, "completion", _modelfile_of(state, name))
     )
 
 
-def _shown(model: Model, kind: str, given: Modelfile = _NO_MODELFILE) -> dict[str, Any]:
+def shown_model(model: Model, kind: str, given: Modelfile = _NO_MODELFILE) -> dict[str, Any]:
+    """The answer of ``/api/show``. ``kind``: completion or embedding."""
     set_here = "".join(f"PARAMETER {text}\n" for text in given.parameters.splitlines())
     system = f"SYSTEM {json.dumps(given.system)}\n" if given.system else ""
     return {

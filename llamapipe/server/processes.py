@@ -818,7 +818,7 @@ def has_terminal() -> bool:
     return True
 
 
-_ROOT = Path(llamapipe.__file__).parent.parent  # imported from there, whatever the working directory holds
+ROOT = Path(llamapipe.__file__).parent.parent  # imported from there, whatever the working directory holds
 _LIST_GPUS = """\
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -858,7 +858,7 @@ def gpu_names() -> list[str]:
     Raises OSError if that fails.
     """
     answer = subprocess.run(
-        [*_interpreter(), "-c", _LIST_GPUS, str(_ROOT)],
+        [*interpreter(), "-c", _LIST_GPUS, str(ROOT)],
         check=False,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -892,11 +892,11 @@ def supervise(
 
 def command_with(arguments: Sequence[str]) -> list[str]:
     """The command ``llamapipe`` with these arguments, for a process of this interpreter."""
-    script = _ROOT / "llamapipe_command.py"
+    script = ROOT / "llamapipe_command.py"
     program = [str(script)] if script.exists() else ["-m", "llamapipe"]
-    return [*_interpreter(), *program, *arguments]
+    return [*interpreter(), *program, *arguments]
 
 
-def _interpreter() -> list[str]:
+def interpreter() -> list[str]:
     """The interpreter with its own options."""
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]

@@ -254,7 +254,7 @@ def _until_exit(record: logging.LogRecord) -> bool:
 
 
 def run_server(
-    engine: Engine,
+    engine: Engine | None,
     sock: socket.socket,
     settings: ServerSettings | None = None,
     embedder: Embedder | None = None,
@@ -271,7 +271,7 @@ def run_server(
 
 
 def run_worker(
-    engine: Engine,
+    engine: Engine | None,
     worker: Worker,
     host: str,
     settings: ServerSettings | None = None,
@@ -311,7 +311,7 @@ def run_front(
 
 
 class serve:  # noqa: N801  (used like a function: ``with serve(engine) as server``)
-    """Serves an engine from its own thread, until ``close``.
+    """Serves an engine, an embedder or both from a thread, until ``close``.
 
     A ``with`` block closes it at its end::
 
@@ -324,17 +324,17 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | None,
         host: str = "127.0.0.1",
         port: int = 0,
         settings: ServerSettings | None = None,
         embedder: Embedder | None = None,
     ) -> None:
-        prepare_vocabulary(
-            engine.model.vocab
-        )  # here, not while the first request with a schema holds up the others
+        application = app(engine, settings, embedder)
+        if engine is not None:  # here, not while the first request with a schema holds up the others
+            prepare_vocabulary(engine.model.vocab)
         self._socket = bound_socket(host, port)
-        self._server = _server(_Uvicorn, app(engine, settings, embedder))
+        self._server = _server(_Uvicorn, application)
         self.host, self.port = self._socket.getsockname()[:2]
         self._server.state.bound_to = self.host
         self._thread = threading.Thread(target=self._run, name="llamapipe-server", daemon=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 async def health(exchange: Exchange) -> Response:
     """``GET /health``: 200 and how many workers are ready, or 503 while the server drains."""
-    if exchange.server.draining or exchange.server.engine.closed:
+    if exchange.server.draining or exchange.server.is_closed:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
     worker = exchange.server.worker
     if worker is None:
@@ -82,15 +82,16 @@ async def delete_model(exchange: Exchange) -> Response:
 async def model_info(exchange: Exchange) -> Response:
     """``GET /model_info``: sizes that routers read before they send requests."""
     state = exchange.server
-    engine, model = state.engine, state.engine.model
+    owner = state.engine if state.has_engine or state.embedder is None else state.embedder
+    model = owner.model
     return JsonResponse(
         {
             "model_path": model.path.name,
-            "served_model_names": list(state.model_names),
-            "is_generation": True,
-            "max_model_len": engine.n_ctx,
-            "n_seq_max": engine.n_seq_max,
-            "n_cells": engine.n_cells,
+            "served_model_names": list(state.model_names or state.embedding_names),
+            "is_generation": state.has_engine,
+            "max_model_len": owner.n_ctx,
+            "n_seq_max": owner.n_seq_max,
+            **({"n_cells": state.engine.n_cells} if state.has_engine else {}),
             "n_vocab": model.n_vocab,
             "n_params": model.n_params,
             "size_bytes": model.size_bytes,

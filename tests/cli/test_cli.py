@@ -608,6 +608,7 @@ def test_a_server_is_prepared_for_grammars(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("a request has to read the vocabulary")
 
     with _served(_parser().parse_args(["serve", "--n-ctx", "128"])) as (engine, _):
+        assert engine is not None
         monkeypatch.setattr(grammars, "GrammarTokenizer", read)
         out = engine.generate("Count:", lp.SamplingParams(max_tokens=4, regex=" [0-9]+"))
     assert out.text.strip().isdecimal()

@@ -37,6 +37,47 @@ def url(engine: lp.Engine, embedder: lp.Embedder) -> Iterator[str]:
         yield server.url
 
 
+def test_a_server_that_only_embeds(embedder: lp.Embedder) -> None:
+    """It has no engine: what generates says so, the rest works."""
+    settings = ServerSettings(ollama=True)
+    with (
+        serve(None, settings=settings, embedder=embedder) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        assert len(client.post("/v1/embeddings", json={"input": TEXTS}).json()["data"]) == len(TEXTS)
+        for path in (
+            "/health",
+            "/v1/models",
+            "/v1/models/bert",
+            "/metrics",
+            "/model_info",
+            "/api/tags",
+            "/api/ps",
+        ):
+            assert client.get(path).status_code == 200, path
+        assert client.post("/api/show", json={"model": "bert"}).json()["capabilities"] == ["embedding"]
+        messages = [{"role": "user", "content": "a"}]
+        for path, body, status in (
+            ("/v1/completions", {"prompt": "a"}, 404),
+            ("/v1/chat/completions", {"messages": messages}, 404),
+            ("/v1/messages", {"messages": messages, "model": "bert", "max_tokens": 2}, 404),
+            ("/v1/responses", {"input": "a"}, 404),
+            ("/completion", {"prompt": "a"}, 404),
+            ("/infill", {"input_prefix": "a", "input_suffix": "b"}, 404),
+            ("/tokenize", {"content": "a"}, 404),
+            ("/detokenize", {"tokens": [1]}, 404),
+            ("/apply-template", {"messages": messages}, 404),
+            ("/api/chat", {"model": "bert", "messages": messages}, 400),
+            ("/api/generate", {"model": "other", "prompt": "a"}, 404),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.status_code == status, (path, answer.text)
+        for path in ("/props", "/slots", "/timeline", "/tokenizer_info"):
+            assert client.get(path).status_code == 404, path
+    with pytest.raises(TypeError, match="engine"):
+        serve(None)  # nothing to serve
+
+
 @pytest.mark.parametrize("truncate", [True, False])
 def test_a_text_that_is_too_long_is_not_tokenized(
     engine: lp.Engine, embedder: lp.Embedder, truncate: bool

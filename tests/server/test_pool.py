@@ -9,16 +9,20 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from support.bert_model import bert_model
+from support.chat_templates import template
 from support.control import Worker as Thread
 from support.control import all_results, wait_until
+from support.gguf_models import infilling_model
 from support.pool_server import LONG, SHORT, PoolServer, pool_server
 from support.worker_server import wait_for_end
 
 import llamapipe as lp
+from llamapipe.server.ollama import shown_model
 
 OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "4")
 TOML = """\
@@ -36,6 +40,10 @@ file = "other.gguf"
 [models.unasked]
 file = "other.gguf"
 
+[models.fills]
+file = "fills.gguf"
+chat_template = "tools.jinja"
+
 [models.damaged]
 file = "damaged.gguf"
 
@@ -51,6 +59,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(lp.demo_model_path(), folder / f"{name}.gguf")
     (folder / "damaged.gguf").write_bytes(lp.demo_model_path().read_bytes()[:100_000])
     bert_model(folder / "bert.gguf")
+    infilling_model(folder / "fills.gguf")
+    (folder / "tools.jinja").write_text(template("Qwen-Qwen3-0.6B").text)
     (folder / "models.toml").write_text(TOML)
     return folder
 
@@ -84,6 +94,18 @@ class TestForwarding:
             info = server.client.get("/model_info", params={"model": model}).json()
             assert info["max_model_len"] == n_ctx
             assert info["n_seq_max"] == 4
+
+    def test_the_process_of_an_embedding_model_has_no_other(self, server: PoolServer) -> None:
+        assert (
+            server.client.post("/v1/embeddings", json={"input": "Hello", "model": "bert"}).status_code == 200
+        )
+        info = server.client.get("/model_info", params={"model": "bert"}).json()
+        assert info["model_path"] == "bert.gguf"
+        assert info["is_generation"] is False
+        assert "n_cells" not in info
+        mapped = Path(f"/proc/{server.pids('bert')[-1]}/maps")
+        if mapped.exists():
+            assert "demo.gguf" not in mapped.read_text()
 
     def test_a_stream_is_the_answer_in_parts(self, server: PoolServer) -> None:
         whole = server.ask("small").json()["choices"][0]["text"]
@@ -178,6 +200,22 @@ class TestForwarding:
         server.ask("small")
         assert [server.metric(name) for name in names] == [before[0] + 4, before[1]]
         assert server.metric('llamapipe_model_loaded{model="small"}') == 1
+
+    def test_what_a_model_can_do_is_known_without_loading_it(self, server: PoolServer, models: Path) -> None:
+        def shown(name: str) -> dict[str, Any]:
+            answer: dict[str, Any] = server.client.post("/api/show", json={"model": name}).json()
+            return answer
+
+        with lp.Model(models / "other.gguf") as model:
+            assert shown("unasked") == shown_model(model, "completion")
+        with lp.Model(models / "bert.gguf") as model:
+            assert shown("bert") == shown_model(model, "embedding")
+        there = {one["name"]: one for one in server.client.get("/api/tags").json()["models"]}
+        able = ["completion", "insert", "tools", "thinking"]
+        assert there["fills:latest"]["capabilities"] == shown("fills")["capabilities"] == able
+        assert "damaged:latest" not in there
+        assert server.client.post("/api/show", json={"model": "damaged"}).status_code == 404
+        assert server.pids("unasked") == server.pids("fills") == []
 
 
 class TestFailures:

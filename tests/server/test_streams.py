@@ -236,7 +236,7 @@ def test_no_sign_of_life_follows_an_error() -> None:
             return b"sign"
 
         settings = SimpleNamespace(settings=ServerSettings(ping_s=0.01))
-        exchange: Any = SimpleNamespace(status=200, server=settings, dialect="openai")
+        exchange: Any = SimpleNamespace(status=200, gate=settings, dialect="openai")
         await EventStream(exchange, events(), sign=sign).stream_response(send)
         return bodies
 

@@ -1,0 +1,90 @@
+"""What models are and can do, as Ollama's clients ask, without their weights.
+
+Open it for ``/api/show`` and the capabilities of ``/api/tags`` where models are not loaded. Another process loads the
+vocabulary of each file and tries its chat template, as a server with the model would, so both say the same. A file on
+which llama.cpp ends that process costs nobody anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from llamapipe.errors import LlamapipeError
+from llamapipe.gguf.check import check_gguf
+from llamapipe.llama.model import Model
+from llamapipe.server.ollama import modelfile_of, modelfiles, shown_model
+from llamapipe.server.processes import ROOT, interpreter
+
+_MOST_S = 300.0
+_START = "\x1e"  # of a line of ours: libraries may print, too
+_PROGRAM = """\
+import sys
+sys.path.insert(0, sys.argv[1])
+from llamapipe.server.describe import main
+main()
+"""
+
+
+class Asked(NamedTuple):
+    """A file that is to be described. ``template``: instead of its own; None: its own."""
+
+    file: str
+    embeds: bool
+    template: str | None
+
+
+def describe(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
+    """The answers of ``/api/show``; None for a file that cannot be described. Waits for the other process."""
+    found: list[dict[str, Any] | None] = []
+    while len(found) < len(asked):
+        lines = _run(asked[len(found) :])
+        found += lines
+        if len(found) < len(asked):  # the next file has ended it
+            found.append(None)
+    return found
+
+
+def _run(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
+    try:
+        done = subprocess.run(
+            [*interpreter(), "-c", _PROGRAM, str(ROOT)],
+            input=json.dumps(asked),
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=_MOST_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [line[1:] for line in done.stdout.split("\n") if line.startswith(_START)]
+    return [json.loads(line) for line in lines]
+
+
+def main() -> None:
+    """The other process: reads what is asked as JSON, and writes a line for each file."""
+    os.nice(10)
+    for given in json.load(sys.stdin):
+        one = Asked(*given)
+        try:
+            made = _described(one)
+        except (LlamapipeError, OSError, ValueError, ImportError):
+            made = None
+        sys.stdout.write(f"{_START}{msgspec.json.encode(made).decode()}\n")
+        sys.stdout.flush()
+
+
+def _described(asked: Asked) -> dict[str, Any]:
+    with Model(asked.file, vocab_only=True, chat_template=asked.template) as model:
+        kind = "embedding" if asked.embeds else "completion"
+        made = shown_model(model, kind, modelfile_of(modelfiles(model.path), model.name))
+        n_params = sum(math.prod(tensor.dims) for tensor in check_gguf(model.path).tensors)
+        made["model_info"]["general.parameter_count"] = n_params
+        return made

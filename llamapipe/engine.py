@@ -9,7 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from contextlib import ExitStack, aclosing, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
+from llamapipe._engine import cache_file
 from llamapipe._engine.chat_requests import (
     ChatBuilder,
     ChatOptions,
@@ -41,7 +51,7 @@ from llamapipe._engine.loop import EngineLoop
 from llamapipe._engine.request import Request
 from llamapipe._engine.scheduler import MODES, Overflow, Scheduler
 from llamapipe._engine.score_requests import ScoreJob, perplexity_job, score_job, tokens_job
-from llamapipe._engine.snapshot import Snapshot, SnapshotFormat, unpack
+from llamapipe._engine.snapshot import Snapshot, SnapshotFormat, parts_of, unpack
 from llamapipe._engine.speculation import Gate
 from llamapipe._engine.submit import (
     ERROR_MODES,
@@ -1622,6 +1632,29 @@ class Engine(NotCopyable):
 
     def _snapshot_format(self) -> SnapshotFormat:
         return SnapshotFormat(self.model.fingerprint, state_version(), *self._types)
+
+    def _save_cache(self, path: Path) -> None:
+        """Writes the cached sequences that no request uses to a file, no more than ``cache_bytes``. Raises OSError."""
+        layout = self._snapshot_format()
+        with cache_file.written(path) as write:
+
+            def visit(tokens: Sequence[int], key: Hashable, state: bytes) -> None:
+                if cache_file.is_writable(key):
+                    n = len(tokens)
+                    write(key, parts_of(Snapshot(list(tokens), n, n, state), layout))
+
+            self._engine_thread.ask(partial(self._engine_thread.loop.visit_unused, visit))
+
+    def _load_cache(self, path: Path) -> None:
+        """Caches the sequences of a file; those of another model or another layout are left out.
+
+        Raises OSError, ValueError.
+        """
+        for key, data in cache_file.read(path):
+            found = self._unpack(data)
+            if found.state:
+                tokens = found.tokens[: found.n_cells]
+                self._engine_thread.ask(partial(self._engine_thread.loop.take_in, tokens, key, found.state))
 
     def _unpack(self, snapshot: bytes | bytearray | memoryview) -> Snapshot:
         return unpack(bytes(snapshot), self._snapshot_format(), self.model.n_vocab)

@@ -72,6 +72,15 @@ class Shift(NamedTuple):
     end: int
 
 
+class Unused(NamedTuple):
+    """Cells of ``tokens`` that no request uses, in a slot, or saved under a key; the other of the two is -1."""
+
+    slot: int
+    key: int
+    tokens: list[int]
+    cache_key: Hashable
+
+
 class CellChanges(NamedTuple):
     """What became of memory operations.
 
@@ -120,6 +129,10 @@ class HostStore:
                 if missing <= 0:
                     return keys
         return None
+
+    def __iter__(self) -> Iterator[int]:
+        """The keys, the least recently used first."""
+        return iter(self._entries)
 
     def add(self, key: int, entry: StoreEntry) -> None:
         """Adds an entry, as the one used last."""
@@ -273,6 +286,14 @@ class PrefixTree(Generic[H]):
             return 0, []
         found = islice(reversed(node.holders), _MAX_LOOKED_AT + 1)
         return n, [other for other in found if other != holder]
+
+    def key_of(self, holder: H) -> Hashable:
+        """The key with which a holder is in the tree."""
+        node = self._ends[holder]
+        while node.parent is not None:
+            node = node.parent
+        assert isinstance(node, _Root)
+        return node.key
 
     def tokens_of(self, holder: H) -> list[int]:
         """The tokens with which a holder is in the tree."""
@@ -771,14 +792,44 @@ class KvCache:
 
     def restore(self, request: Request, n: int, n_bytes: int) -> int | None:
         """The key for a request's first ``n`` cells, which come from elsewhere and are pinned. None: no room."""
-        dropped = self._store.make_room(n_bytes) if self.enabled and request.uses_cache else None
+        if not request.uses_cache:
+            return None
+        return self.take_in(request.tokens[:n], request.spec.cache_key, n_bytes, request)
+
+    def take_in(
+        self, tokens: Sequence[int], cache_key: Hashable, n_bytes: int, pinned_by: Request | None = None
+    ) -> int | None:
+        """The key for the cells of tokens, which come from elsewhere. None: no room."""
+        dropped = self._store.make_room(n_bytes) if self.enabled else None
         if dropped is None:
             return None
         for key in dropped:
             self._forget(key)
-        cells = Cells(-1, None, n)
-        self._tree.insert(cells, request.tokens[:n], request.spec.cache_key)
-        return self._keep(cells, n_bytes, request)
+        cells = Cells(-1, None, len(tokens))
+        self._tree.insert(cells, tokens, cache_key)
+        return self._keep(cells, n_bytes, pinned_by)
+
+    def unused(self) -> list[Unused]:
+        """The cells that no request uses and no others begin with, the least recently used first.
+
+        No more than host memory may hold; then the others are left out.
+        """
+        if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
+            return []
+        found: list[Unused] = []
+        chosen: set[Cells] = set()
+        room = self._store.budget
+        saved = [self._saved[key] for key in self._store]
+        for cells in (*reversed(self.parked.values()), *reversed(saved)):
+            n_shared, others = self._tree.sharing(cells, cells.n)
+            known = any(other in chosen and min(other.n, n_shared) >= cells.n for other in others)
+            n_bytes = self.n_bytes_of(cells.n)
+            if cells.n >= self._min_save and not known and n_bytes <= room:
+                room -= n_bytes
+                chosen.add(cells)
+                tokens = self._tree.tokens_of(cells)[: cells.n]
+                found.append(Unused(cells.slot, cells.key, tokens, self._tree.key_of(cells)))
+        return found[::-1]
 
     def unpin(self, request: Request) -> None:
         """A preempted request continues or has ended: its saved cells are like all others."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import suppress
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -567,6 +567,22 @@ class EngineLoop:
             if key is not None and not self._executor.keep_saved(key, state):
                 cache.saved(key, None)
         self.add(request)
+
+    def visit_unused(self, visit: Callable[[Sequence[int], Hashable, bytes], None]) -> None:
+        """Calls a function with the tokens, the key and the cells of each sequence that no request uses."""
+        self._change_cells()
+        for found in self._scheduler.cache.unused():
+            read = self._executor.read_saved if found.slot < 0 else self._executor.read_cells
+            state = read(found.key if found.slot < 0 else found.slot)
+            if state is not None:
+                visit(found.tokens, found.cache_key, state)
+
+    def take_in(self, tokens: Sequence[int], cache_key: Hashable, state: bytes) -> None:
+        """Keeps cells that come from elsewhere, if there is room."""
+        cache = self._scheduler.cache
+        key = cache.take_in(tokens, cache_key, len(state))
+        if key is not None and not self._executor.keep_saved(key, state):
+            cache.saved(key, None)
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
         """The bytes of a request's cells that stay saved (0: they could not be saved), needed bytes, and the budget."""

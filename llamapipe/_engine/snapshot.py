@@ -47,6 +47,11 @@ class Snapshot(NamedTuple):
 
 def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
     """The bytes of a snapshot."""
+    return b"".join(parts_of(snapshot, layout))
+
+
+def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[bytes]:
+    """The bytes of a snapshot in parts, of which one is the state."""
     single = _as_single(snapshot.state, layout.n_streams, snapshot.n_cells)
     state, n_streams = (snapshot.state, layout.n_streams) if single is None else (single, 0)
     head = _HEADER.pack(
@@ -61,8 +66,8 @@ def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
         n_streams,
         len(state),
     )
-    body = b"".join((head, np.array(snapshot.tokens, "<i4").tobytes(), state))
-    return body + _digest(body)
+    parts = [head, np.array(snapshot.tokens, "<i4").tobytes(), state]
+    return [*parts, _digest(*parts)]
 
 
 def unpack(data: bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
@@ -149,7 +154,10 @@ def _is_plain(cells: memoryview, n_cells: int) -> bool:
     return bool((table["position"] == np.arange(n_cells)).all() and (table["n_sequences"] == 1).all())
 
 
-def _digest(body: bytes | memoryview) -> bytes:
+def _digest(*parts: bytes | memoryview) -> bytes:
     from hashlib import blake2b
 
-    return blake2b(body, digest_size=_CHECK_BYTES).digest()
+    made = blake2b(digest_size=_CHECK_BYTES)
+    for part in parts:
+        made.update(part)
+    return made.digest()

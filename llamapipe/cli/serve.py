@@ -37,6 +37,7 @@ from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.reader import parse_head
 from llamapipe.host.cores import core_shares
 from llamapipe.host.memory import free_memory, memory_limit
+from llamapipe.host.private_folder import private_folder
 from llamapipe.llama.fim import FIM_ORDERS
 from llamapipe.ollama_models import model_of, shown_name
 from llamapipe.structured.compile import prepare_vocabulary
@@ -66,6 +67,7 @@ After SIGTERM or Ctrl-C the server finishes running requests and exits. A second
 With --models, SIGHUP reads the list of models again.
 With --workers, SIGHUP replaces the workers one by one; the new ones read the model and the other files again.
 The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md shows."""
+_log = logging.getLogger("llamapipe.server")
 _SAME_PORT = -1
 _OF_FREE_MEMORY = 0.9
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
@@ -399,13 +401,36 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
         options["use_mmap"] = False
     try:
         with _served(args, **options) as (engine, embedder):
+            file = None if args.worker.served is None else args.worker.served.cache_file
+            if engine is not None and file is not None:
+                _take_cache(engine, Path(file))
             run_worker(engine, worker, args.host, settings, embedder)
+            if engine is not None and file is not None and worker.keeps_cache:
+                _keep_cache(engine, Path(file))
     except (UsageError, lp.errors.LlamapipeError, OSError, ValueError, ImportError) as error:
         if not worker.is_serving:
             args.worker.report_failure(str(error) or type(error).__name__, isinstance(error, UsageError))
             return 1
         raise
     return 0
+
+
+def _take_cache(engine: lp.Engine, path: Path) -> None:
+    """Caches what this model had cached when it was ended. The file has fulfilled its purpose."""
+    try:
+        engine._load_cache(path)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        _log.warning("cached prefixes are not loaded: %s", error)
+    path.unlink(missing_ok=True)
+
+
+def _keep_cache(engine: lp.Engine, path: Path) -> None:
+    try:
+        engine._save_cache(path)
+    except OSError as error:
+        _log.warning("cached prefixes are not kept: %s", error)
 
 
 def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
@@ -445,13 +470,17 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         except UsageError as error:
             raise ValueError(str(error)) from error
 
-    try:
-        pool = Pool(
-            entries, command_with(args.argv), Placement(core_shares(1)[0]), partial(look, common), budget
-        )
-    except ValueError as error:
-        raise UsageError(f"--models: {error}") from error
     with ExitStack() as stack:
+        folder = None
+        try:
+            folder = stack.enter_context(private_folder("evicted"))
+        except (OSError, RuntimeError) as error:
+            _log.warning("the cached prefixes of models that are ended are lost: %s", error)
+        placement = Placement(core_shares(1)[0])
+        try:
+            pool = Pool(entries, command_with(args.argv), placement, partial(look, common), budget, folder)
+        except ValueError as error:
+            raise UsageError(f"--models: {error}") from error
         sock = stack.enter_context(listening_socket(args.host, args.port))
         more = []
         if args.ollama not in (None, _SAME_PORT):

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,7 @@ from llamapipe.server.processes import Family, Placement, ServedModel, State, Wo
 from llamapipe.server.upstream import Upstream
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import EllipsisType
 
 _RETRY_S = 10.0  # a failed load is not tried again before
@@ -182,8 +184,9 @@ class Pool:
 
     ``entries``: what may be loaded. ``command``: starts a process, with ``--worker OPTIONS`` after it. ``look``: finds
     out what a load needs, downloads the file if need be, and raises OSError or ValueError if there is none.
-    ``budget_bytes``: memory that all processes together may take; None: any. Raises ValueError for a name that two
-    models have.
+    ``budget_bytes``: memory that all processes together may take; None: any. ``folder``: where models that are ended
+    keep their cached prefixes until they are loaded again; None: nowhere. Raises ValueError for a name that two models
+    have.
     """
 
     def __init__(
@@ -193,11 +196,13 @@ class Pool:
         placement: Placement,
         look: Look,
         budget_bytes: int | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.models = [PooledModel(entry) for entry in entries]
         self._by_name = _by_name(self.models)
         self._leaving: list[PooledModel] = []  # no longer served, and their processes have not ended
         self.budget_bytes = budget_bytes
+        self._folder = folder
         self._command = command
         self._placement = placement
         self._look = look
@@ -366,7 +371,10 @@ class Pool:
         entry = model.entry
         self._n_started += 1
         options = {**found.options, **entry.options}
-        served = ServedModel(found.file, entry.names, found.embeds, options)
+        file = self._cache_file(model)
+        served = ServedModel(
+            found.file, entry.names, found.embeds, options, None if file is None else str(file)
+        )
         process = model.process = WorkerProcess(
             self._n_started, self._command, self._placement, self._process_changed, _nobody_asks, served
         )
@@ -381,6 +389,12 @@ class Pool:
             await process.ended.wait()
             why = process.failure[0] if process.failure is not None else f"its process {process.exit_text}"
             raise _cannot_load(model, why)
+
+    def _cache_file(self, model: PooledModel) -> Path | None:
+        """Where a model's cached prefixes are while it is not loaded."""
+        if self._folder is None:
+            return None
+        return self._folder / f"{sha256(model.name.encode()).hexdigest()}.cache"
 
     async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
         """Waits for the end of a process, and keeps its counters."""
@@ -450,7 +464,7 @@ class Pool:
             while model.n_running and process.state is not State.ENDED:  # it gets no further ones
                 await self._next_change()
             await process.refresh(_SCRAPE_S)  # its last counters
-            process.stop()
+            process.stop(keeps_cache=model in self.models)
             try:
                 await asyncio.wait_for(process.ended.wait(), _STOP_S)
             except asyncio.TimeoutError:
@@ -516,6 +530,8 @@ class Pool:
             await asyncio.wait([model._loading])
         while model.process is not None:
             await asyncio.wait([self.unload(model)])
+        if (file := self._cache_file(model)) is not None and model.name not in self._by_name:
+            file.unlink(missing_ok=True)
         self._ended = add_families([], [self._ended, _labelled(model.families, model.name)])
         self._leaving.remove(model)
 

@@ -38,7 +38,7 @@ import llamapipe
 from llamapipe.errors import LlamapipeError
 from llamapipe.host.cores import CoreShare, core_shares, n_numa_nodes, started_on
 
-CONNECTION, RETIRE, STOP, CANCEL = b"c", b"r", b"s", b"k"  # to the worker
+CONNECTION, RETIRE, STOP, CANCEL, KEEP = b"c", b"r", b"s", b"k", b"p"  # to the worker
 TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # from the worker
 _LINE_LIMIT = 2**24
 
@@ -49,12 +49,14 @@ class ServedModel:
 
     ``file``: as ``--model`` takes it. ``names``: for clients, the first in answers. ``embeds``: it embeds or ranks
     texts instead of generating them. ``options``: of the command line, by the names of their arguments.
+    ``cache_file``: where it finds cached prefixes, and keeps them at its end if it is asked to.
     """
 
     file: str
     names: tuple[str, ...]
     embeds: bool
     options: dict[str, Any]
+    cache_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -367,8 +369,11 @@ class WorkerProcess:
         """Lets it answer what it has, close its connections as they become idle, and end."""
         self._leave(RETIRE)
 
-    def stop(self) -> None:
-        """Lets it answer the requests that it has, and end."""
+    def stop(self, keeps_cache: bool = False) -> None:
+        """Lets it answer the requests that it has, and end. ``keeps_cache``: in its ``cache_file``."""
+        if keeps_cache and self.state is State.READY:
+            with suppress(OSError):
+                self._connections.send(KEEP)
         if self.state is State.STARTING:
             self._signal(signal.SIGTERM)
         self._leave(STOP)

@@ -18,6 +18,7 @@ from llamapipe.server.processes import (
     CANCEL,
     CONNECTION,
     ENDED,
+    KEEP,
     REFUSED,
     RETIRE,
     STOP,
@@ -46,12 +47,14 @@ class Worker:
     """One worker's link to its supervisor.
 
     Make it before the model is loaded: from then on the process ends when its supervisor does; once it is serving, it
-    drains first. ``n_ready``, ``n_workers``: of the server, as the supervisor told last.
+    drains first. ``n_ready``, ``n_workers``: of the server, as the supervisor told last. ``keeps_cache``: what follows
+    it should find the cached prefixes.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
         self.options = options
         self.n_ready = self.n_workers = 0
+        self.keeps_cache = False
         limit_cores(options.n_threads)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for the supervisor
         self._connections = socket.socket(fileno=options.connections)
@@ -124,6 +127,8 @@ class Worker:
             )  # without a free descriptor the kernel keeps the socket
             for descriptor in descriptors:
                 self._server.connect(_tcp_socket(descriptor), self._one_ended)
+        elif data == KEEP:
+            self.keeps_cache = True
         elif data == RETIRE:
             self._server.retire()
         elif data == STOP:

@@ -273,6 +273,28 @@ class TestRoom:
                 ended.set()
             assert [one.result() for one in others] == [{200}] * 6  # none was cut, all were answered
 
+    def test_a_conversation_survives_its_model(self, server: PoolServer) -> None:
+        """Evicted and loaded again, hardly any of it is computed again; each key has a cache."""
+        said = "Once upon a time there was a fox who lived in a wood. " * 40
+
+        def told(text: str) -> tuple[str, int, int]:
+            answer = server.client.post(
+                "/v1/completions",
+                json={"model": "a", "prompt": text, "max_tokens": 50, "ignore_eos": True, "temperature": 0},
+            ).json()
+            usage = answer["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            return answer["choices"][0]["text"], usage["prompt_tokens"], cached
+
+        text, n_first, _ = told(said)
+        for name in ("b", "c"):
+            server.ask(name)
+        assert server.loaded() == ["b", "c"]
+        _, n, n_cached = told(said + text)
+        assert n > n_first > 400
+        assert n - n_cached <= 0.05 * n
+        assert len(server.pids("a")) == 2
+
     def test_a_model_that_can_never_fit_is_refused_at_once(self, server: PoolServer) -> None:
         server.ask("a")
         answer = server.ask("large")
@@ -365,6 +387,26 @@ def test_a_stream_has_signs_of_life_while_its_model_loads(
             "/api/generate", json={"model": "a", "prompt": "x", "raw": True, "system": "y"}
         )
         assert "raw" in json.loads(late.text.splitlines()[-1])["error"]
+
+
+def test_what_is_kept_ends_with_the_server(models: Path, tmp_path: Path) -> None:
+    """The files are in a folder that only its user can read; one that a killed server left behind is deleted later."""
+    folder = tmp_path / "cache" / "evicted"
+    (folder / "left").mkdir(parents=True)
+    (folder / "left" / "lock").touch()
+    with pool_server(
+        models / "models.toml", *OPTIONS, log=tmp_path / "log", LLAMAPIPE_CACHE_DIR=str(tmp_path / "cache")
+    ) as server:
+        (own,) = [path for path in folder.iterdir() if path.is_dir()]
+        assert own.name != "left"
+        assert own.stat().st_mode & 0o777 == 0o700
+        server.ask("a", prompt="Once upon a time " * 50)
+        server.client.post("/models/unload", json={"model": "a"})
+        server.wait_for(a="unloaded")
+        assert [path.suffix for path in own.iterdir() if path.name != "lock"] == [".cache"]
+        server.ask("a")
+        assert [path for path in own.iterdir() if path.name != "lock"] == []
+    assert [path for path in folder.iterdir() if path.is_dir()] == []
 
 
 def test_models_end_by_themselves_and_start_early(models: Path, tmp_path: Path) -> None:

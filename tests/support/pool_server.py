@@ -59,8 +59,8 @@ class PoolServer:
 
 
 @contextmanager
-def pool_server(models: Path, *options: str, log: Path) -> Iterator[PoolServer]:
-    """A server of these models. Its standard error goes into ``log``."""
+def pool_server(models: Path, *options: str, log: Path, **variables: str) -> Iterator[PoolServer]:
+    """A server of these models. Its standard error goes into ``log``. ``variables``: of its environment."""
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -69,7 +69,7 @@ def pool_server(models: Path, *options: str, log: Path) -> Iterator[PoolServer]:
             stderr=errors,
             text=True,
             cwd=log.parent,
-            env=environment(),
+            env={**environment(), **variables},
         ) as process,
     ):
         try:

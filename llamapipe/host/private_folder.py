@@ -1,0 +1,47 @@
+"""A folder for files that live as long as this process."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from llamapipe.host.cache_folder import cache_folder
+
+
+@contextmanager
+def private_folder(kind: str) -> Iterator[Path]:
+    """A new folder in the user's cache that only its user can read. It is deleted at the end.
+
+    Those that processes left behind when they were killed are deleted, too: a process holds a lock on its own. Raises
+    OSError, RuntimeError if there is no home folder.
+    """
+    parent = cache_folder() / kind
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (parent / "lock").open("w") as everyone:
+        fcntl.flock(
+            everyone, fcntl.LOCK_EX
+        )  # nobody takes a folder for one that was left behind before it is locked
+        for old in parent.iterdir():
+            if old.is_dir() and not _is_in_use(old):
+                shutil.rmtree(old, ignore_errors=True)
+        made = Path(tempfile.mkdtemp(dir=parent))
+        own = (made / "lock").open("w")
+        fcntl.flock(own, fcntl.LOCK_EX)
+    with own:
+        try:
+            yield made
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _is_in_use(folder: Path) -> bool:
+    with suppress(FileNotFoundError), (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

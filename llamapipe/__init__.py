@@ -22,6 +22,7 @@ from llamapipe.kv_events import KvEvents
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.devices import Device, devices
 from llamapipe.llama.model import Model, demo_model_path
+from llamapipe.model_pool import ModelPool, ModelStatus
 from llamapipe.params import SamplingParams
 from llamapipe.pipeline.output import StepOutput
 from llamapipe.pipeline.pipeline import Pipeline, PipelineStats
@@ -66,6 +67,8 @@ __all__ = [
     "Generation",
     "KvEvents",
     "Model",
+    "ModelPool",
+    "ModelStatus",
     "Pipeline",
     "PipelineStats",
     "Ranked",

@@ -17,7 +17,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("lm_eval", "ray", "compat"),
     ("server",),
     ("__init__",),
-    ("jobs", "telemetry"),
+    ("jobs", "telemetry", "model_pool"),
     ("embedding",),
     ("engine",),
     ("streams",),

@@ -23,7 +23,7 @@ from llamapipe.cli.options import ENGINE, MODEL, Option, model_path
 from llamapipe.cli.parser import UsageError
 from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
 from llamapipe.gguf.reader import fingerprint
-from llamapipe.llama.kv_memory import TYPE_BYTES, cell_bytes
+from llamapipe.model_pool import embeds_of, need_of
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import find_stored, model_of
 from llamapipe.server.ollama import QUANTIZATIONS, parameter_size
@@ -38,13 +38,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-\d{5}")
 _OF_LIST = ("file", "aliases", "embeddings", "keep", "preload", "ttl")
 _OF_MODEL: dict[str, Option] = {option.name: option for option in (*ENGINE, *MODEL)}
 _TEXTS = ("chat_template", "tool_calls", "fim_order")
-# Beside weights and cells: the interpreter and its libraries, and what a step computes with, which grows with the
-# vocabulary. Measured with SmolLM2 135M and Qwen2.5 0.5B: 140 and 238 MiB; this gives 158 and 258.
-_PROCESS_BYTES = 110 * 2**20
-_STEP_ROWS = 256
-_CACHE_SHARE = 0.1  # of weights and cells, for cached prefixes that have lost their slot
-_USUAL_CONTEXT, _USUAL_SLOTS = 4096, 8
-_USUAL_TEXT = 2048  # tokens of a text to embed
+_PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
 
 
 def entries_of(path: Path) -> list[ModelEntry]:
@@ -153,24 +147,15 @@ def found_of(common: Mapping[str, Any], entry: ModelEntry) -> Found:
         info = check_gguf(path if stored is None else stored[0])
     except (argparse.ArgumentTypeError, lp.errors.LlamapipeError, ImportError) as e:
         raise ValueError(str(e)) from None
-    embeds = entry.embeds
-    if embeds is None:
-        embeds = not info.is_causal or info.has_rank_head
-    options = {**common, **entry.options}
+    embeds = embeds_of(info) if entry.embeds is None else entry.embeds
+    need = need_of(info, embeds, entry.options if embeds else {**common, **entry.options})
     texts = head_texts(info.path)
-    if embeds:
-        n_ctx = entry.options.get("n_ctx") or min(info.n_ctx_train, _USUAL_TEXT)
-    else:
-        n_ctx = _n_ctx(info.n_ctx_train, options)
-    held = info.size_bytes + (0.0 if embeds else _cells_bytes(texts, info, n_ctx, options))
-    n_cache_bytes = 0 if embeds else options.get("cache_bytes", int(held * _CACHE_SHARE))
-    steps = 4 * info.n_vocab * _STEP_ROWS
     return Found(
         str(path),
         embeds,
-        int(held + n_cache_bytes + steps + _PROCESS_BYTES),
-        {} if embeds else {"cache_bytes": n_cache_bytes},
-        n_ctx,
+        need.n_bytes + _PROCESS_BYTES,
+        {} if embeds else {"cache_bytes": need.cache_bytes},
+        need.n_ctx,
         _details(texts, info),
         info.size_bytes,
         info.stamps[0].modified_ns / 1e9,
@@ -191,19 +176,3 @@ def _details(texts: dict[str, str], info: GgufInfo) -> dict[str, Any]:
         "context_length": info.n_ctx_train,
         "embedding_length": info.n_embd,
     }
-
-
-def _n_ctx(n_ctx_train: int, options: Mapping[str, Any]) -> int:
-    """The context of each request, as ``Engine`` and ``open_engine`` have it."""
-    given = options.get("n_ctx")
-    return min(n_ctx_train, _USUAL_CONTEXT) if given is None else given or n_ctx_train
-
-
-def _cells_bytes(texts: Mapping[str, str], info: GgufInfo, n_ctx: int, options: Mapping[str, Any]) -> float:
-    """Bytes of the KV cells. At most: layers with a sliding window hold fewer."""
-    window = f"{info.architecture}.attention.sliding_window"
-    sizes = {key: value for key, value in texts.items() if key != window}
-    types = (str(options.get(name, "f16")) for name in ("type_k", "type_v"))
-    k, v = (kind if kind in TYPE_BYTES else "f16" for kind in types)  # the engine refuses others
-    n_cells = options.get("n_cells") or n_ctx * (options.get("n_seq_max") or _USUAL_SLOTS)
-    return n_cells * (cell_bytes(sizes, info.n_layer, info.n_embd, k, v) or 0.0)

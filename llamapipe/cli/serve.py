@@ -39,6 +39,7 @@ from llamapipe.host.cores import core_shares
 from llamapipe.host.memory import free_memory, memory_limit
 from llamapipe.host.private_folder import private_folder
 from llamapipe.llama.fim import FIM_ORDERS
+from llamapipe.model_pool import OF_FREE_MEMORY
 from llamapipe.ollama_models import model_of, shown_name
 from llamapipe.structured.compile import prepare_vocabulary
 
@@ -69,7 +70,6 @@ With --workers, SIGHUP replaces the workers one by one; the new ones read the mo
 The server speaks plain HTTP: use a proxy for TLS, as docs/guides/server.md shows."""
 _log = logging.getLogger("llamapipe.server")
 _SAME_PORT = -1
-_OF_FREE_MEMORY = 0.9
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
 # several times a step; with Python's 5 ms, a long chat that is read meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
@@ -461,7 +461,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         raise UsageError(
             f"--memory is {args.memory / 2**30:.1f} GiB; this machine gives processes at most {most / 2**30:.1f} GiB"
         )
-    budget = args.memory or (None if free is None else int(free * _OF_FREE_MEMORY))
+    budget = args.memory or (None if free is None else int(free * OF_FREE_MEMORY))
     common = given(args, ENGINE)
 
     def again() -> list[ModelEntry]:

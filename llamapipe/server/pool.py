@@ -10,7 +10,7 @@ and again does not load in a loop.
 Before a load there must be room for it. Idle models are ended, the least recently used first, never one that has a
 request or is pinned; the load begins when their processes are gone. Where none can end, it waits until one becomes
 idle. A model that always has a request would never be: after some seconds it gets no further ones, answers those that
-it has, and ends. ``choose`` is this policy, and knows no processes.
+it has, and ends. This policy is that of ``lp.ModelPool``: see ``choose`` there.
 
 On the event loop's thread.
 """
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.host.memory import resident_bytes
+from llamapipe.model_pool import PATIENCE_S, Tenure, choose, refusal
 from llamapipe.server.errors import ApiError
 from llamapipe.server.processes import Family, Placement, ServedModel, State, WorkerProcess, add_families
 from llamapipe.server.upstream import Upstream
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from types import EllipsisType
 
 _RETRY_S = 10.0  # a failed load is not tried again before
-_PATIENCE_S = 3.0  # after this time a load may end models that are never idle
 _STOP_S = 30.0  # a process that was asked to end is killed after this time
 _IDLE_CONNECTION_S = 30.0  # the process closes its idle connections after 75 s
 _SCRAPE_S = 2.0
@@ -101,32 +101,6 @@ class ModelEntry:
     def names(self) -> tuple[str, ...]:
         """All names that clients may use."""
         return (self.name, *self.aliases)
-
-
-class Tenure(NamedTuple):
-    """A model that has memory, for ``choose``. ``may_end``: it is loaded and not pinned, and idle if that matters."""
-
-    n_bytes: int
-    used_at: float
-    may_end: bool
-
-
-def choose(needed: int, budget: int | None, there: Sequence[Tenure]) -> list[int] | None:
-    """The places of the models to end, so that ``needed`` bytes fit beside the rest; None: they cannot all be idle.
-
-    The least recently used first, no more than needed. Pure.
-    """
-    if budget is None:
-        return []
-    missing = sum(one.n_bytes for one in there) + needed - budget
-    chosen = []
-    for i in sorted(range(len(there)), key=lambda i: there[i].used_at):
-        if missing <= 0:
-            break
-        if there[i].may_end:
-            chosen.append(i)
-            missing -= there[i].n_bytes
-    return chosen if missing <= 0 else None
 
 
 class PooledModel:
@@ -419,19 +393,14 @@ class Pool:
             model.n_bytes = n_bytes
             return
         pinned = sum(one.n_bytes for one in self.models if one.entry.keep and one is not model)
-        if self.budget_bytes is not None and n_bytes + pinned > self.budget_bytes:
-            raise _cannot_load(
-                model,
-                f"it needs {size(n_bytes)}, and {size(self.budget_bytes)} are allowed"
-                f"{f', of which pinned models have {size(pinned)}' if pinned else ''}; raise --memory, or give it a "
-                "smaller n_ctx or n_seq_max",
-            )
+        if (why := refusal(n_bytes, self.budget_bytes, pinned, "--memory")) is not None:
+            raise _cannot_load(model, why)
         began = monotonic()
         async with self._turn:
             while not self._fits(n_bytes):
                 there = [one for one in self._all if one.n_bytes]
                 waited_s = monotonic() - began
-                held = [one.tenure(only_idle=waited_s < _PATIENCE_S) for one in there]
+                held = [one.tenure(only_idle=waited_s < PATIENCE_S) for one in there]
                 victims = choose(n_bytes, self.budget_bytes, held)
                 if victims is not None and not any(one._unloading for one in there):
                     _log.info(
@@ -439,7 +408,7 @@ class Pool:
                     )
                     await asyncio.wait([self.unload(there[i]) for i in victims])
                 else:
-                    await self._next_change(max(_PATIENCE_S - waited_s, 0.0) or None)
+                    await self._next_change(max(PATIENCE_S - waited_s, 0.0) or None)
             model.n_bytes = n_bytes
 
     def _fits(self, n_bytes: int) -> bool:
@@ -641,11 +610,3 @@ def _labelled(families: Sequence[Family], name: str) -> list[Family]:
         )
         for family, text, kind, samples in families
     ]
-
-
-def size(n_bytes: float) -> str:
-    """A number of bytes for people."""
-    for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n_bytes >= one:
-            return f"{n_bytes / one:,.1f} {unit}"
-    return f"{n_bytes:.0f} bytes"

@@ -23,9 +23,10 @@ from llamapipe.cli.options import byte_count
 from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import CoreShare
 from llamapipe.host.memory import resident_bytes
+from llamapipe.model_pool import Tenure, choose
 from llamapipe.server.errors import ApiError
 from llamapipe.server.ollama import kept_s
-from llamapipe.server.pool import ModelEntry, Pool, Tenure, choose
+from llamapipe.server.pool import ModelEntry, Pool
 from llamapipe.server.processes import Placement
 
 OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "2")
@@ -329,7 +330,7 @@ class TestHowLong:
         assert wrong.status_code == 400
 
     def test_an_empty_chat_loads(self, server: PoolServer) -> None:
-        answer = server.client.post("/api/chat", json={"model": "a", "messages": []})
+        answer = server.client.post("/api/chat", json={"model": "a", "messages": [], "stream": False})
         assert answer.json()["done_reason"] == "load"
         assert server.loaded() == ["a"]
         assert {one["name"] for one in server.client.get("/api/tags").json()["models"]} >= {

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from socket import gaierror
@@ -485,9 +484,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         more = []
         if args.ollama not in (None, _SAME_PORT):
             more.append(stack.enter_context(listening_socket(args.host, args.ollama, "--ollama")))
-        announce(
-            replace(settings, page=False), sock, entries[0].name, True, 0, None, *more, n_models=len(entries)
-        )
+        announce(settings, sock, entries[0].name, True, 0, None, *more, n_models=len(entries))
         run_front(pool, sock, settings, again, more)
     return 0
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from llamapipe._messages import listed, quoted
-from llamapipe.server import ollama, system
+from llamapipe.server import ollama, page, system
 from llamapipe.server.application import OLLAMA_ROUTES, ROUTES, application_of
 from llamapipe.server.describe import Asked, describe
 from llamapipe.server.endpoint import (
@@ -141,11 +141,31 @@ class Front(Gate):
         exchange.n_prompt_tokens = exchange.n_completion_tokens = None  # the process of the model counts them
         return Forwarded(self, exchange, model, is_stream, ttl_s)
 
+    def head(self, exchange: Exchange, waited_s: float) -> Iterable[bytes]:
+        """The lines of a request to a model's process."""
+        scope = exchange.scope
+        query: bytes = scope["query_string"]
+        path = quote(exchange.path, "/:@!$&'()*+,;=-._~").encode()
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        yield b"%b %b%b HTTP/1.1" % (method.encode(), path, b"?" + query if query else b"")
+        yield b"host: localhost"
+        for name, value in scope["headers"]:
+            if name in _FORWARDED:
+                yield b"%b: %b" % (name, value)
+        client = self.tenant_of(exchange)
+        share = client.share.hex() if isinstance(client.share, bytes) else str(client.share)
+        yield b"x-request-id: " + exchange.id.encode()
+        yield f"{CLIENT}: {share}".encode("latin-1", "replace")
+        if client.cache is not None:
+            yield f"{CACHE}: {client.cache}".encode()
+        yield f"{LOADED_NS}: {round(waited_s * 1e9)}".encode()
+
     # ---- about the models
     async def list_models(self, exchange: Exchange) -> Response:
         """``GET /v1/models``: every model, with its state."""
         data = [self._entry(model) for model in self.pool.models]
-        return JsonResponse({"object": "list", "data": data, "has_more": False})
+        memory = {"used_bytes": self.pool.used_bytes, "budget_bytes": self.pool.budget_bytes}
+        return JsonResponse({"object": "list", "data": data, "has_more": False, "memory": memory})
 
     async def get_model(self, exchange: Exchange) -> Response:
         """``GET /v1/models/{id}``."""
@@ -170,6 +190,7 @@ class Front(Gate):
             "pinned": model.entry.keep,
             "n_requests": model.n_users,
             **({} if found is None else {"memory_bytes": model.n_bytes or found.n_bytes}),
+            **({} if found is None else {"capabilities": ["embedding" if found.embeds else "completion"]}),
         }
 
     async def load(self, exchange: Exchange, request: ModelRequest) -> Response:
@@ -188,11 +209,22 @@ class Front(Gate):
         self.pool.unload(model)
         return JsonResponse({"success": True})
 
-    # ---- as Ollama
-    async def root(self, exchange: Exchange) -> Response:
-        """``GET /``: the text by which Ollama's clients know the server."""
-        return PlainTextResponse("Ollama is running")
+    async def timeline(self, exchange: Exchange) -> Response:
+        """``GET /timeline?model=NAME``: of a loaded model. Who looks neither loads nor keeps one."""
+        name = exchange.query_params.get("model")
+        given = self.pool.models if name is None else [self.pool.find(name)]
+        there = [one for one in given if one.state is ModelState.LOADED and not _embeds(one)]
+        if len(there) != 1:
+            return JsonResponse({"now": 0, "stages": [], "spans": [], "stats": None})
+        try:
+            async with self.pool.connection(there[0]) as upstream:
+                await upstream.send(self.head(exchange, 0.0), b"")
+                body = b"".join([part async for part in upstream.parts()])
+        except (UpstreamLostError, ConnectionError):
+            raise ApiError(503, f"the process of the model {quoted(there[0].name)} ended") from None
+        return Response(body, upstream.status, media_type="application/json")
 
+    # ---- as Ollama
     async def tags(self, exchange: Exchange) -> Response:
         """``GET /api/tags``: the models whose files are here."""
         await self.pool.identify(self.pool.models)
@@ -311,9 +343,13 @@ class Front(Gate):
             get("/metrics", self.metrics_text, "Metrics for Prometheus.", media="text/plain"),
             get("/openapi.json", system.openapi),
         ]  # fmt: skip
+        if self.settings.page:
+            made += [get("/timeline", self.timeline), get("/page/{name}", page.page_file, has_key=False)]
+            if not self.settings.ollama:
+                made += [get("/", page.page, has_key=False)]
         if self.settings.ollama:
             made += [
-                get("/", self.root, has_key=False),
+                get("/", ollama.root, has_key=False),
                 get("/api/version", ollama.version, "The version of this API."),
                 get("/api/tags", self.tags, "The models."),
                 post("/api/show", self.show, ollama.ShowRequest, "What a model is and can do."),
@@ -451,27 +487,8 @@ class Forwarded(LateResponse):
         """The connection over which the request was sent, and the answer's head has come."""
         async with self._front.pool.connection(self._model) as upstream:
             body, self._exchange.raw = self._exchange.raw, b""
-            await upstream.send(self._head(waited_s), body)
+            await upstream.send(self._front.head(self._exchange, waited_s), body)
             yield upstream
-
-    def _head(self, waited_s: float) -> Iterable[bytes]:
-        exchange = self._exchange
-        scope = exchange.scope
-        query: bytes = scope["query_string"]
-        path = quote(exchange.path, "/:@!$&'()*+,;=-._~").encode()
-        method = "GET" if exchange.method == "HEAD" else exchange.method
-        yield b"%b %b%b HTTP/1.1" % (method.encode(), path, b"?" + query if query else b"")
-        yield b"host: localhost"
-        for name, value in scope["headers"]:
-            if name in _FORWARDED:
-                yield b"%b: %b" % (name, value)
-        client = self._front.tenant_of(exchange)
-        share = client.share.hex() if isinstance(client.share, bytes) else str(client.share)
-        yield b"x-request-id: " + exchange.id.encode()
-        yield f"{CLIENT}: {share}".encode("latin-1", "replace")
-        if client.cache is not None:
-            yield f"{CACHE}: {client.cache}".encode()
-        yield f"{LOADED_NS}: {round(waited_s * 1e9)}".encode()
 
     # ---- the answer
     async def _begin(self, send: Send, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -737,7 +737,7 @@ async def old_embeddings(exchange: Exchange, request: OldEmbedRequest) -> Respon
 # ---- about the server and its models
 async def root(exchange: Exchange) -> Response:
     """``GET /``: the text by which clients know the server; for browsers its page, if it has one."""
-    if exchange.server.settings.page and "text/html" in exchange.headers.get("accept", ""):
+    if exchange.gate.settings.page and "text/html" in exchange.headers.get("accept", ""):
         return await page(exchange)
     return PlainTextResponse("Ollama is running")
 

@@ -467,7 +467,8 @@ class Pool:
 
     # ---- the whole
     def start(self) -> None:
-        """Loads the models that are wanted at the start."""
+        """Loads the models that are wanted at the start, and looks at the files of all."""
+        self._spawn(self.identify(self.models))
         for model in self.models:
             if model.entry.preload and model.state is ModelState.UNLOADED:
                 self.load(model).add_done_callback(_log_failure)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.bert_model import bert_model
+from support.pool_server import PoolServer, pool_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
@@ -212,6 +214,56 @@ def answer_with(page: Page, *deltas: dict[str, str], is_whole: bool = True) -> N
         "**/v1/chat/completions",
         lambda route: route.fulfill(body=body, headers={"content-type": "text/event-stream"}),
     )
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolServer]:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("first", "second"):
+        shutil.copy(lp.demo_model_path(), folder / f"{name}.gguf")
+    bert_model(folder / "vectors.gguf")
+    with pool_server(folder, "-c", "512", "-np", "4", "--memory", "1GiB", log=folder / "log") as server:
+        yield server
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1100, 390])
+def test_a_server_with_several_models(browser: Browser, several: PoolServer, scheme: str, width: int) -> None:
+    """One is chosen, and loaded and ended with the keyboard; the page shows what each takes."""
+    page = browser.new_page(viewport={"width": width, "height": 760}, color_scheme=scheme)
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.goto(several.url)
+    page.locator("#models option").nth(1).wait_for(state="attached")
+    assert page.locator("#models option").all_text_contents() == [
+        "first",
+        "second",
+    ]  # not the one that embeds
+    page.select_option("#models", "second")
+    say(page, "Hello")
+    assert several.loaded() == ["second"]
+    page.locator("#figures", has_text="KV cells").wait_for()
+    page.reload()
+    page.locator("#models option").nth(1).wait_for(state="attached")
+    assert page.locator("#models").input_value() == "second"
+    page.locator("#tab-chat").focus()
+    page.keyboard.press("End")  # the last tab
+    rows = page.locator("#rows tr")
+    rows.nth(2).wait_for()
+    assert [cell.split(",")[0] for cell in page.locator("#rows tr td:nth-of-type(1)").all_text_contents()] == [
+        "unloaded", "loaded", "unloaded",
+    ]  # fmt: skip
+    assert "of 1 GiB" in page.locator("#memory").text_content()
+    shot(page, f"models-{scheme}-{width}")
+    page.locator("#rows button").nth(1).focus()
+    page.keyboard.press("Enter")
+    page.locator("#rows tr", has_text="second").get_by_text("unloaded").wait_for()
+    assert page.evaluate("document.activeElement.dataset.model") == "second"  # the focus stays
+    assert several.loaded() == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.close()
+    assert not problems
 
 
 def test_enter_sends_in_both_tabs_and_shift_enter_begins_a_line(page: Page) -> None:

@@ -18,6 +18,13 @@ export async function getJson(path, key) {
   return answer.json();
 }
 
+export async function postJson(path, body, key) {
+  const answer = await fetch(path, { method: "POST", headers: headers(key), body: JSON.stringify(body) })
+    .catch((error) => { throw explained(error, UNREACHABLE); });
+  if (!answer.ok) throw await failure(answer);
+  return answer.json();
+}
+
 // Yields the decoded events of a stream. Aborting the signal ends the request on the server.
 export async function* events(path, body, key, signal) {
   const answer = await fetch(path, {

@@ -1,20 +1,25 @@
 // The page: a chat, one prompt in several streams, and the engine's timeline.
 
-import { events, getJson } from "./api.js";
+import { events } from "./api.js";
 import { Chat } from "./chat.js";
 import { appendText, made } from "./markdown.js";
+import { Models } from "./models.js";
 import { store, stored } from "./store.js";
 import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
 const key = () => $("key").value.trim();
-const timeline = new Timeline($("timeline"), $("figures"), key);
+const models = new Models({
+  name: $("model"), choice: $("choice"), select: $("models"), tab: $("tab-all"), rows: $("rows"), total: $("memory"),
+  problem: $("problem"),
+}, key);
+const timeline = new Timeline($("timeline"), $("figures"), key, () => models.query);
 let running = null;  // the AbortController of the request that is running
 
 function options() {
   const number = (id, name) => ($(id).value === "" ? {} : { [name]: Number($(id).value) });
   return {
-    ...number("temperature", "temperature"), ...number("max-tokens", "max_tokens"), ...number("seed", "seed"),
+    ...models.options, ...number("temperature", "temperature"), ...number("max-tokens", "max_tokens"), ...number("seed", "seed"),
     stream_options: { include_usage: true },
   };
 }
@@ -87,14 +92,16 @@ function select(tab) {
     $(one.getAttribute("aria-controls")).hidden = !chosen;
   }
   tab.focus();
+  if (tab.id === "tab-all") models.refresh();
 }
-tabs.forEach((tab, i) => {
+tabs.forEach((tab) => {
   tab.addEventListener("click", () => select(tab));
   tab.addEventListener("keydown", (event) => {
-    const next = { ArrowRight: i + 1, ArrowLeft: i - 1, Home: 0, End: tabs.length - 1 }[event.key];
+    const there = tabs.filter((one) => !one.hidden), at = there.indexOf(tab);
+    const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: there.length - 1 }[event.key];
     if (next === undefined) return;
     event.preventDefault();
-    select(tabs.at(next % tabs.length));
+    select(there.at(next % there.length));
   });
 });
 
@@ -108,7 +115,7 @@ for (const id of KEPT) {
 $("key").value = stored("key") ?? "";
 $("key").addEventListener("change", () => {
   store("key", key());
-  names();
+  models.refresh();
 });
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 
@@ -181,12 +188,4 @@ timeline.onpause = (paused) => {
 };
 if (window.matchMedia("(prefers-reduced-motion: reduce)").matches) timeline.pause(true);
 
-async function names() {
-  try {
-    $("model").textContent = (await getJson("v1/models", key())).data[0].id;
-  } catch (error) {
-    $("model").textContent = error.message;
-  }
-}
-names();
 if (window.matchMedia("(pointer: fine)").matches) $("message").focus();  // elsewhere it would open a keyboard

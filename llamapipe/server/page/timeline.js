@@ -8,10 +8,12 @@ const AFTER_ERROR_MS = 2000;
 const LABEL = 64;
 
 export class Timeline {
-  constructor(canvas, figures, key) {
+  // `query`: returns what is added to the request, such as the model.
+  constructor(canvas, figures, key, query) {
     this.canvas = canvas;
     this.figures = figures;
     this.key = key;
+    this.query = query;
     this.paused = false;  // the drawing stands still; the figures do not
     this.onpause = () => {};
     this.spans = [];
@@ -30,7 +32,7 @@ export class Timeline {
       let pause = EVERY_MS;
       if (!document.hidden) {
         try {
-          this.take(await getJson(`timeline?after=${this.now}`, this.key()));
+          this.take(await getJson(`timeline?after=${this.now}${this.query()}`, this.key()));
         } catch (error) {
           this.figures.textContent = error.message;
           this.last = null;
@@ -52,6 +54,13 @@ export class Timeline {
     this.stages = answer.stages;
     this.spans = this.spans.concat(answer.spans).filter((span) => span[3] > this.now - SHOWN_S - 1);
     const stats = answer.stats;
+    if (stats === null) {  // its model is not loaded
+      this.show([["not loaded", ""]]);
+      this.last = null;
+      this.now = 0;
+      this.draw();
+      return;
+    }
     if (this.last !== null && this.now > this.last.now) {
       const seconds = this.now - this.last.now;
       const rate = (name) => Math.round((stats[name] - this.last.stats[name]) / seconds);
